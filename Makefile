@@ -11,7 +11,8 @@ TORCH_INDEX ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# The script, not `python -m pip`: that would see spectrain_ext.egg-info in this directory as an installed package.
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
 CXX_SUFFIXES := -name '*.cpp' -o -name '*.cc' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh'
 
 PACKAGE_SOURCES := setup.py CMakeLists.txt pyproject.toml \
