@@ -1,0 +1,31 @@
+"""The exceptions that only a pipeline can raise; bad arguments are ordinary TypeError and ValueError."""
+
+from __future__ import annotations
+
+
+class StageError(RuntimeError):
+    """An exception inside a stage, the loss or an optimizer ended the run.
+
+    The original exception is the cause (``__cause__``). The minibatches in flight were dropped, no further update
+    was made, the modules hold their true weights and the pipeline can run again.
+
+    Attributes:
+        stage: index of the stage, counted from 0.
+        minibatch: index of the minibatch within the run, counted from 0.
+        action: what the stage was doing, for example ``"forward"``, ``"loss"``, ``"backward"`` or ``"update"``.
+        reason: type and text of the original exception.
+    """
+
+    def __init__(self, stage: int, minibatch: int, action: str, reason: str) -> None:
+        super().__init__(stage, minibatch, action, reason)  # these args make it picklable
+        self.stage = stage
+        self.minibatch = minibatch
+        self.action = action
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}, minibatch {self.minibatch}, {self.action}: {self.reason}"
+
+
+class OrderingError(RuntimeError):
+    """A buffer was used on a stream without waiting for a conflicting use of it on another stream."""

@@ -1,0 +1,33 @@
+"""Action: one step of a stage's work, as a value."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    """What a stage does in one action. The value is the name that people read in errors and traces."""
+
+    PULL = "pull"
+    LOAD_FORWARD = "load forward weights"
+    RECEIVE_ACTIVATION = "receive activation"
+    FORWARD = "forward"
+    SEND_ACTIVATION = "send activation"
+    LOSS = "loss"
+    LOAD_BACKWARD = "load backward weights"
+    RECEIVE_GRADIENT = "receive gradient"
+    BACKWARD = "backward"
+    SEND_GRADIENT = "send gradient"
+    UPDATE = "update"
+
+    # Members are singletons: hashing by identity is right and keeps the executor's dispatch out of Python code.
+    __hash__ = object.__hash__
+
+
+class Action(NamedTuple):
+    """One action of one stage; ``microbatch`` is 0 where the kind concerns the whole minibatch."""
+
+    kind: Kind
+    minibatch: int
+    microbatch: int = 0
