@@ -1,0 +1,103 @@
+"""The picture of training losses: a smoothed line per method, a band for its seeds."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from spectrain_ext.report.results import MethodResult
+
+# Okabe and Ito's colours, distinguishable with any colour vision; dashes tell the lines apart in
+# print as well. The reference is black.
+_REFERENCE = ("#000000", (0, (5, 2)))
+_LINES: Sequence[tuple[str, str | tuple[int, tuple[int, ...]]]] = (
+    ("#D55E00", "solid"),
+    ("#E69F00", (0, (3, 1, 1, 1))),
+    ("#0072B2", "solid"),
+    ("#56B4E9", (0, (6, 1))),
+    ("#009E73", (0, (1, 1))),
+    ("#CC79A7", (0, (4, 1, 1, 1, 1, 1))),
+)
+_HIGHEST = 1e3
+
+
+def require_matplotlib() -> None:
+    """Raise a ``ModuleNotFoundError`` that names the remedy when matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "the picture of the losses needs matplotlib, which is not installed: "
+            "pip install 'spectrain_ext[train]'",
+            name=error.name,
+        ) from error
+
+
+def draw_losses(path: Path, results: Sequence[MethodResult], *, title: str, window: int) -> None:
+    """Draw the training losses of ``results`` over updates into a PNG at ``path``.
+
+    Each run is smoothed by a trailing mean over ``window`` minibatches. A line is the median of the
+    seeds, its band their whole range. Losses count as 1,000 when they are above it or not finite.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    # no pyplot: it would choose a backend and keep global state
+    figure = Figure(figsize=(8.0, 4.8), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    lines = iter(_LINES * (1 + len(results) // len(_LINES)))
+    for result in results:
+        reference = result.method == "sync"
+        color, dashes = _REFERENCE if reference else next(lines)
+        smoothed = [_trailing_mean(run.losses, window) for run in result.runs]
+        columns = [sorted(column) for column in zip(*smoothed, strict=True)]
+        updates = range(1, len(columns) + 1)
+        axes.plot(
+            updates,
+            [_median(column) for column in columns],
+            color=color,
+            linestyle=dashes,
+            linewidth=2.2 if reference else 1.8,
+            zorder=4 if reference else 3,
+            label=f"{result.method} (no overlap, reference)" if reference else result.method,
+        )
+        if len(result.runs) > 1:
+            axes.fill_between(
+                updates,
+                [column[0] for column in columns],
+                [column[-1] for column in columns],
+                color=color,
+                alpha=0.13,
+                linewidth=0,
+            )
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("minibatch (one update of every stage each)")
+    axes.set_ylabel(f"training loss, mean of the last {window} minibatches")
+    axes.set_title(title, fontsize=10)
+    axes.grid(True, which="major", alpha=0.3)
+    axes.margins(x=0.01)
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path)
+
+
+def _trailing_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last ``window`` values at every position; of all so far at the beginning."""
+    finite = [min(value, _HIGHEST) if math.isfinite(value) else _HIGHEST for value in values]
+    means = []
+    total = 0.0
+    for position, value in enumerate(finite):
+        total += value
+        if position >= window:
+            total -= finite[position - window]
+        means.append(max(total, 0.0) / min(position + 1, window))
+    return means
+
+
+def _median(ordered: Sequence[float]) -> float:
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -1,0 +1,69 @@
+"""The table that ends a comparison of methods."""
+
+import math
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from spectrain_ext.report.results import MethodResult
+
+
+def comparison_table(results: Sequence[MethodResult], *, test_samples: int) -> Table:
+    """Return one row per method; with several seeds, mean and standard deviation.
+
+    ``test_samples`` says what a single test sample is worth in the accuracy column.
+    """
+    seeds = len(results[0].runs) if results else 0
+    table = Table(
+        title=f"Same weights at the start, same minibatches, same settings: {_plural(seeds)}",
+        title_justify="left",
+        caption=_caption(seeds, test_samples),
+        caption_justify="left",
+    )
+    table.add_column("method", style="bold", no_wrap=True)
+    # two lines each, so that five columns fit into a terminal of 80
+    for heading in (
+        "test\naccuracy %",
+        "test\nloss",
+        "mini-\nbatches/s",
+        "weight versions\npeak KiB",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    others = [result.test_accuracy for result in results if result.method != "sync"]
+    best = max(others, default=None) if len(others) > 1 else None
+    for result in results:
+        table.add_row(
+            result.method,
+            Text(
+                _value(result, 100 * result.test_accuracy, 100 * result.test_accuracy_std, 1),
+                style="bold green" if result.test_accuracy == best else "",
+            ),
+            _value(result, result.test_loss, result.test_loss_std, 3),
+            f"{result.minibatches_per_second:.0f}",
+            f"{result.weight_version_bytes / 1024:.0f}",
+        )
+    return table
+
+
+def _caption(seeds: int, test_samples: int) -> str:
+    sentences = [
+        "One process runs all stages in turn, so minibatches/s is no throughput comparison: it is "
+        "what a method costs, not what its overlap gains on several devices.",
+        f"One test sample is {100 / test_samples:.1f} points of accuracy.",
+        f"Mean ± standard deviation over {_plural(seeds)}."
+        if seeds > 1
+        else "A single seed says little: --seeds 5 shows the spread.",
+    ]
+    return " ".join(sentences)
+
+
+def _value(result: MethodResult, mean: float, deviation: float, digits: int) -> str:
+    if not math.isfinite(mean):
+        return "diverged"
+    several = len(result.runs) > 1
+    return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if several else "")
+
+
+def _plural(seeds: int) -> str:
+    return f"{seeds} seed" if seeds == 1 else f"{seeds} seeds"
