@@ -1,5 +1,5 @@
 """The command line: ``spectrain train`` and ``spectrain doctor``."""
 
-from spectrain_ext.cli.main import main
+from spectrain_ext.cli.group import main
 
 __all__ = ["main"]

@@ -13,6 +13,29 @@ from spectrain_ext.models import residual_mlp
 from spectrain_ext.report import Run
 
 
+def build_pipeline(settings: TrainSettings, method: str, seed: int, data: Split) -> Pipeline:
+    """Return the pipeline of ``method`` with the initial weights that ``seed`` gives.
+
+    Raises:
+        ValueError: ``method`` cannot work with these settings (a prediction needs momentum).
+    """
+    stages = residual_mlp(
+        settings.stages,
+        features=data.features,
+        width=settings.width,
+        classes=data.classes,
+        seed=seed,
+    )
+    return Pipeline(
+        stages,
+        optimizer=lambda parameters: _optimizer(settings, parameters),
+        loss_fn=nn.functional.cross_entropy,
+        method=method,
+        devices=list(settings.devices),
+        microbatches=settings.microbatches,
+    )
+
+
 def train_once(
     settings: TrainSettings, method: str, seed: int, data: Split, advance: Callable[[], None]
 ) -> Run:
@@ -20,22 +43,12 @@ def train_once(
 
     Weights and order depend on ``seed`` and ``settings`` alone, so methods can be compared.
     ``advance`` is called once per minibatch.
+
+    Raises:
+        StageError: training failed inside a stage.
     """
     torch.manual_seed(seed)
-    pipe = Pipeline(
-        residual_mlp(
-            settings.stages,
-            features=data.features,
-            width=settings.width,
-            classes=data.classes,
-            seed=seed,
-        ),
-        optimizer=lambda parameters: _optimizer(settings, parameters),
-        loss_fn=nn.functional.cross_entropy,
-        method=method,
-        devices=list(settings.devices),
-        microbatches=settings.microbatches,
-    )
+    pipe = build_pipeline(settings, method, seed, data)
     pipe.train()
     batches = shuffled_batches(
         data.train_inputs,

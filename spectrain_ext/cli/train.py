@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from spectrain_ext import StageError, __version__
-from spectrain_ext.cli.compare import train_once
+from spectrain_ext.cli.compare import build_pipeline, train_once
 from spectrain_ext.cli.settings import TrainSettings, choose_devices, choose_methods, finite
 from spectrain_ext.data import Split, count_batches, load_digits
 from spectrain_ext.report import (
@@ -94,17 +94,27 @@ def train(
         data = load_digits()
     except ModuleNotFoundError as error:
         raise click.ClickException(str(error)) from error
+    _check_methods(settings, data)
     folder = _make_folder(out)
     console = Console()
     threads_before = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
         results = summarize(_train_all(settings, data, console))
-    except (StageError, ValueError) as error:
+    except StageError as error:
         raise click.ClickException(_with_cause(error)) from error
     finally:
         torch.set_num_threads(threads_before)
     _report(folder, settings, data, results, console)
+
+
+def _check_methods(settings: TrainSettings, data: Split) -> None:
+    """Find out before training what would stop it in the middle."""
+    for method in settings.methods:
+        try:
+            build_pipeline(settings, method, settings.seeds[0], data).release()
+        except ValueError as error:
+            raise click.ClickException(f"method {method}: {error}") from error
 
 
 def _train_all(settings: TrainSettings, data: Split, console: Console) -> list[Run]:
