@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from spectrain_ext.optim.momentum import KEY, fits
+from spectrain_ext.optim.resolve import Group, State, buffer_of, by_device
 from spectrain_ext.optim.rows import Rows
 
 if TYPE_CHECKING:
     from spectrain_ext.optim.sgd import SGD
 
-Groups = Sequence[Mapping[str, Any]]
+Groups = Sequence[Group]
 
 
 class Binding:
@@ -56,23 +57,22 @@ class Binding:
             for found in by_device(index, range(len(group["params"])), group["params"], rows)
         ]
 
-    def adopt(self, state: Mapping[Tensor, Any]) -> None:
+    def adopt(self, state: State) -> None:
         """Copy momentum that ``state`` holds elsewhere into the bound buffers, zero the rest."""
         for p, view in self.momentum.items():
-            entry = state.get(p, {})
-            buffer = entry.get(KEY)
+            buffer = buffer_of(state, p)
             if buffer is view:
                 continue
             if buffer is None:
                 view.zero_()
             else:
                 view.copy_(buffer)
-                entry[KEY] = view
+                state[p][KEY] = view
 
-    def check_state(self, groups: Groups, state: Mapping[Tensor, Any]) -> None:
+    def check_state(self, groups: Groups, state: State) -> None:
         """Raise unless every buffer in ``state`` can be copied into its bound one."""
         for where, p in _named(groups):
-            buffer = state.get(p, {}).get(KEY)
+            buffer = buffer_of(state, p)
             if buffer is not None and buffer.shape != p.shape:
                 raise ValueError(
                     f"{KEY} of {where} must have shape {tuple(p.shape)}, got {tuple(buffer.shape)}"
@@ -109,21 +109,6 @@ def checked_outs(
         weight = weights[p]
         if out.shape != weight.shape or out.stride() != weight.stride():
             raise ValueError(f"outs of {where} must be {_words(weight)}, got {_words(out)}")
-
-
-def by_device(
-    group: int,
-    indices: Sequence[int],
-    params: Sequence[Tensor],
-    make: Callable[[int, list[int], list[Tensor]], Rows],
-) -> list[Rows]:
-    """Make one Rows for each device that parameters of a group are on (a plan has one device)."""
-    found: dict[Any, tuple[list[int], list[Tensor]]] = {}
-    for index, p in zip(indices, params, strict=True):
-        listed = found.setdefault(p.device, ([], []))
-        listed[0].append(index)
-        listed[1].append(p)
-    return [make(group, *listed) for listed in found.values()]
 
 
 def _named(groups: Groups) -> list[tuple[str, Tensor]]:

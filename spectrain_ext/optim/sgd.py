@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -14,29 +11,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
-from spectrain_ext.optim.binding import Binding, PredictionSink, by_device, checked_outs
+from spectrain_ext.optim.binding import Binding, PredictionSink, checked_outs
 from spectrain_ext.optim.hyper import Hyper, read_hyper, read_steps
-from spectrain_ext.optim.momentum import (
-    KEY,
-    check_dtypes,
-    converted,
-    empty_like,
-    fits,
-    loaded_dtype,
-)
+from spectrain_ext.optim.momentum import KEY, check_dtypes, converted, loaded_dtype
+from spectrain_ext.optim.resolve import Resolver
 from spectrain_ext.optim.rows import Rows
 
 StateDict = dict[str, Any]
-
-
-@dataclass(slots=True)
-class _Resolved:
-    """What one group was resolved into: Rows per device, and the parameters that need none yet."""
-
-    params: list[Tensor]
-    with_momentum: bool
-    idle: list[Tensor]
-    rows: list[Rows]
 
 
 class SGD(torch.optim.SGD):
@@ -110,13 +91,10 @@ class SGD(torch.optim.SGD):
         self._step_supports_amp_scaling = False
 
     def _forget_resolved(self) -> None:
-        self._step_rows: dict[int, _Resolved] = {}
-        self._predict_rows: dict[int, _Resolved] = {}
+        self._resolver = Resolver(self._momentum_dtype)
         self._predicted: list[Rows] | None = None
         self._binding: Binding | None = None
         self._next_write: tuple[PredictionSink, float] | None = None
-        self._seen_states: tuple[Any, ...] = ()
-        self._generation = 0
 
     # Parameter groups and state, as torch.optim.Optimizer keeps them.
 
@@ -162,7 +140,7 @@ class SGD(torch.optim.SGD):
         """Take over what ``__getstate__`` or ``load_state_dict`` hands in."""
         super().__setstate__(state)
         self.__dict__.setdefault("_momentum_dtype", None)
-        if "_step_rows" not in self.__dict__:
+        if "_resolver" not in self.__dict__:
             self._forget_resolved()
 
     def state_dict(self) -> StateDict:
@@ -256,16 +234,14 @@ class SGD(torch.optim.SGD):
             self._refuse_while_predicted("step")
 
         hypers = self._hypers()
-        generation = self._state_generation()
         if self._binding is not None:
             todo = self._bound_rows()
         else:
-            todo = list(
-                chain.from_iterable(
-                    self._rows_for_step(index, hyper, generation)
-                    for index, hyper in enumerate(hypers)
-                )
-            )
+            todo = [
+                rows
+                for index, (group, hyper) in enumerate(zip(self.param_groups, hypers, strict=True))
+                for rows in self._resolver.for_step(index, group, self.state, hyper.momentum != 0.0)
+            ]
         steps = None if self._next_write is None else self._next_write[1]
         if steps:
             self.check_can_predict()
@@ -276,7 +252,7 @@ class SGD(torch.optim.SGD):
             rows.step(hyper, active, steps)
             rows.forget_gradients()
             if hyper.momentum != 0.0:
-                self._keep_new_buffers(rows, active)
+                self._resolver.keep_new_buffers(rows, active, self.state)
             if self._binding is None:
                 increment_version(
                     [p for p, stepped in zip(rows.params, active, strict=True) if stepped]
@@ -286,111 +262,6 @@ class SGD(torch.optim.SGD):
 
     def _hypers(self) -> list[Hyper]:
         return [read_hyper(index, group) for index, group in enumerate(self.param_groups)]
-
-    def _state_generation(self) -> int:
-        """Count how often entries of ``self.state`` came, went or were replaced."""
-        seen, state = self._seen_states, self.state
-        if len(seen) != len(state) or not all(map(is_, state.values(), seen)):
-            self._seen_states = tuple(state.values())
-            self._generation += 1
-        return self._generation
-
-    def _keep_new_buffers(self, rows: Rows, active: list[bool]) -> None:
-        first = rows.first_step()
-        if first is False or rows.buffers is None:
-            return
-        for row, (p, buffer) in enumerate(zip(rows.params, rows.buffers, strict=True)):
-            if active[row] and (first is True or first[row]):
-                self.state[p][KEY] = buffer
-        self._generation += 1
-
-    def _rows_for_step(self, index: int, hyper: Hyper, generation: int) -> list[Rows]:
-        with_momentum = hyper.momentum != 0.0
-        known = self._step_rows.get(index)
-        if (
-            known is not None
-            and known.with_momentum == with_momentum
-            and self._still_resolved(known, index, generation)
-            and all(p.grad is None for p in known.idle)
-        ):
-            return known.rows
-        params: list[Tensor] = self.param_groups[index]["params"]
-        chosen = [
-            i
-            for i, p in enumerate(params)
-            if not with_momentum or p.grad is not None or self._buffer(p) is not None
-        ]
-        resolved = self._resolve(index, chosen, with_momentum=with_momentum)
-        self._step_rows[index] = resolved
-        return resolved.rows
-
-    def _rows_for_prediction(self, index: int) -> list[Rows]:
-        generation = self._state_generation()
-        known = self._predict_rows.get(index)
-        if known is not None and self._still_resolved(known, index, generation):
-            return known.rows
-        params: list[Tensor] = self.param_groups[index]["params"]
-        chosen = [i for i, p in enumerate(params) if self._buffer(p) is not None]
-        resolved = self._resolve(index, chosen, with_momentum=True, stash=True)
-        self._predict_rows[index] = resolved
-        return resolved.rows
-
-    def _still_resolved(self, known: _Resolved, index: int, generation: int) -> bool:
-        params = self.param_groups[index]["params"]
-        return (
-            len(params) == len(known.params)
-            and all(map(is_, params, known.params))
-            and all(
-                rows.storage_unchanged() and rows.state_unchanged(self.state, generation)
-                for rows in known.rows
-            )
-            and (not known.with_momentum or all(self._buffer(p) is None for p in known.idle))
-        )
-
-    def _resolve(
-        self, index: int, chosen: list[int], *, with_momentum: bool, stash: bool = False
-    ) -> _Resolved:
-        params: list[Tensor] = self.param_groups[index]["params"]
-        replaced: dict[Tensor, Tensor] = {}
-
-        def buffer_of(i: int, p: Tensor) -> Tensor:
-            dtype = self._momentum_dtype or p.dtype
-            buffer = self._buffer(p)
-            if buffer is None:
-                return empty_like(p, dtype)
-            if isinstance(buffer, Tensor) and fits(p, buffer):
-                return buffer
-            where = f"parameter {i} of group {index}"
-            check_dtypes(where, p.dtype, None)
-            dtype = loaded_dtype(p.dtype, buffer.dtype, self._momentum_dtype)
-            replaced[p] = converted(where, p, buffer, dtype)
-            return replaced[p]
-
-        def make(group: int, indices: list[int], found: list[Tensor]) -> Rows:
-            return Rows(
-                group,
-                indices,
-                found,
-                found,
-                [buffer_of(i, p) for i, p in zip(indices, found, strict=True)]
-                if with_momentum
-                else None,
-                stashed=[empty_like(p, p.dtype) for p in found] if stash else None,
-            )
-
-        rows = by_device(index, chosen, [params[i] for i in chosen], make)
-        for p, buffer in replaced.items():
-            self.state[p][KEY] = buffer
-        self._generation += 1
-        for each in rows:
-            each.state_unchanged(self.state, self._generation)
-        busy = set(chosen)
-        idle = [p for i, p in enumerate(params) if i not in busy]
-        return _Resolved(list(params), with_momentum, idle, rows)
-
-    def _buffer(self, p: Tensor) -> Any:
-        entry = self.state.get(p)
-        return None if entry is None else entry.get(KEY)
 
     # Prediction in place.
 
@@ -418,7 +289,11 @@ class SGD(torch.optim.SGD):
             raise RuntimeError("predict_: the optimizer is bound, its owner predicts")
         self.check_can_predict()
         hypers = self._hypers()
-        todo = [rows for index in range(len(hypers)) for rows in self._rows_for_prediction(index)]
+        todo = [
+            rows
+            for index, group in enumerate(self.param_groups)
+            for rows in self._resolver.for_prediction(index, group, self.state)
+        ]
         for rows in todo:
             rows.plan.stash_predict_(lr=hypers[rows.group].lr, steps=steps)
             increment_version(rows.params)
@@ -531,13 +406,13 @@ class SGD(torch.optim.SGD):
                     f"a parameter of group {rows.group} no longer has the storage it was bound "
                     "with (.to() or load_state_dict(assign=True) since bind)"
                 )
-        generation = self._state_generation()
-        if not all(rows.state_unchanged(self.state, generation) for rows in todo):
+        generation = self._resolver.generation(self.state)
+        if not all([rows.state_unchanged(self.state, generation) for rows in todo]):
             binding.check_state(self.param_groups, self.state)
             binding.adopt(self.state)
-            self._generation += 1
+            generation = self._resolver.count_change()
             for rows in todo:
-                rows.state_unchanged(self.state, self._generation)
+                rows.state_unchanged(self.state, generation)
         return todo
 
     def _write(self, sink: PredictionSink, steps: float) -> None:
