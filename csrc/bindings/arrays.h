@@ -1,0 +1,68 @@
+// The lists of arrays of one plan: validated against each other before anything is written.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "borrow.h"
+
+namespace spectrain {
+
+enum class Role : int { params = 0, momentum = 1, grads = 2, stashed = 3, out = 4 };
+
+// One argument: a sequence of arrays, as long as the parameters.
+struct ArrayList {
+  Role role;
+  std::string name;  // as errors call it
+  bool writes;       // false: only read, and may overlap what else is only read
+  py::tuple arrays;
+};
+
+// Validates all lists against the first, the parameters, and builds the plan they make. Throws
+// TypeError or ValueError that names argument, index, what was expected and what came.
+class Arrays {
+ public:
+  Arrays(std::vector<ArrayList> lists, bool single);
+
+  // Replaces the gradients (entries may be None). On an error the old ones stay.
+  void set_gradients(const py::tuple& grads);
+  // Reads every gradient's address again: params[i].grad where the gradient was that when it was
+  // given, or none were given; else the same array's.
+  void refresh();
+
+  bool has(Role role) const;
+  bool has_gradients() const { return gradients_known_; }
+  size_t n_outs() const { return plan->outs.size(); }
+  py::handle first() const { return params_.empty() ? py::handle(Py_None) : params_[0]; }
+
+  std::unique_ptr<Plan> plan;
+
+ private:
+  // The layout params[i] has, which everything that belongs to it must share.
+  struct Layout {
+    DType dtype;
+    int ndim;
+    size_t at;  // into extents_: ndim sizes, then ndim strides
+  };
+  void* check(const Borrowed& b, const Place& place, Role role, size_t i) const;
+  void check_overlap(const std::vector<ArrayList>& lists) const;
+  Column borrow_gradients(const py::tuple& grads) const;
+  py::tuple parameter_gradients() const;
+
+  bool single_;
+  py::tuple params_;
+  std::string params_name_, grads_name_ = "grads";
+  std::vector<ArrayList> kept_;  // owns references
+  std::vector<Layout> layouts_;
+  std::vector<int64_t> extents_;
+  Device device_;
+  std::string device_text_;
+  py::tuple grads_;
+  std::vector<bool> from_parameter_;  // gradient i is params[i].grad
+  bool gradients_known_ = false;
+};
+
+}  // namespace spectrain

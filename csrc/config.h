@@ -1,0 +1,16 @@
+// Compiler differences, in one place.
+#pragma once
+
+#if defined(__CUDACC__)
+#define SPECTRAIN_HD __host__ __device__ __forceinline__
+#else
+// always_inline is not about speed here: the same headers are compiled once per CPU instruction set,
+// and an out-of-line copy from the AVX-512 unit, merged by the linker, would crash an older machine.
+#define SPECTRAIN_HD inline __attribute__((always_inline))
+#endif
+
+// Elements of one row that one thread block (CUDA) or one loop iteration (CPU) works on at a time:
+// 16 KiB of float32 per stream. The same number on both sides lets a host test walk the CUDA table.
+namespace spectrain {
+constexpr int kChunk = 4096;
+}

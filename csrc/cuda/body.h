@@ -1,0 +1,212 @@
+// What one CUDA thread does, compilable for the host: block, thread and grid come in as values, so a
+// test can run every thread of every block on the CPU, under a sanitizer.
+#pragma once
+
+#include "../rules/stream.h"
+#include "../table.h"
+
+namespace spectrain {
+
+struct Lane {
+  uint32_t block, thread, blocks, threads;
+};
+
+// 256 threads, and two 16-byte loads a stream in flight per thread.
+struct LaunchPolicy {
+  static constexpr int threads = 256;
+  static constexpr int unroll = 2;
+};
+
+struct alignas(16) Quad {
+  uint32_t word[4];
+};
+
+// N elements that are loaded and stored 16 bytes at a time.
+template <class T, int N>
+struct alignas(16) Pack {
+  static_assert(N * sizeof(T) % sizeof(Quad) == 0, "whole 16-byte accesses");
+  static constexpr int n_quads = N * sizeof(T) / sizeof(Quad);
+  T element[N];
+
+  SPECTRAIN_HD void load(const T* from) {
+    Quad quad[n_quads];
+    for (int q = 0; q < n_quads; ++q) quad[q] = reinterpret_cast<const Quad*>(from)[q];
+    memcpy(element, quad, sizeof(element));
+  }
+  SPECTRAIN_HD void store(T* to) const {
+    Quad quad[n_quads];
+    memcpy(quad, element, sizeof(element));
+    for (int q = 0; q < n_quads; ++q) reinterpret_cast<Quad*>(to)[q] = quad[q];
+  }
+};
+
+// One element, for heads, tails and rows that are never aligned.
+template <class T>
+struct Pack<T, 1> {
+  T element[1];
+  SPECTRAIN_HD void load(const T* from) { element[0] = *from; }
+  SPECTRAIN_HD void store(T* to) const { *to = element[0]; }
+};
+
+// A pack for every stream of a rule.
+template <class Rule, int N, int I = 0, bool End = (I == Rule::Streams::size)>
+struct Packs {
+  Pack<typename stream_t<Rule, I>::type, N> head;
+  Packs<Rule, N, I + 1> tail;
+  template <int J>
+  SPECTRAIN_HD auto& get() {
+    if constexpr (J == 0) {
+      return head;
+    } else {
+      return tail.template get<J - 1>();
+    }
+  }
+};
+template <class Rule, int N, int I>
+struct Packs<Rule, N, I, true> {};
+
+// The element count of a vector access: 16 bytes of the narrowest stream.
+template <class Rule, int I = 0>
+constexpr int narrowest() {
+  if constexpr (I == Rule::Streams::size) {
+    return 16;
+  } else {
+    constexpr int width = sizeof(typename stream_t<Rule, I>::type);
+    return width < narrowest<Rule, I + 1>() ? width : narrowest<Rule, I + 1>();
+  }
+}
+
+template <class T>
+SPECTRAIN_HD T* global(void* pointer) {
+  T* p = static_cast<T*>(pointer);
+#if defined(__CUDA_ARCH__)
+  __builtin_assume(__isGlobal(p));  // else the compiler emits generic loads and stores
+#endif
+  return p;
+}
+
+template <class Rule, class Policy = LaunchPolicy>
+struct Body {
+  using Acc = typename Rule::Acc;
+  using Args = typename Rule::Args;
+  static constexpr int n_streams = Rule::Streams::size;
+  static constexpr int vector = 16 / narrowest<Rule>();
+  template <int I>
+  using stream = stream_t<Rule, I>;
+  template <int I>
+  using type = typename stream<I>::type;
+
+  const Args& args;
+  const TableView& table;
+  uint32_t row;
+  unsigned flags;
+
+  template <int I>
+  SPECTRAIN_HD type<I>* at(int64_t element) const {
+    return global<type<I>>(table.pointer(row, I)) + element;
+  }
+
+  template <int N>
+  SPECTRAIN_HD void load(Packs<Rule, N>& packs, int64_t element) const {
+    unroll<n_streams>([&](auto index) {
+      constexpr int s = decltype(index)::value;
+      if constexpr (stream<s>::reads) packs.template get<s>().load(at<s>(element));
+    });
+  }
+
+  template <int N>
+  SPECTRAIN_HD void finish(Packs<Rule, N>& packs, int64_t element) const {
+    unroll<n_streams>([&](auto index) {
+      constexpr int s = decltype(index)::value;
+      if constexpr (stream<s>::source >= 0) {
+        packs.template get<stream<s>::source>().store(at<s>(element));
+      }
+    });
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      Acc x[n_streams] = {};
+      unroll<n_streams>([&](auto index) {
+        constexpr int s = decltype(index)::value;
+        if constexpr (stream<s>::reads) x[s] = widen(packs.template get<s>().element[e]);
+      });
+      Rule::apply(args, flags, x);
+      unroll<n_streams>([&](auto index) {
+        constexpr int s = decltype(index)::value;
+        if constexpr (stream<s>::writes && stream<s>::source < 0) {
+          packs.template get<s>().element[e] = Narrow<type<s>>::from(x[s]);
+        }
+      });
+    }
+    unroll<n_streams>([&](auto index) {
+      constexpr int s = decltype(index)::value;
+      if constexpr (stream<s>::writes && stream<s>::source < 0) {
+        packs.template get<s>().store(at<s>(element));
+      }
+    });
+    if constexpr (Rule::has_outs) extra_outputs<N>(packs, element);
+  }
+
+  template <int N>
+  SPECTRAIN_HD void extra_outputs(Packs<Rule, N>& packs, int64_t element) const {
+    using T = typename Rule::OutType;
+#pragma unroll 1
+    for (int j = 0; j < args.n_outs; ++j) {
+      Pack<T, N> out;
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        Acc x[n_streams] = {};
+        unroll<n_streams>([&](auto index) {
+          constexpr int s = decltype(index)::value;
+          if constexpr (stream<s>::writes) x[s] = widen(packs.template get<s>().element[e]);
+        });
+        out.element[e] = Narrow<T>::from(Rule::out(args, j, x));
+      }
+      out.store(global<T>(table.pointer(row, n_streams + j)) + element);
+    }
+  }
+
+  SPECTRAIN_HD void one(int64_t element) const {
+    Packs<Rule, 1> packs;
+    load<1>(packs, element);
+    finish<1>(packs, element);
+  }
+
+  // Whole vectors of [begin, begin + n*vector), a stride of all threads apart.
+  SPECTRAIN_HD void vectors(int64_t begin, int n, const Lane& lane) const {
+    const int stride = static_cast<int>(lane.threads);
+    for (int i = static_cast<int>(lane.thread); i < n; i += stride * Policy::unroll) {
+      Packs<Rule, vector> packs[Policy::unroll];
+#pragma unroll
+      for (int u = 0; u < Policy::unroll; ++u) {
+        if (i + u * stride < n) load<vector>(packs[u], begin + (i + u * stride) * vector);
+      }
+#pragma unroll
+      for (int u = 0; u < Policy::unroll; ++u) {
+        if (i + u * stride < n) finish<vector>(packs[u], begin + (i + u * stride) * vector);
+      }
+    }
+  }
+
+  SPECTRAIN_HD static void run(const Args& args, const TableView& table, const Lane& lane) {
+    for (uint64_t chunk = table.chunk_begin + static_cast<uint64_t>(lane.block);
+         chunk < table.chunk_end; chunk += lane.blocks) {
+      const uint32_t r = table.find_row(static_cast<uint32_t>(chunk));
+      const Row& row = table.rows[r];
+      const Range range = table.range(row, static_cast<uint32_t>(chunk));
+      const Body body{args, table, r, row.flags};
+      int64_t begin = range.begin;
+      if (row.aligned != 0) {
+        const int64_t aligned = begin == 0 ? row.head : begin;
+        if (begin + lane.thread < aligned && begin + lane.thread < range.end) {
+          body.one(begin + lane.thread);
+        }
+        const int n = aligned < range.end ? static_cast<int>((range.end - aligned) / vector) : 0;
+        body.vectors(aligned, n, lane);
+        begin = aligned + static_cast<int64_t>(n) * vector;
+      }
+      for (int64_t i = begin + lane.thread; i < range.end; i += lane.threads) body.one(i);
+    }
+  }
+};
+
+}  // namespace spectrain

@@ -1,0 +1,111 @@
+// Devices, windows of a long table, and errors of the CUDA half.
+#include "launch.h"
+
+#include <cuda_runtime.h>
+
+#include <sstream>
+#include <stdexcept>
+
+#include "capacity.h"
+
+namespace spectrain {
+
+CudaKernel find_copy(DType);
+CudaKernel find_swap(DType);
+CudaKernel find_predict(DType, DType);
+CudaKernel find_stash_predict(DType, DType);
+CudaKernel find_sgd_momentum(DType, DType);
+CudaKernel find_sgd_plain(DType);
+
+namespace {
+
+// The runtime used here is linked statically, beside the framework's own: leave the current device
+// as it was found.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check(cudaGetDevice(&previous_));
+    if (previous_ != device) check(cudaSetDevice(device));
+    changed_ = previous_ != device;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  static void check(cudaError_t error) {
+    if (error != cudaSuccess) {
+      throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+    }
+  }
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+}  // namespace
+
+bool cuda_built() { return true; }
+
+std::vector<std::string> cuda_architectures() {
+  std::vector<std::string> list;
+  std::istringstream words(SPECTRAIN_CUDA_ARCHITECTURES);
+  for (std::string word; words >> word;) list.push_back(word);
+  return list;
+}
+
+std::string cuda_compiler_version() { return SPECTRAIN_CUDA_COMPILER_VERSION; }
+
+int cuda_device_count(std::string* why) {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaSuccess && count > 0) return count;
+  *why = error == cudaSuccess ? "no CUDA device is visible"
+                              : std::string("no usable CUDA driver: ") + cudaGetErrorString(error);
+  cudaGetLastError();  // the question was answered; later calls start clean
+  return 0;
+}
+
+CudaKernel find_cuda_kernel(KernelKey key) {
+  switch (key.operation) {
+    case Operation::copy:
+      return find_copy(key.param);
+    case Operation::swap:
+      return find_swap(key.param);
+    case Operation::predict:
+      return find_predict(key.param, key.momentum);
+    case Operation::stash_predict:
+      return find_stash_predict(key.param, key.momentum);
+    case Operation::sgd_momentum:
+      return find_sgd_momentum(key.param, key.momentum);
+    case Operation::sgd_plain:
+      return find_sgd_plain(key.param);
+  }
+  return nullptr;
+}
+
+int launch_cuda(CudaKernel kernel, const TableView& view, const Hyper& hyper, int device,
+                void* stream) {
+  const DeviceGuard guard(device);
+  const auto capacity =
+      static_cast<uint32_t>(kLargeTable / (sizeof(Row) + view.n_streams * sizeof(void*)));
+  int launches = 0;
+  for (uint32_t begin = 0; begin < view.n_rows; begin += capacity) {
+    const uint32_t end = view.n_rows - begin < capacity ? view.n_rows : begin + capacity;
+    TableView window = view;
+    window.rows += begin;
+    window.pointers += static_cast<size_t>(begin) * view.n_streams;
+    window.n_rows = end - begin;
+    window.chunk_begin = view.rows[begin].first_chunk;
+    window.chunk_end = end == view.n_rows ? view.chunk_end : view.rows[end].first_chunk;
+    if (const char* error = kernel(window, hyper, stream)) {
+      throw std::runtime_error(std::string("CUDA: ") + error + " (cuda:" + std::to_string(device) +
+                               ")");
+    }
+    ++launches;
+  }
+  return launches;
+}
+
+}  // namespace spectrain

@@ -1,0 +1,24 @@
+// The CUDA half as the rest sees it; stub.cpp stands in for it where there was no CUDA compiler.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "../kernels.h"
+
+namespace spectrain {
+
+bool cuda_built();
+std::vector<std::string> cuda_architectures();
+std::string cuda_compiler_version();
+
+// Number of usable devices. Zero with `why` filled where there is no driver or no device.
+int cuda_device_count(std::string* why);
+
+CudaKernel find_cuda_kernel(KernelKey);
+
+// Enqueues a table on `stream` of a device and returns the number of launches it took. Throws
+// std::runtime_error with the CUDA runtime's words.
+int launch_cuda(CudaKernel, const TableView&, const Hyper&, int device, void* stream);
+
+}  // namespace spectrain

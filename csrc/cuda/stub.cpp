@@ -1,0 +1,29 @@
+// A build without a CUDA compiler.
+#include <stdexcept>
+
+#include "launch.h"
+
+namespace spectrain {
+namespace {
+const char* const kNoCuda =
+    "spectrain_ext was built without CUDA; install a CUDA toolkit (nvcc on PATH or CUDA_HOME set) "
+    "and rebuild with SPECTRAIN_CUDA=1 pip install --no-cache-dir --force-reinstall --no-deps "
+    "spectrain_ext";
+}
+
+bool cuda_built() { return false; }
+std::vector<std::string> cuda_architectures() { return {}; }
+std::string cuda_compiler_version() { return ""; }
+
+int cuda_device_count(std::string* why) {
+  *why = kNoCuda;
+  return 0;
+}
+
+CudaKernel find_cuda_kernel(KernelKey) { throw std::runtime_error(kNoCuda); }
+
+int launch_cuda(CudaKernel, const TableView&, const Hyper&, int, void*) {
+  throw std::runtime_error(kNoCuda);
+}
+
+}  // namespace spectrain

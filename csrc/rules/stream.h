@@ -1,0 +1,63 @@
+// What a rule says about its streams: the element type of each, and whether it is read or written.
+#pragma once
+
+#include <cstdint>
+
+#include "../config.h"
+#include "../scalar.h"
+
+namespace spectrain {
+
+template <class T, bool Reads, bool Writes, int Source = -1>
+struct Stream {
+  using type = T;
+  static constexpr bool reads = Reads;
+  static constexpr bool writes = Writes;
+  static constexpr int source = Source;  // >= 0: receives the bits that stream was loaded with
+};
+template <class T>
+using In = Stream<T, true, false>;
+template <class T>
+using Out = Stream<T, false, true>;
+template <class T>
+using InOut = Stream<T, true, true>;
+template <class T, int Source>
+using CopyOf = Stream<T, false, true, Source>;
+
+template <class... S>
+struct StreamList {
+  static constexpr int size = sizeof...(S);
+};
+
+template <int I, class List>
+struct StreamAt;
+template <class Head, class... Tail>
+struct StreamAt<0, StreamList<Head, Tail...>> {
+  using type = Head;
+};
+template <int I, class Head, class... Tail>
+struct StreamAt<I, StreamList<Head, Tail...>> : StreamAt<I - 1, StreamList<Tail...>> {};
+
+template <class Rule, int I>
+using stream_t = typename StreamAt<I, typename Rule::Streams>::type;
+
+template <int I>
+struct Index {
+  static constexpr int value = I;
+};
+
+// Calls f(Index<0>), f(Index<1>), ...: a loop whose index is a constant.
+template <int N, int I = 0, class F>
+SPECTRAIN_HD void unroll(F&& f) {
+  if constexpr (I < N) {
+    f(Index<I>{});
+    unroll<N, I + 1>(f);
+  }
+}
+
+// A rule without extra outputs, the default.
+struct NoOuts {
+  static constexpr bool has_outs = false;
+};
+
+}  // namespace spectrain

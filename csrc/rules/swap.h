@@ -1,0 +1,22 @@
+// a <-> b, bit for bit.
+#pragma once
+
+#include "../hyper.h"
+#include "stream.h"
+
+namespace spectrain {
+
+template <class Bits>
+struct Swap : NoOuts {
+  using Acc = Bits;
+  using Streams = StreamList<InOut<Bits>, InOut<Bits>>;
+  struct Args {};
+  static Args make(const Hyper&) { return {}; }
+  SPECTRAIN_HD static void apply(const Args&, unsigned /*flags*/, Acc (&x)[2]) {
+    const Acc a = x[0];
+    x[0] = x[1];
+    x[1] = a;
+  }
+};
+
+}  // namespace spectrain

@@ -1,0 +1,116 @@
+// Storage types and their arithmetic types: float16 and bfloat16 compute in float.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "config.h"
+
+#if defined(__CUDACC__)
+#include <cuda_fp16.h>
+#endif
+
+namespace spectrain {
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <class To, class From>
+SPECTRAIN_HD To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast keeps the size");
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// The arithmetic type of a storage type. Integers stand for "bits": copies and swaps.
+template <class T>
+struct Arithmetic {
+  using type = T;
+};
+template <>
+struct Arithmetic<Half> {
+  using type = float;
+};
+template <>
+struct Arithmetic<BFloat16> {
+  using type = float;
+};
+template <class T>
+using acc_t = typename Arithmetic<T>::type;
+
+SPECTRAIN_HD float widen(BFloat16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+
+SPECTRAIN_HD BFloat16 narrow_bfloat16(float x) {
+  const uint32_t u = bit_cast<uint32_t>(x);
+  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;  // to nearest, ties to even
+  const uint32_t nan = (u >> 16) | 0x40u;
+  return {static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
+}
+
+// Branch-free, so that the host compiler vectorizes it; on the GPU the hardware converts, with the
+// same bits for every value but NaN payloads.
+SPECTRAIN_HD float widen(Half x) {
+#if defined(__CUDA_ARCH__)
+  return __half2float(__ushort_as_half(x.bits));
+#else
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  const uint32_t magnitude = x.bits & 0x7fffu;
+  const uint32_t normal = (magnitude << 13) + (112u << 23);
+  const uint32_t special = (magnitude << 13) | 0x7f800000u;
+  // A subnormal is magnitude * 2^-24: put it behind the mantissa of 2^-1 and take 2^-1 away. No
+  // intermediate is subnormal in float, so a flush-to-zero mode does not change the result.
+  const float tiny = bit_cast<float>(magnitude | 0x3f000000u) - 0.5f;
+  const uint32_t small = bit_cast<uint32_t>(tiny);
+  uint32_t u = magnitude < 0x0400u ? small : normal;
+  // 0.5 + m*2^-24 is exact: float spacing at 0.5 is 2^-24.
+  u = magnitude >= 0x7c00u ? special : u;
+  return bit_cast<float>(u | sign);
+#endif
+}
+
+SPECTRAIN_HD Half narrow_half(float x) {
+#if defined(__CUDA_ARCH__)
+  return {__half_as_ushort(__float2half_rn(x))};
+#else
+  const uint32_t u = bit_cast<uint32_t>(x);
+  const uint32_t sign = (u >> 16) & 0x8000u;
+  const uint32_t a = u & 0x7fffffffu;
+  const uint32_t normal = (a - (112u << 23) + 0x0fffu + ((a >> 13) & 1u)) >> 13;
+  // Below 2^-14 the result is subnormal: adding 0.5 makes the adder round at 2^-24 to nearest even.
+  const uint32_t small = bit_cast<uint32_t>(bit_cast<float>(a) + 0.5f) - 0x3f000000u;
+  uint32_t h = a < 0x38800000u ? small : normal;
+  h = a >= 0x477ff000u ? 0x7c00u : h;  // 65520 and above round to infinity
+  h = a > 0x7f800000u ? (0x7e00u | ((a >> 13) & 0x03ffu)) : h;
+  return {static_cast<uint16_t>(h | sign)};
+#endif
+}
+
+template <class T>
+SPECTRAIN_HD acc_t<T> widen(T x) {
+  return x;
+}
+
+template <class T>
+struct Narrow {
+  SPECTRAIN_HD static T from(T x) { return x; }
+};
+template <>
+struct Narrow<Half> {
+  SPECTRAIN_HD static Half from(float x) { return narrow_half(x); }
+};
+template <>
+struct Narrow<BFloat16> {
+  SPECTRAIN_HD static BFloat16 from(float x) { return narrow_bfloat16(x); }
+};
+
+// Explicit fused multiply-add. Both compilers are told not to contract anything themselves
+// (-ffp-contract=off, -fmad=false), so host and device round at the same places.
+SPECTRAIN_HD float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+SPECTRAIN_HD double multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
+
+}  // namespace spectrain

@@ -1,0 +1,60 @@
+"""A thin front of CMakeLists.txt: configures, builds and copies the native module."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCE = Path(__file__).parent.resolve()
+CUDA_CHOICES = {"": "AUTO", "auto": "AUTO", "1": "ON", "on": "ON", "0": "OFF", "off": "OFF"}
+
+
+class CMakeBuild(build_ext):
+    """Builds the one extension with CMake and ninja."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Configure, build and install `_C` where setuptools expects it."""
+        choice = os.environ.get("SPECTRAIN_CUDA", "").lower()
+        if choice not in CUDA_CHOICES:
+            raise SystemExit(f"SPECTRAIN_CUDA: expected 0 or 1, or unset, got {choice!r}")
+        target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
+        build = Path(self.build_temp).resolve() / "cmake"
+        build.mkdir(parents=True, exist_ok=True)
+        configure = [
+            "cmake",
+            "-S",
+            str(SOURCE),
+            "-B",
+            str(build),
+            "-G",
+            "Ninja",
+            "-DCMAKE_BUILD_TYPE=" + ("Debug" if self.debug else "Release"),
+            "-DSPECTRAIN_PYTHON=ON",
+            "-DSPECTRAIN_TESTS=OFF",
+            f"-DSPECTRAIN_VERSION={self.distribution.get_version()}",
+            f"-DSPECTRAIN_CUDA={CUDA_CHOICES[choice]}",
+            f"-DSPECTRAIN_CUDA_ARCH_LIST={os.environ.get('TORCH_CUDA_ARCH_LIST', '')}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+        ]
+        try:
+            subprocess.run(configure, check=True)
+            subprocess.run(["cmake", "--build", str(build)], check=True)
+            subprocess.run(
+                ["cmake", "--install", str(build), "--prefix", str(target), "--component", "python"],
+                check=True,
+            )
+        except FileNotFoundError as error:
+            raise SystemExit(f"building needs cmake and ninja: {error}") from error
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(f"building the native module failed, see above ({error})") from error
+
+
+setup(
+    ext_modules=[Extension("spectrain_ext._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

@@ -1,0 +1,31 @@
+"""Fused weight prediction, and asynchronous pipeline training that stands on it (SpecTrain)."""
+
+import torch as _torch  # noqa: F401  # before _C, so that both use the OpenMP runtime torch brings
+
+from spectrain_ext import optim
+from spectrain_ext._C import build_info as _build_info
+from spectrain_ext.ops import (
+    predict,
+    predict_,
+    restore_,
+    sgd_step_,
+    stash,
+    stash_predict_,
+    swap_,
+)
+from spectrain_ext.plan import Plan
+
+__version__: str = _build_info()["version"]
+
+__all__ = [
+    "Plan",
+    "__version__",
+    "optim",
+    "predict",
+    "predict_",
+    "restore_",
+    "sgd_step_",
+    "stash",
+    "stash_predict_",
+    "swap_",
+]
