@@ -36,7 +36,17 @@ class Binding:
                     f"momentum of {where} must have the shape, strides, device and dtype of its "
                     f"weights ({_words(self.weights[p])}), got {_words(self.momentum[p])}"
                 )
-        self.rows = self.resolve(groups)
+        self._rows: list[Rows] | None = None
+
+    def rows(self, groups: Groups) -> list[Rows]:
+        """Return the rows of every parameter.
+
+        They are resolved on first use and not before: until then the owner may still move the
+        parameters into a buffer (``p.data = view``).
+        """
+        if self._rows is None:
+            self._rows = self.resolve(groups)
+        return self._rows
 
     def resolve(self, groups: Groups, outs: Mapping[Tensor, Tensor] | None = None) -> list[Rows]:
         """Resolve plans over every parameter (and its out), one per group and device."""

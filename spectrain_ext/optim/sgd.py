@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from spectrain_ext.optim.binding import Binding, PredictionSink, checked_outs
 from spectrain_ext.optim.hyper import Hyper, read_hyper, read_steps
 from spectrain_ext.optim.momentum import KEY, check_dtypes, converted, loaded_dtype
-from spectrain_ext.optim.resolve import Resolver
+from spectrain_ext.optim.resolve import Resolver, buffer_of
 from spectrain_ext.optim.rows import Rows
 
 StateDict = dict[str, Any]
@@ -138,7 +138,7 @@ class SGD(torch.optim.SGD):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what ``__getstate__`` or ``load_state_dict`` hands in."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.setdefault("_momentum_dtype", None)
         if "_resolver" not in self.__dict__:
             self._forget_resolved()
@@ -216,6 +216,12 @@ class SGD(torch.optim.SGD):
             )
             for i, (p, key) in enumerate(zip(group["params"], saved["params"], strict=True))
         ]
+
+    def momentum_dtype(self, param: Tensor) -> torch.dtype:
+        """Return the dtype that a parameter's momentum buffer has, or will have."""
+        buffer = buffer_of(self.state, param)
+        saved = param.dtype if buffer is None else buffer.dtype
+        return loaded_dtype(param.dtype, saved, self._momentum_dtype)
 
     # The step.
 
@@ -399,7 +405,7 @@ class SGD(torch.optim.SGD):
         binding = self._bound("step")
         if sink is None and self._next_write is not None:
             sink = self._next_write[0]
-        todo = binding.rows if sink is None else sink.rows
+        todo = binding.rows(self.param_groups) if sink is None else sink.rows
         for rows in todo:
             if not rows.storage_unchanged():
                 raise RuntimeError(
