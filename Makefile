@@ -12,7 +12,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 # The script, not `python -m pip`: that would see spectrain_ext.egg-info in this directory as an installed package.
-PIP := $(BIN)/pip --disable-pip-version-check --quiet
+PIP := $(BIN)/pip --disable-pip-version-check
 CXX_SUFFIXES := -name '*.cpp' -o -name '*.cc' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh'
 
 PACKAGE_SOURCES := setup.py CMakeLists.txt pyproject.toml \
@@ -22,6 +22,8 @@ CXX_SOURCES := $(sort $(shell find csrc tests -type f \( $(CXX_SUFFIXES) \) 2>/d
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# two pips must not write to one environment at the same time
+.NOTPARALLEL:
 .PHONY: help install train test lint pytest bench nightly doctor clean FORCE
 
 help:
@@ -75,7 +77,7 @@ $(VENV)/.torch: $(VENV)/.made $(VENV)/.torch-index constraints.txt
 # Another TORCH_INDEX than last time: the installed torch has the right version already, so it has to go first.
 $(VENV)/.torch-index: $(VENV)/.made $(if $(TORCH_INDEX),FORCE)
 	@if [ "$$(cat $@ 2>/dev/null)" != "$(TORCH_INDEX)" ]; then \
-		[ ! -e $(VENV)/.torch ] || $(PIP) uninstall -y torch; \
+		[ ! -e $(VENV)/.torch ] || $(PIP) --quiet uninstall -y torch; \
 		echo "$(TORCH_INDEX)" > $@; \
 	elif [ ! -e $@ ]; then echo > $@; fi
 
@@ -88,11 +90,13 @@ $(VENV)/.sources: $(VENV)/.made FORCE
 # build/lib would carry files that were deleted since into the wheel.
 $(VENV)/.package: $(VENV)/.torch $(VENV)/.sources $(PACKAGE_SOURCES) README.md LICENSE
 	rm -rf build/lib build/lib.*
-	$(PIP) install -c constraints.txt .
+	@echo 'compiling and installing spectrain_ext: up to three minutes with a CUDA compiler, seconds without'
+	$(PIP) --quiet install -c constraints.txt .
+	@$(BIN)/spectrain doctor --brief
 	@touch $@
 
 $(VENV)/.extra-%: $(VENV)/.package pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt 'spectrain_ext[$*]'
+	$(PIP) --quiet install -c constraints.txt 'spectrain_ext[$*]'
 	@touch $@
 
 clean:

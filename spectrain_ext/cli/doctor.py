@@ -3,7 +3,7 @@
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 import click
@@ -18,10 +18,14 @@ BuildInfo = Mapping[str, str | bool | list[str]]
 
 
 @click.command()
-def doctor() -> None:
+@click.option("--brief", is_flag=True, help="One line: what was built.")
+def doctor(brief: bool) -> None:
     """Say what was built, what this machine has, and what is missing."""
     console = Console()
-    build = _C.build_info()
+    build: BuildInfo = _C.build_info()
+    if brief:
+        click.echo(summary(build))
+        return
     _print_rows(console, "Versions", versions())
     _print_rows(console, "Build", {key.replace("_", " "): _plain(build[key]) for key in build})
     _print_rows(console, "Devices", devices())
@@ -53,6 +57,17 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def summary(build: BuildInfo) -> str:
+    """Return in one line what was built."""
+    cpu = f"CPU ({_plain(build['cpu_instruction_set'])})"
+    if not build["cuda"]:
+        return f"spectrain_ext was built for {cpu} only: no CUDA compiler was found or wanted"
+    targets = _plain(build["cuda_architectures"])
+    return (
+        f"spectrain_ext was built for {cpu} and CUDA {_plain(build['cuda_compiler'])} ({targets})"
+    )
 
 
 def devices() -> dict[str, str]:
@@ -88,44 +103,94 @@ def peer_access() -> Table:
 
 def problems(build: BuildInfo) -> list[tuple[str, str]]:
     """Return what does not work here, each with its remedy, most important first."""
-    found = []
-    has_gpu = _has_nvidia_device()
-    if not build.get("cuda"):
-        found.append(
+    return [*_build_problems(build), *_torch_problems(), *_extra_problems()]
+
+
+def covers(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Return whether code built for ``architectures`` runs on a GPU of ``capability``.
+
+    ``sm_86`` runs on its own and later minor versions of its major one, ``compute_86`` (PTX, which
+    the driver compiles) on everything from there on.
+    """
+    for architecture in architectures:
+        kind, _, digits = architecture.partition("_")
+        number = int("".join(filter(str.isdigit, digits)))
+        built = divmod(number, 10)
+        if built <= capability and (kind == "compute" or built[0] == capability[0]):
+            return True
+    return False
+
+
+def _build_problems(build: BuildInfo) -> list[tuple[str, str]]:
+    if not build["cuda"]:
+        return [
             (
                 "The CUDA half of this package was not built: CPU tensors only.",
                 "with a CUDA toolkit (nvcc on PATH, or CUDA_HOME) reinstall under "
                 "SPECTRAIN_CUDA=1, which makes a missing compiler an error",
             )
-        )
-    if torch.version.cuda is None:
-        found.append(
-            (
-                "This torch is a CPU build"
-                + (", although the machine has an NVIDIA device." if has_gpu else "."),
-                "install a CUDA build of torch 2.10 or newer (with make: TORCH_INDEX=<its index>)",
-            )
-        )
-    elif not torch.cuda.is_available():
-        found.append(
-            (
-                "torch is a CUDA build but sees no CUDA device.",
-                "install NVIDIA's driver, check that nvidia-smi works and that "
-                "CUDA_VISIBLE_DEVICES is not empty"
-                if not has_gpu
-                else "the driver may be older than torch's CUDA "
-                f"{torch.version.cuda}: update it, or install a torch for an older CUDA",
-            )
-        )
-    for module, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")):
-        if find_spec(module) is None:
+        ]
+    architectures = build["cuda_architectures"]
+    assert isinstance(architectures, list)
+    found = []
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        if not covers(architectures, capability):
+            name = ".".join(map(str, capability))
             found.append(
                 (
-                    f"{package} is not installed: 'spectrain train' needs it.",
-                    "pip install 'spectrain_ext[train]'",
+                    f"cuda:{index} has compute capability {name}, which was not built for.",
+                    f'reinstall with TORCH_CUDA_ARCH_LIST="{name}", or unset to build for all '
+                    "that the compiler knows from 7.5 up",
+                )
+            )
+    if torch.cuda.is_available():
+        try:
+            _C.require_cuda()
+        except RuntimeError as error:
+            found.append(
+                (
+                    f"torch uses CUDA, this package cannot: {error}.",
+                    "update the driver, or build with a CUDA toolkit older than "
+                    f"{_plain(build['cuda_compiler'])}",
                 )
             )
     return found
+
+
+def _torch_problems() -> list[tuple[str, str]]:
+    if torch.version.cuda is None:
+        where = ", although the machine has an NVIDIA device" if _has_nvidia_device() else ""
+        return [
+            (
+                f"This torch is a CPU build{where}.",
+                "install a CUDA build of torch 2.10 or newer (with make: TORCH_INDEX=<its index>)",
+            )
+        ]
+    if torch.cuda.is_available():
+        return []
+    if _has_nvidia_device():
+        remedy = (
+            f"the driver may be older than torch's CUDA {torch.version.cuda}: update it, or "
+            "install a torch for an older CUDA"
+        )
+    else:
+        remedy = (
+            "install NVIDIA's driver, check that nvidia-smi works and that CUDA_VISIBLE_DEVICES "
+            "is not empty"
+        )
+    return [("torch is a CUDA build but sees no CUDA device.", remedy)]
+
+
+def _extra_problems() -> list[tuple[str, str]]:
+    return [
+        (
+            f"{package} is not installed: 'spectrain train' needs it.",
+            "pip install 'spectrain_ext[train]'",
+        )
+        for module, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib"))
+        if find_spec(module) is None
+    ]
 
 
 def _has_nvidia_device() -> bool:

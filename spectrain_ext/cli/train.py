@@ -65,6 +65,7 @@ _POSITIVE = click.IntRange(min=1)
 @click.pass_context
 def train(
     context: click.Context,
+    /,
     method_names: Sequence[str],
     devices: str,
     seeds: int,

@@ -9,7 +9,7 @@ from spectrain_ext.report.results import MethodResult
 # Okabe and Ito's colours, distinguishable with any colour vision; dashes tell the lines apart in
 # print as well. The reference is black.
 _REFERENCE = ("#000000", (0, (5, 2)))
-_LINES: Sequence[tuple[str, str | tuple[int, tuple[int, ...]]]] = (
+_LINES: tuple[tuple[str, str | tuple[int, tuple[int, ...]]], ...] = (
     ("#D55E00", "solid"),
     ("#E69F00", (0, (3, 1, 1, 1))),
     ("#0072B2", "solid"),
