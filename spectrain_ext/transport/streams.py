@@ -1,0 +1,242 @@
+"""Streams, events, and who may use which buffer when: one interface for CUDA, the CPU, and a CPU that checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from typing import Protocol
+
+import torch
+
+from ..errors import OrderingError
+
+
+class Buffer:
+    """A piece of memory that several streams use; the checked streams keep its last uses here."""
+
+    __slots__ = ("name", "reads", "written")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.written: tuple[CheckedStream, int] | None = None
+        self.reads: dict[CheckedStream, int] = {}
+
+
+class Event(Protocol):
+    """A point in a stream's work, set by ``Stream.record``."""
+
+    def synchronize(self) -> None:
+        """Block the host until the point is reached."""
+
+
+class Stream(Protocol):
+    """A queue of work. Inside ``with`` it is the current stream of its devices."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def event(self) -> Event:
+        """An event to record on this stream, for repeated use."""
+
+    def record(self, event: Event) -> None:
+        """Set the event to the end of the work issued so far."""
+
+    def wait(self, event: Event) -> None:
+        """Let the work issued from here on start after the event; an event never recorded is no obstacle."""
+
+    def reads(self, buffer: Buffer) -> None:
+        """Declare that the work issued here reads the buffer."""
+
+    def writes(self, buffer: Buffer) -> None:
+        """Declare that the work issued here writes the buffer, or frees it."""
+
+    def synchronize(self) -> None:
+        """Block the host until the work issued so far has been done."""
+
+
+class HostEvent:
+    """An event of the CPU, which has done its work when the call returns."""
+
+    __slots__ = ()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class HostStream:
+    """The CPU as a stream: work is done as it is issued."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def event(self) -> Event:
+        """An event of the CPU."""
+        return HostEvent()
+
+    def record(self, event: Event) -> None:
+        """Nothing to note."""
+
+    def wait(self, event: Event) -> None:
+        """Block for another device's event; the CPU's own have happened."""
+        event.synchronize()
+
+    def reads(self, buffer: Buffer) -> None:
+        """Not checked."""
+
+    def writes(self, buffer: Buffer) -> None:
+        """Not checked."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class CheckedEvent:
+    """What a checked stream had seen of every stream when it recorded the event."""
+
+    def __init__(self) -> None:
+        self.seen: dict[CheckedStream, int] = {}
+
+    def synchronize(self) -> None:
+        """The work has been done: it ran on the CPU."""
+
+
+class CheckedStream:
+    """The CPU as a stream that knows no other order than that of its events (vector clocks).
+
+    A use of a buffer that events do not order after the conflicting use of it on another stream raises OrderingError,
+    although on the CPU it would have gone well.
+    """
+
+    _number = count()
+
+    def __init__(self) -> None:
+        self.name = f"stream {next(self._number)}"
+        self._seen: dict[CheckedStream, int] = {self: 0}
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def event(self) -> CheckedEvent:
+        """An event that carries a clock."""
+        return CheckedEvent()
+
+    def record(self, event: Event) -> None:
+        """Note in the event everything that this stream's work follows."""
+        assert isinstance(event, CheckedEvent)
+        event.seen = dict(self._seen)
+
+    def wait(self, event: Event) -> None:
+        """Follow everything that the event follows."""
+        assert isinstance(event, CheckedEvent)
+        for stream, time in event.seen.items():
+            self._seen[stream] = max(time, self._seen.get(stream, 0))
+
+    def reads(self, buffer: Buffer) -> None:
+        """A read must follow the last write."""
+        self._check(buffer, "reads", "written", buffer.written)
+        buffer.reads[self] = self._tick()
+
+    def writes(self, buffer: Buffer) -> None:
+        """A write must follow the last write and all reads since."""
+        self._check(buffer, "writes", "written", buffer.written)
+        for use in buffer.reads.items():
+            self._check(buffer, "writes", "read", use)
+        buffer.reads.clear()
+        buffer.written = (self, self._tick())
+
+    def synchronize(self) -> None:
+        """Nothing to wait for; the order of streams is not changed."""
+
+    def _tick(self) -> int:
+        self._seen[self] += 1
+        return self._seen[self]
+
+    def _check(
+        self, buffer: Buffer, verb: str, earlier: str, use: tuple[CheckedStream, int] | None
+    ) -> None:
+        if use is not None and self._seen.get(use[0], 0) < use[1]:
+            raise OrderingError(
+                f"{self.name} {verb} {buffer.name} without waiting for {use[0].name}, which has {earlier} it"
+            )
+
+
+class CudaStream:
+    """Streams of one or two CUDA devices that act as one.
+
+    A copy between two devices runs on the source's current stream and waits for the target's, so both must be the
+    copy's own: otherwise it waits for whatever else those devices do.
+    """
+
+    def __init__(self, streams: list[torch.cuda.Stream]) -> None:
+        self._streams = streams
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        for stream in self._streams:
+            self._entered.enter_context(torch.cuda.stream(stream))
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
+
+    def event(self) -> Event:
+        """An event without timing, which is the cheap kind."""
+        event: Event = torch.cuda.Event()
+        return event
+
+    def record(self, event: Event) -> None:
+        """Set the event on the last device's stream, which a copy's end reaches as well."""
+        assert isinstance(event, torch.cuda.Event)
+        event.record(self._streams[-1])
+
+    def wait(self, event: Event) -> None:
+        """Wait on the device, not on the host; the CPU's own work is done by now."""
+        if isinstance(event, torch.cuda.Event):
+            for stream in self._streams:
+                stream.wait_event(event)
+
+    def reads(self, buffer: Buffer) -> None:
+        """Not checked."""
+
+    def writes(self, buffer: Buffer) -> None:
+        """Not checked."""
+
+    def synchronize(self) -> None:
+        """Block the host until the work issued so far has been done."""
+        for stream in self._streams:
+            stream.synchronize()
+
+
+_HOST = HostStream()
+_checked_caller: CheckedStream | None = None
+
+
+@contextmanager
+def checked_streams() -> Iterator[None]:
+    """Pipelines built and run inside have CPU streams that raise OrderingError where a wait is missing."""
+    global _checked_caller
+    outer, _checked_caller = _checked_caller, CheckedStream()
+    try:
+        yield
+    finally:
+        _checked_caller = outer
+
+
+def new_stream(*devices: torch.device) -> Stream:
+    """A stream of its own for work on these devices (the CPU counts where there is no CUDA device among them)."""
+    cuda = list(dict.fromkeys(device for device in devices if device.type == "cuda"))
+    if cuda:
+        return CudaStream([torch.cuda.Stream(device) for device in cuda])
+    return _HOST if _checked_caller is None else CheckedStream()
+
+
+def callers_stream(device: torch.device) -> Stream:
+    """The stream that the caller's own work on the device is issued to."""
+    if device.type == "cuda":
+        return CudaStream([torch.cuda.current_stream(device)])
+    return _HOST if _checked_caller is None else _checked_caller
