@@ -3,10 +3,15 @@
 
 #if defined(__CUDACC__)
 #define SPECTRAIN_HD __host__ __device__ __forceinline__
+#define SPECTRAIN_UNROLL _Pragma("unroll")
+#define SPECTRAIN_NO_UNROLL _Pragma("unroll 1")
 #else
-// always_inline is not about speed here: the same headers are compiled once per CPU instruction set,
-// and an out-of-line copy from the AVX-512 unit, merged by the linker, would crash an older machine.
+// always_inline is not about speed here: the same headers are compiled once per CPU instruction
+// set, and an out-of-line copy from the AVX-512 unit, merged by the linker, would crash an older
+// machine.
 #define SPECTRAIN_HD inline __attribute__((always_inline))
+#define SPECTRAIN_UNROLL
+#define SPECTRAIN_NO_UNROLL
 #endif
 
 // Elements of one row that one thread block (CUDA) or one loop iteration (CPU) works on at a time:

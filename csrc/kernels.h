@@ -1,4 +1,5 @@
-// Every kernel there is, found by operation and element types: the seam between plans and launchers.
+// Every kernel there is, found by operation and element types: the seam between plans and
+// launchers.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +11,7 @@ namespace spectrain {
 
 enum class DType : uint8_t { float16, bfloat16, float32, float64 };
 
-inline int size_of(DType t) {
-  return t == DType::float64 ? 8 : t == DType::float32 ? 4 : 2;
-}
+inline int size_of(DType t) { return t == DType::float64 ? 8 : t == DType::float32 ? 4 : 2; }
 
 enum class Operation : uint8_t { copy, swap, predict, stash_predict, sgd_momentum, sgd_plain };
 
@@ -24,8 +23,8 @@ struct KernelKey {
 };
 
 struct CpuOptions {
-  bool parallel;         // use the OpenMP threads the caller would have
-  bool stream_outputs;   // write pure outputs past the cache
+  bool parallel;        // use the OpenMP threads the caller would have
+  bool stream_outputs;  // write pure outputs past the cache
 };
 using CpuKernel = void (*)(const TableView&, const Hyper&, const CpuOptions&);
 using FindCpuKernel = CpuKernel (*)(KernelKey);

@@ -138,8 +138,11 @@ Plan::Tables Plan::build(const Request& request) const {
 
 void Plan::launch(const Tables& tables, const Hyper& hyper, void* stream) {
   for (const Table& table : tables) {
-    const TableView view{table.rows.data(), table.pointers.data(),
-                         static_cast<uint32_t>(table.rows.size()), table.n_streams, 0,
+    const TableView view{table.rows.data(),
+                         table.pointers.data(),
+                         static_cast<uint32_t>(table.rows.size()),
+                         table.n_streams,
+                         0,
                          table.n_chunks};
     last_rows_ += view.n_rows;
     if (device_.cuda) {

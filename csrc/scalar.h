@@ -43,7 +43,9 @@ struct Arithmetic<BFloat16> {
 template <class T>
 using acc_t = typename Arithmetic<T>::type;
 
-SPECTRAIN_HD float widen(BFloat16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+SPECTRAIN_HD float widen(BFloat16 x) {
+  return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
+}
 
 SPECTRAIN_HD BFloat16 narrow_bfloat16(float x) {
   const uint32_t u = bit_cast<uint32_t>(x);

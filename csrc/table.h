@@ -3,9 +3,9 @@
 //   row 0   size 10000   chunks 0 1 2     pointers: params, grads, momentum, out 0, out 1
 //   row 1   size    37   chunk  3         pointers: ...
 //
-// A chunk is kChunk elements counted from the row's first aligned element; the `head` elements before
-// it belong to the row's first chunk. Launchers walk chunks, so that one long tensor and a thousand
-// short ones are balanced alike.
+// A chunk is kChunk elements counted from the row's first aligned element; the `head` elements
+// before it belong to the row's first chunk. Launchers walk chunks, so that one long tensor and a
+// thousand short ones are balanced alike.
 #pragma once
 
 #include <cstdint>

@@ -20,8 +20,7 @@ bool is_dense(const Borrowed& b) {
   for (int i = 0; i < b.ndim; ++i) {
     if (b.shape[i] != 1) order.push_back(i);
   }
-  std::sort(order.begin(), order.end(),
-            [&](int i, int j) { return b.strides[i] < b.strides[j]; });
+  std::sort(order.begin(), order.end(), [&](int i, int j) { return b.strides[i] < b.strides[j]; });
   expected = 1;
   for (const int i : order) {
     if (b.strides[i] != expected) return false;
@@ -146,10 +145,9 @@ void* Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) 
     if (b.size > 0 && b.shape[d] > 1 && b.strides[d] != strides[d]) {
       Borrowed expected = b;
       expected.strides = strides;
-      throw py::value_error(
-          place.text() + ": expected strides " + expected.strides_text() + ", the strides of " +
-          param.text() + ", got " + b.strides_text() +
-          (has_internal_overlap(b) ? " (an expanded view overlaps itself)" : ""));
+      throw py::value_error(place.text() + ": expected strides " + expected.strides_text() +
+                            ", the strides of " + param.text() + ", got " + b.strides_text() +
+                            (has_internal_overlap(b) ? " (an expanded view overlaps itself)" : ""));
     }
   }
   return b.data;
@@ -183,7 +181,7 @@ void Arrays::check_overlap(const std::vector<ArrayList>& lists) const {
   if (!std::is_sorted(intervals.begin(), intervals.end(), before)) {
     std::stable_sort(intervals.begin(), intervals.end(), before);
   }
-  const Interval* reaches = nullptr;         // of all so far, the one that ends last
+  const Interval* reaches = nullptr;          // of all so far, the one that ends last
   const Interval* written_reaches = nullptr;  // of those written
   for (const Interval& now : intervals) {
     const Interval* other = now.writes ? reaches : written_reaches;
@@ -205,8 +203,7 @@ void Arrays::check_overlap(const std::vector<ArrayList>& lists) const {
 Column Arrays::borrow_gradients(const py::tuple& grads) const {
   if (grads.size() != params_.size()) {
     throw py::value_error(grads_name_ + ": expected as many tensors as " + params_name_ + ", " +
-                          std::to_string(params_.size()) + ", got " +
-                          std::to_string(grads.size()));
+                          std::to_string(params_.size()) + ", got " + std::to_string(grads.size()));
   }
   Column column(grads.size(), nullptr);
   static char empty;  // stands for the address of an empty gradient, which is null, but not None

@@ -65,8 +65,8 @@ std::string list_text(const int64_t* values, int n) {
 bool is_negative_view(py::handle tensor) {
   static PyObject* const name = PyUnicode_InternFromString("is_neg");
   PyObject* arguments[] = {tensor.ptr()};
-  PyObject* answer = PyObject_VectorcallMethod(
-      name, arguments, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+  PyObject* answer =
+      PyObject_VectorcallMethod(name, arguments, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
   if (answer == nullptr) {
     PyErr_Clear();  // not a torch tensor
     return false;
@@ -105,8 +105,8 @@ Borrowed borrow(py::handle array, const Place& place) {
   }
   dlpack::Tensor t;
   if (api->borrow(array.ptr(), &t) != 0) {
-    throw py::type_error(place.text() + ": expected a dense tensor on a CPU or CUDA device: " +
-                         take_python_error());
+    throw py::type_error(
+        place.text() + ": expected a dense tensor on a CPU or CUDA device: " + take_python_error());
   }
   Borrowed b;
   b.ndim = t.ndim;
@@ -126,7 +126,8 @@ Borrowed borrow(py::handle array, const Place& place) {
       b.device = {true, t.device.id};
       break;
     default:
-      throw py::type_error(place.text() + ": expected a CPU or CUDA tensor, got DLPack device type " +
+      throw py::type_error(place.text() +
+                           ": expected a CPU or CUDA tensor, got DLPack device type " +
                            std::to_string(t.device.type));
   }
   const bool bfloat = t.dtype.code == dlpack::kBfloat && t.dtype.bits == 16;
@@ -136,13 +137,13 @@ Borrowed borrow(py::handle array, const Place& place) {
     throw py::type_error(place.text() + ": expected float16, bfloat16, float32 or float64, got " +
                          dlpack_type_name(t.dtype));
   }
-  b.dtype = bfloat                ? DType::bfloat16
+  b.dtype = bfloat               ? DType::bfloat16
             : t.dtype.bits == 16 ? DType::float16
             : t.dtype.bits == 32 ? DType::float32
                                  : DType::float64;
   if (b.size > 0 && t.data == nullptr) {
-    throw py::type_error(place.text() +
-                         ": has no memory of its own (a fake or meta tensor, or a wrapper subclass)");
+    throw py::type_error(
+        place.text() + ": has no memory of its own (a fake or meta tensor, or a wrapper subclass)");
   }
   if (is_negative_view(array)) {
     throw py::value_error(place.text() +
@@ -163,9 +164,10 @@ void* resolve_stream(py::handle stream, py::handle array, int device) {
         return reinterpret_cast<void*>(stream.attr(name).cast<uintptr_t>());
       }
     }
-    throw py::type_error("stream: expected None, an integer handle or an object with "
-                         "__cuda_stream__, got " +
-                         type_name(stream));
+    throw py::type_error(
+        "stream: expected None, an integer handle or an object with "
+        "__cuda_stream__, got " +
+        type_name(stream));
   }
   const dlpack::ExchangeApi* api = api_of(Py_TYPE(array.ptr()));
   void* handle = nullptr;

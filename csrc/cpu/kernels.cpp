@@ -1,4 +1,5 @@
-// The CPU launcher: one rule driven over a table. Compiled once per instruction set (SPECTRAIN_ISA).
+// The CPU launcher: one rule driven over a table. Compiled once per instruction set
+// (SPECTRAIN_ISA).
 #include "../kernels.h"
 
 #include <cstddef>
@@ -119,8 +120,8 @@ struct Cpu {
   }
 
   // The j-th extra output of a block whose streams have just been stored.
-  static void extra_output(const typename Rule::Args& args, int j,
-                           char* const (&p)[n_streams], char* target, int n) {
+  static void extra_output(const typename Rule::Args& args, int j, char* const (&p)[n_streams],
+                           char* target, int n) {
     using T = typename Rule::OutType;
 #pragma omp simd
     for (int i = 0; i < n; ++i) {
@@ -141,8 +142,8 @@ struct Cpu {
       char* p[n_streams];
       unroll<n_streams>([&](auto index) {
         constexpr int s = decltype(index)::value;
-        char* at = static_cast<char*>(table.pointer(r, s)) +
-                   begin * static_cast<int64_t>(sizeof(type<s>));
+        char* at =
+            static_cast<char*>(table.pointer(r, s)) + begin * static_cast<int64_t>(sizeof(type<s>));
         p[s] = stream<s>::reads ? at : staging[s].begin(at, stream_outputs);
       });
       block(args, flags, p, n);

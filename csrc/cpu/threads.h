@@ -3,7 +3,8 @@
 
 namespace spectrain {
 
-// False in a child of fork(): the OpenMP threads did not survive, and libgomp waits for them forever.
+// False in a child of fork(): the OpenMP threads did not survive, and libgomp waits for them
+// forever.
 bool threads_are_safe();
 
 }  // namespace spectrain

@@ -1,5 +1,5 @@
-// What one CUDA thread does, compilable for the host: block, thread and grid come in as values, so a
-// test can run every thread of every block on the CPU, under a sanitizer.
+// What one CUDA thread does, compilable for the host: block, thread and grid come in as values, so
+// a test can run every thread of every block on the CPU, under a sanitizer.
 #pragma once
 
 #include "../rules/stream.h"
@@ -122,7 +122,7 @@ struct Body {
         packs.template get<stream<s>::source>().store(at<s>(element));
       }
     });
-#pragma unroll
+    SPECTRAIN_UNROLL
     for (int e = 0; e < N; ++e) {
       Acc x[n_streams] = {};
       unroll<n_streams>([&](auto index) {
@@ -149,10 +149,10 @@ struct Body {
   template <int N>
   SPECTRAIN_HD void extra_outputs(Packs<Rule, N>& packs, int64_t element) const {
     using T = typename Rule::OutType;
-#pragma unroll 1
+    SPECTRAIN_NO_UNROLL
     for (int j = 0; j < args.n_outs; ++j) {
       Pack<T, N> out;
-#pragma unroll
+      SPECTRAIN_UNROLL
       for (int e = 0; e < N; ++e) {
         Acc x[n_streams] = {};
         unroll<n_streams>([&](auto index) {
@@ -176,11 +176,11 @@ struct Body {
     const int stride = static_cast<int>(lane.threads);
     for (int i = static_cast<int>(lane.thread); i < n; i += stride * Policy::unroll) {
       Packs<Rule, vector> packs[Policy::unroll];
-#pragma unroll
+      SPECTRAIN_UNROLL
       for (int u = 0; u < Policy::unroll; ++u) {
         if (i + u * stride < n) load<vector>(packs[u], begin + (i + u * stride) * vector);
       }
-#pragma unroll
+      SPECTRAIN_UNROLL
       for (int u = 0; u < Policy::unroll; ++u) {
         if (i + u * stride < n) finish<vector>(packs[u], begin + (i + u * stride) * vector);
       }

@@ -7,8 +7,8 @@
 
 namespace spectrain {
 
-// Kernel parameters hold 32,764 bytes from CUDA 12.1 on, 4,096 before. Most calls have few rows: the
-// small table saves copying 32 KB at every launch.
+// Kernel parameters hold 32,764 bytes from CUDA 12.1 on, 4,096 before. Most calls have few rows:
+// the small table saves copying 32 KB at every launch.
 constexpr size_t kSmallTable = 3584;
 #if CUDART_VERSION >= 12010
 constexpr size_t kLargeTable = 32256;

@@ -72,9 +72,7 @@ struct SgdPlain : NoOuts {
     SgdGradient<Acc> gradient;
     Acc lr;
   };
-  static Args make(const Hyper& h) {
-    return {SgdGradient<Acc>::make(h), static_cast<Acc>(h.lr)};
-  }
+  static Args make(const Hyper& h) { return {SgdGradient<Acc>::make(h), static_cast<Acc>(h.lr)}; }
   SPECTRAIN_HD static void apply(const Args& a, unsigned /*flags*/, Acc (&x)[2]) {
     x[kParam] = multiply_add(-a.lr, a.gradient(x[kGrad], x[kParam]), x[kParam]);
   }
