@@ -28,10 +28,15 @@ def read_hyper(index: int, group: Mapping[str, Any]) -> Hyper:
             "the step writes behind autograd's back"
         )
     momentum = _number(index, group, "momentum", least=0.0)
+    dampening = _number(index, group, "dampening", least=None)
+    if group["nesterov"] and momentum != 0.0 and dampening != 0.0:
+        raise ValueError(
+            f"parameter group {index}: Nesterov momentum needs dampening 0, got {dampening}"
+        )
     return Hyper(
         lr=_number(index, group, "lr", least=0.0),
         momentum=momentum,
-        dampening=_number(index, group, "dampening", least=None),
+        dampening=dampening,
         weight_decay=_number(index, group, "weight_decay", least=0.0),
         nesterov=bool(group["nesterov"]) and momentum != 0.0,
         maximize=bool(group["maximize"]),
@@ -62,7 +67,7 @@ def _number(index: int, group: Mapping[str, Any], name: str, *, least: float | N
         raise TypeError(
             f"{name} of parameter group {index} must be a number, got {type(value).__name__}"
         ) from error
-    if math.isnan(number) or (least is not None and number < least):
-        wanted = "a number" if least is None else f"a number >= {least:g}"
+    if not math.isfinite(number) or (least is not None and number < least):
+        wanted = "a finite number" if least is None else f"a finite number >= {least:g}"
         raise ValueError(f"{name} of parameter group {index} must be {wanted}, got {number}")
     return number

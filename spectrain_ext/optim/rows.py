@@ -48,6 +48,7 @@ class Rows:
         self._generation = -1
         self._states: list[Mapping[str, Any]] = [_NO_STATE] * len(self.params)
         self._expected: list[Tensor | None] = [None] * len(self.params)
+        self._first: bool | list[bool] = True
         self.plan = Plan(
             self._weights,
             momentum_buffers=None if buffers is None else [b.detach() for b in buffers],
@@ -82,6 +83,8 @@ class Rows:
                 for entry, buffer in zip(self._states, self.buffers, strict=True)
             ]
             self._generation = generation
+            first = [buffer is None for buffer in self._expected]
+            self._first = first if any(first) and not all(first) else any(first)
             # A buffer whose state was deleted still holds the old momentum.
             lost = any(
                 new is None and old is not None
@@ -92,10 +95,7 @@ class Rows:
 
     def first_step(self) -> bool | list[bool]:
         """Return for which rows momentum starts with the next gradient (one bool if uniform)."""
-        first = [buffer is None for buffer in self._expected]
-        if not any(first):
-            return False
-        return True if all(first) else first
+        return self._first
 
     # Gradients.
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
+from spectrain_ext._lists import bump_versions
 from spectrain_ext.optim.binding import Binding, PredictionSink, checked_outs
 from spectrain_ext.optim.hyper import Hyper, read_hyper, read_steps
 from spectrain_ext.optim.momentum import KEY, check_dtypes, converted, loaded_dtype
@@ -260,8 +261,8 @@ class SGD(torch.optim.SGD):
             if hyper.momentum != 0.0:
                 self._resolver.keep_new_buffers(rows, active, self.state)
             if self._binding is None:
-                increment_version(
-                    [p for p, stepped in zip(rows.params, active, strict=True) if stepped]
+                bump_versions(
+                    tuple(rows.params) if all(active) else tuple(compress(rows.params, active))
                 )
         self._next_write = None
         return loss
@@ -302,7 +303,7 @@ class SGD(torch.optim.SGD):
         ]
         for rows in todo:
             rows.plan.stash_predict_(lr=hypers[rows.group].lr, steps=steps)
-            increment_version(rows.params)
+            bump_versions(tuple(rows.params))
         self._predicted = todo
 
     def restore_(self) -> None:
@@ -311,7 +312,7 @@ class SGD(torch.optim.SGD):
             raise RuntimeError("restore_: the weights are not predicted, call predict_ first")
         for rows in self._predicted:
             rows.restore()
-            increment_version(rows.params)
+            bump_versions(tuple(rows.params))
         self._predicted = None
 
     @contextmanager
