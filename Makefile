@@ -31,7 +31,7 @@ help:
 	@echo "make test     lint, types, tests"
 	@echo "make bench    benchmarks of the operators and of the pipeline"
 	@echo "make doctor   what was built, what this machine has, what is missing"
-	@echo "make nightly  the tests that take minutes"
+	@echo "make nightly  all tests, those that take minutes too, with many more random cases"
 	@echo "make lint     ruff, mypy, clang-format"
 	@echo "make clean    remove .venv and everything that was built"
 
@@ -56,7 +56,8 @@ pytest: $(VENV)/.extra-test $(VENV)/.extra-train
 	cd tests && SPECTRAIN_TEST_INSTALLED=1 $(abspath $(BIN))/pytest $(ARGS)
 
 nightly: $(VENV)/.extra-test $(VENV)/.extra-train
-	cd tests && SPECTRAIN_TEST_INSTALLED=1 $(abspath $(BIN))/pytest -m nightly --timeout 3600 $(ARGS)
+	cd tests && SPECTRAIN_TEST_INSTALLED=1 SPECTRAIN_HYPOTHESIS_PROFILE=nightly \
+		$(abspath $(BIN))/pytest -m 'nightly or not nightly' --timeout 3600 $(ARGS)
 
 bench: $(VENV)/.extra-bench
 	cd bench && $(abspath $(BIN))/pytest $(ARGS)
