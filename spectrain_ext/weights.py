@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from .method import Backward
-from .optim.momentum import KEY as MOMENTUM
-from .optim.momentum import loaded_dtype
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -146,7 +144,7 @@ class StageWeights:
         working = Flat(self.params)
         predicts = self._forward_horizon > 0 or self._backward_horizon > 0
         self._master = Flat(self.params) if predicts or self._stashes else None
-        momentum = Flat(self.params, self._momentum_dtype)
+        momentum = Flat(self.params, self.optimizer.momentum_dtype)
         self.optimizer.bind(None if self._master is None else self._master.views, momentum.views)
         for p, view in working.views.items():
             view.copy_(p.detach())
@@ -160,11 +158,6 @@ class StageWeights:
         kept = self._window - 1 if self._stashes else 0
         self._free = [_Kept(working, self.params) for _ in range(kept)]
         self.begin()
-
-    def _momentum_dtype(self, p: Tensor) -> torch.dtype:
-        existing = self.optimizer.state.get(p, {}).get(MOMENTUM)
-        saved = p.dtype if existing is None else existing.dtype
-        return loaded_dtype(p.dtype, saved, self.optimizer.momentum_dtype)
 
     def unbind(self) -> None:
         """Give parameters and momentum ordinary storage of their own; the parameters hold the true weights."""

@@ -27,29 +27,29 @@ def forward_version(method, i, k, n):
 
 
 class Oracle:
-    """Any modules and any torch.optim.SGD: weights are put into the modules behind autograd's back, as the package does.
+    """Any modules and any torch.optim.SGD: weights are put into the modules behind autograd's back.
 
-    Saved activations are then the forward's and saved weights the backward's, which is what "the backward meets version i"
-    means for a module that saves its weights themselves.
+    Saved activations are then the forward's and saved weights the backward's, which is what "the
+    backward meets version i" means for a module that saves its weights themselves.
     """
 
     def __init__(self, stages, optimizer, loss_fn, method, scheduler=None):
         self.stages = [copy.deepcopy(stage) for stage in stages]
         self.loss_fn, self.method = loss_fn, method
-        self.params = [[p for p in stage.parameters() if p.requires_grad] for stage in self.stages]
-        self.true = [[p.detach().clone().requires_grad_() for p in params] for params in self.params]
+        self.params = [[p for p in s.parameters() if p.requires_grad] for s in self.stages]
+        self.true = [[p.detach().clone().requires_grad_() for p in ps] for ps in self.params]
         self.optimizers = [optimizer(true) if true else None for true in self.true]
-        self.schedulers = [scheduler(opt) if scheduler and opt else None for opt in self.optimizers]
+        self.schedulers = [scheduler(o) if scheduler and o else None for o in self.optimizers]
 
     def version(self, k):
-        """Everything a prediction from this version needs: (weight, velocity, lr) of each parameter."""
-        opt = self.optimizers[k]
-        lrs = {id(p): group["lr"] for group in opt.param_groups for p in group["params"]} if opt else {}
+        """Everything a prediction from this version needs: (weight, velocity, lr) per parameter."""
         rows = []
         for p in self.true[k]:
-            velocity = opt.state[p].get("momentum_buffer")
+            groups = self.optimizers[k].param_groups
+            lr = next(g["lr"] for g in groups if any(p is q for q in g["params"]))
+            velocity = self.optimizers[k].state[p].get("momentum_buffer")
             velocity = torch.zeros_like(p) if velocity is None else velocity.clone()
-            rows.append((p.detach().clone(), velocity, lrs[id(p)]))
+            rows.append((p.detach().clone(), velocity, lr))
         return rows
 
     def put(self, k, version, steps):
@@ -62,25 +62,25 @@ class Oracle:
         for i, (value, target) in enumerate(batches):
             tape = []
             for k, stage in enumerate(self.stages):
-                self.put(k, versions[k][forward_version(self.method, i, k, n)], horizons(self.method, k, n)[0])
-                value = value.detach().clone().requires_grad_()
-                entry, value = value, stage(value * 1)
-                tape.append((entry, value))
-            gradient, value = None, self.loss_fn(value, target)
+                version = versions[k][forward_version(self.method, i, k, n)]
+                self.put(k, version, horizons(self.method, k, n)[0])
+                entries = [leaf(v) for v in many(value)]
+                inputs = [v * 1 if v.requires_grad else v for v in entries]
+                value = stage(tuple(inputs) if isinstance(value, tuple) else inputs[0])
+                tape.append((entries, many(value)))
+            value = self.loss_fn(value, target)
             losses.append(value.detach())
+            tape[-1] = (tape[-1][0], (value,))
+            gradients = [torch.ones_like(value)]
             for k in reversed(range(n)):
                 s_forward, s_backward = horizons(self.method, k, n)
                 if s_backward is None:
-                    self.put(k, versions[k][forward_version(self.method, i, k, n)], s_forward)
+                    version = versions[k][forward_version(self.method, i, k, n)]
+                    self.put(k, version, s_forward)
                 else:
                     self.put(k, versions[k][i], s_backward)
-                entry, out = tape[k]
-                wanted = [entry, *self.params[k]]
-                if k == n - 1:
-                    out = value
-                gradient, *grads = torch.autograd.grad(out, wanted, gradient, allow_unused=True)
-                for p, g in zip(self.true[k], grads, strict=True):
-                    p.grad = g
+                entries, outputs = tape[k]
+                gradients = self.backward(k, entries, outputs, gradients)
                 if self.optimizers[k]:
                     self.optimizers[k].step()
                 if self.schedulers[k]:
@@ -89,6 +89,28 @@ class Oracle:
         for k in range(n):
             self.put(k, versions[k][-1], 0)
         return losses
+
+    def backward(self, k, entries, outputs, gradients):
+        """Set the gradients of the true weights; return those of the entries."""
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
+        wanted = [v for v in [*entries, *self.params[k]] if v.requires_grad]
+        found = [None] * len(wanted)
+        if pairs and wanted:
+            roots, seeds = zip(*((o, torch.zeros_like(o) if g is None else g) for o, g in pairs), strict=True)
+            found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+        found = dict(zip(map(id, wanted), found, strict=True))
+        for p, true in zip(self.params[k], self.true[k], strict=True):
+            true.grad = found[id(p)]
+        return [found.get(id(entry)) for entry in entries]
+
+
+def many(value):
+    return value if isinstance(value, tuple) else (value,)
+
+
+def leaf(value):
+    value = value.detach().clone()
+    return value.requires_grad_() if value.is_floating_point() else value
 
 
 class TanhChainOracle:

@@ -1,0 +1,171 @@
+"""Every method computes what its definition says: losses and final weights, against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import Oracle, TanhChainOracle
+from pipeline_cases import (
+    METHODS,
+    Compared,
+    batches,
+    close,
+    every_method,
+    float64,  # noqa: F401  # a fixture
+    mse,
+    sgd,
+    tanh_stages,
+    torch_sgd,
+)
+from torch import nn
+
+
+@every_method
+def test_the_two_oracles_agree(method):
+    stages = tanh_stages(4)
+    general = Oracle(stages, torch_sgd(), mse, method)
+    layers = [[(m.weight.data, m.bias.data) for m in s if isinstance(m, nn.Linear)] for s in stages]
+    written_out = TanhChainOracle(layers, 0.05, 0.9, method)
+    data = batches(12)
+    for _ in range(2):
+        close(torch.stack(general.run(data)), torch.stack(written_out.run(data)))
+        for k, stage in enumerate(written_out.stages):
+            flat = [tensor for layer in stage for tensor in layer]
+            for found, expected in zip(general.params[k], flat, strict=True):
+                close(found.detach(), expected)
+
+
+def test_the_oracle_tells_the_methods_apart():
+    stages, data = tanh_stages(4), batches(12)
+    final = [Oracle(stages, torch_sgd(), mse, method).run(data)[-1] for method in METHODS]
+    for i, loss in enumerate(final):
+        assert all(abs(loss - other) > 1e-6 for other in final[:i])
+
+
+@every_method
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
+def test_losses_and_weights(method, n):
+    compared = Compared(tanh_stages(n), method)
+    compared.run(batches(64 if n == 4 else 20))
+    compared.run(batches(9))  # a second run starts from the versions and the momentum it finds
+
+
+@every_method
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 5, 6])
+def test_few_minibatches(method, count):
+    compared = Compared(tanh_stages(5), method)
+    compared.run(batches(count))
+    compared.run(batches(3))
+
+
+@every_method
+def test_uneven_stages_and_an_uneven_last_minibatch(method):
+    stages = [
+        nn.Sequential(nn.Linear(5, 17), nn.ReLU(), nn.Linear(17, 3)),
+        nn.Linear(3, 8),
+        nn.Sequential(nn.LayerNorm(8), *(nn.Linear(8, 8) for _ in range(4)), nn.GELU()),
+        nn.Sequential(nn.Linear(8, 5, bias=False)),
+    ]
+    compared = Compared(stages, method)
+    compared.run(batches(11, size=6, last=2))
+    compared.run(batches(11, size=6, last=5))
+
+
+@every_method
+def test_classification(method):
+    data = [(torch.randn(4, 5), torch.randint(0, 5, (4,))) for _ in range(12)]
+    Compared(tanh_stages(3), method, loss_fn=nn.functional.cross_entropy).run(data)
+
+
+@every_method
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_microbatches_give_what_whole_minibatches_give(method, parts):
+    compared = Compared(tanh_stages(4), method, microbatches=parts)
+    compared.run(batches(9, size=8, last=5))
+    compared.run([*batches(3, size=8), *batches(2, size=2), *batches(3, size=1)])
+
+
+@every_method
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda opt: torch.optim.lr_scheduler.StepLR(opt, step_size=3, gamma=0.5),
+        lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, 40, cycle_momentum=False),
+        lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.97),
+    ],
+    ids=["now and then", "there and back", "every step"],
+)
+def test_schedulers(method, scheduler):
+    compared = Compared(tanh_stages(4), method, scheduler=scheduler)
+    compared.run(batches(14))
+    compared.run(batches(9))
+    for mine, theirs in zip(compared.pipe.optimizers, compared.oracle.optimizers, strict=True):
+        assert mine.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+
+
+@every_method
+def test_parameter_groups(method):
+    def groups(params):
+        return [{"params": params[:1], "lr": 0.01}, {"params": params[1:], "weight_decay": 0.1}]
+
+    mine, theirs = sgd(), torch_sgd()
+    optimizer = (lambda params: mine(groups(params)), lambda params: theirs(groups(params)))
+    compared = Compared(tanh_stages(4), method, optimizer=optimizer)
+    compared.run(batches(14))
+    compared.run(batches(5))
+
+
+@every_method
+@pytest.mark.parametrize(
+    "changed",
+    [{"nesterov": True}, {"dampening": 0.5}, {"maximize": True}, {"weight_decay": 0.05}],
+    ids=str,
+)
+def test_optimizer_options(method, changed):
+    optimizer = (sgd(lr=0.01, **changed), torch_sgd(lr=0.01, **changed))
+    Compared(tanh_stages(3), method, optimizer=optimizer).run(batches(12))
+
+
+@every_method
+def test_gradient_clipping_by_a_step_hook(method):
+    clipped = []
+
+    def clip(opt, *_):
+        params = [p for group in opt.param_groups for p in group["params"]]
+        clipped.append(float(nn.utils.clip_grad_norm_(params, 0.05)))
+
+    def with_hook(make):
+        def made(params):
+            opt = make(params)
+            opt.register_step_pre_hook(clip)
+            return opt
+
+        return made
+
+    compared = Compared(
+        tanh_stages(3), method, optimizer=(with_hook(sgd()), with_hook(torch_sgd()))
+    )
+    compared.run(batches(10))
+    assert len(clipped) == 2 * 3 * 10
+    assert max(clipped) > 0.05
+
+
+@pytest.mark.parametrize("method", ["sync", "vanilla", "pipedream"])
+def test_without_momentum(method):
+    optimizer = (sgd(momentum=0.0), torch_sgd(momentum=0.0))
+    Compared(tanh_stages(3), method, optimizer=optimizer).run(batches(10))
+
+
+@every_method
+def test_a_learning_rate_changed_by_hand(method):
+    """The caller sets lr between results; every stage meets it at its next update or prediction."""
+    compared = Compared(tanh_stages(1), method)
+
+    def halve(optimizers):
+        for opt in optimizers:
+            opt.param_groups[0]["lr"] /= 2
+
+    for _ in range(3):
+        compared.run(batches(4))
+        halve(compared.oracle.optimizers)
+        halve(compared.pipe.optimizers)
