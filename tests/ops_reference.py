@@ -1,0 +1,242 @@
+"""The operators' arithmetic emulated exactly in numpy.
+
+Every native result must equal it bit for bit (any NaN matches any NaN); nothing is approximate.
+A float32 fma is a float64 product (exact: 24 + 24 bits fit in 53), an error-free float64 sum,
+rounded to odd and then to float32, which equals one rounding because 53 >= 2 * 24 + 2. A float64
+fma is the three-term sum of Boldo and Melquiond (Emulation of FMA and correctly rounded sums, IEEE
+TC 57, 2008), and plain rational arithmetic where an exponent is so extreme that an error-free
+transformation would not be free of error. 16-bit tensors compute in float32 and round once, when
+they are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[Any]
+_INT_OF = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+
+
+def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """Knuth: s + e == a + b exactly, s the rounded sum."""
+    s = a + b
+    z = s - a
+    return s, (a - (s - z)) + (b - z)
+
+
+def _round_to_odd(s: Array, e: Array) -> Array:
+    """The sum s + e (s rounded to nearest, e its error) rounded to odd instead: s, or its
+    neighbour on e's side.
+    """
+    even = (np.ascontiguousarray(s).view(np.int64) & 1) == 0
+    move = even & (e != 0) & np.isfinite(s) & np.isfinite(e)
+    return np.where(move, np.nextafter(s, np.where(e > 0, np.inf, -np.inf)), s)
+
+
+def fma32(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c for float32 arrays, rounded once."""
+    a, b, c = np.broadcast_arrays(a, b, c)
+    assert a.dtype == b.dtype == c.dtype == np.float32
+    with np.errstate(all="ignore"):
+        s, e = _two_sum(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64))
+        return _round_to_odd(s, e).astype(np.float32)
+
+
+def _split(a: Array) -> tuple[Array, Array]:
+    """Veltkamp: two halves of at most 26 bits each."""
+    t = a * 134217729.0
+    high = t - (t - a)
+    return high, a - high
+
+
+def _fma_rational(a: float, b: float, c: float) -> float:
+    """a * b + c of finite numbers in rational arithmetic; division of integers rounds once,
+    subnormal results too.
+    """
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if exact == 0:  # an exact zero has the sign of a float sum of an exact product's sign and c
+        product_sign = np.copysign(1.0, a) * np.copysign(1.0, b)
+        if a == 0 or b == 0:
+            return float(np.copysign(0.0, product_sign) + c)
+        return 0.0
+    try:
+        value = exact.numerator / exact.denominator
+    except OverflowError:
+        value = float("inf") if exact > 0 else float("-inf")
+    return float(np.copysign(value, 1.0 if exact > 0 else -1.0))
+
+
+def fma64(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c for float64 arrays, rounded once."""
+    shape = np.broadcast_shapes(a.shape, b.shape, c.shape)
+    a, b, c = np.broadcast_arrays(*np.atleast_1d(a, b, c))
+    assert a.dtype == b.dtype == c.dtype == np.float64
+    with np.errstate(all="ignore"):
+        product = a * b
+        (ah, al), (bh, bl) = _split(a), _split(b)
+        error = ((ah * bh - product) + ah * bl + al * bh) + al * bl
+        uh, ul = _two_sum(c, error)
+        th, tl = _two_sum(product, uh)
+        result = np.array(th + _round_to_odd(*_two_sum(tl, ul)))
+        finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
+        result = np.where(finite, result, product + c)
+
+        def tame(x: Array) -> Array:
+            return (np.abs(x) > 1e-100) & (np.abs(x) < 1e100)
+
+        wild = finite & ~(tame(a) & tame(b) & (tame(c) | (c == 0)))
+    for i in zip(*np.nonzero(wild), strict=True):
+        result[i] = _fma_rational(float(a[i]), float(b[i]), float(c[i]))
+    return result.reshape(shape)
+
+
+def fma(a: Array | np.floating[Any], b: Array, c: Array) -> Array:
+    """a * b + c, rounded once, in the type of b and c."""
+    scalar = np.asarray(a, dtype=b.dtype)
+    return fma64(scalar, b, c) if b.dtype == np.float64 else fma32(scalar, b, c)
+
+
+def widen(t: Tensor) -> Array:
+    """The tensor's values in the type that its arithmetic is done in: float64 for float64, else
+    float32.
+    """
+    t = t.detach().cpu()
+    wide = t if t.dtype in (torch.float64, torch.float32) else t.float()
+    return wide.contiguous().numpy().copy()
+
+
+def narrow(x: Array, like: Tensor) -> Tensor:
+    """Round to the type of ``like`` (to nearest, ties to even) and give it its strides."""
+    out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    return out.copy_(torch.from_numpy(np.ascontiguousarray(x)).to(like.dtype).reshape(like.shape))
+
+
+def clone(t: Tensor) -> Tensor:
+    """A copy of the bits with the same strides, on the CPU."""
+    t = t.detach()
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t)
+
+
+def predict(w: Tensor, v: Tensor, *, lr: float, steps: float) -> Tensor:
+    """W - lr * steps * v as one fma; lr * steps is formed in double; a product of zero copies
+    the bits.
+    """
+    wide = widen(w)
+    with np.errstate(over="ignore", under="ignore"):
+        distance = np.asarray(lr * steps).astype(wide.dtype)
+    if distance == 0:
+        return clone(w)
+    return narrow(fma(-distance, _as(widen(v), wide), wide), w)
+
+
+def _as(x: Array, like: Array) -> Array:
+    return x.astype(like.dtype, copy=False)
+
+
+@dataclass(frozen=True)
+class SGD:
+    """torch.optim.SGD's hyper-parameters, and its step in explicit fma arithmetic."""
+
+    lr: float
+    momentum: float
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+
+    def step(
+        self, w: Tensor, g: Tensor | None, v: Tensor | None, *, first: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """New weights and momentum; a missing gradient leaves both as they are."""
+        if g is None:
+            return clone(w), None if v is None else clone(v)
+        wide = widen(w)
+
+        def scalar(x: float) -> Array:
+            return np.asarray(x).astype(wide.dtype)
+
+        with np.errstate(all="ignore"):
+            d = _as(widen(g), wide)
+            if self.maximize:
+                d = -d
+            if self.weight_decay != 0:
+                d = fma(scalar(self.weight_decay), wide, d)
+            new_v = None if v is None else clone(v)
+            if self.momentum != 0:
+                assert v is not None
+                m = (
+                    d
+                    if first
+                    else fma(
+                        scalar(self.momentum), _as(widen(v), wide), scalar(1.0 - self.dampening) * d
+                    )
+                )
+                d = fma(scalar(self.momentum), m, d) if self.nesterov else m
+                new_v = narrow(m, v)
+            return narrow(fma(scalar(-self.lr), d, wide), w), new_v
+
+    def keywords(self) -> dict[str, Any]:
+        """As keyword arguments of sgd_step_ and of torch.optim.SGD alike."""
+        return dict(vars(self))
+
+
+def bits(t: Tensor) -> Tensor:
+    """The tensor's elements as integers, in logical order."""
+    return t.detach().cpu().contiguous().view(_INT_OF[t.dtype])
+
+
+def assert_bits(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Every bit is equal, NaN payloads too."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
+    differ = bits(actual) != bits(expected)
+    if bool(differ.any()):
+        _report(actual, expected, differ, what)
+
+
+def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Every bit is equal, but any NaN matches any NaN."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
+    a, e = actual.detach().cpu(), expected.detach().cpu()
+    differ = (bits(a) != bits(e)) & ~(a.isnan() & e.isnan()).contiguous()
+    if bool(differ.any()):
+        _report(a, e, differ, what)
+
+
+def _report(actual: Tensor, expected: Tensor, differ: Tensor, what: str) -> None:
+    where = tuple(differ.nonzero()[0].tolist())
+    raise AssertionError(
+        f"{what}: {int(differ.sum())} of {differ.numel()} elements of shape "
+        f"{tuple(actual.shape)} {actual.dtype} differ, "
+        f"first at {where}: {actual[where].item()!r} instead of {expected[where].item()!r}"
+    )
+
+
+def assert_lists(
+    actual: Sequence[Tensor], expected: Sequence[Tensor], what: str, *, exact: bool = False
+) -> None:
+    """Element by element, with the index in the message."""
+    assert len(actual) == len(expected), what
+    check = assert_bits if exact else assert_same
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        check(a, e, f"{what}[{i}]")
+
+
+def ulp(x: Tensor) -> Tensor:
+    """The distance from abs(x), a float64 tensor of values, to the next float32 number (its
+    unit in the last place).
+    """
+    single = x.abs().to(torch.float32)
+    return torch.nextafter(single, torch.full_like(single, torch.inf)).double() - single.double()
