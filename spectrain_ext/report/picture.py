@@ -8,9 +8,9 @@ from spectrain_ext.report.results import MethodResult
 
 # Okabe and Ito's colours, distinguishable with any colour vision; dashes tell the lines apart in
 # print as well. The reference is black.
-_REFERENCE = ("#000000", (0, (5, 2)))
-_LINES: tuple[tuple[str, str | tuple[int, tuple[int, ...]]], ...] = (
-    ("#D55E00", "solid"),
+_REFERENCE = ("#000000", "solid")
+_LINES: tuple[tuple[str, str | tuple[int, tuple[float, ...]]], ...] = (
+    ("#D55E00", (0, (5, 1.5))),
     ("#E69F00", (0, (3, 1, 1, 1))),
     ("#0072B2", "solid"),
     ("#56B4E9", (0, (6, 1))),
@@ -59,7 +59,7 @@ def draw_losses(path: Path, results: Sequence[MethodResult], *, title: str, wind
             [_median(column) for column in columns],
             color=color,
             linestyle=dashes,
-            linewidth=2.2 if reference else 1.8,
+            linewidth=2.4 if reference else 1.8,
             zorder=4 if reference else 3,
             label=f"{result.method} (no overlap, reference)" if reference else result.method,
         )
@@ -69,7 +69,7 @@ def draw_losses(path: Path, results: Sequence[MethodResult], *, title: str, wind
                 [column[0] for column in columns],
                 [column[-1] for column in columns],
                 color=color,
-                alpha=0.13,
+                alpha=0.1,
                 linewidth=0,
             )
     axes.set_yscale("log")
