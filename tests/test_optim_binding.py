@@ -347,6 +347,21 @@ def test_misuse_of_the_binding_raises_and_changes_nothing() -> None:
             use(1)
 
 
+def test_momentum_that_becomes_zero_before_an_ordered_prediction() -> None:
+    pair = Bound(master=True)
+    pair.bind()
+    pair.step()
+    sink = pair.optimizer.prediction_sink(pair.outs)
+    pair.optimizer.write_with_next_step(sink, 1)
+    pair.optimizer.param_groups[0]["momentum"] = 0.0
+    kept = bits(pair.weights)
+    give_gradients(pair.params)
+    with pytest.raises(ValueError, match="group 0 has momentum 0"):
+        pair.optimizer.step()
+    assert_bits(pair.weights, kept)
+    assert all(out.isnan().all() for out in pair.outs.values())
+
+
 def test_a_failed_step_keeps_the_order_for_the_next() -> None:
     pair = Bound(master=True)
     pair.bind()

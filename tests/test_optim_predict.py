@@ -156,6 +156,7 @@ def test_misuse_of_prediction_raises_and_changes_nothing() -> None:
     for misuse in (
         lambda: optimizer.predict_(1),
         lambda: optimizer.step(),
+        lambda: optimizer.step(closure=lambda: None),
         lambda: optimizer.load_state_dict(state_dict),
         lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
         lambda: copy.deepcopy(optimizer),
@@ -170,6 +171,16 @@ def test_misuse_of_prediction_raises_and_changes_nothing() -> None:
     optimizer.restore_()
     assert_bits(params, kept)
     optimizer.step()
+
+
+def test_a_closure_that_leaves_the_weights_predicted() -> None:
+    params, optimizer = trained()
+    give_gradients(params)
+    kept = bits(params)
+    with pytest.raises(RuntimeError, match="predicted"):
+        optimizer.step(lambda: optimizer.predict_(1))
+    optimizer.restore_()
+    assert_bits(params, kept)
 
 
 @pytest.mark.parametrize("steps", (-1, float("nan"), float("inf"), -1e-9))

@@ -164,7 +164,7 @@ def test_gradients_of_another_layout() -> None:
         nn.Parameter(torch.randn(4, 3, 5, 5).double()),
         nn.Parameter(torch.randn(6, 4).double()),
     ]
-    ours.append(nn.Parameter(torch.randn(3, 2).double()))
+    ours += [nn.Parameter(torch.randn(3, 2).double()), nn.Parameter(torch.randn(5).double())]
     theirs = twins(ours)
     optimizer = st.optim.SGD(ours, lr=0.1, momentum=0.9)
     reference = torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
@@ -173,6 +173,7 @@ def test_gradients_of_another_layout() -> None:
             torch.randn(4, 3, 5, 5).double().contiguous(memory_format=torch.channels_last),
             torch.randn(4, 6).double().t(),
             torch.randn(1, 1).double().expand(3, 2),
+            torch._neg_view(torch.randn(5).double()),
         ]
         for params in (ours, theirs):
             for p, grad in zip(params, grads, strict=True):
@@ -225,10 +226,13 @@ def test_parameters_that_move_between_steps() -> None:
     assert_same(ours, theirs)
 
 
-def test_a_module_that_changes_dtype_between_steps() -> None:
-    model = nn.Linear(5, 3)
-    optimizer = st.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+@pytest.mark.parametrize("momentum_dtype", (None, torch.float32))
+def test_a_module_that_changes_dtype_between_steps(momentum_dtype: torch.dtype | None) -> None:
+    model = nn.Linear(5, 3).to(torch.bfloat16)
+    optimizer = st.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, momentum_dtype=momentum_dtype
+    )
+    for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.bfloat16):
         model.to(dtype)
         before = bits(model.parameters())
         for p in model.parameters():
@@ -239,14 +243,51 @@ def test_a_module_that_changes_dtype_between_steps() -> None:
             assert buffer.dtype in (dtype, torch.float32)
 
 
-def test_momentum_that_the_caller_replaces_is_used() -> None:
+@pytest.mark.parametrize("how", ("replaced", "rebound", "deleted", "cleared"))
+def test_momentum_that_the_caller_changes_is_used(how: str) -> None:
     params, optimizer = trained()
-    optimizer.state[params[0]]["momentum_buffer"] = torch.zeros_like(params[0])
-    optimizer.state[params[3]]["momentum_buffer"].data = torch.zeros(4, 3, 5, 5).double()
-    del optimizer.state[params[5]]
+    state = optimizer.state
+    if how == "replaced":
+        state[params[3]]["momentum_buffer"] = torch.zeros(4, 3, 5, 5).double()
+    elif how == "rebound":
+        state[params[3]]["momentum_buffer"].data = torch.zeros(4, 3, 5, 5).double()
+    elif how == "deleted":
+        del state[params[3]]
+    else:
+        state[params[3]].clear()
     kept = bits(params)
     for p in params:
         p.grad = torch.zeros_like(p)
     optimizer.step()
     changed = [not torch.equal(p, k) for p, k in zip(params, kept, strict=True)]
-    assert changed == [False, True, False, False, True, False]
+    assert changed == [True, True, False, False, True, True]
+
+
+def test_momentum_of_another_layout_and_dtype() -> None:
+    ours = make_params()
+    theirs = twins(ours)
+    optimizer = st.optim.SGD(ours, lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
+    start = torch.randn(4, 3, 5, 5)
+    optimizer.state[ours[3]]["momentum_buffer"] = start
+    reference.state[theirs[3]]["momentum_buffer"] = start.double()
+    for _ in range(3):
+        give_gradients(ours, theirs)
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+    assert_same(momenta(optimizer, ours), momenta(reference, theirs))
+
+
+def test_parameters_that_the_caller_exchanges() -> None:
+    params = make_params()
+    optimizer = st.optim.SGD(params, lr=0.1)
+    give_gradients(params)
+    optimizer.step()
+    old, new = params[0], nn.Parameter(params[0].detach().clone())
+    optimizer.param_groups[0]["params"][0] = new
+    kept = old.detach().clone()
+    give_gradients(params, [new, *params[1:]])
+    optimizer.step()
+    assert torch.equal(old.detach(), kept)
+    assert_same([new], [kept - 0.1 * new.grad])

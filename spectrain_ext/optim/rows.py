@@ -135,12 +135,7 @@ class Rows:
             raise ValueError(f"{where} must be on {weight.device}, got {grad.device}")
         if grad.is_complex() or torch.promote_types(grad.dtype, weight.dtype) != weight.dtype:
             raise TypeError(f"{where} must be {weight.dtype}, got {grad.dtype}")
-        if (
-            grad.dtype == weight.dtype
-            and grad.stride() == weight.stride()
-            and not grad.is_neg()
-            and not grad.requires_grad
-        ):
+        if grad.dtype == weight.dtype and grad.stride() == weight.stride() and not grad.is_neg():
             return grad
         return empty_like(weight, weight.dtype).copy_(grad.detach())
 
