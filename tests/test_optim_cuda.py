@@ -1,0 +1,133 @@
+"""optim.SGD on a CUDA device: torch's results, streams, and groups that span devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optim_cases import (
+    DTYPES,
+    assert_bits,
+    assert_same,
+    bits,
+    give_gradients,
+    make_params,
+    momenta,
+    twins,
+)
+from torch import nn
+
+import spectrain_ext as st
+
+pytestmark = pytest.mark.cuda
+
+
+def on_cuda(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().to("cuda")) for p in params]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nesterov", (False, True))
+def test_many_steps_match_torch(dtype: torch.dtype, nesterov: bool) -> None:
+    options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
+    ours = on_cuda(make_params(dtype))
+    theirs = twins(ours)
+    optimizer = st.optim.SGD(ours, **options)
+    reference = torch.optim.SGD(theirs, foreach=False, **options)
+    for step in range(20):
+        give_gradients(ours, theirs, none=[0] if step % 3 == 1 else [])
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+    assert_same(momenta(optimizer, ours), momenta(reference, theirs))
+
+
+def test_the_cpu_gives_the_same_bits() -> None:
+    cpu = make_params(torch.float32)
+    cuda = on_cuda(cpu)
+    optimizers = [st.optim.SGD(params, lr=0.05, momentum=0.9) for params in (cpu, cuda)]
+    for _ in range(5):
+        give_gradients(cpu)
+        for p, q in zip(cpu, cuda, strict=True):
+            q.grad = p.grad.to("cuda")
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_bits([q.detach().cpu() for q in cuda], bits(cpu))
+
+
+def test_a_group_may_span_devices() -> None:
+    def both() -> list[nn.Parameter]:
+        torch.manual_seed(3)
+        return make_params() + on_cuda(make_params())
+
+    ours, theirs = both(), both()
+    optimizer = st.optim.SGD(ours, lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
+    for _ in range(3):
+        give_gradients(ours, theirs)
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+    kept = bits(ours)
+    with optimizer.predicted(2):
+        assert not torch.equal(ours[0].detach(), kept[0])
+        assert not torch.equal(ours[6].detach(), kept[6])
+    assert_bits(ours, kept)
+
+
+def test_a_module_that_moves_to_the_device_takes_its_momentum_along() -> None:
+    model = nn.Linear(5, 3).double()
+    twin = nn.Linear(5, 3).double()
+    twin.load_state_dict(model.state_dict())
+    optimizer = st.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for device in ("cpu", "cuda", "cuda"):
+        model.to(device)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.grad = torch.randn_like(q)
+            p.grad = q.grad.to(device)
+        optimizer.step()
+        reference.step()
+    assert_same([p.cpu() for p in model.parameters()], list(twin.parameters()))
+
+
+def test_the_step_runs_on_the_callers_stream() -> None:
+    p = nn.Parameter(torch.zeros(1 << 16, device="cuda"))
+    optimizer = st.optim.SGD([p], lr=1.0, momentum=0.9)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            # The kernels before the step take far longer than its launch.
+            p.grad = torch.ones(1 << 16, device="cuda")
+            for _ in range(50):
+                p.grad.add_(1.0)
+            optimizer.step()
+            p.grad = None
+    stream.synchronize()
+    v, w = 0.0, 0.0
+    for _ in range(20):
+        v = 0.9 * v + 51.0
+        w -= v
+    torch.testing.assert_close(p.detach().cpu(), torch.full((1 << 16,), w), rtol=1e-5, atol=0)
+
+
+def test_a_learning_rate_on_the_device_is_refused() -> None:
+    p = nn.Parameter(torch.zeros(4, device="cuda"))
+    with pytest.raises(ValueError, match="CPU tensor"):
+        st.optim.SGD([p], lr=torch.tensor(0.1, device="cuda"))
+
+
+def test_a_bound_step_writes_predictions() -> None:
+    params = on_cuda(make_params())
+    optimizer = st.optim.SGD(params, lr=0.1, momentum=0.9)
+    master = {p: p.detach().clone() for p in params}
+    momentum = {p: torch.empty_like(p.detach()) for p in params}
+    outs = {p: torch.empty_like(p.detach()) for p in params}
+    optimizer.bind(master, momentum)
+    sink = optimizer.prediction_sink(outs)
+    for none in ([], [2], []):
+        give_gradients(params, none=none)
+        optimizer.write_with_next_step(sink, 3)
+        optimizer.step()
+        expected = [st.predict(master[p], momentum[p], lr=0.1, steps=3) for p in params]
+        assert_bits(list(outs.values()), expected)
