@@ -165,8 +165,9 @@ class SGD(torch.optim.SGD):
 
         The momentum is copied. It gets ``momentum_dtype`` if that was given; else a float32 buffer
         of a 16-bit parameter stays float32, and any other has the parameter's dtype. A bound
-        optimizer stays bound, and the momentum takes the dtype of its buffers. What does not fit raises (ValueError, TypeError) and changes nothing;
-        RuntimeError while the weights are predicted.
+        optimizer stays bound, and the momentum takes the dtype of the bound buffers. What does not
+        fit raises (ValueError, TypeError) and changes nothing; RuntimeError while the weights are
+        predicted.
         """
         self._refuse_while_predicted("load_state_dict")
         buffers: dict[Tensor, Tensor] = {}
