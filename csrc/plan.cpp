@@ -28,7 +28,7 @@ int momentum_stream(Operation operation) {
   }
 }
 
-char* advance(void* pointer, int64_t bytes) { return static_cast<char*>(pointer) + bytes; }
+char* offset(void* pointer, int64_t bytes) { return static_cast<char*>(pointer) + bytes; }
 
 // Elements until every stream is 16-byte aligned, or -1 if they never are together. Eight elements
 // are the period of the narrowest type.
@@ -36,7 +36,7 @@ int aligned_head(void* const* pointers, const int* widths, uint32_t n) {
   for (int head = 0; head < 8; ++head) {
     bool aligned = true;
     for (uint32_t s = 0; s < n; ++s) {
-      aligned &= reinterpret_cast<uintptr_t>(advance(pointers[s], head * widths[s])) % 16 == 0;
+      aligned &= reinterpret_cast<uintptr_t>(offset(pointers[s], head * widths[s])) % 16 == 0;
     }
     if (aligned) return head;
   }
@@ -107,8 +107,8 @@ Plan::Tables Plan::build(const Request& request) const {
     bool follows = !table->rows.empty() && table->rows.back().flags == flags;
     for (uint32_t s = 0; s < n_streams; ++s) {
       at[s] = (*request.streams[s])[i];
-      follows = follows && advance(table->pointers[table->pointers.size() - n_streams + s],
-                                   table->rows.back().size * width(s)) == at[s];
+      follows = follows && offset(table->pointers[table->pointers.size() - n_streams + s],
+                                  table->rows.back().size * width(s)) == at[s];
       table->bytes += item.size * width(s);
     }
     if (follows) {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from spectrain_ext import _C
 
 Tensors: TypeAlias = Tensor | Sequence[Tensor]
-Gradients: TypeAlias = Tensor | None | Sequence[Tensor | None]
+Gradients: TypeAlias = Tensor | Sequence[Tensor | None] | None
 
 
 class Role(IntEnum):
@@ -25,35 +25,46 @@ class Role(IntEnum):
     OUT = 4
 
 
-NativeList: TypeAlias = tuple[int, str, bool, tuple[object, ...]]
+class Lists:
+    """The arguments of one call, each of the kind of the first: one array, or a sequence.
+
+    Args:
+        params: the first argument, which all others are measured by.
+        name: what errors call it.
+        writes: whether the call writes it.
+    """
+
+    def __init__(self, params: object, name: str, *, writes: bool) -> None:
+        self.single = hasattr(params, "__dlpack__")
+        if not self.single and (isinstance(params, str) or not isinstance(params, Iterable)):
+            raise TypeError(
+                f"{name}: expected a tensor or a sequence of tensors, got {type(params).__name__}"
+            )
+        self._first = name
+        self.params: tuple[object, ...] = self._tuple(params)
+        self._lists = [(int(Role.PARAMS), name, writes, self.params)]
+
+    def _tuple(self, value: object) -> tuple[object, ...]:
+        return (value,) if self.single else tuple(value)  # type: ignore[arg-type]
+
+    def add(self, role: Role, name: str, value: object, *, writes: bool) -> tuple[object, ...]:
+        """Take one more argument and return its arrays."""
+        one = not isinstance(value, Iterable) or hasattr(value, "__dlpack__")
+        if one is not self.single:
+            kind = "one tensor" if self.single else "a sequence of tensors"
+            raise TypeError(
+                f"{name}: expected {kind}, like {self._first}, got {type(value).__name__}"
+            )
+        arrays = self._tuple(value)
+        self._lists.append((int(role), name, writes, arrays))
+        return arrays
+
+    def plan(self) -> _C.Plan:
+        """Validate all arguments and build the native plan they make."""
+        return _C.Plan(self._lists, self.single)
 
 
-def is_single(value: object) -> TypeGuard[Tensor]:
-    """Whether an argument is one array rather than a sequence of arrays."""
-    return not isinstance(value, (list, tuple)) and not (
-        isinstance(value, Sequence) or hasattr(value, "__next__")
-    )
-
-
-def as_tuple(value: object, name: str, single: bool) -> tuple[object, ...]:
-    """The arrays of an argument that has to be what `params` is: one array, or a sequence."""
-    if single:
-        if isinstance(value, (list, tuple)):
-            raise TypeError(f"{name}: expected one tensor, like params, got {type(value).__name__}")
-        return (value,)
-    if is_single(value) or value is None:
-        raise TypeError(
-            f"{name}: expected a sequence of tensors, like params, got {type(value).__name__}"
-        )
-    return tuple(value)  # type: ignore[arg-type]
-
-
-def native_plan(single: bool, *lists: NativeList) -> _C.Plan:
-    """Validate lists against the first of them and build the native plan."""
-    return _C.Plan(lists, single)
-
-
-def bump_versions(*lists: tuple[object, ...]) -> None:
+def bump_versions(*lists: Sequence[object]) -> None:
     """Tell autograd that tensors were written in place, as torch's own operators do."""
     tensors = [t for arrays in lists for t in arrays if isinstance(t, Tensor)]
     if not tensors:

@@ -1,10 +1,10 @@
 """Fused operators on one tensor or a sequence of tensors.
 
-Every operator takes tensors of float16, bfloat16, float32 or float64 (float32 momentum beside 16-bit
-weights), all on one device, CPU or CUDA, each dense (any order of dimensions, no gaps). A sequence
-of a few hundred tensors is one kernel launch. On CUDA it works on `stream`, by default the caller's
-current stream. In-place operators bump autograd's version counters like torch's own; use a `Plan`
-to write without that, and to validate only once.
+Every operator takes tensors of float16, bfloat16, float32 or float64 (float32 momentum beside
+16-bit weights), all on one device, CPU or CUDA, each dense (any order of dimensions, no gaps). A
+sequence of a few hundred tensors is one kernel launch. On CUDA it works on `stream`, by default the
+caller's current stream. In-place operators bump autograd's version counters like torch's own; use
+a `Plan` to write without that, and to validate only once.
 
 All raise TypeError for what is not a dense tensor of those dtypes, and ValueError where lengths,
 shapes, strides, dtypes or devices differ, memory overlaps or a number is out of range. Errors name
@@ -14,37 +14,26 @@ the argument and the index, and leave every tensor as it was.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from spectrain_ext._lists import (
-    Gradients,
-    NativeList,
-    Role,
-    Tensors,
-    as_tuple,
-    bump_versions,
-    is_single,
-    native_plan,
-)
+from spectrain_ext._lists import Gradients, Lists, Role, Tensors, bump_versions
 
 T = TypeVar("T", Tensor, Sequence[Tensor])
 
 
-def _new_like(arrays: tuple[object, ...], name: str) -> tuple[Tensor, ...]:
-    for i, array in enumerate(arrays):
-        if not isinstance(array, Tensor):
-            raise TypeError(f"{name}[{i}]: expected a tensor, got {type(array).__name__}")
-    with torch.no_grad():
-        return tuple(torch.empty_like(array) for array in arrays)  # type: ignore[call-overload]
-
-
-def _returned(arrays: tuple[object, ...], like: T, out: T | None) -> T:
-    if out is not None:
-        return out
-    return arrays[0] if is_single(like) else list(arrays)  # type: ignore[return-value]
+def _output(lists: Lists, role: Role, out: Tensors | None) -> tuple[Any, tuple[object, ...]]:
+    """Take `out`, or new tensors with the layout of the parameters: what to return, and a tuple."""
+    if out is None:
+        for i, array in enumerate(lists.params):
+            if not isinstance(array, Tensor):
+                raise TypeError(f"params[{i}]: expected a tensor, got {type(array).__name__}")
+        with torch.no_grad():
+            new = [torch.empty_like(array) for array in cast(tuple[Tensor, ...], lists.params)]
+        out = new[0] if lists.single else new
+    return out, lists.add(role, "out", out, writes=True)
 
 
 def predict_(
@@ -66,16 +55,10 @@ def predict_(
         steps: the version difference s (horizon) in updates, >= 0; 0 keeps the bits of W.
         stream: CUDA stream (anything with `__cuda_stream__`, or a handle); None: the current one.
     """
-    single = is_single(params)
-    w = as_tuple(params, "params", single)
-    v = as_tuple(momentum_buffers, "momentum_buffers", single)
-    plan = native_plan(
-        single,
-        (Role.PARAMS, "params", True, w),
-        (Role.MOMENTUM, "momentum_buffers", False, v),
-    )
-    plan.predict_(lr, steps, stream)
-    bump_versions(w)
+    lists = Lists(params, "params", writes=True)
+    lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
+    lists.plan().predict_(lr, steps, stream)
+    bump_versions(lists.params)
 
 
 def predict(
@@ -91,62 +74,37 @@ def predict(
 
     See `predict_`. `out` must not share memory with the inputs.
     """
-    single = is_single(params)
-    w = as_tuple(params, "params", single)
-    v = as_tuple(momentum_buffers, "momentum_buffers", single)
-    target = _new_like(w, "params") if out is None else as_tuple(out, "out", single)
-    plan = native_plan(
-        single,
-        (Role.PARAMS, "params", False, w),
-        (Role.MOMENTUM, "momentum_buffers", False, v),
-        (Role.OUT, "out", True, target),
-    )
-    plan.predict(lr, steps, 0, stream)
-    bump_versions(target)
-    return _returned(target, params, out)
+    lists = Lists(params, "params", writes=False)
+    lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
+    result, written = _output(lists, Role.OUT, out)
+    lists.plan().predict(lr, steps, 0, stream)
+    bump_versions(written)
+    return cast(T, result)
 
 
 def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
     """Return a copy of the weights, bit for bit, in `out` or in new tensors of the same layout."""
-    single = is_single(params)
-    w = as_tuple(params, "params", single)
-    target = _new_like(w, "params") if out is None else as_tuple(out, "out", single)
-    plan = native_plan(
-        single,
-        (Role.PARAMS, "params", False, w),
-        (Role.STASHED, "out", True, target),
-    )
-    plan.stash(stream)
-    bump_versions(target)
-    return _returned(target, params, out)
+    lists = Lists(params, "params", writes=False)
+    result, written = _output(lists, Role.STASHED, out)
+    lists.plan().stash(stream)
+    bump_versions(written)
+    return cast(T, result)
 
 
 def restore_(params: Tensors, stashed: Tensors, *, stream: Any = None) -> None:
     """W <- stashed, bit for bit: the inverse of `stash`."""
-    single = is_single(params)
-    w = as_tuple(params, "params", single)
-    kept = as_tuple(stashed, "stashed", single)
-    plan = native_plan(
-        single,
-        (Role.PARAMS, "params", True, w),
-        (Role.STASHED, "stashed", False, kept),
-    )
-    plan.restore_(stream)
-    bump_versions(w)
+    lists = Lists(params, "params", writes=True)
+    lists.add(Role.STASHED, "stashed", stashed, writes=False)
+    lists.plan().restore_(stream)
+    bump_versions(lists.params)
 
 
 def swap_(a: Tensors, b: Tensors, *, stream: Any = None) -> None:
     """A <-> b, bit for bit, without a third buffer."""
-    single = is_single(a)
-    first = as_tuple(a, "a", single)
-    second = as_tuple(b, "b", single)
-    plan = native_plan(
-        single,
-        (Role.PARAMS, "a", True, first),
-        (Role.STASHED, "b", True, second),
-    )
-    plan.swap_(stream)
-    bump_versions(first, second)
+    lists = Lists(a, "a", writes=True)
+    written = lists.add(Role.STASHED, "b", b, writes=True)
+    lists.plan().swap_(stream)
+    bump_versions(lists.params, written)
 
 
 def stash_predict_(
@@ -159,18 +117,11 @@ def stash_predict_(
     stream: Any = None,
 ) -> None:
     """Stashed <- W and W <- W - lr*steps*v, in one pass over memory; see `predict_`."""
-    single = is_single(params)
-    w = as_tuple(params, "params", single)
-    kept = as_tuple(stashed, "stashed", single)
-    v = as_tuple(momentum_buffers, "momentum_buffers", single)
-    plan = native_plan(
-        single,
-        (Role.PARAMS, "params", True, w),
-        (Role.STASHED, "stashed", True, kept),
-        (Role.MOMENTUM, "momentum_buffers", False, v),
-    )
-    plan.stash_predict_(lr, steps, stream)
-    bump_versions(w, kept)
+    lists = Lists(params, "params", writes=True)
+    written = lists.add(Role.STASHED, "stashed", stashed, writes=True)
+    lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
+    lists.plan().stash_predict_(lr, steps, stream)
+    bump_versions(lists.params, written)
 
 
 def sgd_step_(
@@ -215,24 +166,20 @@ def sgd_step_(
         predict: pairs of a horizon in updates, >= 0, and outputs like the parameters.
         stream: CUDA stream; None: the current one.
     """
-    single = is_single(params)
-    w = as_tuple(params, "params", single)
-    g = as_tuple(grads, "grads", single)
-    lists: list[NativeList] = [
-        (Role.PARAMS, "params", True, w),
-        (Role.GRADS, "grads", False, g),
-    ]
-    v: tuple[object, ...] = ()
+    lists = Lists(params, "params", writes=True)
+    g = lists.add(Role.GRADS, "grads", grads, writes=False)
+    stepped: list[tuple[object, ...]] = [lists.params]
     if momentum_buffers is not None:
-        v = as_tuple(momentum_buffers, "momentum_buffers", single)
-        lists.append((Role.MOMENTUM, "momentum_buffers", True, v))
-    outs: list[tuple[object, ...]] = []
-    for j, (_, out) in enumerate(predict):
-        name = f"predict[{j}].out"
-        outs.append(as_tuple(out, name, single))
-        lists.append((Role.OUT, name, True, outs[-1]))
-    plan = native_plan(single, *lists)
-    plan.sgd_step_(
+        v = lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
+        if momentum != 0.0:
+            stepped.append(v)
+    horizons, outs = [], []
+    for j, pair in enumerate(predict):
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(f"predict[{j}]: expected a pair (steps, out), got {pair!r}")
+        horizons.append(pair[0])
+        outs.append(lists.add(Role.OUT, f"predict[{j}].out", pair[1], writes=True))
+    lists.plan().sgd_step_(
         lr,
         momentum,
         dampening,
@@ -240,9 +187,8 @@ def sgd_step_(
         nesterov,
         maximize,
         first_step,
-        [steps for steps, _ in predict],
+        horizons,
         stream,
     )
-    stepped = [i for i, grad in enumerate(g) if grad is not None]
-    written = [w, v] if momentum != 0.0 else [w]
-    bump_versions(*(tuple(arrays[i] for i in stepped) for arrays in written), *outs)
+    changed = [i for i, grad in enumerate(g) if grad is not None]
+    bump_versions(*([arrays[i] for i in changed] for arrays in stepped), *outs)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from spectrain_ext._lists import Gradients, Role, Tensors, as_tuple, is_single, native_plan
+from torch import Tensor
+
+from spectrain_ext._lists import Gradients, Lists, Role, Tensors
 
 
 class Plan:
@@ -44,25 +46,22 @@ class Plan:
         stashed: Tensors | None = None,
         outs: Sequence[Tensors] = (),
     ) -> None:
-        single = is_single(params)
-        lists = [(Role.PARAMS, "params", True, as_tuple(params, "params", single))]
+        lists = Lists(params, "params", writes=True)
         if momentum_buffers is not None:
-            arrays = as_tuple(momentum_buffers, "momentum_buffers", single)
-            lists.append((Role.MOMENTUM, "momentum_buffers", True, arrays))
+            lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
         if grads is not None:
-            lists.append((Role.GRADS, "grads", False, as_tuple(grads, "grads", single)))
+            lists.add(Role.GRADS, "grads", grads, writes=False)
         if stashed is not None:
-            lists.append((Role.STASHED, "stashed", True, as_tuple(stashed, "stashed", single)))
-        if is_single(outs):
-            raise TypeError(f"outs: expected a sequence of outputs, got {type(outs).__name__}")
+            lists.add(Role.STASHED, "stashed", stashed, writes=True)
+        if isinstance(outs, Tensor):
+            raise TypeError("outs: expected a sequence of outputs, got one tensor")
         for j, out in enumerate(outs):
-            name = f"outs[{j}]"
-            lists.append((Role.OUT, name, True, as_tuple(out, name, single)))
-        self._single = single
-        self._native = native_plan(single, *lists)
+            lists.add(Role.OUT, f"outs[{j}]", out, writes=True)
+        self._single = lists.single
+        self._native = lists.plan()
 
     def predict_(self, *, lr: float, steps: float, stream: Any = None) -> None:
-        """W <- W - lr*steps*v, in place (SpecTrain, arXiv 1809.02839). steps == 0 keeps the bits."""
+        """W <- W - lr*steps*v in place (SpecTrain, arXiv 1809.02839); steps == 0 keeps the bits."""
         self._native.predict_(lr, steps, stream)
 
     def predict(self, *, lr: float, steps: float, out: int = 0, stream: Any = None) -> None:
@@ -127,7 +126,8 @@ class Plan:
         if grads is None:
             self._native.refresh()
         else:
-            self._native.set_gradients(as_tuple(grads, "grads", self._single))
+            arrays = (grads,) if self._single else tuple(grads)
+            self._native.set_gradients(arrays)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Plan holds addresses and cannot be pickled or copied; make a new one")

@@ -77,7 +77,6 @@ Arrays::Arrays(std::vector<ArrayList> lists, bool single)
   }
 
   std::vector<std::pair<Role, Column>> columns;
-  const py::tuple* grads = nullptr;
   for (size_t l = 1; l < lists.size(); ++l) {
     const ArrayList& list = lists[l];
     if (list.arrays.size() != n) {
@@ -85,7 +84,6 @@ Arrays::Arrays(std::vector<ArrayList> lists, bool single)
                             std::to_string(n) + ", got " + std::to_string(list.arrays.size()));
     }
     if (list.role == Role::grads) {
-      grads = &list.arrays;
       grads_name_ = list.name;
       continue;
     }
@@ -108,9 +106,13 @@ Arrays::Arrays(std::vector<ArrayList> lists, bool single)
   }
   plan->grads.assign(n, nullptr);
   from_parameter_.assign(n, true);
-  if (grads != nullptr) set_gradients(*grads);
-  check_overlap(lists);
   kept_ = std::move(lists);
+  check_overlap();
+  for (ArrayList& list : kept_) {
+    if (list.role != Role::grads) continue;
+    set_gradients(list.arrays);
+    list.arrays = py::tuple();  // from here on grads_ holds them, until others come
+  }
 }
 
 bool Arrays::has(Role role) const {
@@ -153,28 +155,28 @@ void* Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) 
   return b.data;
 }
 
-// Two arrays may share memory only where both are read and never written.
-void Arrays::check_overlap(const std::vector<ArrayList>& lists) const {
+// Two arrays may share memory only where both are read and never written. Gradients come later.
+void Arrays::check_overlap() {
   struct Interval {
     const char *begin, *end;
-    const ArrayList* list;
-    size_t index;
+    size_t list, index;
     bool writes;
   };
   std::vector<Interval> intervals;
   size_t outs = 0;
-  for (const ArrayList& list : lists) {
-    const Column* column = list.role == Role::params     ? &plan->params
-                           : list.role == Role::momentum ? &plan->momentum
-                           : list.role == Role::grads    ? &plan->grads
-                           : list.role == Role::stashed  ? &plan->stashed
-                                                         : &plan->outs[outs++];
-    for (size_t i = 0; i < column->size(); ++i) {
-      const auto* begin = static_cast<const char*>((*column)[i]);
-      const DType dtype = list.role == Role::momentum ? plan->item(i).momentum : layouts_[i].dtype;
-      const int64_t bytes = plan->item(i).size * size_of(dtype);
-      if (begin == nullptr || bytes == 0) continue;
-      intervals.push_back({begin, begin + bytes, &list, i, list.writes});
+  for (size_t l = 0; l < kept_.size(); ++l) {
+    const Role role = kept_[l].role;
+    if (role == Role::grads) continue;
+    const Column& column = role == Role::params     ? plan->params
+                           : role == Role::momentum ? plan->momentum
+                           : role == Role::stashed  ? plan->stashed
+                                                    : plan->outs[outs++];
+    for (size_t i = 0; i < column.size(); ++i) {
+      const Item& item = plan->item(i);
+      const int64_t bytes =
+          item.size * size_of(role == Role::momentum ? item.momentum : item.param);
+      const auto* begin = static_cast<const char*>(column[i]);
+      if (bytes > 0) intervals.push_back({begin, begin + bytes, l, i, kept_[l].writes});
     }
   }
   const auto before = [](const Interval& a, const Interval& b) { return a.begin < b.begin; };
@@ -186,18 +188,38 @@ void Arrays::check_overlap(const std::vector<ArrayList>& lists) const {
   for (const Interval& now : intervals) {
     const Interval* other = now.writes ? reaches : written_reaches;
     if (other != nullptr && now.begin < other->end) {
-      const Interval& written = now.writes ? now : *other;
-      const Interval& second = now.writes ? *other : now;
-      throw py::value_error(
-          Place{written.list->name, static_cast<py::ssize_t>(written.index), single_}.text() +
-          ": expected memory of its own, got an overlap with " +
-          Place{second.list->name, static_cast<py::ssize_t>(second.index), single_}.text());
+      // Speak of the later argument: params come first, and are what the others are measured by.
+      const bool later =
+          std::make_pair(now.list, now.index) > std::make_pair(other->list, other->index);
+      const Interval& first = later ? *other : now;
+      const Interval& second = later ? now : *other;
+      throw overlap(second.list, second.index, first.list, first.index);
     }
     if (reaches == nullptr || now.end > reaches->end) reaches = &now;
     if (now.writes && (written_reaches == nullptr || now.end > written_reaches->end)) {
       written_reaches = &now;
     }
+    if (now.writes) written_.push_back({now.begin, now.end, now.list, now.index});
   }
+}
+
+py::value_error Arrays::overlap(size_t list, size_t i, size_t other_list, size_t j) const {
+  return py::value_error(
+      Place{kept_[list].name, static_cast<py::ssize_t>(i), single_}.text() +
+      ": expected memory of its own, got an overlap with " +
+      Place{kept_[other_list].name, static_cast<py::ssize_t>(j), single_}.text());
+}
+
+void Arrays::check_gradient_overlap(const char* begin, size_t i) const {
+  const char* end = begin + plan->item(i).size * size_of(plan->item(i).param);
+  auto next = std::upper_bound(written_.begin(), written_.end(), begin,
+                               [](const char* at, const Written& w) { return at < w.begin; });
+  if (next != written_.begin() && std::prev(next)->end > begin) --next;
+  if (next == written_.end() || next->begin >= end || begin == end) return;
+  throw py::value_error(
+      Place{grads_name_, static_cast<py::ssize_t>(i), single_}.text() +
+      ": expected memory that the step does not write, got an overlap with " +
+      Place{kept_[next->list].name, static_cast<py::ssize_t>(next->index), single_}.text());
 }
 
 Column Arrays::borrow_gradients(const py::tuple& grads) const {
@@ -213,6 +235,7 @@ Column Arrays::borrow_gradients(const py::tuple& grads) const {
     const Place place{grads_name_, static_cast<py::ssize_t>(i), single_};
     void* data = check(borrow(grad, place), place, Role::grads, i);
     column[i] = data != nullptr ? data : &empty;
+    if (column[i] != plan->grads[i]) check_gradient_overlap(static_cast<const char*>(data), i);
   }
   return column;
 }
@@ -225,11 +248,8 @@ py::tuple Arrays::parameter_gradients() const {
   return grads;
 }
 
-void Arrays::set_gradients(const py::tuple& grads) {
+void Arrays::take_gradients(const py::tuple& grads) {
   Column column = borrow_gradients(grads);
-  for (size_t i = 0; i < params_.size(); ++i) {
-    from_parameter_[i] = grads[i].is_none() || gradient_of(params_[i]).is(grads[i]);
-  }
   grads_ = grads;
   gradients_known_ = true;
   if (column != plan->grads) {
@@ -238,15 +258,13 @@ void Arrays::set_gradients(const py::tuple& grads) {
   }
 }
 
-void Arrays::refresh() {
-  const py::tuple grads = parameter_gradients();
-  Column column = borrow_gradients(grads);
-  grads_ = grads;
-  gradients_known_ = true;
-  if (column != plan->grads) {
-    plan->grads = std::move(column);
-    plan->gradients_changed();
+void Arrays::set_gradients(const py::tuple& grads) {
+  take_gradients(grads);
+  for (size_t i = 0; i < params_.size(); ++i) {
+    from_parameter_[i] = grads[i].is_none() || gradient_of(params_[i]).is(grads[i]);
   }
 }
+
+void Arrays::refresh() { take_gradients(parameter_gradients()); }
 
 }  // namespace spectrain

@@ -48,14 +48,23 @@ class Arrays {
     size_t at;  // into extents_: ndim sizes, then ndim strides
   };
   void* check(const Borrowed& b, const Place& place, Role role, size_t i) const;
-  void check_overlap(const std::vector<ArrayList>& lists) const;
+  void check_overlap();
+  py::value_error overlap(size_t list, size_t i, size_t other_list, size_t j) const;
   Column borrow_gradients(const py::tuple& grads) const;
+  void check_gradient_overlap(const char* begin, size_t i) const;
+  void take_gradients(const py::tuple& grads);
   py::tuple parameter_gradients() const;
 
   bool single_;
   py::tuple params_;
   std::string params_name_, grads_name_ = "grads";
-  std::vector<ArrayList> kept_;  // owns references
+  std::vector<ArrayList> kept_;  // owns references; of the gradients only the name
+  // The memory that operators write, in order of addresses.
+  struct Written {
+    const char *begin, *end;
+    size_t list, index;
+  };
+  std::vector<Written> written_;
   std::vector<Layout> layouts_;
   std::vector<int64_t> extents_;
   Device device_;

@@ -39,9 +39,16 @@ const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
 
 std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
 
-std::string take_python_error() {
+// Why an owner would not lend its memory. Its own words may carry a C++ stack trace: they are used
+// only where the array does not say what it is, and then the first line of them.
+std::string refusal(py::handle array) {
   py::error_already_set error;
-  return py::str(error.value()).cast<std::string>();
+  if (py::hasattr(array, "layout") && py::hasattr(array, "device")) {
+    return "got layout " + py::str(array.attr("layout")).cast<std::string>() + " on device " +
+           py::str(array.attr("device")).cast<std::string>();
+  }
+  const auto words = py::str(error.value()).cast<std::string>();
+  return "got " + type_name(array) + ": " + words.substr(0, words.find('\n'));
 }
 
 std::string dlpack_type_name(dlpack::DataType t) {
@@ -105,8 +112,8 @@ Borrowed borrow(py::handle array, const Place& place) {
   }
   dlpack::Tensor t;
   if (api->borrow(array.ptr(), &t) != 0) {
-    throw py::type_error(
-        place.text() + ": expected a dense tensor on a CPU or CUDA device: " + take_python_error());
+    throw py::type_error(place.text() + ": expected a dense tensor on a CPU or CUDA device, " +
+                         refusal(array));
   }
   Borrowed b;
   b.ndim = t.ndim;

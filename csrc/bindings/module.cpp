@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <cmath>
-#include <optional>
 
 #include "../cuda/launch.h"
 #include "arrays.h"
@@ -11,7 +10,18 @@
 namespace spectrain {
 namespace {
 
-double non_negative(const char* name, double value) {
+double number(const char* name, py::handle object) {
+  const double value = PyFloat_AsDouble(object.ptr());
+  if (value == -1.0 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw py::type_error(std::string(name) + ": expected a number, got " +
+                         py::repr(object).cast<std::string>());
+  }
+  return value;
+}
+
+double non_negative(const char* name, py::handle object) {
+  const double value = number(name, object);
   if (!std::isfinite(value) || value < 0.0) {
     throw py::value_error(std::string(name) + ": expected a finite number >= 0, got " +
                           py::repr(py::float_(value)).cast<std::string>());
@@ -24,16 +34,14 @@ class PyPlan {
   PyPlan(const std::vector<std::tuple<int, std::string, bool, py::tuple>>& lists, bool single)
       : arrays_(array_lists(lists), single) {}
 
-  void predict_(double lr, double steps, py::handle stream) {
+  void predict_(py::handle lr_, py::handle steps_, py::handle stream) {
     need(Role::momentum, "momentum_buffers", "a prediction needs the momentum buffers");
-    non_negative("lr", lr);
-    non_negative("steps", steps);
+    const double lr = non_negative("lr", lr_), steps = non_negative("steps", steps_);
     run(stream, [&](Plan& plan, void* s) { plan.predict_(lr, steps, s); });
   }
-  void predict(double lr, double steps, size_t out, py::handle stream) {
+  void predict(py::handle lr_, py::handle steps_, size_t out, py::handle stream) {
     need(Role::momentum, "momentum_buffers", "a prediction needs the momentum buffers");
-    non_negative("lr", lr);
-    non_negative("steps", steps);
+    const double lr = non_negative("lr", lr_), steps = non_negative("steps", steps_);
     if (out >= arrays_.n_outs()) {
       throw py::value_error("out: expected an index below " + std::to_string(arrays_.n_outs()) +
                             ", the number of outs, got " + std::to_string(out));
@@ -52,29 +60,32 @@ class PyPlan {
     need(Role::stashed, "stashed", "needed to swap");
     run(stream, [](Plan& plan, void* s) { plan.swap_(s); });
   }
-  void stash_predict_(double lr, double steps, py::handle stream) {
+  void stash_predict_(py::handle lr_, py::handle steps_, py::handle stream) {
     need(Role::momentum, "momentum_buffers", "a prediction needs the momentum buffers");
     need(Role::stashed, "stashed", "needed to stash");
-    non_negative("lr", lr);
-    non_negative("steps", steps);
+    const double lr = non_negative("lr", lr_), steps = non_negative("steps", steps_);
     run(stream, [&](Plan& plan, void* s) { plan.stash_predict_(lr, steps, s); });
   }
 
-  void sgd_step_(double lr, double momentum, double dampening, double weight_decay, bool nesterov,
-                 bool maximize, py::handle first_step,
-                 const std::vector<std::optional<double>>& predict, py::handle stream) {
+  void sgd_step_(py::handle lr, py::handle momentum, py::handle dampening, py::handle weight_decay,
+                 bool nesterov, bool maximize, py::handle first_step, const py::sequence& predict,
+                 py::handle stream) {
     Hyper hyper;
     hyper.lr = non_negative("lr", lr);
     hyper.momentum = non_negative("momentum", momentum);
     hyper.weight_decay = non_negative("weight_decay", weight_decay);
-    if (!std::isfinite(dampening)) throw py::value_error("dampening: expected a finite number");
-    hyper.dampening = dampening;
-    if (nesterov && (momentum <= 0.0 || dampening != 0.0)) {
+    hyper.dampening = number("dampening", dampening);
+    if (!std::isfinite(hyper.dampening)) {
+      throw py::value_error("dampening: expected a finite number, got " +
+                            py::repr(dampening).cast<std::string>());
+    }
+    if (nesterov && (hyper.momentum <= 0.0 || hyper.dampening != 0.0)) {
       throw py::value_error("nesterov: needs momentum > 0 and dampening == 0");
     }
     hyper.nesterov = nesterov;
     hyper.maximize = maximize;
-    if (momentum != 0.0) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
+    if (hyper.momentum != 0.0)
+      need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
     if (!arrays_.has_gradients()) {
       throw py::value_error("grads: none are known; give grads= or call refresh() after backward");
     }
@@ -85,11 +96,12 @@ class PyPlan {
     }
     std::vector<Plan::Prediction> predictions;
     for (size_t j = 0; j < predict.size(); ++j) {
-      if (!predict[j].has_value()) continue;
-      non_negative(("predict[" + std::to_string(j) + "]").c_str(), *predict[j]);
-      predictions.push_back({*predict[j], j});
+      const py::object steps = predict[j];
+      if (steps.is_none()) continue;
+      const std::string name = "predict[" + std::to_string(j) + "]";
+      predictions.push_back({non_negative(name.c_str(), steps), j});
     }
-    if (!predictions.empty() && momentum == 0.0) {
+    if (!predictions.empty() && hyper.momentum == 0.0) {
       throw py::value_error("predict: a prediction needs momentum > 0");
     }
     const std::vector<uint8_t> flags = first_step_flags(first_step, &hyper.first_step);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../hyper.h"
+#include "prediction.h"
 #include "stream.h"
 
 namespace spectrain {
@@ -17,7 +18,7 @@ struct Predict : NoOuts {
   };
   static Args make(const Hyper& h) { return {static_cast<Acc>(h.lr * h.steps)}; }
   SPECTRAIN_HD static void apply(const Args& a, unsigned /*flags*/, Acc (&x)[3]) {
-    x[kOut] = multiply_add(-a.distance, x[kMomentum], x[kParam]);
+    x[kOut] = advance(a.distance, x[kMomentum], x[kParam]);
   }
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../hyper.h"
+#include "prediction.h"
 #include "stream.h"
 
 namespace spectrain {
@@ -58,8 +59,7 @@ struct SgdMomentum {
   using OutType = W;
   // Computed from the values as they were stored, so that it is what a later predict would give.
   SPECTRAIN_HD static Acc out(const Args& a, int j, const Acc (&x)[3]) {
-    const Acc distance = a.distance[j];
-    return distance == Acc(0) ? x[kParam] : multiply_add(-distance, x[kMomentum], x[kParam]);
+    return advance(a.distance[j], x[kMomentum], x[kParam]);
   }
 };
 

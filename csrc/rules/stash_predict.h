@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../hyper.h"
+#include "prediction.h"
 #include "stream.h"
 
 namespace spectrain {
@@ -12,11 +13,11 @@ struct StashPredict : NoOuts {
   enum { kParam, kMomentum, kStash };
   using Streams = StreamList<InOut<W>, In<V>, CopyOf<W, kParam>>;
   struct Args {
-    Acc distance;  // lr * s; 0 keeps the bits of W
+    Acc distance;  // lr * s
   };
   static Args make(const Hyper& h) { return {static_cast<Acc>(h.lr * h.steps)}; }
   SPECTRAIN_HD static void apply(const Args& a, unsigned /*flags*/, Acc (&x)[3]) {
-    x[kParam] = multiply_add(-a.distance, x[kMomentum], x[kParam]);
+    x[kParam] = advance(a.distance, x[kMomentum], x[kParam]);
   }
 };
 
