@@ -4,6 +4,8 @@ import torch as _torch  # noqa: F401  # before _C, so that both use the OpenMP r
 
 from spectrain_ext import optim
 from spectrain_ext._C import build_info as _build_info
+from spectrain_ext.errors import OrderingError, StageError
+from spectrain_ext.method import Method, methods
 from spectrain_ext.ops import (
     predict,
     predict_,
@@ -13,13 +15,19 @@ from spectrain_ext.ops import (
     stash_predict_,
     swap_,
 )
+from spectrain_ext.pipeline import Pipeline
 from spectrain_ext.plan import Plan
 
 __version__: str = _build_info()["version"]
 
 __all__ = [
+    "Method",
+    "OrderingError",
+    "Pipeline",
     "Plan",
+    "StageError",
     "__version__",
+    "methods",
     "optim",
     "predict",
     "predict_",
