@@ -1,6 +1,4 @@
-"""What every test shares: hypothesis profiles, the cuda skip, a fixed seed and a fixed number
-of threads.
-"""
+"""What every test shares: hypothesis profiles, the cuda skip, a fixed seed, threads put back."""
 
 from __future__ import annotations
 

@@ -38,9 +38,7 @@ def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def _round_to_odd(s: Array, e: Array) -> Array:
-    """The sum s + e (s rounded to nearest, e its error) rounded to odd instead: s, or its
-    neighbour on e's side.
-    """
+    """The sum s + e rounded to odd: s (rounded to nearest) or its neighbour on e's side."""
     even = (np.ascontiguousarray(s).view(np.int64) & 1) == 0
     move = even & (e != 0) & np.isfinite(s) & np.isfinite(e)
     return np.where(move, np.nextafter(s, np.where(e > 0, np.inf, -np.inf)), s)
@@ -63,9 +61,7 @@ def _split(a: Array) -> tuple[Array, Array]:
 
 
 def _fma_rational(a: float, b: float, c: float) -> float:
-    """a * b + c of finite numbers in rational arithmetic; division of integers rounds once,
-    subnormal results too.
-    """
+    """a * b + c of finite numbers in rational arithmetic: dividing integers rounds once."""
     exact = Fraction(a) * Fraction(b) + Fraction(c)
     if exact == 0:  # an exact zero has the sign of a float sum of an exact product's sign and c
         product_sign = np.copysign(1.0, a) * np.copysign(1.0, b)
@@ -91,8 +87,10 @@ def fma64(a: Array, b: Array, c: Array) -> Array:
         uh, ul = _two_sum(c, error)
         th, tl = _two_sum(product, uh)
         result = np.array(th + _round_to_odd(*_two_sum(tl, ul)))
-        finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
-        result = np.where(finite, result, product + c)
+        factors = np.isfinite(a) & np.isfinite(b)
+        finite = factors & np.isfinite(c)
+        # A product that would overflow is still finite beside an infinite c.
+        result = np.where(finite, result, np.where(factors, c, product + c))
 
         def tame(x: Array) -> Array:
             return (np.abs(x) > 1e-100) & (np.abs(x) < 1e100)
@@ -110,9 +108,7 @@ def fma(a: Array | np.floating[Any], b: Array, c: Array) -> Array:
 
 
 def widen(t: Tensor) -> Array:
-    """The tensor's values in the type that its arithmetic is done in: float64 for float64, else
-    float32.
-    """
+    """The values in the type that is computed in: float64 for float64, else float32."""
     t = t.detach().cpu()
     wide = t if t.dtype in (torch.float64, torch.float32) else t.float()
     return wide.contiguous().numpy().copy()
@@ -131,9 +127,7 @@ def clone(t: Tensor) -> Tensor:
 
 
 def predict(w: Tensor, v: Tensor, *, lr: float, steps: float) -> Tensor:
-    """W - lr * steps * v as one fma; lr * steps is formed in double; a product of zero copies
-    the bits.
-    """
+    """W - lr * steps * v as one fma, lr * steps formed in double; a zero product copies bits."""
     wide = widen(w)
     with np.errstate(over="ignore", under="ignore"):
         distance = np.asarray(lr * steps).astype(wide.dtype)
@@ -235,8 +229,6 @@ def assert_lists(
 
 
 def ulp(x: Tensor) -> Tensor:
-    """The distance from abs(x), a float64 tensor of values, to the next float32 number (its
-    unit in the last place).
-    """
+    """The distance from abs(x), in float64, to the next float32 number: its last place."""
     single = x.abs().to(torch.float32)
     return torch.nextafter(single, torch.full_like(single, torch.inf)).double() - single.double()

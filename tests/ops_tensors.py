@@ -1,6 +1,4 @@
-"""Tensors for the operator tests: any dense layout, any bits, and guard bands around every one
-of them.
-"""
+"""Tensors for the operator tests: any dense layout, any bits, guard bands around them."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ _NP_INT = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A dense layout: the shape, the order of its dimensions in memory (slowest first), and an
-    offset in elements.
-    """
+    """A dense layout: shape, order of the dimensions in memory (slowest first), offset."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
@@ -106,9 +102,7 @@ def channels_last(n: int, c: int, h: int, w: int) -> Layout:
 
 
 class Guarded:
-    """A tensor inside a larger buffer of 0xFF bytes (NaN in every type); ``check`` proves that
-    they are all still there.
-    """
+    """A tensor in a larger buffer of 0xFF bytes (NaN); ``check`` proves they are still there."""
 
     def __init__(
         self, layout: Layout, dtype: torch.dtype, *, device: str | torch.device = "cpu"
@@ -160,9 +154,7 @@ def values(rng: np.random.Generator, kind: str, count: int, dtype: torch.dtype) 
 
 @dataclass(frozen=True)
 class Spec:
-    """One row of a list: its layout, the types of its weights and momentum, and where in memory
-    each stream starts.
-    """
+    """One row of a list: its layout, its types, and where in memory each stream starts."""
 
     layout: Layout
     dtype: torch.dtype
@@ -172,9 +164,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Case:
-    """A list of tensors to build, or one tensor; ``stream`` builds as many lists of that shape
-    as are wanted.
-    """
+    """A list of tensors to build, or one; ``stream`` builds as many such lists as are wanted."""
 
     rows: tuple[Spec, ...]
     single: bool
@@ -184,9 +174,7 @@ class Case:
     def stream(
         self, index: int, *, momentum: bool = False, kind: str | None = None
     ) -> list[Guarded]:
-        """The guarded tensors of one list: index numbers the lists, so that each gets its own
-        values and offsets.
-        """
+        """The guarded tensors of one list; each index has its own values and offsets."""
         rng = np.random.default_rng([self.seed, index])
         out = []
         for row in self.rows:

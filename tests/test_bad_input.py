@@ -142,9 +142,7 @@ def _raises(
     watched: object,
     *says: str,
 ) -> None:
-    """The call raises that error, its message matches ``names`` and contains ``says``, and
-    nothing changed.
-    """
+    """It raises that error, the message matches ``names``, contains ``says``, nothing changed."""
     before = Unchanged(watched)
     with pytest.raises(error) as caught:
         call()
@@ -315,9 +313,7 @@ class TestKinds:
         _raises(TypeError, _pattern(op, name, None), lambda: op(lists), lists)
 
     def test_real_part_of_a_conjugate(self) -> None:
-        """.imag of a conj view is a real tensor with the neg bit: its memory holds the wrong
-        sign.
-        """
+        """.imag of a conj view is a real tensor with the neg bit: its memory has the wrong sign."""
         w = torch.randn(6, dtype=torch.complex64).conj().imag
         assert w.is_neg()
         _raises(ValueError, "params", lambda: st.restore_(w, torch.zeros(6)), w)
@@ -384,9 +380,7 @@ class TestOverlap:
     def test_a_written_tensor_elsewhere_in_another_list(
         self, op: Op, written: str, other: str
     ) -> None:
-        """The whole tensor, but under another index: another row may have overwritten it
-        already.
-        """
+        """The whole tensor under another index: another row may have overwritten it already."""
         lists = op.build()
         lists[other][1] = lists[written][BAD]
         names = f"{_pattern(op, written)}|{_pattern(op, other, 1)}"
@@ -579,9 +573,7 @@ class TestStep:
 
 
 class TestPlanRefresh:
-    """A refresh validates the gradients like the constructor, and keeps the old ones when it
-    refuses.
-    """
+    """A refresh validates gradients like the constructor, and keeps the old ones if it refuses."""
 
     @pytest.mark.parametrize(
         ("bad", "error"),

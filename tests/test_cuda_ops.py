@@ -119,9 +119,7 @@ def test_long_lists(count: int) -> None:
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_more_than_two_to_the_31_elements(flat: bool) -> None:
-    """A 32-bit index would wrap around: the ends and the middle are checked, and a sum over
-    everything.
-    """
+    """A 32-bit index would wrap around: every element is compared."""
     n = 2**31 + 4099
     need = 3 * n * 2 + 2**30
     free, _ = torch.cuda.mem_get_info()
@@ -143,9 +141,7 @@ class TestStreams:
 
     @staticmethod
     def _late_fill(stream: torch.cuda.Stream, t: Tensor, value: float) -> None:
-        """Long after this call has returned, t becomes value: work on another stream would not
-        see it.
-        """
+        """Long after this call has returned t becomes value; another stream would not see it."""
         with torch.cuda.stream(stream):
             torch.cuda._sleep(50_000_000)
             t.fill_(value)

@@ -1,6 +1,4 @@
-"""Pipeline with several stages on one GPU: the CPU's result, the same bits each time, no host
-synchronization.
-"""
+"""Pipeline stages on one GPU: the CPU's result, the same bits each time, no host waits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Version counters: module-level operators bump them like torch's own in-place operators, Plans
-do not.
-"""
+"""Version counters: operators bump them like torch's own in-place ones, Plans do not."""
 
 from __future__ import annotations
 
@@ -98,9 +96,7 @@ def test_a_prediction_out_of_place_leaves_the_graph_alone() -> None:
 
 
 def test_a_plan_does_not_bump() -> None:
-    """That is what a Plan is for: a pipeline changes weights between forward and backward on
-    purpose.
-    """
+    """That is what a Plan is for: a pipeline changes weights between forward and backward."""
     w, v, g, kept, out = (torch.randn(6) for _ in range(5))
     plan = st.Plan(w, momentum_buffers=v, grads=g, stashed=kept, outs=[out])
     before = [t._version for t in (w, v, g, kept, out)]
@@ -115,9 +111,7 @@ def test_a_plan_does_not_bump() -> None:
 
 
 def test_backward_after_a_plan_uses_the_weights_that_are_there_now() -> None:
-    """Documented: the gradient of the input is computed with the new weights, and nothing
-    raises.
-    """
+    """Documented: the input's gradient is computed with the new weights, and nothing raises."""
     w = torch.randn(4, 4, requires_grad=True)
     x = torch.randn(4, requires_grad=True)
     loss = (w @ x).sum()
@@ -157,9 +151,7 @@ def test_views_share_their_base_counter() -> None:
 
 
 def test_in_place_operators_return_what_they_were_given() -> None:
-    """Like torch's own: the result of an in-place operator is its first argument (or nothing at
-    all).
-    """
+    """Like torch's own: an in-place operator returns its first argument, or nothing at all."""
     w, v = torch.randn(5), torch.randn(5)
     result = st.predict_(w, v, lr=0.1, steps=1.0)
     assert result is None or result is w

@@ -43,9 +43,7 @@ def test_sizes_around_boundaries(dtypes: tuple[torch.dtype, torch.dtype], offset
 
 @pytest.mark.parametrize("count", [300, 999, 1000, 1001, 3000])
 def test_hundreds_of_tensors(count: int) -> None:
-    """All types mixed in one call; about a thousand rows is where a kernel's table changes
-    place.
-    """
+    """All types mixed; about a thousand rows is where a kernel's table changes place."""
     rng = np.random.default_rng(count)
     w, g, v, out = ([] for _ in range(4))
     for i in range(count):
@@ -76,9 +74,7 @@ def _views(flat: Tensor, sizes: list[int], gap: int) -> list[Tensor]:
 @pytest.mark.parametrize("gap", [0, 1, 5])
 @pytest.mark.parametrize("order", ["forward", "backward", "shuffled"])
 def test_views_of_one_buffer_give_the_bits_of_separate_tensors(gap: int, order: str) -> None:
-    """Neighbours that touch in every stream are merged: nothing may show, least of all in the
-    gaps.
-    """
+    """Neighbours that touch in every stream are merged: nothing may show, least of all in gaps."""
     sizes = [64, 1, 7, 0, 4096, 33, 128, 5000, 3]
     total = sum(sizes) + gap * len(sizes)
     hyper = ref.SGD(lr=0.1, momentum=0.9, nesterov=True)

@@ -1,6 +1,4 @@
-"""The reference is itself checked, against rational arithmetic: a wrong yardstick would prove
-nothing.
-"""
+"""The reference is itself checked, against rational arithmetic."""
 
 from __future__ import annotations
 
@@ -100,6 +98,11 @@ def test_special_values() -> None:
     got = ref.fma32(a, b, c)
     assert np.isnan(got[[0, 1, 3]]).all() and got[2] == 0 and not np.signbit(got[2])
     assert got[4] == inf and np.signbit(got[5])
+
+
+def test_an_infinite_term_beside_a_product_that_overflows() -> None:
+    a, b, c = np.array([2.0]), np.array([-1.7e308]), np.array([np.inf])
+    assert ref.fma64(a, b, c)[0] == np.inf
 
 
 def test_assertions_fail_when_they_should() -> None:

@@ -262,9 +262,7 @@ def test_zero_steps_with_infinite_momentum_copies_the_new_weights() -> None:
 
 @pytest.mark.parametrize("lr", [0.0, 1e-60])
 def test_predictions_equal_a_later_predict_where_lr_times_steps_vanishes(lr: float) -> None:
-    """A learning rate that is zero, or too small for float32, next to infinities and signed
-    zeros.
-    """
+    """A learning rate of zero, or too small for float32, next to infinities, signed zeros."""
     w = torch.tensor([1.0, -0.0, -0.0, 0.0])
     v = torch.tensor([math.inf, 1.0, -1.0, math.nan])
     out = torch.empty(4)

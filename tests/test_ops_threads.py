@@ -130,9 +130,7 @@ _FORK = """
 
 @pytest.mark.parametrize("threads", [2, 4])
 def test_a_forked_child_can_call_operators(threads: int) -> None:
-    """A pool of threads does not survive a fork: a child that waited for it would hang here for
-    ever.
-    """
+    """A pool of threads does not survive a fork: a child that waited for it would hang."""
     code = textwrap.dedent(_FORK).format(threads=threads)
     # The time limit only turns a hang into a failure. A new session, so that the child can be ended
     # with its parent.

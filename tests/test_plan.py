@@ -1,6 +1,4 @@
-"""Plan: the same bits as the operators, resolved once; what it keeps alive, refreshes and
-refuses.
-"""
+"""Plan: the operators' bits, resolved once; what it keeps alive, refreshes and refuses."""
 
 from __future__ import annotations
 

@@ -1,0 +1,162 @@
+"""The benchmarks' own logic: tables of what was measured, a GPU suite planned without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def table() -> ModuleType:
+    return _load("table")
+
+
+@pytest.fixture
+def cases() -> ModuleType:
+    return _load("cases")
+
+
+@pytest.fixture
+def suite(table: ModuleType) -> ModuleType:
+    return _load("gpu_suite")
+
+
+class TestTable:
+    def test_a_row_from_raw_times(self, table: ModuleType) -> None:
+        row = table.summarize("g", "Plan", [2e-6, 4e-6, 3e-6], nbytes=3000, copy_gb_per_s=2.0)
+        assert row.median_us == pytest.approx(3.0) and row.rounds == 3
+        assert row.gb_per_s == pytest.approx(1.0) and row.share_of_copy == pytest.approx(0.5)
+
+    def test_nothing_measured_is_an_error_and_not_a_row(self, table: ModuleType) -> None:
+        with pytest.raises(ValueError, match="no measured times"):
+            table.summarize("g", "Plan", [])
+
+    def test_ratio_to_the_fastest_rival(self, table: ModuleType) -> None:
+        rows = [
+            table.Row("g", "Plan", 2.0, 0.1, 5),
+            table.Row("g", "slow", 10.0, 0.1, 5),
+            table.Row("g", "fast", 4.0, 0.1, 5),
+        ]
+        assert table.ratio_to_rival(rows[0], rows) == pytest.approx(2.0)
+        assert table.ratio_to_rival(rows[1], rows) is None
+        assert table.ratio_to_rival(rows[0], rows[:1]) is None
+
+    def test_markdown_leaves_empty_what_is_not_known(self, table: ModuleType) -> None:
+        text = table.markdown([table.Row("g", "Plan", 2.0, 0.1, 5)])
+        assert text.splitlines()[-1] == "| g | Plan | 2.0 | 0.1 |  |  |  |"
+
+    def test_rows_of_pytest_benchmark(self, table: ModuleType) -> None:
+        stats = {"median": 1e-6, "iqr": 2e-7, "rounds": 9}
+        data = {"benchmarks": [{"name": "n", "stats": stats, "extra_info": {"gb_per_s": 3.0}}]}
+        (row,) = table.from_pytest_benchmark(data)
+        assert (row.name, row.rounds, row.gb_per_s) == ("n", 9, 3.0)
+        assert row.median_us == pytest.approx(1.0)
+
+
+class TestCases:
+    def test_bytes_per_parameter_are_the_least_possible(self, cases: ModuleType) -> None:
+        work = cases.Workload("w", (10,))
+        got = {op: cases.bytes_moved(op, work) // 10 for op in cases.TRAFFIC}
+        assert got == {
+            "predict": 12,
+            "predict_": 12,
+            "stash": 8,
+            "swap_": 16,
+            "stash_predict_": 16,
+            "sgd_step_": 20,
+            "sgd_step_ + 2 predictions": 28,
+        }
+
+    def test_uneven_sizes_add_up(self, cases: ModuleType) -> None:
+        sizes = cases.uneven(300, 1000)
+        assert len(sizes) == 300 and min(sizes) > 0
+        assert sum(sizes) == pytest.approx(300 * 1000, rel=0.01)
+
+    def test_rivals_compute_the_same(self, cases: ModuleType) -> None:
+        """A comparison with something else would be worth nothing."""
+        work = cases.Workload("w", (40, 7))
+        for operator in cases.TRAFFIC:
+            results = {}
+            for name in cases.implementations(operator, cases.build(work)):
+                torch.manual_seed(0)
+                s = cases.build(work)
+                cases.implementations(operator, s)[name]()
+                results[name] = s
+            for name, s in results.items():
+                for stream in ("w", "v", "g", "kept", "out0", "out1"):
+                    mine, theirs = getattr(results["Plan"], stream), getattr(s, stream)
+                    for a, b in zip(theirs, mine, strict=True):
+                        message = f"{operator}, {name}, {stream}"
+                        torch.testing.assert_close(a.detach(), b, msg=message)
+
+
+class TestSuite:
+    def test_dry_run(self, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        done = subprocess.run(
+            [sys.executable, str(BENCH / "gpu_suite.py"), "--out", str(out), "--dry-run"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["dry_run"] and {s["status"] for s in summary["steps"]} == {"not run"}
+        assert summary["environment"]["torch"] == torch.__version__
+        text = (out / "summary.md").read_text()
+        assert "Operators: not measured." in text and "Two GPUs: not measured." in text
+        assert len(list(out.iterdir())) <= 8
+
+    def test_a_folder_with_files_is_refused(self, suite: ModuleType, tmp_path: Path) -> None:
+        (tmp_path / "old").touch()
+        assert suite.main(["--out", str(tmp_path), "--dry-run"]) == 2
+
+    def test_plan_ends_in_time_and_in_few_files(self, suite: ModuleType, tmp_path: Path) -> None:
+        steps = suite.plan(tmp_path, 570)
+        files = {s.file for s in steps} | {"summary.json", "summary.md"}
+        files |= {"operators.json", "pipeline.json"}
+        assert len(files) <= 8
+        assert steps[0].name == "tests"
+
+    def test_a_missing_tool_is_recorded(self, suite: ModuleType, tmp_path: Path) -> None:
+        step = suite.Step("x", ["x"], "x.txt", 10, needs="no-such-program-anywhere")
+        assert suite.run_step(step, tmp_path, float("inf")).status == "missing"
+
+    def test_failures_and_hangs_are_recorded(self, suite: ModuleType, tmp_path: Path) -> None:
+        deadline = float("inf")
+        fails = suite.Step("f", [sys.executable, "-c", "print('3 passed'); exit(4)"], "f.txt", 60)
+        outcome = suite.run_step(fails, tmp_path, deadline)
+        assert (outcome.status, outcome.code, outcome.facts) == ("failed", 4, {"passed": 3})
+        endless = [sys.executable, "-c", "while True: pass"]
+        hangs = suite.Step("h", endless, "h.txt", 0.5)
+        assert suite.run_step(hangs, tmp_path, deadline).status == "timed out"
+        assert suite.run_step(hangs, tmp_path, 0.0).status == "not run"
+
+    def test_figures_are_read_from_the_tools(self, suite: ModuleType) -> None:
+        assert suite.read("= 12 passed, 3 skipped in 4 s") == {"passed": 12, "skipped": 3}
+        assert suite.read("========= ERROR SUMMARY: 2 errors")["sanitizer_errors"] == 2
+        text = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
+        assert suite.read(text)["hazards"] == 1
+
+    def test_enough_sets_to_leave_the_cache(self, suite: ModuleType) -> None:
+        assert suite.sets_needed(10, 100, 10**6) == 41
+        assert suite.sets_needed(1000, 100, 10**6) == 2
+        assert suite.sets_needed(1000, 100, 1000) == 1
