@@ -44,8 +44,9 @@ def split(batch: object, minibatch: int, microbatches: int) -> list[Microbatch]:
             samples = size if samples is None else samples
             if size is None or size != samples:
                 raise ValueError(
-                    f"batches[{minibatch}]: to be split into microbatches, every tensor must have the same size in "
-                    f"dimension 0; the first has {samples}, one of the {name} has shape {tuple(tensor.shape)}"
+                    f"batches[{minibatch}]: to be split into microbatches, its tensors must have "
+                    f"the same size in dimension 0; the first has {samples}, one of the {name} has "
+                    f"shape {tuple(tensor.shape)}"
                 )
     parts = max(1, min(microbatches, samples or 0))
     return [

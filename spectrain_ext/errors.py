@@ -1,4 +1,4 @@
-"""The exceptions that only a pipeline can raise; bad arguments are ordinary TypeError and ValueError."""
+"""The exceptions that only a pipeline raises; bad arguments are plain TypeError and ValueError."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from __future__ import annotations
 class StageError(RuntimeError):
     """An exception inside a stage, the loss or an optimizer ended the run.
 
-    The original exception is the cause (``__cause__``). The minibatches in flight were dropped, no further update
-    was made, the modules hold their true weights and the pipeline can run again.
+    The original exception is the cause (``__cause__``). The minibatches in flight were dropped, no
+    further update was made, the modules hold their true weights and the pipeline can run again.
 
     Attributes:
         stage: index of the stage, counted from 0.
         minibatch: index of the minibatch within the run, counted from 0.
-        action: what the stage was doing, for example ``"forward"``, ``"loss"``, ``"backward"`` or ``"update"``.
+        action: what the stage was doing, for example ``"forward"``, ``"loss"``, ``"backward"`` or
+            ``"update"``.
         reason: type and text of the original exception.
     """
 
@@ -28,4 +29,4 @@ class StageError(RuntimeError):
 
 
 class OrderingError(RuntimeError):
-    """A buffer was used on a stream without waiting for a conflicting use of it on another stream."""
+    """A buffer was used on a stream that had not waited for a conflicting use on another."""

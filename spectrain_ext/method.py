@@ -1,4 +1,4 @@
-"""Method: which weight version, predicted how far, each forward and backward of a stage computes with."""
+"""Method: which weights, predicted how far, each forward and backward of a stage computes with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _local_horizon(k: int, n: int) -> int:
 
 
 def _paper_forward(k: int, n: int) -> int:
-    """Updates until the minibatch's backward ends on stage 0, counted in rounds (arXiv 1809.02839)."""
+    """Rounds until the minibatch's backward has ended on stage 0 (arXiv 1809.02839)."""
     return k // 2 + n - k - 1
 
 
@@ -45,10 +45,11 @@ class Method:
         name: the name that ``Pipeline(method=...)`` accepts.
         summary: one line for people.
         window: ``(k, N) -> w``, how many minibatches stage ``k`` of ``N`` may have in flight.
-        forward_horizon: ``(k, N) -> s``, by how many updates the forward's weights are predicted ahead of the
-            version the forward reads: ``W - s*lr*v``. 0 reads the version itself.
-        backward: the weights that the backward meets. ``"current"``: the newest version; ``"predict"``: the newest
-            version predicted ahead by ``backward_horizon``; ``"stash"``: the very weights of its forward.
+        forward_horizon: ``(k, N) -> s``, by how many updates the forward's weights are predicted
+            ahead of the version the forward reads: ``W - s*lr*v``. 0 reads the version itself.
+        backward: the weights that the backward meets. ``"current"``: the newest version;
+            ``"predict"``: the newest version predicted ahead by ``backward_horizon``; ``"stash"``:
+            the very weights of its forward.
         backward_horizon: ``(k, N) -> s`` of ``backward="predict"``.
     """
 

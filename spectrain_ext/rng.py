@@ -1,4 +1,4 @@
-"""StageRandom: a random generator state of a stage's own, so that dropout does not depend on the schedule."""
+"""StageRandom: a generator state of a stage's own, so that dropout ignores the schedule."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import torch
 
 
 class StageRandom:
-    """Inside ``with``, the default generators continue this stage's random numbers; afterwards the caller's.
+    """Inside ``with`` the default generators go on with this stage's numbers, then the caller's.
 
-    A stage runs its forwards in the order of minibatches under every schedule, so every schedule gives a minibatch
-    the same dropout masks.
+    A stage runs its forwards in the order of minibatches under every schedule, so every schedule
+    gives a minibatch the same dropout masks.
 
     Args:
         stage: index of the stage.
         device: the stage's device. On CUDA both its generator and the CPU's are the stage's own.
 
-    The state is seeded from ``torch.initial_seed()`` and the stage's index; the caller's generator is not advanced.
+    The state is seeded from ``torch.initial_seed()`` and the stage's index; the caller's generator
+    is not advanced.
     """
 
     def __init__(self, stage: int, device: torch.device) -> None:
         self._generators = [torch.default_generator]
         if device.type == "cuda":
-            torch.cuda.init()  # type: ignore[no-untyped-call]
+            torch.cuda.init()
             self._generators.append(torch.cuda.default_generators[device.index])
         seed = _mix(torch.initial_seed(), stage)
-        self._own = [torch.Generator(g.device).manual_seed(seed).get_state() for g in self._generators]
+        own = [torch.Generator(g.device).manual_seed(seed) for g in self._generators]
+        self._own = [generator.get_state() for generator in own]
         self._callers: list[torch.Tensor] = []
 
     def __enter__(self) -> None:
@@ -39,6 +41,6 @@ class StageRandom:
 
 
 def _mix(seed: int, stage: int) -> int:
-    """A seed per stage: neighbouring seeds must not share stages' numbers, as seed + stage would."""
+    """A seed per stage; with seed + stage, neighbouring seeds would share stages' numbers."""
     mixed = (seed * 6364136223846793005 + (stage + 1) * 1442695040888963407) % 2**64
     return (mixed ^ (mixed >> 31)) % 2**63

@@ -1,4 +1,4 @@
-"""StageWeights: one stage's true weights, the weights it computes with, and the versions kept for later."""
+"""StageWeights: a stage's true weights, the weights it computes with, and the kept versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALIGNMENT = 256  # bytes: vector loads, and what matrix libraries ask of their o
 
 
 class Flat:
-    """One buffer per dtype, and in it one view per parameter with the parameter's shape and strides.
+    """One buffer per dtype, and in it one view per parameter, with its shape and strides.
 
     Args:
         params: the parameters that the layout is made for.
@@ -63,7 +63,7 @@ def _aligned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Content(NamedTuple):
-    """What a buffer of weights holds: a version, predicted ahead by a horizon at some learning rates."""
+    """What a buffer of weights holds: a version, predicted ahead at some learning rates."""
 
     version: int
     horizon: int
@@ -81,11 +81,11 @@ class _Kept:
 class StageWeights:
     """The weights of one stage that has trainable parameters.
 
-    The parameters are views of the *working* buffer for as long as the stage is bound; kernels overwrite it behind
-    autograd's back, so that a backward meets whatever weights are in it. The true weights live in a *master* buffer,
-    or in the working buffer itself where that never holds anything else. The working buffer is a cache of one entry:
-    loading what it holds costs nothing, and what it holds is kept before it is overwritten if a minibatch in flight
-    still needs it.
+    The parameters are views of the *working* buffer for as long as the stage is bound; kernels
+    overwrite it behind autograd's back, so that a backward meets whatever weights are in it. The
+    true weights live in a *master* buffer, or in the working buffer itself where that never holds
+    anything else. The working buffer is a cache of one entry: loading what it holds costs nothing,
+    and what it holds is kept before it is overwritten if a minibatch in flight still needs it.
 
     Args:
         module: the stage.
@@ -111,8 +111,10 @@ class StageWeights:
         self.module = module
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
-        self.params = list(self.names)
+        self._names: dict[Tensor, str] = {
+            p: name for name, p in module.named_parameters() if p.requires_grad
+        }
+        self.params = list(self._names)
         self._forward_horizon = forward_horizon
         self._backward_horizon = backward_horizon if backward == "predict" else 0
         # One minibatch in flight has the same version forward and backward.
@@ -133,11 +135,9 @@ class StageWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of the working buffer, the master and the kept versions."""
-        flats = (self._working, self._master, *(kept.flat for kept in self._free), *self._kept_flats())
+        flats = [self._working, self._master]
+        flats += [kept.flat for kept in (*self._free, *self._kept.values())]
         return sum(flat.nbytes for flat in flats if flat is not None)
-
-    def _kept_flats(self) -> list[Flat]:
-        return [kept.flat for kept in self._kept.values()]
 
     def bind(self) -> None:
         """Move the parameters into the working buffer and the optimizer onto the true weights."""
@@ -160,7 +160,7 @@ class StageWeights:
         self.begin()
 
     def unbind(self) -> None:
-        """Give parameters and momentum ordinary storage of their own; the parameters hold the true weights."""
+        """Give parameters (they hold the true weights now) and momentum ordinary storage."""
         for p in self.params:
             p.data = p.detach().clone(memory_format=torch.preserve_format)
         self.optimizer.unbind()
@@ -169,12 +169,12 @@ class StageWeights:
         self._kept.clear()
 
     def check(self, stage: int) -> None:
-        """Raise RuntimeError if a parameter is no longer the view of the working buffer that it was made."""
+        """Raise RuntimeError if a parameter is no longer a view of the working buffer."""
         if self._working is None:
             return
         now = dict(self.module.named_parameters())
         for p, view in self._working.views.items():
-            name = self.names[p]
+            name = self._names[p]
             if (
                 now.get(name) is not p
                 or p.data_ptr() != view.data_ptr()
@@ -182,9 +182,9 @@ class StageWeights:
                 or p.stride() != view.stride()
             ):
                 raise RuntimeError(
-                    f"stages[{stage}]: parameter {name!r} left the pipeline's flat buffer (by .to() or "
-                    "load_state_dict(assign=True), for example); call release() before such a change, "
-                    "then build a new Pipeline"
+                    f"stages[{stage}]: parameter {name!r} left the pipeline's flat buffer, as by "
+                    ".to() or load_state_dict(assign=True); change parameters in place, or call "
+                    "release() first and build a new Pipeline afterwards"
                 )
 
     # A run.
@@ -214,7 +214,7 @@ class StageWeights:
         increment_version(self.params)
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, so that autograd hands its next ones over without a pass over memory."""
+        """Forget all gradients; autograd then hands over its next ones without a copy."""
         for p in self.params:
             p.grad = None
 
@@ -223,7 +223,8 @@ class StageWeights:
         assert self._working is not None
         return (self._master or self._working).views
 
-    # Loads. What is wanted is asked for first, so that the caller need not prepare for a load that does nothing.
+    # Loads. What is wanted is asked for first, so that the caller need not prepare for a load that
+    # does nothing.
 
     def for_forward(self, minibatch: int) -> Content:
         """What the forward of a minibatch computes with, now."""
@@ -258,7 +259,7 @@ class StageWeights:
         self._held = content
 
     def forget(self, minibatch: int) -> None:
-        """The minibatch's backward weights are loaded: once they are overwritten, nobody asks for them again."""
+        """The minibatch's backward weights are loaded: it will not ask for them again."""
         content = self._in_flight.pop(minibatch, None)
         if content is not None:
             self._needed[content] -= 1
@@ -291,8 +292,9 @@ class StageWeights:
     def update(self, forward_is_next: bool) -> None:
         """Step the optimizer and the scheduler.
 
-        Where a forward is what the stage loads next, the step writes that forward's weights in the same pass over
-        memory, unless a scheduler is about to change the learning rate that they are predicted with.
+        Where a forward is what the stage loads next, the step writes that forward's weights in the
+        same pass over memory, unless a scheduler is about to change the learning rate that they are
+        predicted with.
         """
         writes_forward = self._sink is not None and forward_is_next and not self._lr_moves
         before = self._lrs()

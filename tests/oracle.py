@@ -1,7 +1,9 @@
-"""The definition of every method, evaluated directly: plain PyTorch, no package code, nothing overlapped, everything kept.
+"""The definition of every method, evaluated directly: plain PyTorch, no package code.
 
-Minibatch i on stage k of N: the forward reads the version after max(0, i-(N-k)+1) updates (i updates for "sync"), the
-backward meets the version after i updates, and the stage updates right after it. A prediction is W - s*lr*v of that version.
+Nothing overlaps and every version of every stage is kept. Minibatch i on stage k of N: the forward
+reads the version after max(0, i-(N-k)+1) updates (i updates for "sync"), the backward meets the
+version after i updates, and the stage updates right after it. A prediction is W - s*lr*v of that
+version.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ class Oracle:
         wanted = [v for v in [*entries, *self.params[k]] if v.requires_grad]
         found = [None] * len(wanted)
         if pairs and wanted:
-            roots, seeds = zip(*((o, torch.zeros_like(o) if g is None else g) for o, g in pairs), strict=True)
+            roots, seeds = zip(
+                *((o, torch.zeros_like(o) if g is None else g) for o, g in pairs), strict=True
+            )
             found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
         found = dict(zip(map(id, wanted), found, strict=True))
         for p, true in zip(self.params[k], self.true[k], strict=True):
@@ -114,18 +118,23 @@ def leaf(value):
 
 
 class TanhChainOracle:
-    """The same for stages of Linear+tanh layers under squared error, with every derivative written out and no autograd."""
+    """The same for Linear+tanh layers under squared error, all derivatives written out."""
 
     def __init__(self, stages, lr, momentum, method):
         """stages: per stage a list of (weight, bias)."""
         self.stages = [[(w.clone(), b.clone()) for w, b in stage] for stage in stages]
-        self.velocity = [[(torch.zeros_like(w), torch.zeros_like(b)) for w, b in stage] for stage in stages]
+        self.velocity = [
+            [(torch.zeros_like(w), torch.zeros_like(b)) for w, b in stage] for stage in stages
+        ]
         self.lr, self.momentum, self.method = lr, momentum, method
 
     def weights(self, version, steps):
         layers, velocities = version
         ahead = steps * self.lr
-        return [(w - ahead * vw, b - ahead * vb) for (w, b), (vw, vb) in zip(layers, velocities, strict=True)]
+        return [
+            (w - ahead * vw, b - ahead * vb)
+            for (w, b), (vw, vb) in zip(layers, velocities, strict=True)
+        ]
 
     def run(self, batches):
         n, losses = len(self.stages), []
@@ -141,7 +150,11 @@ class TanhChainOracle:
             gradient = 2 * (value - target) / value.numel()
             for k in reversed(range(n)):
                 s_forward, s_backward = horizons(self.method, k, n)
-                t, s = (forward_version(self.method, i, k, n), s_forward) if s_backward is None else (i, s_backward)
+                t, s = (
+                    (forward_version(self.method, i, k, n), s_forward)
+                    if s_backward is None
+                    else (i, s_backward)
+                )
                 grads = []
                 for w, _ in reversed(self.weights(versions[k][t], s)):
                     entry, out = tape.pop()

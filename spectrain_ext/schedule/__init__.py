@@ -1,4 +1,4 @@
-"""Schedules are data: generators write actions, the executor runs them, and versions are counted from them."""
+"""Schedules are data: generators write actions, the executor runs them, a count checks them."""
 
 from .actions import Action, Kind
 from .counting import Versions, count_versions

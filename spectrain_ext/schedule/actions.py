@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What a stage does in one action. The value is the name that people read in errors and traces."""
+    """What a stage does in one action; the value is its name in errors and traces."""
 
     PULL = "pull"
     LOAD_FORWARD = "load forward weights"
@@ -21,7 +21,8 @@ class Kind(Enum):
     SEND_GRADIENT = "send gradient"
     UPDATE = "update"
 
-    # Members are singletons: hashing by identity is right and keeps the executor's dispatch out of Python code.
+    # Members are singletons: hashing by identity is right and keeps the executor's dispatch out of
+    # Python code.
     __hash__ = object.__hash__
 
 

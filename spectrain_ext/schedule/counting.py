@@ -1,4 +1,4 @@
-"""Which version every forward and backward meets, counted from the actions instead of taken from a formula."""
+"""Which version every forward and backward meets, counted from actions, not from a formula."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .actions import Action, Kind
 
 
 class Versions(NamedTuple):
-    """Updates made before a minibatch's forward weights, and before its backward weights, were loaded."""
+    """Updates made before a minibatch's forward weights and its backward weights were loaded."""
 
     forward: int
     backward: int

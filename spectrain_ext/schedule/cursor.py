@@ -1,4 +1,4 @@
-"""Cursor: where a stage stands in its stream of actions, in a run whose length shows only as it goes."""
+"""Cursor: where a stage stands in its actions, in a run whose length shows only as it goes."""
 
 from __future__ import annotations
 
@@ -10,38 +10,61 @@ from .actions import Action, Kind
 class Extent:
     """How long a run is, shared by the cursors of all its stages.
 
+    Args:
+        in_flight: minibatches that may be in flight at once.
+
     Attributes:
         minibatches: their number, None while it is not known.
-        parts: how many microbatches a minibatch in flight really has (a small one has fewer than asked for).
+        shares: per minibatch in flight, the share of its samples that each microbatch has.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_flight: int) -> None:
         self.minibatches: int | None = None
-        self.parts: dict[int, int] = {}
+        self.shares: dict[int, list[float]] = {}
+        self._in_flight = in_flight
+        self._added = 0
+
+    def add(self, shares: list[float]) -> None:
+        """There is one more minibatch; a small one has fewer microbatches than the schedule."""
+        self.shares[self._added] = shares
+        self.shares.pop(self._added - self._in_flight, None)
+        self._added += 1
+
+    def stop(self) -> None:
+        """There are no more minibatches than those added."""
+        self.minibatches = self._added
 
     def holds(self, action: Action) -> bool:
         """Whether the action belongs to the run, as far as is known now."""
         _, i, j = action
         if self.minibatches is not None and i >= self.minibatches:
             return False
-        return j == 0 or j < self.parts.get(i, j + 1)
+        return j == 0 or j < len(self.shares[i])
 
 
 class Cursor:
-    """The head of one stage's stream, without the actions that the run turned out not to have."""
+    """The head of one stage's stream, without the actions that the run turned out not to have.
+
+    The microbatches of a minibatch are known before a stage reaches its second one: the stage has
+    received the first, or pulled the minibatch.
+    """
 
     def __init__(self, actions: Iterator[Action], extent: Extent) -> None:
         self._actions = actions
         self._extent = extent
-        self._head: Action | None = next(actions, None)
+        self._head: Action | None = None
+        self.advance()
 
     def head(self) -> Action | None:
         """The action to run next; None when the stage has finished."""
         action = self._head
         while action is not None and not self._extent.holds(action):
-            # Updates come in the order of minibatches: past a dropped one there is nothing left to do.
-            over = action.kind is Kind.UPDATE
-            action = self._head = None if over else next(self._actions, None)
+            # Updates come in the order of minibatches: nothing follows a dropped one.
+            if action.kind is Kind.UPDATE:
+                self._head = None
+            else:
+                self.advance()
+            action = self._head
         return action
 
     def advance(self) -> None:

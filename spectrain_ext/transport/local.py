@@ -1,4 +1,4 @@
-"""Edge: hands tensors from one stage to the next within a process, through a ring of receive buffers."""
+"""Edge: hands tensors from stage to stage within a process, through a ring of receive buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .streams import Buffer, Event, Stream, new_stream
-
 
 _Likeness = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -33,9 +32,13 @@ class Message:
     single: bool = True
     differentiable: tuple[bool, ...] = ()
 
+    def without_gradient(self) -> Message:
+        """The same message, with no gradient wanted back."""
+        return Message(self.tensors, self.single, (False,) * len(self.tensors))
+
 
 class _Slot:
-    """One receive buffer. ``arrived`` is set by the copy into it, ``free`` when the receiver has done with it."""
+    """A receive buffer; ``arrived``: the copy into it, ``free``: the receiver has done with it."""
 
     def __init__(self, name: str, copy: Stream, receiver: Stream) -> None:
         self.buffer = Buffer(name)
@@ -49,15 +52,16 @@ class _Slot:
 class Edge:
     """A directed edge with a copy stream and a ring of buffers that live on the receiver's device.
 
-    The sender's tensors are copied even on the same device: an in-place first layer of the receiver must not reach
-    what the sender saved for its backward, and a caller may refill its batch.
+    The sender's tensors are copied even on the same device: an in-place first layer of the receiver
+    must not reach what the sender saved for its backward, and a caller may refill its batch.
 
     Args:
         name: for error messages.
         source: the sender's device, None where it may differ from message to message.
         target: the receiver's device.
         receiver: the stream that uses what arrives.
-        depth: minibatches that may be under way or in use at once. A sender has no more than its window in flight.
+        depth: minibatches that may be under way or in use at once. A sender has no more than its
+            window in flight.
         parts: microbatches per minibatch.
     """
 
@@ -72,7 +76,8 @@ class Edge:
     ) -> None:
         self.target = target
         self._receiver = receiver
-        self.stream = new_stream(*(() if source is None else (source,)), target)
+        devices = (target,) if source is None else (source, target)
+        self.stream = new_stream(f"copy stream of {name}", *devices)
         # One slot per microbatch index: their sizes then stay the same from minibatch to minibatch.
         self._ring = [
             [_Slot(f"{name}, slot {i}.{j}", self.stream, receiver) for j in range(parts)]
@@ -85,7 +90,7 @@ class Edge:
     def send(
         self, minibatch: int, microbatch: int, message: Message, source: Buffer, ready: Event
     ) -> Event:
-        """Copy the message over, after ``ready``; the event returned is when the tensors may be freed."""
+        """Copy the message over, after ``ready``; returns the event that it has been read."""
         slot = self._slot(minibatch, microbatch)
         assert slot.message is None, f"{slot.buffer.name} is in use"
         self._fit(slot, message.tensors)
@@ -112,7 +117,9 @@ class Edge:
         if slot.likeness == likeness:
             return
         slot.likeness = likeness
-        with self._receiver:  # which memory of this stream's pool is then safe to reuse, its order tells
+        with (
+            self._receiver
+        ):  # which memory of this stream's pool is then safe to reuse, its order tells
             slot.storage = [
                 None if tensor is None else torch.empty_like(tensor, device=self.target)
                 for tensor in tensors
@@ -144,7 +151,7 @@ class Edge:
 
 
 class Transit:
-    """Tensors of one stream that another one still reads: freed when their own stream has waited for that.
+    """Tensors of one stream that another still reads: freed when their own has waited for that.
 
     Memory freed earlier could be handed out again, and written, while the other stream reads it.
     """
@@ -155,7 +162,7 @@ class Transit:
         self._held: deque[tuple[Event, Buffer, object]] = deque()
 
     def hold(self, read: Event, buffer: Buffer, tensors: object) -> None:
-        """Hold these until ``read``, and let go what is ``depth`` calls old: its reading is long done."""
+        """Hold these until ``read``; let go what is ``depth`` calls old, it has long been read."""
         self._held.append((read, buffer, tensors))
         if len(self._held) > self._depth:
             done, old, _ = self._held.popleft()

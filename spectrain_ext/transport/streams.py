@@ -1,10 +1,9 @@
-"""Streams, events, and who may use which buffer when: one interface for CUDA, the CPU, and a CPU that checks."""
+"""Streams and events: one interface for CUDA, the CPU, and a CPU that checks the order of uses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from typing import Protocol
 
 import torch
@@ -44,7 +43,7 @@ class Stream(Protocol):
         """Set the event to the end of the work issued so far."""
 
     def wait(self, event: Event) -> None:
-        """Let the work issued from here on start after the event; an event never recorded is no obstacle."""
+        """Let the work issued from here on follow the event (one never recorded is none)."""
 
     def reads(self, buffer: Buffer) -> None:
         """Declare that the work issued here reads the buffer."""
@@ -108,15 +107,14 @@ class CheckedEvent:
 class CheckedStream:
     """The CPU as a stream that knows no other order than that of its events (vector clocks).
 
-    A use of a buffer that events do not order after the conflicting use of it on another stream raises OrderingError,
-    although on the CPU it would have gone well.
+    A use of a buffer that events do not order after the conflicting use of it on another stream
+    raises OrderingError, although on the CPU it would have gone well.
     """
 
-    _number = count()
-
-    def __init__(self) -> None:
-        self.name = f"stream {next(self._number)}"
-        self._seen: dict[CheckedStream, int] = {self: 0}
+    def __init__(self, name: str, done: _Clock) -> None:
+        self.name = name
+        self._seen: _Clock = {self: 0}
+        self._done = done  # what the host has waited for, shared by all streams
 
     def __enter__(self) -> None: ...
 
@@ -134,8 +132,7 @@ class CheckedStream:
     def wait(self, event: Event) -> None:
         """Follow everything that the event follows."""
         assert isinstance(event, CheckedEvent)
-        for stream, time in event.seen.items():
-            self._seen[stream] = max(time, self._seen.get(stream, 0))
+        _merge(self._seen, event.seen)
 
     def reads(self, buffer: Buffer) -> None:
         """A read must follow the last write."""
@@ -151,7 +148,8 @@ class CheckedStream:
         buffer.written = (self, self._tick())
 
     def synchronize(self) -> None:
-        """Nothing to wait for; the order of streams is not changed."""
+        """Let all that is issued from here on, on any stream, follow this stream's work."""
+        _merge(self._done, self._seen)
 
     def _tick(self) -> int:
         self._seen[self] += 1
@@ -160,17 +158,29 @@ class CheckedStream:
     def _check(
         self, buffer: Buffer, verb: str, earlier: str, use: tuple[CheckedStream, int] | None
     ) -> None:
-        if use is not None and self._seen.get(use[0], 0) < use[1]:
+        if use is None:
+            return
+        stream, time = use
+        if max(self._seen.get(stream, 0), self._done.get(stream, 0)) < time:
             raise OrderingError(
-                f"{self.name} {verb} {buffer.name} without waiting for {use[0].name}, which has {earlier} it"
+                f"{self.name} {verb} {buffer.name} without waiting for {stream.name}, "
+                f"which has {earlier} it"
             )
+
+
+_Clock = dict[CheckedStream, int]
+
+
+def _merge(clock: _Clock, other: _Clock) -> None:
+    for stream, time in other.items():
+        clock[stream] = max(time, clock.get(stream, 0))
 
 
 class CudaStream:
     """Streams of one or two CUDA devices that act as one.
 
-    A copy between two devices runs on the source's current stream and waits for the target's, so both must be the
-    copy's own: otherwise it waits for whatever else those devices do.
+    A copy between two devices runs on the source's current stream and waits for the target's, so
+    both must be the copy's own: otherwise it waits for whatever else those devices do.
     """
 
     def __init__(self, streams: list[torch.cuda.Stream]) -> None:
@@ -212,31 +222,42 @@ class CudaStream:
             stream.synchronize()
 
 
+class _Checked:
+    """What the checked streams of one context share, and the one that is the caller's."""
+
+    def __init__(self) -> None:
+        self.done: _Clock = {}
+        self.caller = CheckedStream("the caller's stream", self.done)
+
+
 _HOST = HostStream()
-_checked_caller: CheckedStream | None = None
+_checked: _Checked | None = None
 
 
 @contextmanager
 def checked_streams() -> Iterator[None]:
-    """Pipelines built and run inside have CPU streams that raise OrderingError where a wait is missing."""
-    global _checked_caller
-    outer, _checked_caller = _checked_caller, CheckedStream()
+    """Inside, CPU streams raise OrderingError where a wait is missing.
+
+    A pipeline made inside must be run inside.
+    """
+    global _checked
+    outer, _checked = _checked, _Checked()
     try:
         yield
     finally:
-        _checked_caller = outer
+        _checked = outer
 
 
-def new_stream(*devices: torch.device) -> Stream:
-    """A stream of its own for work on these devices (the CPU counts where there is no CUDA device among them)."""
+def new_stream(name: str, *devices: torch.device) -> Stream:
+    """A stream of its own for work on these devices; the CPU's where none of them is CUDA."""
     cuda = list(dict.fromkeys(device for device in devices if device.type == "cuda"))
     if cuda:
         return CudaStream([torch.cuda.Stream(device) for device in cuda])
-    return _HOST if _checked_caller is None else CheckedStream()
+    return _HOST if _checked is None else CheckedStream(name, _checked.done)
 
 
 def callers_stream(device: torch.device) -> Stream:
     """The stream that the caller's own work on the device is issued to."""
     if device.type == "cuda":
         return CudaStream([torch.cuda.current_stream(device)])
-    return _HOST if _checked_caller is None else _checked_caller
+    return _HOST if _checked is None else _checked.caller

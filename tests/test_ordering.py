@@ -1,0 +1,210 @@
+"""The executor orders every use of every buffer by events, on streams that know no other order."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from functools import partial
+
+import pytest
+import torch
+from pipeline_cases import batches, every_method, float64, mse, sgd, tanh_stages  # noqa: F401
+from torch import nn
+
+from spectrain_ext.errors import OrderingError, StageError
+from spectrain_ext.pipeline import Pipeline
+from spectrain_ext.transport import Buffer, Edge, Message, Transit, checked_streams, new_stream
+from spectrain_ext.transport.streams import CheckedStream, HostStream, callers_stream
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def streams():
+    with checked_streams():
+        yield new_stream("one", CPU), new_stream("two", CPU)
+
+
+def after(first, second):
+    """Let second follow first."""
+    event = first.event()
+    first.record(event)
+    second.wait(event)
+
+
+@pytest.mark.parametrize("earlier", ["reads", "writes"])
+@pytest.mark.parametrize("later", ["reads", "writes"])
+def test_conflicting_uses_need_an_event_between_them(streams, earlier, later):
+    one, two = streams
+    for ordered in (True, False):
+        buffer = Buffer("a buffer")
+        getattr(one, earlier)(buffer)
+        if ordered:
+            after(one, two)
+        if ordered or (earlier, later) == ("reads", "reads"):
+            getattr(two, later)(buffer)
+        else:
+            with pytest.raises(
+                OrderingError, match=f"two {later} a buffer without waiting for one"
+            ):
+                getattr(two, later)(buffer)
+
+
+def test_order_is_transitive_and_an_event_stands_for_its_moment(streams):
+    one, two = streams
+    three, buffer = new_stream("three", CPU), Buffer("a buffer")
+    one.writes(buffer)
+    after(one, two)
+    after(two, three)
+    three.writes(buffer)
+    event = one.event()
+    one.record(event)
+    after(three, one)
+    one.writes(buffer)
+    two.wait(event)  # recorded before that write
+    with pytest.raises(OrderingError):
+        two.reads(buffer)
+
+
+def test_a_write_follows_all_reads(streams):
+    one, two = streams
+    three, buffer = new_stream("three", CPU), Buffer("a buffer")
+    one.reads(buffer)
+    two.reads(buffer)
+    after(one, three)
+    with pytest.raises(OrderingError, match="two, which has read it"):
+        three.writes(buffer)
+
+
+def test_outside_of_the_context_the_cpu_is_not_checked(monkeypatch):
+    assert isinstance(new_stream("one", CPU), CheckedStream)
+    assert isinstance(callers_stream(CPU), CheckedStream)
+    monkeypatch.setattr("spectrain_ext.transport.streams._checked", None)  # of the float64 fixture
+    assert isinstance(new_stream("one", CPU), HostStream)
+    with checked_streams():
+        assert isinstance(callers_stream(CPU), CheckedStream)
+    assert isinstance(callers_stream(CPU), HostStream)
+
+
+def test_what_the_host_has_waited_for_is_done_for_every_stream(streams):
+    one, two = streams
+    buffer = Buffer("a buffer")
+    one.writes(buffer)
+    one.synchronize()
+    two.writes(buffer)
+    two.reads(buffer)
+    with pytest.raises(OrderingError):
+        one.writes(buffer)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_slot_is_refilled_only_after_it_is_free(streams, waits, monkeypatch):
+    sender, receiver = streams
+    edge = Edge("edge", CPU, CPU, receiver, depth=1, parts=1)
+    source, ready, value = Buffer("source"), sender.event(), torch.ones(2)
+    for i in range(2):
+        sender.writes(source)
+        sender.record(ready)
+        if i and not waits:
+            slot = edge._slot(i, 0)
+            monkeypatch.setattr(slot, "free", receiver.event())
+            with pytest.raises(
+                OrderingError, match=r"writes edge, slot 0\.0 without waiting for two"
+            ):
+                edge.send(i, 0, Message((value,)), source, ready)
+            return
+        after(edge.stream, sender)  # the sender may write its source again
+        edge.send(i, 0, Message((value,)), source, ready)
+        after(edge.stream, sender)
+        receiver.reads(edge.receive(i, 0)[1])
+        edge.free(i, 0)
+
+
+def test_transit_waits_before_it_lets_go(streams):
+    one, two = streams
+    transit, buffers = Transit(one, 1), [Buffer("first"), Buffer("second")]
+    for buffer in buffers:
+        one.writes(buffer)
+        after(one, two)
+        two.reads(buffer)
+        read = two.event()
+        two.record(read)
+        transit.hold(read, buffer, torch.ones(1))
+    one.writes(buffers[0])
+    with pytest.raises(OrderingError):
+        one.writes(buffers[1])
+
+
+@every_method
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_use_in_a_run_is_ordered(method, parts):
+    pipe = Pipeline(tanh_stages(4), sgd(), mse, method, microbatches=parts)
+    streams = {id(s) for stage in pipe._executor.stages for s in (stage.compute, stage.predict)}
+    assert len(streams) == 8
+    assert all(isinstance(stage.compute, CheckedStream) for stage in pipe._executor.stages)
+    for _ in range(2):
+        for _ in pipe.run(batches(9, size=4, last=3)):
+            pipe.state_dict()
+
+
+def waits_of(run, monkeypatch, dropped=None):
+    """Do the run without the waits of one place in the code; return all places that wait."""
+    places, wait = set(), CheckedStream.wait
+
+    def watched(stream, event):
+        frame = sys._getframe(1)
+        place = (frame.f_code.co_name, frame.f_lineno, sys._getframe(2).f_code.co_name)
+        places.add(place)
+        if place != dropped:
+            wait(stream, event)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckedStream, "wait", watched)
+        run()
+    return places
+
+
+# Waits that repeat, in these runs, what other events say already.
+REDUNDANT = {
+    # The caller hands in batch i + window after it was given loss i, and stages hear of that with
+    # their inputs. With batches in host memory and losses on a GPU nothing but these waits says so.
+    ("send", "_hand_in"),
+    ("hold", "_hand_out"),
+    # A sender is never ahead of its receiver by more than the ring, unless a ring is refitted.
+    ("send", "send_activation"),
+    ("send", "send_gradient"),
+    # A forward's load comes after an update, which has waited.
+    ("_load", "load_forward"),
+    # What a stage has computed is known from the updates of the stages around it.
+    ("_let_caller_follow", "_end"),
+}
+
+
+def test_a_wait_that_is_removed_is_noticed(monkeypatch):
+    def decay(opt):
+        return torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+
+    def run(method, scheduler):
+        stages = [*tanh_stages(3), nn.Tanh(), *tanh_stages(1)]
+        pipe = Pipeline(stages, sgd(), mse, method, scheduler=scheduler)
+        for _ in range(2):
+            with closing(pipe.run(batches(9))) as results:
+                for result in results:
+                    if result.index == 5:
+                        pipe.state_dict()
+
+    everywhere, noticed = set(), set()
+    for case in [("vanilla", None), ("pipedream", None), ("spectrain", None), ("spectrain", decay)]:
+        places = waits_of(partial(run, *case), monkeypatch)
+        assert len(places) >= 20
+        everywhere |= places
+        for place in places - noticed:
+            try:
+                waits_of(partial(run, *case), monkeypatch, place)
+            except StageError as error:
+                assert isinstance(error.__cause__, OrderingError)
+                noticed.add(place)
+            except OrderingError:
+                noticed.add(place)
+    unnoticed = everywhere - noticed
+    assert {(function, caller) for function, _, caller in unnoticed} == REDUNDANT
