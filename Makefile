@@ -88,9 +88,10 @@ $(VENV)/.sources: $(VENV)/.made FORCE
 		"SPECTRAIN_CUDA=$(SPECTRAIN_CUDA)" "ARCH=$(TORCH_CUDA_ARCH_LIST)" "CUDA_HOME=$(CUDA_HOME)" > $@.new
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
-# build/lib would carry files that were deleted since into the wheel.
+# build/lib would carry files that were deleted since into the wheel, and CMake's cache names the ninja of the last
+# build's isolated environment, which is gone. The objects stay: only what changed is compiled again.
 $(VENV)/.package: $(VENV)/.torch $(VENV)/.sources $(PACKAGE_SOURCES) README.md LICENSE
-	rm -rf build/lib build/lib.*
+	@rm -rf build/lib build/lib.* build/temp.*/cmake/CMakeCache.txt
 	@echo 'compiling and installing spectrain_ext: up to three minutes with a CUDA compiler, seconds without'
 	$(PIP) --quiet install -c constraints.txt .
 	@$(BIN)/spectrain doctor --brief
