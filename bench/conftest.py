@@ -28,6 +28,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 extra["name"],
                 stats.median * 1e6,
                 stats.iqr * 1e6,
+                stats.min * 1e6,
                 stats.rounds,
                 extra.get("gb_per_s"),
                 extra.get("share_of_copy"),

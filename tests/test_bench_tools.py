@@ -51,20 +51,20 @@ class TestTable:
 
     def test_ratio_to_the_fastest_rival(self, table: ModuleType) -> None:
         rows = [
-            table.Row("g", "Plan", 2.0, 0.1, 5),
-            table.Row("g", "slow", 10.0, 0.1, 5),
-            table.Row("g", "fast", 4.0, 0.1, 5),
+            table.Row("g", "Plan", 2.0, 0.1, 1.9, 5),
+            table.Row("g", "slow", 10.0, 0.1, 9.9, 5),
+            table.Row("g", "fast", 4.0, 0.1, 3.9, 5),
         ]
         assert table.ratio_to_rival(rows[0], rows) == pytest.approx(2.0)
         assert table.ratio_to_rival(rows[1], rows) is None
         assert table.ratio_to_rival(rows[0], rows[:1]) is None
 
     def test_markdown_leaves_empty_what_is_not_known(self, table: ModuleType) -> None:
-        text = table.markdown([table.Row("g", "Plan", 2.0, 0.1, 5)])
-        assert text.splitlines()[-1] == "| g | Plan | 2.0 | 0.1 |  |  |  |"
+        text = table.markdown([table.Row("g", "Plan", 2.0, 0.1, 1.9, 5)])
+        assert text.splitlines()[-1] == "| g | Plan | 2.0 | 0.1 | 1.9 |  |  |  |"
 
     def test_rows_of_pytest_benchmark(self, table: ModuleType) -> None:
-        stats = {"median": 1e-6, "iqr": 2e-7, "rounds": 9}
+        stats = {"median": 1e-6, "iqr": 2e-7, "min": 9e-7, "rounds": 9}
         data = {"benchmarks": [{"name": "n", "stats": stats, "extra_info": {"gb_per_s": 3.0}}]}
         (row,) = table.from_pytest_benchmark(data)
         assert (row.name, row.rounds, row.gb_per_s) == ("n", 9, 3.0)
