@@ -10,7 +10,6 @@ from oracle import Oracle
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.pipeline import Pipeline
 from spectrain_ext.transport import checked_streams
 
 METHODS = ("sync", "vanilla", "pipedream", "spectrain", "spectrain-stash")
@@ -63,7 +62,7 @@ class Compared:
         mine, theirs = optimizer or (sgd(), torch_sgd())
         stages = [copy.deepcopy(stage) for stage in stages]
         self.oracle = Oracle(stages, theirs, loss_fn, method, scheduler)
-        self.pipe = Pipeline(stages, mine, loss_fn, method, scheduler=scheduler, **more)
+        self.pipe = st.Pipeline(stages, mine, loss_fn, method, scheduler=scheduler, **more)
 
     def run(self, data):
         expected = self.oracle.run(data)
