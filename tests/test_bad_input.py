@@ -281,6 +281,7 @@ SAYS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 class TestKinds:
     """Tensors that no operator can take, wherever they are."""
 
