@@ -76,7 +76,7 @@ def test_a_diverged_run_is_valid_json_and_says_so(tmp_path: Path) -> None:
     (vanilla,) = json.loads(path.read_text(), parse_constant=refuse)["methods"]
     assert vanilla["test_loss"] is None
     assert vanilla["seeds"][0]["train_losses"] == [2.0, 1.0, None]
-    assert "diverged" in _shown(results)
+    assert "2 of 2 diverged" in _shown(results)
 
 
 def test_the_table_fits_a_terminal_and_explains_itself() -> None:
@@ -95,6 +95,7 @@ def test_a_single_seed_has_no_deviation() -> None:
     text = _shown(summarize([_run("sync", 0, 0.9)]))
     assert "90.0" in text
     assert "±" not in text
+    assert "diverged" not in text
 
 
 @pytest.mark.parametrize("methods", [1, 5, 9])

@@ -159,6 +159,31 @@ def test_a_prediction_without_momentum_is_an_error_not_a_traceback(tmp_path: Pat
     assert isinstance(result.exception, SystemExit)
 
 
+def test_a_failure_in_training_is_told_with_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("no loss today")
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", fail)
+    result = _train(*FAST, "-m", "sync", "--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert "RuntimeError: no loss today" in result.output
+    assert isinstance(result.exception, SystemExit)
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_the_number_of_threads_is_put_back(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        result = _train(*FAST, "-m", "sync", "--stages", "1", "--out", str(tmp_path))
+        assert result.exit_code == 0, result.output
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("module", ["sklearn", "matplotlib"])
 def test_a_missing_extra_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str

@@ -16,7 +16,7 @@ def comparison_table(results: Sequence[MethodResult], *, test_samples: int) -> T
     """
     seeds = len(results[0].runs) if results else 0
     table = Table(
-        title=f"Same weights at the start, same minibatches, same settings: {_plural(seeds)}",
+        title=f"Same initial weights, minibatches and settings; {_plural(seeds)}",
         title_justify="left",
         caption=_caption(seeds, test_samples),
         caption_justify="left",
@@ -59,9 +59,10 @@ def _caption(seeds: int, test_samples: int) -> str:
 
 
 def _value(result: MethodResult, mean: float, deviation: float, digits: int) -> str:
-    if not math.isfinite(mean):
-        return "diverged"
     several = len(result.runs) > 1
+    if not math.isfinite(mean):
+        diverged = sum(not math.isfinite(run.test_loss) for run in result.runs)
+        return f"{diverged} of {len(result.runs)} diverged" if several else "diverged"
     return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if several else "")
 
 
