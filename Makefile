@@ -102,5 +102,6 @@ $(VENV)/.extra-%: $(VENV)/.package pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis
+	rm -rf tests/.hypothesis bench/.benchmarks
 	find spectrain_ext tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
