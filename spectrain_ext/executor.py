@@ -120,14 +120,20 @@ class Executor:
 
         Closing the generator finishes the minibatches in flight and takes no further batch.
         """
-        self._begin(batches)
+        self._check()
+        self.running = True
         try:
+            self._begin(batches)
             try:
-                yield from self._steps()
+                for result in self._steps():
+                    yield result
+                    self._check_storage()
             except GeneratorExit:
                 self._extent.stop()
+                self._check_storage()
                 for _ in self._steps():
                     pass
+            self._check()
         except BaseException:
             self._drop()
             raise
@@ -138,10 +144,6 @@ class Executor:
                 self.running = False
 
     def _begin(self, batches: Iterator[object]) -> None:
-        for stage in self.stages:
-            if stage.weights is not None:
-                stage.weights.check(stage.index)
-        self.running = True
         self._batches = batches
         self._extent = Extent(max(self._windows))
         self._follow_caller()
@@ -149,6 +151,18 @@ class Executor:
         for stage, window in zip(self.stages, self._windows, strict=True):
             actions = one_f_one_b(stage.index, n, window, self._microbatches)
             stage.begin(Cursor(actions, self._extent), self._extent)
+
+    def _check(self) -> None:
+        """Raise RuntimeError if a parameter left its flat buffer."""
+        for stage in self.stages:
+            if stage.weights is not None:
+                stage.weights.check(stage.index)
+
+    def _check_storage(self) -> None:
+        """The same for what the caller may have done meanwhile, at the cost of a few addresses."""
+        for stage in self.stages:
+            if stage.weights is not None and not stage.weights.in_place():
+                self._check()
 
     def _end(self) -> None:
         """Put the true weights back, and let the caller's work follow all of this."""

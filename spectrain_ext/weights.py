@@ -150,6 +150,7 @@ class StageWeights:
             view.copy_(p.detach())
             p.data = view
         self._working = working
+        self._addresses = [p.data_ptr() for p in self.params]
         self._sink = None
         self._master_plan = None
         if self._master is not None:
@@ -167,6 +168,10 @@ class StageWeights:
         self._working = self._master = self._sink = self._master_plan = None
         self._free.clear()
         self._kept.clear()
+
+    def in_place(self) -> bool:
+        """Whether all parameters are where they were bound; a parameter replaced is not seen."""
+        return [p.data_ptr() for p in self.params] == self._addresses
 
     def check(self, stage: int) -> None:
         """Raise RuntimeError if a parameter is no longer a view of the working buffer."""

@@ -1,4 +1,4 @@
-"""A run's life: results, leaving early, failures, what may be done while it is suspended, release."""
+"""A run's life: results, leaving early, failures, what a suspended run allows, release."""
 
 from __future__ import annotations
 

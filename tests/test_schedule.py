@@ -1,4 +1,4 @@
-"""Schedules as data: the actions of every stage, what a run leaves of them, the versions they imply."""
+"""Schedules as data: every stage's actions, what a run leaves of them, the versions they imply."""
 
 from __future__ import annotations
 

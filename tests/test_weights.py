@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -70,7 +72,7 @@ def test_flat_layout():
             assert buffer.data_ptr() <= view.data_ptr()
             assert end <= buffer.data_ptr() + buffer.nbytes
     ranges.sort()
-    assert all(a[1] <= b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in pairwise(ranges))
     for p in params[:6]:
         assert flat.views[p].stride() == p.stride()
     assert flat.views[params[6]].stride() == (3, 1)  # dense, where the parameter was not
