@@ -82,7 +82,7 @@ def markdown(rows: Iterable[Row]) -> str:
 
     rows = list(rows)
     lines = [
-        "| what | implementation | median us | IQR us | best us | GB/s | of best copy | times torch |",
+        "| what | implementation | median us | IQR us | best us | GB/s | of copy | times torch |",
         "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     groups: dict[str, list[Row]] = {}

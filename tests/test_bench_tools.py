@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -149,6 +150,62 @@ class TestSuite:
         hangs = suite.Step("h", endless, "h.txt", 0.5)
         assert suite.run_step(hangs, tmp_path, deadline).status == "timed out"
         assert suite.run_step(hangs, tmp_path, 0.0).status == "not run"
+
+    def test_once_more_without_the_filter(self, suite: ModuleType, tmp_path: Path) -> None:
+        refuses = [sys.executable, "-c", "print('unknown option'); exit(1)"]
+        works = [sys.executable, "-c", "print('ERROR SUMMARY: 0 errors')"]
+        step = suite.Step("s", refuses, "s.txt", 60, unfiltered=works)
+        outcome = suite.run_step(step, tmp_path, float("inf"))
+        assert (outcome.status, outcome.facts) == ("ok", {"sanitizer_errors": 0})
+        finds = [sys.executable, "-c", "print('ERROR SUMMARY: 3 errors'); exit(17)"]
+        step = suite.Step("s", finds, "s.txt", 60, unfiltered=works)
+        outcome = suite.run_step(step, tmp_path, float("inf"))
+        assert (outcome.status, outcome.facts) == ("failed", {"sanitizer_errors": 3})
+
+    def test_rehearsal_on_the_cpu(
+        self,
+        suite: ModuleType,
+        cases: ModuleType,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """The parts that measure, with the CPU's clock in place of CUDA's events."""
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0.0
+
+            def record(self) -> None:
+                self.at = time.perf_counter()
+
+            def elapsed_time(self, other: Event) -> float:
+                return (other.at - self.at) * 1e3
+
+        class Properties:
+            L2_cache_size = 1 << 10
+
+        pipeline = _load("bench_pipeline")
+        monkeypatch.setattr(suite, "DEVICE", "cpu")
+        monkeypatch.setattr(pipeline, "MINIBATCHES", 3)
+        monkeypatch.setattr(cases, "WORKLOADS", [cases.Workload("tiny", (33, 8))])
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 24, 1 << 24))
+        suite.part_small()
+        assert "every kernel ran" in capsys.readouterr().out
+        suite.part_operators(tmp_path, 100.0)
+        suite.part_pipeline(tmp_path)
+        about = {"date": "a date", "device": {"name": "rehearsal"}, "devices": 1}
+        text = suite.report(about, [suite.Outcome("tests", "ok", 3.0)], tmp_path)
+        assert "| sgd_step_, tiny | Plan |" in text
+        assert "us of the pipeline's own per action" in text
+        data = json.loads((tmp_path / "operators.json").read_text())
+        assert not data["left_out"] and all(r["median_us"] > 0 for r in data["rows"])
+        suite.part_operators(tmp_path, 0.0)
+        data = json.loads((tmp_path / "operators.json").read_text())
+        assert not data["rows"] and data["left_out"]
 
     def test_figures_are_read_from_the_tools(self, suite: ModuleType) -> None:
         assert suite.read("= 12 passed, 3 skipped in 4 s") == {"passed": 12, "skipped": 3}
