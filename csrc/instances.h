@@ -1,60 +1,170 @@
-// Which rule is compiled for which element types. `F<Rule>::kernel` is the launcher's function.
+// Which rule is compiled for which element types. `Launcher<Rule>::kernel()` is the launcher's
+// entry.
 #pragma once
 
 #include "kernels.h"
+#include "rules/adam.h"
 #include "rules/copy.h"
-#include "rules/predict.h"
+#include "rules/extrapolate.h"
 #include "rules/sgd.h"
-#include "rules/stash_predict.h"
 #include "rules/swap.h"
 
 namespace spectrain {
 
-template <template <class> class Launcher, template <class> class Rule>
-static inline auto by_width(DType t) -> decltype(&Launcher<Rule<uint32_t>>::kernel) {
+template <class T>
+struct DTypeOf;
+template <>
+struct DTypeOf<Half> {
+  static constexpr DType value = DType::float16;
+};
+template <>
+struct DTypeOf<BFloat16> {
+  static constexpr DType value = DType::bfloat16;
+};
+template <>
+struct DTypeOf<float> {
+  static constexpr DType value = DType::float32;
+};
+template <>
+struct DTypeOf<double> {
+  static constexpr DType value = DType::float64;
+};
+
+template <class W_, class G_, class S_, class O_>
+struct Types {
+  using W = W_;
+  using G = G_;
+  using S = S_;
+  using O = O_;
+  static bool match(KernelKey k, bool g, bool s, bool o) {
+    return k.w == DTypeOf<W>::value && (!g || k.g == DTypeOf<G>::value) &&
+           (!s || k.s == DTypeOf<S>::value) && (!o || k.o == DTypeOf<O>::value);
+  }
+};
+template <class... T>
+struct TypesList {};
+
+// State has the parameters' type, or is float32 beside 16-bit parameters. Beside float32 (master)
+// parameters gradients and outputs may have 16 bits.
+using Uniform = TypesList<Types<float, float, float, float>, Types<double, double, double, double>,
+                          Types<Half, Half, Half, Half>, Types<Half, Half, float, Half>,
+                          Types<BFloat16, BFloat16, BFloat16, BFloat16>,
+                          Types<BFloat16, BFloat16, float, BFloat16>>;
+using Mixed = TypesList<Types<float, BFloat16, float, BFloat16>, Types<float, Half, float, Half>,
+                        Types<float, float, float, BFloat16>, Types<float, float, float, Half>,
+                        Types<float, BFloat16, float, float>, Types<float, Half, float, float>>;
+
+// The first of a list that matches and that `Make` has a launcher for.
+template <class Entry, template <class> class Launcher, class Make, class... T>
+static inline Entry find_in(TypesList<T...>, KernelKey k, bool g, bool s, bool o) {
+  Entry found{};
+  (void)((T::match(k, g, s, o) ? (found = Launcher<typename Make::template Rule<T>>::kernel(), true)
+                               : false) ||
+         ...);
+  return found;
+}
+
+struct MakeCast {
+  template <class T>
+  using Rule = Cast<typename T::W, typename T::O>;
+};
+struct MakeSgdPlain {
+  template <class T>
+  using Rule = SgdPlain<typename T::W, typename T::G>;
+};
+struct MakeSgdMomentum {
+  template <class T>
+  using Rule = SgdMomentum<typename T::W, typename T::G, typename T::S, typename T::O>;
+};
+struct MakeSgdPredict {
+  template <class T>
+  using Rule = SgdPredict<typename T::W, typename T::S, typename T::O>;
+};
+struct MakeSgdStashPredict {
+  template <class T>
+  using Rule = SgdStashPredict<typename T::W, typename T::S>;
+};
+struct MakeAdamStep {
+  template <class T>
+  using Rule = AdamStep<typename T::W, typename T::G, typename T::S, typename T::O>;
+};
+struct MakeAdamPredict {
+  template <class T>
+  using Rule = AdamPredict<typename T::W, typename T::S, typename T::O>;
+};
+struct MakeExtrapolate {
+  template <class T>
+  using Rule = Extrapolate<typename T::W>;
+};
+
+template <class... A, class... B>
+auto concatenate(TypesList<A...>, TypesList<B...>) -> TypesList<A..., B...>;
+using AllTypes = decltype(concatenate(Uniform{}, Mixed{}));
+// One entry for each pair that differs, so that nothing is compiled twice.
+using Narrowing = TypesList<Types<float, float, float, BFloat16>, Types<float, float, float, Half>>;
+using PredictTypes = decltype(concatenate(Uniform{}, Narrowing{}));
+using PlainTypes =
+    TypesList<Types<float, float, float, float>, Types<double, double, double, double>,
+              Types<Half, Half, Half, Half>, Types<BFloat16, BFloat16, BFloat16, BFloat16>,
+              Types<float, BFloat16, float, float>, Types<float, Half, float, float>>;
+using WeightTypes =
+    TypesList<Types<float, float, float, float>, Types<double, double, double, double>,
+              Types<Half, Half, Half, Half>, Types<BFloat16, BFloat16, BFloat16, BFloat16>>;
+
+template <class Entry, template <class> class Launcher, template <class> class Rule>
+static inline Entry by_width(DType t) {
   switch (size_of(t)) {
     case 2:
-      return &Launcher<Rule<uint16_t>>::kernel;
+      return Launcher<Rule<uint16_t>>::kernel();
     case 4:
-      return &Launcher<Rule<uint32_t>>::kernel;
+      return Launcher<Rule<uint32_t>>::kernel();
     default:
-      return &Launcher<Rule<uint64_t>>::kernel;
+      return Launcher<Rule<uint64_t>>::kernel();
   }
 }
 
-// The momentum buffer has the parameter's type, or is float32 beside a 16-bit parameter.
-template <template <class> class Launcher, template <class, class> class Rule>
-static inline auto by_types(DType w, DType v) -> decltype(&Launcher<Rule<float, float>>::kernel) {
-  switch (w) {
-    case DType::float64:
-      return v == DType::float64 ? &Launcher<Rule<double, double>>::kernel : nullptr;
-    case DType::float32:
-      return v == DType::float32 ? &Launcher<Rule<float, float>>::kernel : nullptr;
-    case DType::float16:
-      return v == DType::float16   ? &Launcher<Rule<Half, Half>>::kernel
-             : v == DType::float32 ? &Launcher<Rule<Half, float>>::kernel
-                                   : nullptr;
-    case DType::bfloat16:
-      return v == DType::bfloat16  ? &Launcher<Rule<BFloat16, BFloat16>>::kernel
-             : v == DType::float32 ? &Launcher<Rule<BFloat16, float>>::kernel
-                                   : nullptr;
+template <class Entry, template <class> class Launcher>
+static inline Entry find_copy_family(KernelKey k) {
+  switch (k.operation) {
+    case Operation::copy:
+      return by_width<Entry, Launcher, Copy>(k.w);
+    case Operation::swap:
+      return by_width<Entry, Launcher, Swap>(k.w);
+    case Operation::cast:
+      return find_in<Entry, Launcher, MakeCast>(Narrowing{}, k, false, false, true);
+    case Operation::extrapolate:
+      return find_in<Entry, Launcher, MakeExtrapolate>(WeightTypes{}, k, false, false, true);
+    default:
+      return {};
   }
-  return nullptr;
 }
 
-template <template <class> class Launcher, template <class> class Rule>
-static inline auto by_type(DType w) -> decltype(&Launcher<Rule<float>>::kernel) {
-  switch (w) {
-    case DType::float64:
-      return &Launcher<Rule<double>>::kernel;
-    case DType::float32:
-      return &Launcher<Rule<float>>::kernel;
-    case DType::float16:
-      return &Launcher<Rule<Half>>::kernel;
-    case DType::bfloat16:
-      return &Launcher<Rule<BFloat16>>::kernel;
+template <class Entry, template <class> class Launcher>
+static inline Entry find_sgd_family(KernelKey k) {
+  switch (k.operation) {
+    case Operation::sgd_plain:
+      return find_in<Entry, Launcher, MakeSgdPlain>(PlainTypes{}, k, true, false, false);
+    case Operation::sgd_momentum:
+      return find_in<Entry, Launcher, MakeSgdMomentum>(AllTypes{}, k, true, true, true);
+    case Operation::sgd_predict:
+      return find_in<Entry, Launcher, MakeSgdPredict>(PredictTypes{}, k, false, true, true);
+    case Operation::sgd_stash_predict:
+      return find_in<Entry, Launcher, MakeSgdStashPredict>(Uniform{}, k, false, true, false);
+    default:
+      return {};
   }
-  return nullptr;
+}
+
+template <class Entry, template <class> class Launcher>
+static inline Entry find_adam_family(KernelKey k) {
+  switch (k.operation) {
+    case Operation::adam_step:
+      return find_in<Entry, Launcher, MakeAdamStep>(AllTypes{}, k, true, true, true);
+    case Operation::adam_predict:
+      return find_in<Entry, Launcher, MakeAdamPredict>(PredictTypes{}, k, false, true, true);
+    default:
+      return {};
+  }
 }
 
 }  // namespace spectrain

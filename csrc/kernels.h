@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "hyper.h"
+#include "setting.h"
 #include "table.h"
 
 namespace spectrain {
@@ -13,27 +13,60 @@ enum class DType : uint8_t { float16, bfloat16, float32, float64 };
 
 inline int size_of(DType t) { return t == DType::float64 ? 8 : t == DType::float32 ? 4 : 2; }
 
-enum class Operation : uint8_t { copy, swap, predict, stash_predict, sgd_momentum, sgd_plain };
+enum class Operation : uint8_t {
+  copy,
+  cast,
+  swap,
+  sgd_plain,
+  sgd_momentum,
+  sgd_predict,
+  sgd_stash_predict,
+  adam_step,
+  adam_predict,
+  extrapolate,
+};
+constexpr int kOperations = 10;
 
-// `momentum` is the element type of the momentum buffer; operations without one ignore it.
+// What the streams of an operation are: w parameters (and what is like them), g gradients, s state
+// (momentum, second moment), o output. Streams beyond these are further outputs.
+inline const char* roles(Operation operation) {
+  constexpr const char* names[kOperations] = {"ww",  "wo",  "ww",   "wg",   "wgs",
+                                              "wso", "wsw", "wgss", "wsso", "wwo"};
+  return names[static_cast<int>(operation)];
+}
+
+// The element type of every role; a role that an operation does not have repeats the parameters'.
 struct KernelKey {
   Operation operation;
-  DType param;
-  DType momentum;
+  DType w, g, s, o;
+  bool operator==(const KernelKey& other) const {
+    return operation == other.operation && w == other.w && g == other.g && s == other.s &&
+           o == other.o;
+  }
+};
+
+// One setting for every parameter group; rows name theirs.
+struct Settings {
+  const Setting* data;
+  int size;
 };
 
 struct CpuOptions {
   bool parallel;        // use the OpenMP threads the caller would have
   bool stream_outputs;  // write pure outputs past the cache
 };
-using CpuKernel = void (*)(const TableView&, const Hyper&, const CpuOptions&);
+using CpuKernel = void (*)(const TableView&, Settings, const CpuOptions&);
 using FindCpuKernel = CpuKernel (*)(KernelKey);
 
 // Null where there is no such kernel.
 CpuKernel find_cpu_kernel(KernelKey);
 const char* cpu_instruction_set();
 
-// Returns null, or the CUDA runtime's name of the error.
-using CudaKernel = const char* (*)(const TableView&, const Hyper&, void* stream);
+// Enqueues a part of a table that fits a kernel's parameters. Returns null, or the CUDA runtime's
+// name of the error.
+struct CudaKernel {
+  const char* (*launch)(const TableView&, Settings, void* stream) = nullptr;
+  int setting_bytes = 0;  // of one setting as the kernel takes it
+};
 
 }  // namespace spectrain

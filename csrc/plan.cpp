@@ -1,6 +1,6 @@
 #include "plan.h"
 
-#include <stdexcept>
+#include <algorithm>
 
 #include "cpu/threads.h"
 #include "cuda/launch.h"
@@ -15,27 +15,14 @@ constexpr int64_t kStreamOutputBytes = 4 << 20;
 // Resolved tables kept per plan: a training loop uses two or three kinds of call.
 constexpr size_t kMaxResolved = 16;
 
-// The position of the momentum buffer among an operation's streams; -1 where it has none.
-int momentum_stream(Operation operation) {
-  switch (operation) {
-    case Operation::predict:
-    case Operation::stash_predict:
-      return 1;
-    case Operation::sgd_momentum:
-      return 2;
-    default:
-      return -1;
-  }
-}
-
 char* offset(void* pointer, int64_t bytes) { return static_cast<char*>(pointer) + bytes; }
 
 // Elements until every stream is 16-byte aligned, or -1 if they never are together. Eight elements
 // are the period of the narrowest type.
-int aligned_head(void* const* pointers, const int* widths, uint32_t n) {
+int aligned_head(void* const* pointers, const std::vector<int>& widths) {
   for (int head = 0; head < 8; ++head) {
     bool aligned = true;
-    for (uint32_t s = 0; s < n; ++s) {
+    for (size_t s = 0; s < widths.size(); ++s) {
       aligned &= reinterpret_cast<uintptr_t>(offset(pointers[s], head * widths[s])) % 16 == 0;
     }
     if (aligned) return head;
@@ -43,13 +30,56 @@ int aligned_head(void* const* pointers, const int* widths, uint32_t n) {
   return -1;
 }
 
-CudaKernel cuda_kernel_or_throw(KernelKey key) {
-  const CudaKernel kernel = find_cuda_kernel(key);
-  if (kernel == nullptr) throw std::runtime_error("no CUDA kernel for these element types");
-  return kernel;
+// Whether a prediction changes nothing: then bits are copied, since W - 0*inf would be NaN.
+bool is_identity(const Plan::Terms& terms) {
+  for (const std::vector<Term>& group : terms) {
+    for (const Term& t : group) {
+      if (t.keep != 1.0 || t.momentum != 0.0 || t.gradient != 0.0) return false;
+    }
+  }
+  return true;
+}
+
+bool needs_gradient(const Plan::Terms& terms) {
+  for (const std::vector<Term>& group : terms) {
+    for (const Term& t : group) {
+      if (t.gradient != 0.0) return true;
+    }
+  }
+  return false;
+}
+
+size_t longest(const Plan::Terms& terms) {
+  size_t n = 0;
+  for (const std::vector<Term>& group : terms) n = std::max(n, group.size());
+  return n;
+}
+
+int terms_of(const Setting& s) { return s.n_outs == 0 ? 0 : s.out_end[s.n_outs - 1]; }
+
+// Adds a prediction to the settings of all groups, which then have the same number of outputs.
+void append(std::vector<Setting>& settings, const Plan::Terms& terms) {
+  for (size_t g = 0; g < settings.size(); ++g) {
+    Setting& s = settings[g];
+    int end = terms_of(s);
+    // A group that does not move still has one term, which keeps its weights.
+    if (terms[g].empty()) s.terms[end++] = Term{};
+    for (const Term& t : terms[g]) s.terms[end++] = t;
+    s.out_end[s.n_outs++] = end;
+  }
 }
 
 }  // namespace
+
+Plan::Plan(Device device, std::vector<int64_t> sizes, std::vector<uint16_t> groups)
+    : device_(device), sizes_(std::move(sizes)), groups_(std::move(groups)) {
+  for (const uint16_t g : groups_) n_groups_ = std::max<size_t>(n_groups_, g + size_t{1});
+}
+
+void Plan::begin_call() {
+  last_launches_ = 0;
+  last_rows_ = 0;
+}
 
 void Plan::gradients_changed() {
   for (size_t i = resolved_.size(); i-- > 0;) {
@@ -69,64 +99,80 @@ const Plan::Tables& Plan::resolve(const Request& request) {
   return resolved_.back()->tables;
 }
 
-Plan::Tables Plan::build(const Request& request) const {
-  Tables tables;
-  const auto n_streams = static_cast<uint32_t>(request.streams.size());
-  const int momentum_at = momentum_stream(request.operation);
-  std::vector<void*> at(n_streams);
-  for (size_t i = 0; i < items_.size(); ++i) {
-    const Item& item = items_[i];
-    if (item.size == 0) continue;
-    if (request.which != Which::all &&
-        (grads[i] != nullptr) != (request.which == Which::with_gradient)) {
-      continue;
-    }
-    // One table per combination of element types, in order of appearance.
-    const KernelKey key{request.operation, item.param,
-                        momentum_at >= 0 ? item.momentum : item.param};
-    Table* table = nullptr;
-    for (Table& t : tables) {
-      if (t.key.param == key.param && t.key.momentum == key.momentum) table = &t;
-    }
-    if (table == nullptr) {
-      tables.emplace_back();
-      table = &tables.back();
-      table->key = key;
-      table->n_streams = n_streams;
-      if (device_.cuda) {
-        table->cuda = cuda_kernel_or_throw(key);
-      } else {
-        table->cpu = find_cpu_kernel(key);
-      }
-    }
-    const auto width = [&](uint32_t s) {
-      return size_of(static_cast<int>(s) == momentum_at ? key.momentum : key.param);
-    };
-    const auto flags =
-        static_cast<uint16_t>(!request.first_step.empty() && request.first_step[i] ? 1 : 0);
-    bool follows = !table->rows.empty() && table->rows.back().flags == flags;
-    for (uint32_t s = 0; s < n_streams; ++s) {
-      at[s] = (*request.streams[s])[i];
-      follows = follows && offset(table->pointers[table->pointers.size() - n_streams + s],
-                                  table->rows.back().size * width(s)) == at[s];
-      table->bytes += item.size * width(s);
-    }
-    if (follows) {
-      table->rows.back().size += item.size;
-    } else {
-      table->rows.push_back({item.size, 0, 0, 0, flags});
-      table->pointers.insert(table->pointers.end(), at.begin(), at.end());
+// The table of an item's element types, made at their first appearance.
+Plan::Table& Plan::table_for(Tables& tables, const Request& request, size_t item) const {
+  const DType w = params.dtype[item];
+  KernelKey key{request.operation, w, w, w, w};
+  const char* role = roles(request.operation);
+  const size_t n_fixed = std::char_traits<char>::length(role);
+  for (size_t s = 0; s < request.streams.size(); ++s) {
+    const DType t = request.streams[s]->dtype[item];
+    switch (s < n_fixed ? role[s] : 'o') {
+      case 'w':
+        key.w = t;
+        break;
+      case 'g':
+        key.g = t;
+        break;
+      case 's':
+        key.s = t;
+        break;
+      default:
+        key.o = t;
     }
   }
   for (Table& table : tables) {
-    std::vector<int> widths(n_streams, size_of(table.key.param));
-    if (momentum_at >= 0) widths[momentum_at] = size_of(table.key.momentum);
+    if (table.key == key) return table;
+  }
+  Table table;
+  table.key = key;
+  for (const Column* column : request.streams) table.widths.push_back(size_of(column->dtype[item]));
+  if (device_.cuda) {
+    table.cuda = find_cuda_kernel(key);
+    if (table.cuda.launch == nullptr) throw UnsupportedTypes(item, key);
+  } else {
+    table.cpu = find_cpu_kernel(key);
+    if (table.cpu == nullptr) throw UnsupportedTypes(item, key);
+  }
+  tables.push_back(std::move(table));
+  return tables.back();
+}
+
+Plan::Tables Plan::build(const Request& request) const {
+  Tables tables;
+  const size_t n_streams = request.streams.size();
+  std::vector<void*> at(n_streams);
+  for (size_t i = 0; i < sizes_.size(); ++i) {
+    if (sizes_[i] == 0) continue;
+    if (request.which != Which::all &&
+        (grads.at[i] != nullptr) != (request.which == Which::with_gradient)) {
+      continue;
+    }
+    Table& table = table_for(tables, request, i);
+    const bool first = !request.first_step.empty() && request.first_step[i] != 0;
+    Row row{sizes_[i], 0, 0, static_cast<uint8_t>(first ? kFirstStep : 0), groups_[i]};
+    bool follows = !table.rows.empty() && table.rows.back().flags == row.flags &&
+                   table.rows.back().setting == row.setting;
+    for (size_t s = 0; s < n_streams; ++s) {
+      at[s] = request.streams[s]->at[i];
+      follows = follows && offset(table.pointers[table.pointers.size() - n_streams + s],
+                                  table.rows.back().size * table.widths[s]) == at[s];
+      table.bytes += row.size * table.widths[s];
+    }
+    if (follows) {
+      table.rows.back().size += row.size;
+    } else {
+      table.rows.push_back(row);
+      table.pointers.insert(table.pointers.end(), at.begin(), at.end());
+    }
+  }
+  for (Table& table : tables) {
     uint64_t n_chunks = 0;
     for (size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = table.rows[r];
-      const int head = aligned_head(&table.pointers[r * n_streams], widths.data(), n_streams);
-      row.aligned = head >= 0;
-      row.head = static_cast<uint8_t>(head > 0 ? head : 0);
+      const int head = aligned_head(&table.pointers[r * n_streams], table.widths);
+      if (head >= 0) row.flags |= kAligned;
+      row.head = static_cast<uint8_t>(std::max(head, 0));
       row.first_chunk = static_cast<uint32_t>(n_chunks);
       n_chunks += chunks_of(row.size, row.head);
     }
@@ -136,109 +182,145 @@ Plan::Tables Plan::build(const Request& request) const {
   return tables;
 }
 
-void Plan::launch(const Tables& tables, const Hyper& hyper, void* stream) {
-  for (const Table& table : tables) {
-    const TableView view{table.rows.data(),
+void Plan::run(const Request& request, const std::vector<Setting>& settings, void* stream) {
+  const Settings view{settings.data(), static_cast<int>(settings.size())};
+  for (const Table& table : resolve(request)) {
+    const TableView rows{table.rows.data(),
                          table.pointers.data(),
                          static_cast<uint32_t>(table.rows.size()),
-                         table.n_streams,
+                         static_cast<uint32_t>(table.widths.size()),
                          0,
                          table.n_chunks};
-    last_rows_ += view.n_rows;
+    last_rows_ += rows.n_rows;
     if (device_.cuda) {
-      last_launches_ += launch_cuda(table.cuda, view, hyper, device_.index, stream);
+      last_launches_ += launch_cuda(table.cuda, rows, view, device_.index, stream);
     } else {
       const bool parallel = table.bytes >= kParallelBytes && threads_are_safe();
-      table.cpu(view, hyper, {parallel, table.bytes >= kStreamOutputBytes});
+      table.cpu(rows, view, {parallel, table.bytes >= kStreamOutputBytes});
       ++last_launches_;
     }
   }
 }
 
-void Plan::run(const Request& request, const Hyper& hyper, void* stream) {
-  last_launches_ = 0;
-  last_rows_ = 0;
-  launch(resolve(request), hyper, stream);
+void Plan::copy_some(const Column& from, const Column& to, Which which, void* stream) {
+  const Operation operation = from.dtype == to.dtype ? Operation::copy : Operation::cast;
+  run({operation, {&from, &to}, which, {}}, std::vector<Setting>(n_groups_), stream);
 }
 
-void Plan::copy(const Column& from, const Column& to, void* stream, Which which) {
-  launch(resolve({Operation::copy, {&from, &to}, which, {}}), Hyper{}, stream);
-}
-
-void Plan::predict_(double lr, double steps, void* stream) {
-  last_launches_ = 0;
-  last_rows_ = 0;
-  if (lr * steps == 0.0) return;  // W - 0*v, but without turning 0*inf into NaN
-  Hyper hyper;
-  hyper.lr = lr;
-  hyper.steps = steps;
-  run({Operation::predict, {&params, &momentum, &params}, Which::all, {}}, hyper, stream);
-}
-
-void Plan::predict(double lr, double steps, size_t out, void* stream) {
-  if (lr * steps == 0.0) {
-    last_launches_ = 0;
-    last_rows_ = 0;
-    return copy(params, outs.at(out), stream);
-  }
-  Hyper hyper;
-  hyper.lr = lr;
-  hyper.steps = steps;
-  run({Operation::predict, {&params, &momentum, &outs.at(out)}, Which::all, {}}, hyper, stream);
-}
-
-void Plan::stash(void* stream) {
-  run({Operation::copy, {&params, &stashed}, Which::all, {}}, Hyper{}, stream);
-}
-
-void Plan::restore_(void* stream) {
-  run({Operation::copy, {&stashed, &params}, Which::all, {}}, Hyper{}, stream);
+void Plan::copy(const Column& from, const Column& to, void* stream) {
+  begin_call();
+  copy_some(from, to, Which::all, stream);
 }
 
 void Plan::swap_(void* stream) {
-  run({Operation::swap, {&params, &stashed}, Which::all, {}}, Hyper{}, stream);
+  begin_call();
+  run({Operation::swap, {&params, &stashed}, Which::all, {}}, std::vector<Setting>(n_groups_),
+      stream);
 }
 
-void Plan::stash_predict_(double lr, double steps, void* stream) {
-  if (lr * steps == 0.0) return stash(stream);
-  Hyper hyper;
-  hyper.lr = lr;
-  hyper.steps = steps;
-  run({Operation::stash_predict, {&params, &momentum, &stashed}, Which::all, {}}, hyper, stream);
-}
-
-void Plan::sgd_step_(Hyper hyper, const std::vector<uint8_t>& first_step,
-                     const std::vector<Prediction>& predictions, void* stream) {
-  last_launches_ = 0;
-  last_rows_ = 0;
-  bool all_gradients = true;
-  for (const void* g : grads) all_gradients &= g != nullptr;
-  const Which stepped = all_gradients ? Which::all : Which::with_gradient;
-  if (hyper.momentum == 0.0) {
-    launch(resolve({Operation::sgd_plain, {&params, &grads}, stepped, {}}), hyper, stream);
+void Plan::predict_some(const Family& family, const Terms& terms, const Column& out, Which which,
+                        void* stream) {
+  if (is_identity(terms)) {
+    if (&out != &params) copy_some(params, out, which, stream);
     return;
   }
-  Request request{Operation::sgd_momentum, {&params, &grads, &momentum}, stepped, first_step};
-  for (const Prediction& p : predictions) {
-    if (hyper.n_outs == kMaxOuts) break;
-    request.streams.push_back(&outs.at(p.out));
-    hyper.out_steps[hyper.n_outs++] = p.steps;
+  std::vector<Setting> settings(n_groups_);
+  append(settings, terms);
+  if (!family.adam) {
+    return run({Operation::sgd_predict, {&params, &momentum, &out}, which, {}}, settings, stream);
   }
-  launch(resolve(request), hyper, stream);
-  // What one kernel cannot write takes a pass each, with the same bits: both read stored values.
-  for (size_t j = kMaxOuts; j < predictions.size(); ++j) {
-    const Column& out = outs.at(predictions[j].out);
-    hyper.steps = predictions[j].steps;
-    if (hyper.lr * hyper.steps == 0.0) {
-      copy(params, out, stream, stepped);
-    } else {
-      launch(resolve({Operation::predict, {&params, &momentum, &out}, stepped, {}}), hyper, stream);
+  for (size_t g = 0; g < n_groups_; ++g) settings[g].eps = family.eps.at(g);
+  run({Operation::adam_predict, {&params, &momentum, &second, &out}, which, {}}, settings, stream);
+}
+
+void Plan::predict(const Family& family, const Terms& terms, const Column& out, void* stream) {
+  begin_call();
+  predict_some(family, terms, out, Which::all, stream);
+}
+
+void Plan::stash_predict_(const Family& family, const Terms& terms, void* stream) {
+  begin_call();
+  if (family.adam || is_identity(terms)) {
+    copy_some(params, stashed, Which::all, stream);
+    return predict_some(family, terms, params, Which::all, stream);
+  }
+  std::vector<Setting> settings(n_groups_);
+  append(settings, terms);
+  run({Operation::sgd_stash_predict, {&params, &momentum, &stashed}, Which::all, {}}, settings,
+      stream);
+}
+
+void Plan::extrapolate(double steps, const Column& out, void* stream) {
+  begin_call();
+  if (steps == 0.0) {
+    if (&out != &params) copy_some(params, out, Which::all, stream);
+    return;
+  }
+  std::vector<Setting> settings(n_groups_);
+  for (Setting& s : settings) s.terms[0].momentum = steps;
+  run({Operation::extrapolate, {&params, &stashed, &out}, Which::all, {}}, settings, stream);
+}
+
+void Plan::step(Request request, std::vector<Setting> settings, const Family& family,
+                const std::vector<Prediction>& predictions, void* stream) {
+  begin_call();
+  const bool all_gradients =
+      std::all_of(grads.at.begin(), grads.at.end(), [](const void* g) { return g != nullptr; });
+  request.which = all_gradients ? Which::all : Which::with_gradient;
+  // What the step writes: outputs of one element type, as many as one kernel takes. The rest takes
+  // a pass each, with the same bits, since both read stored values; but the gradient is gone by
+  // then.
+  std::vector<const Prediction*> later;
+  const size_t n_state = request.streams.size();
+  for (const Prediction& p : predictions) {
+    const Column& out = outs.at(p.out);
+    const bool same_type =
+        request.streams.size() == n_state || out.dtype == request.streams.back()->dtype;
+    int terms = 0;
+    for (const Setting& s : settings) terms = std::max(terms, terms_of(s));
+    const bool fits = same_type && settings[0].n_outs < kMaxOuts &&
+                      terms + std::max<size_t>(longest(p.terms), 1) <= kMaxTerms;
+    if (!fits && needs_gradient(p.terms)) {
+      throw std::invalid_argument(
+          "a second-order prediction has to be written by the step itself: ask for fewer outputs, "
+          "all of one element type");
     }
+    if (fits) {
+      request.streams.push_back(&out);
+      append(settings, p.terms);
+    } else {
+      later.push_back(&p);
+    }
+  }
+  for (const Prediction* p : later) {
+    if (longest(p->terms) > kMaxTerms) throw std::invalid_argument("more than 64 updates ahead");
+  }
+  run(request, settings, stream);
+  for (const Prediction* p : later) {
+    predict_some(family, p->terms, outs.at(p->out), request.which, stream);
   }
   if (all_gradients) return;
   for (const Prediction& p : predictions) {
-    copy(params, outs.at(p.out), stream, Which::without_gradient);
+    copy_some(params, outs.at(p.out), Which::without_gradient, stream);
   }
+}
+
+void Plan::sgd_step_(const std::vector<Setting>& settings, const std::vector<uint8_t>& first_step,
+                     bool with_momentum, const std::vector<Prediction>& predictions, void* stream) {
+  if (!with_momentum) {
+    return step({Operation::sgd_plain, {&params, &grads}, Which::all, {}}, settings, {}, {},
+                stream);
+  }
+  step({Operation::sgd_momentum, {&params, &grads, &momentum}, Which::all, first_step}, settings,
+       {}, predictions, stream);
+}
+
+void Plan::adam_step_(const std::vector<Setting>& settings,
+                      const std::vector<Prediction>& predictions, void* stream) {
+  Family family{true, {}};
+  for (const Setting& s : settings) family.eps.push_back(s.eps);
+  step({Operation::adam_step, {&params, &grads, &momentum, &second}, Which::all, {}}, settings,
+       family, predictions, stream);
 }
 
 }  // namespace spectrain

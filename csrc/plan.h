@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -17,44 +18,63 @@ struct Device {
   bool operator==(const Device& other) const { return cuda == other.cuda && index == other.index; }
 };
 
-// One position of the lists: params[i] and everything that belongs to it.
-struct Item {
-  int64_t size;  // elements
-  DType param;
-  DType momentum;
+// One list of arrays: an address and an element type for every parameter. Absent: no addresses.
+// An address may be null where a gradient is None.
+struct Column {
+  std::vector<void*> at;
+  std::vector<DType> dtype;
+  bool present() const { return !at.empty(); }
 };
 
-// Columns of a plan. An absent column is empty; a gradient may be null, nothing else may.
-using Column = std::vector<void*>;
+// No kernel takes these element types together.
+struct UnsupportedTypes : std::invalid_argument {
+  UnsupportedTypes(size_t item_, KernelKey key_)
+      : std::invalid_argument("no kernel takes these element types together"),
+        item(item_),
+        key(key_) {}
+  size_t item;
+  KernelKey key;
+};
 
 class Plan {
  public:
-  Plan(Device device, std::vector<Item> items) : device_(device), items_(std::move(items)) {}
+  // `sizes`: elements of every parameter; `groups`: which setting applies to it.
+  Plan(Device device, std::vector<int64_t> sizes, std::vector<uint16_t> groups);
 
-  Column params, momentum, stashed, grads;
+  Column params, momentum, second, stashed, grads;
   std::vector<Column> outs;
 
   // Call after `grads` changed: tables that hold gradients are resolved again at their next use.
   void gradients_changed();
 
-  void predict_(double lr, double steps, void* stream);
-  void predict(double lr, double steps, size_t out, void* stream);
-  void stash(void* stream);
-  void restore_(void* stream);
-  void swap_(void* stream);
-  void stash_predict_(double lr, double steps, void* stream);
-
+  // How far one prediction goes: its terms, for every group. No terms: the bits of the weights.
+  using Terms = std::vector<std::vector<Term>>;
   struct Prediction {
-    double steps;
-    size_t out;
+    size_t out;  // index into outs
+    Terms terms;
   };
-  // `first_step`: empty, or one flag per tensor (then hyper.first_step is not used).
-  void sgd_step_(Hyper hyper, const std::vector<uint8_t>& first_step,
-                 const std::vector<Prediction>& predictions, void* stream);
+
+  // Momentum SGD, or Adam with `eps` per group.
+  struct Family {
+    bool adam = false;
+    std::vector<double> eps = {};
+  };
+  void predict(const Family&, const Terms&, const Column& out, void* stream);
+  void stash_predict_(const Family&, const Terms&, void* stream);
+  void extrapolate(double steps, const Column& out, void* stream);
+  void copy(const Column& from, const Column& to, void* stream);
+  void swap_(void* stream);
+
+  // One setting per group. `first_step`: empty, or one flag per tensor (then the settings' own are
+  // not used).
+  void sgd_step_(const std::vector<Setting>&, const std::vector<uint8_t>& first_step,
+                 bool with_momentum, const std::vector<Prediction>&, void* stream);
+  void adam_step_(const std::vector<Setting>&, const std::vector<Prediction>&, void* stream);
 
   Device device() const { return device_; }
-  size_t size() const { return items_.size(); }
-  const Item& item(size_t i) const { return items_[i]; }
+  size_t size() const { return sizes_.size(); }
+  int64_t size_of_item(size_t i) const { return sizes_[i]; }
+  size_t n_groups() const { return n_groups_; }
   // Kernel launches and rows after merging that the last call took; tests hold them to account.
   int last_launches() const { return last_launches_; }
   int64_t last_rows() const { return last_rows_; }
@@ -65,11 +85,11 @@ class Plan {
     KernelKey key;
     std::vector<Row> rows;
     std::vector<void*> pointers;
-    uint32_t n_streams = 0;
+    std::vector<int> widths;  // bytes an element, per stream
     uint32_t n_chunks = 0;
     int64_t bytes = 0;
     CpuKernel cpu = nullptr;
-    CudaKernel cuda = nullptr;
+    CudaKernel cuda;
   };
   using Tables = std::vector<Table>;
 
@@ -94,12 +114,18 @@ class Plan {
 
   const Tables& resolve(const Request& request);
   Tables build(const Request& request) const;
-  void run(const Request& request, const Hyper& hyper, void* stream);
-  void launch(const Tables& tables, const Hyper& hyper, void* stream);
-  void copy(const Column& from, const Column& to, void* stream, Which which = Which::all);
+  Table& table_for(Tables& tables, const Request& request, size_t item) const;
+  void run(const Request& request, const std::vector<Setting>& settings, void* stream);
+  void copy_some(const Column& from, const Column& to, Which which, void* stream);
+  void predict_some(const Family&, const Terms&, const Column& out, Which which, void* stream);
+  void step(Request request, std::vector<Setting> settings, const Family&,
+            const std::vector<Prediction>&, void* stream);
+  void begin_call();
 
   Device device_;
-  std::vector<Item> items_;
+  std::vector<int64_t> sizes_;
+  std::vector<uint16_t> groups_;
+  size_t n_groups_ = 1;
   std::vector<std::unique_ptr<Resolved>> resolved_;
   int last_launches_ = 0;
   int64_t last_rows_ = 0;

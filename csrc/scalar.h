@@ -115,4 +115,8 @@ struct Narrow<BFloat16> {
 SPECTRAIN_HD float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 SPECTRAIN_HD double multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
 
+// Correctly rounded on both sides; nvcc's default for both (-prec-sqrt, -prec-div) is kept.
+SPECTRAIN_HD float square_root(float x) { return __builtin_sqrtf(x); }
+SPECTRAIN_HD double square_root(double x) { return __builtin_sqrt(x); }
+
 }  // namespace spectrain

@@ -18,9 +18,14 @@ struct Row {
   int64_t size;          // elements
   uint32_t first_chunk;  // of the whole table
   uint8_t head;          // elements before every stream is 16-byte aligned
-  uint8_t aligned;       // 0: the streams are never aligned together, go element by element
-  uint16_t flags;        // kFirstStep
+  uint8_t flags;         // kAligned, kFirstStep
+  uint16_t setting;      // which of the launch's settings applies: its parameter group's
 };
+
+// Without it the streams of a row are never aligned together: go element by element.
+constexpr unsigned kAligned = 1;
+// This tensor has no momentum yet: its buffer becomes the gradient.
+constexpr unsigned kFirstStep = 2;
 
 struct Range {
   int64_t begin, end;

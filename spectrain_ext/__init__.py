@@ -2,11 +2,14 @@
 
 import torch as _torch  # noqa: F401  # before _C, so that both use the OpenMP runtime torch brings
 
-from spectrain_ext import optim
+from spectrain_ext import laws, optim
 from spectrain_ext._C import build_info as _build_info
 from spectrain_ext.errors import OrderingError, StageError
 from spectrain_ext.method import Method, methods
 from spectrain_ext.ops import (
+    adam_predict,
+    adam_step_,
+    extrapolate,
     predict,
     predict_,
     restore_,
@@ -27,6 +30,10 @@ __all__ = [
     "Plan",
     "StageError",
     "__version__",
+    "adam_predict",
+    "adam_step_",
+    "extrapolate",
+    "laws",
     "methods",
     "optim",
     "predict",

@@ -23,6 +23,7 @@ class Role(IntEnum):
     GRADS = 2
     STASHED = 3
     OUT = 4
+    SECOND = 5
 
 
 class Lists:
@@ -59,9 +60,9 @@ class Lists:
         self._lists.append((int(role), name, writes, arrays))
         return arrays
 
-    def plan(self) -> _C.Plan:
+    def plan(self, groups: Sequence[int] | None = None) -> _C.Plan:
         """Validate all arguments and build the native plan they make."""
-        return _C.Plan(self._lists, self.single)
+        return _C.Plan(self._lists, () if groups is None else groups, self.single)
 
 
 def bump_versions(*lists: Sequence[object]) -> None:

@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 
 from spectrain_ext._lists import Gradients, Lists, Role, Tensors, bump_versions
+from spectrain_ext.laws import Horizon
+from spectrain_ext.numbers import Adam
+from spectrain_ext.plan import Plan
 
 T = TypeVar("T", Tensor, Sequence[Tensor])
 
@@ -41,7 +44,10 @@ def predict_(
     momentum_buffers: Tensors,
     *,
     lr: float,
-    steps: float,
+    steps: Horizon,
+    momentum: float | None = None,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
     stream: Any = None,
 ) -> None:
     """W <- W - lr*steps*v, in place: the weights expected `steps` updates ahead.
@@ -52,12 +58,21 @@ def predict_(
         params: W.
         momentum_buffers: v, of the same shapes and strides.
         lr: learning rate, >= 0.
-        steps: the version difference s (horizon) in updates, >= 0; 0 keeps the bits of W.
+        steps: the version difference s (horizon) in updates, >= 0; 0 keeps the bits of W. Or a law
+            of `spectrain_ext.laws`: linear, geometric, future learning rates.
+        momentum, weight_decay, nesterov: what the geometric laws have to know of the optimizer.
         stream: CUDA stream (anything with `__cuda_stream__`, or a handle); None: the current one.
     """
     lists = Lists(params, "params", writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
-    lists.plan().predict_(lr, steps, stream)
+    Plan.of(lists).predict_(
+        lr=lr,
+        steps=steps,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        stream=stream,
+    )
     bump_versions(lists.params)
 
 
@@ -66,18 +81,29 @@ def predict(
     momentum_buffers: Tensors,
     *,
     lr: float,
-    steps: float,
+    steps: Horizon,
+    momentum: float | None = None,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
     out: T | None = None,
     stream: Any = None,
 ) -> T:
     """Return W - lr*steps*v in `out`, or in new tensors with the layout of the parameters.
 
-    See `predict_`. `out` must not share memory with the inputs.
+    See `predict_`. `out` must not share memory with the inputs; beside float32 weights it may be
+    bfloat16 or float16 (working weights of a float32 master).
     """
     lists = Lists(params, "params", writes=False)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     result, written = _output(lists, Role.OUT, out)
-    lists.plan().predict(lr, steps, 0, stream)
+    Plan.of(lists).predict(
+        lr=lr,
+        steps=steps,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        stream=stream,
+    )
     bump_versions(written)
     return cast(T, result)
 
@@ -86,7 +112,7 @@ def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
     """Return a copy of the weights, bit for bit, in `out` or in new tensors of the same layout."""
     lists = Lists(params, "params", writes=False)
     result, written = _output(lists, Role.STASHED, out)
-    lists.plan().stash(stream)
+    Plan.of(lists).stash(stream=stream)
     bump_versions(written)
     return cast(T, result)
 
@@ -95,7 +121,7 @@ def restore_(params: Tensors, stashed: Tensors, *, stream: Any = None) -> None:
     """W <- stashed, bit for bit: the inverse of `stash`."""
     lists = Lists(params, "params", writes=True)
     lists.add(Role.STASHED, "stashed", stashed, writes=False)
-    lists.plan().restore_(stream)
+    Plan.of(lists).restore_(stream=stream)
     bump_versions(lists.params)
 
 
@@ -103,7 +129,7 @@ def swap_(a: Tensors, b: Tensors, *, stream: Any = None) -> None:
     """A <-> b, bit for bit, without a third buffer."""
     lists = Lists(a, "a", writes=True)
     written = lists.add(Role.STASHED, "b", b, writes=True)
-    lists.plan().swap_(stream)
+    Plan.of(lists).swap_(stream=stream)
     bump_versions(lists.params, written)
 
 
@@ -113,14 +139,24 @@ def stash_predict_(
     momentum_buffers: Tensors,
     *,
     lr: float,
-    steps: float,
+    steps: Horizon,
+    momentum: float | None = None,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
     stream: Any = None,
 ) -> None:
     """Stashed <- W and W <- W - lr*steps*v, in one pass over memory; see `predict_`."""
     lists = Lists(params, "params", writes=True)
     written = lists.add(Role.STASHED, "stashed", stashed, writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
-    lists.plan().stash_predict_(lr, steps, stream)
+    Plan.of(lists).stash_predict_(
+        lr=lr,
+        steps=steps,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        stream=stream,
+    )
     bump_versions(lists.params, written)
 
 
@@ -135,8 +171,10 @@ def sgd_step_(
     weight_decay: float = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
+    decoupled_weight_decay: bool = False,
+    ema: bool = False,
     first_step: bool | Sequence[bool] = False,
-    predict: Sequence[tuple[float, Tensors]] = (),
+    predict: Sequence[tuple[Horizon, Tensors]] = (),
     stream: Any = None,
 ) -> None:
     """One step of torch.optim.SGD that also writes predictions of the new weights, in one pass.
@@ -145,8 +183,11 @@ def sgd_step_(
 
         d = g (or -g with maximize) + weight_decay*W
         v = momentum*v + (1 - dampening)*d        (first_step: v = d)
-        W = W - lr*(d + momentum*v with nesterov, else v)
+        W = W - lr*v                              (nesterov: W - lr*d - lr*momentum*v)
         out_j = W - lr*steps_j*v                  for every (steps_j, out_j) in predict
+
+    With `ema` v = momentum*v + (1 - momentum)*d, as the SpecTrain paper writes it; with
+    `decoupled_weight_decay` d = g and W shrinks by 1 - lr*weight_decay before it moves.
 
     Predictions are made from the values as they were stored: the same bits as a later `predict`.
 
@@ -173,22 +214,155 @@ def sgd_step_(
         v = lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
         if momentum != 0.0:
             stepped.append(v)
-    horizons, outs = [], []
+    horizons, outs = _add_outs(lists, predict)
+    Plan.of(lists).sgd_step_(
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=maximize,
+        decoupled_weight_decay=decoupled_weight_decay,
+        ema=ema,
+        first_step=first_step,
+        predict=horizons,
+        stream=stream,
+    )
+    _bump_stepped(g, stepped, outs)
+
+
+def adam_step_(
+    params: Tensors,
+    grads: Gradients,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    lr: float,
+    step: int,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    momentum_decay: float | None = None,
+    mu_product: float = 1.0,
+    predict: Sequence[tuple[Horizon, Tensors]] = (),
+    stream: Any = None,
+) -> None:
+    """One step of Adam, AdamW or NAdam that also writes predictions, in one pass over memory.
+
+    The arithmetic of torch.optim, with fused multiply-adds::
+
+        d = g (or -g with maximize) + weight_decay*W          (AdamW: d = g, W shrinks first)
+        m = beta1*m + (1 - beta1)*d
+        u = beta2*u + (1 - beta2)*d*d
+        W = W - lr/(1 - beta1^step) * m / (sqrt(u)/sqrt(1 - beta2^step) + eps)
+        out_j = W - lr*steps_j/(1 - beta1^step) * m / (the same)   for every (steps_j, out_j)
+
+    Args:
+        params: W.
+        grads: g; bfloat16 or float16 beside float32 (master) weights. None leaves a tensor alone,
+            and its outs receive W.
+        exp_avgs: m.
+        exp_avg_sqs: u.
+        lr: learning rate, >= 0.
+        step: number of this update, counted from 1.
+        betas: (beta1, beta2), each in [0, 1).
+        eps: >= 0.
+        weight_decay: L2 penalty, or with `decoupled_weight_decay` AdamW's.
+        decoupled_weight_decay: AdamW.
+        maximize: step up the gradient.
+        momentum_decay: makes it NAdam (torch's schedule of mu); its usual value is 4e-3.
+        mu_product: NAdam's product of mu_1 to mu_step.
+        predict: pairs of a horizon (a number of updates, or a law of `spectrain_ext.laws`) and
+            outputs like the parameters, bfloat16 or float16 beside float32 ones. They are made from
+            the values as they were stored.
+        stream: CUDA stream; None: the current one.
+    """
+    lists = Lists(params, "params", writes=True)
+    g = lists.add(Role.GRADS, "grads", grads, writes=False)
+    m = lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
+    u = lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
+    horizons, outs = _add_outs(lists, predict)
+    numbers = Adam(
+        lr,
+        betas,
+        eps,
+        weight_decay,
+        step,
+        decoupled_weight_decay,
+        maximize,
+        momentum_decay,
+        mu_product,
+    )
+    Plan.of(lists).step_adam_([numbers], horizons, stream=stream)
+    _bump_stepped(g, [lists.params, m, u], outs)
+
+
+def adam_predict(
+    params: T,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    lr: float,
+    step: int,
+    steps: Horizon,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    out: T | None = None,
+    stream: Any = None,
+) -> T:
+    """Return the weights `steps` updates of Adam ahead, in `out` or in new tensors.
+
+    `step` is the number of the last update made. A number of steps is the linear law,
+    W - steps*lr*m_hat/(sqrt(u_hat) + eps) (PipeOptim, 2023); see `adam_step_` for the rest.
+    """
+    lists = Lists(params, "params", writes=False)
+    lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=False)
+    lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=False)
+    result, written = _output(lists, Role.OUT, out)
+    numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
+    Plan.of(lists).predict_with([numbers], steps, out=0, stream=stream)
+    bump_versions(written)
+    return cast(T, result)
+
+
+def extrapolate(
+    params: T,
+    previous: Tensors,
+    *,
+    steps: float,
+    out: T | None = None,
+    stream: Any = None,
+) -> T:
+    """Return W + steps*(W - previous): prediction by weight difference (LWP^w)."""
+    lists = Lists(params, "params", writes=False)
+    lists.add(Role.STASHED, "previous", previous, writes=False)
+    result, written = _output(lists, Role.OUT, out)
+    Plan.of(lists).extrapolate(steps=steps, stream=stream)
+    bump_versions(written)
+    return cast(T, result)
+
+
+def _add_outs(
+    lists: Lists, predict: Sequence[tuple[Horizon, Tensors]]
+) -> tuple[list[Horizon], list[tuple[object, ...]]]:
+    horizons: list[Horizon] = []
+    outs = []
     for j, pair in enumerate(predict):
         if not isinstance(pair, Sequence) or len(pair) != 2:
             raise TypeError(f"predict[{j}]: expected a pair (steps, out), got {pair!r}")
         horizons.append(pair[0])
         outs.append(lists.add(Role.OUT, f"predict[{j}].out", pair[1], writes=True))
-    lists.plan().sgd_step_(
-        lr,
-        momentum,
-        dampening,
-        weight_decay,
-        nesterov,
-        maximize,
-        first_step,
-        horizons,
-        stream,
-    )
-    changed = [i for i, grad in enumerate(g) if grad is not None]
+    return horizons, outs
+
+
+def _bump_stepped(
+    grads: tuple[object, ...],
+    stepped: Sequence[tuple[object, ...]],
+    outs: Sequence[tuple[object, ...]],
+) -> None:
+    changed = [i for i, grad in enumerate(grads) if grad is not None]
     bump_versions(*([arrays[i] for i in changed] for arrays in stepped), *outs)

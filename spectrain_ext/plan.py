@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from torch import Tensor
 
 from spectrain_ext._lists import Gradients, Lists, Role, Tensors
+from spectrain_ext.laws import Horizon, as_law, needs_momentum
+from spectrain_ext.numbers import Adam, Sgd, Term, non_negative
+
+Terms: TypeAlias = list[list[Term]]  # of every parameter group
 
 
 class Plan:
@@ -28,9 +32,15 @@ class Plan:
             on one device, each dense (any order of dimensions, no gaps, no overlap).
         momentum_buffers: v, one per parameter, of the same shape and strides, and of the same
             dtype, or float32 where the parameter has 16 bits.
-        grads: gradients, entries may be None. Without it `refresh()` reads `params[i].grad`.
+        exp_avgs: Adam's first moments, like `momentum_buffers` (the two exclude each other).
+        exp_avg_sqs: Adam's second moments, like `exp_avgs`.
+        grads: gradients, entries may be None; bfloat16 or float16 beside float32 (master) weights.
+            Without it `refresh()` reads `params[i].grad`.
         stashed: where `stash` keeps a version of the weights; like the parameters.
-        outs: a sequence of lists like the parameters; predictions are written there.
+        outs: a sequence of lists like the parameters; predictions are written there. bfloat16 or
+            float16 beside float32 weights.
+        groups: the parameter group of every tensor, from 0; one launch then takes the numbers of
+            all groups. None: one group.
 
     Raises:
         TypeError: something is not a dense tensor of a supported dtype.
@@ -42,13 +52,22 @@ class Plan:
         params: Tensors,
         *,
         momentum_buffers: Tensors | None = None,
+        exp_avgs: Tensors | None = None,
+        exp_avg_sqs: Tensors | None = None,
         grads: Gradients = None,
         stashed: Tensors | None = None,
         outs: Sequence[Tensors] = (),
+        groups: Sequence[int] | None = None,
     ) -> None:
         lists = Lists(params, "params", writes=True)
+        if momentum_buffers is not None and exp_avgs is not None:
+            raise ValueError("exp_avgs: momentum_buffers are given; a plan has one or the other")
         if momentum_buffers is not None:
             lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
+        if exp_avgs is not None:
+            lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
+        if exp_avg_sqs is not None:
+            lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
         if grads is not None:
             lists.add(Role.GRADS, "grads", grads, writes=False)
         if stashed is not None:
@@ -57,16 +76,180 @@ class Plan:
             raise TypeError("outs: expected a sequence of outputs, got one tensor")
         for j, out in enumerate(outs):
             lists.add(Role.OUT, f"outs[{j}]", out, writes=True)
+        self._take(lists, groups)
+
+    def _take(self, lists: Lists, groups: Sequence[int] | None) -> None:
         self._single = lists.single
-        self._native = lists.plan()
+        self._native = lists.plan(groups)
+        self._n_groups: int = self._native.n_groups
 
-    def predict_(self, *, lr: float, steps: float, stream: Any = None) -> None:
-        """W <- W - lr*steps*v in place (SpecTrain, arXiv 1809.02839); steps == 0 keeps the bits."""
-        self._native.predict_(lr, steps, stream)
+    @classmethod
+    def of(cls, lists: Lists) -> Plan:
+        """The plan of one call, of lists that name what may be written. For operators."""
+        plan = cls.__new__(cls)
+        plan._take(lists, None)
+        return plan
 
-    def predict(self, *, lr: float, steps: float, out: int = 0, stream: Any = None) -> None:
-        """outs[out] <- W - lr*steps*v. steps == 0 copies the bits of W."""
-        self._native.predict(lr, steps, out, stream)
+    # Momentum SGD, in one group.
+
+    def predict_(
+        self,
+        *,
+        lr: float,
+        steps: Horizon,
+        momentum: float | None = None,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        stream: Any = None,
+    ) -> None:
+        """W <- W - lr*steps*v in place (SpecTrain, arXiv 1809.02839); steps == 0 keeps the bits.
+
+        `steps` may be a law of `spectrain_ext.laws`; the geometric ones need `momentum` and, where
+        there is any, `weight_decay` and `nesterov`.
+        """
+        terms = self._sgd_terms(lr, steps, momentum, weight_decay, nesterov)
+        self._native.predict_(terms, (), stream)
+
+    def predict(
+        self,
+        *,
+        lr: float,
+        steps: Horizon,
+        out: int = 0,
+        momentum: float | None = None,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        stream: Any = None,
+    ) -> None:
+        """outs[out] <- W - lr*steps*v, see `predict_`. steps == 0 copies the bits of W."""
+        terms = self._sgd_terms(lr, steps, momentum, weight_decay, nesterov)
+        self._native.predict(terms, (), out, stream)
+
+    def stash_predict_(
+        self,
+        *,
+        lr: float,
+        steps: Horizon,
+        momentum: float | None = None,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        stream: Any = None,
+    ) -> None:
+        """Stashed <- W and W <- W - lr*steps*v, in one pass, see `predict_`."""
+        terms = self._sgd_terms(lr, steps, momentum, weight_decay, nesterov)
+        self._native.stash_predict_(terms, (), stream)
+
+    def sgd_step_(
+        self,
+        *,
+        lr: float,
+        momentum: float,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        ema: bool = False,
+        first_step: bool | Sequence[bool] = False,
+        predict: Sequence[Horizon | None] = (),
+        stream: Any = None,
+    ) -> None:
+        """One step of SGD that also writes predictions; see `spectrain_ext.sgd_step_`.
+
+        Args:
+            predict: the horizon of every prediction: outs[j] <- W' - lr*predict[j]*v', or what a
+                law of `spectrain_ext.laws` says; None leaves outs[j] alone.
+        """
+        numbers = Sgd(
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize,
+            decoupled_weight_decay,
+            ema,
+        )
+        self.step_sgd_([numbers] * self._n_groups, first_step, predict, stream=stream)
+
+    # Any rule, with the numbers of every group.
+
+    def step_sgd_(
+        self,
+        groups: Sequence[Sgd],
+        first_step: bool | Sequence[bool] = False,
+        predict: Sequence[Horizon | None] = (),
+        *,
+        stream: Any = None,
+    ) -> None:
+        """`sgd_step_` with the numbers of every parameter group, in one launch.
+
+        Groups with and without momentum exclude each other in one plan.
+        """
+        self._check_groups(groups)
+        with_momentum = groups[0].momentum != 0.0
+        if any((group.momentum != 0.0) != with_momentum for group in groups):
+            raise ValueError("momentum: expected it to be 0 in all groups of a plan, or in none")
+        self._check_predict(predict)
+        predictions = []
+        for j, steps in enumerate(predict):
+            if steps is None:
+                continue
+            if not with_momentum:
+                raise ValueError("predict: a prediction needs momentum > 0")
+            law = as_law(steps, f"predict[{j}]")
+            predictions.append((j, [law.sgd(numbers) for numbers in groups]))
+        settings = [numbers.setting() for numbers in groups]
+        self._native.sgd_step_(settings, with_momentum, first_step, predictions, stream)
+
+    def step_adam_(
+        self,
+        groups: Sequence[Adam],
+        predict: Sequence[Horizon | None] = (),
+        *,
+        stream: Any = None,
+    ) -> None:
+        """One step of Adam, AdamW or NAdam, with the numbers of every group, in one launch.
+
+        See `spectrain_ext.adam_step_`; predictions as in `sgd_step_`.
+        """
+        self._check_groups(groups)
+        self._check_predict(predict)
+        predictions = []
+        for j, steps in enumerate(predict):
+            if steps is not None:
+                law = as_law(steps, f"predict[{j}]")
+                predictions.append((j, [law.adam(numbers) for numbers in groups]))
+        settings = [numbers.setting() for numbers in groups]
+        self._native.adam_step_(settings, predictions, stream)
+
+    def predict_with(
+        self,
+        groups: Sequence[Sgd] | Sequence[Adam],
+        steps: Horizon,
+        *,
+        out: int | None = None,
+        stream: Any = None,
+    ) -> None:
+        """outs[out], or W itself (None), <- the prediction of a law under the groups' rule."""
+        terms, eps = self._terms(groups, steps)
+        if out is None:
+            self._native.predict_(terms, eps, stream)
+        else:
+            self._native.predict(terms, eps, out, stream)
+
+    def stash_predict_with(
+        self, groups: Sequence[Sgd] | Sequence[Adam], steps: Horizon, *, stream: Any = None
+    ) -> None:
+        """Stashed <- W and W <- the prediction of a law under the groups' rule."""
+        terms, eps = self._terms(groups, steps)
+        self._native.stash_predict_(terms, eps, stream)
+
+    def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
+        """outs[out] <- W + steps*(W - stashed): prediction by weight difference."""
+        self._native.extrapolate(non_negative("steps", steps), out, stream)
+
+    # Versions of the weights.
 
     def stash(self, *, stream: Any = None) -> None:
         """Stashed <- W, bit for bit."""
@@ -80,40 +263,9 @@ class Plan:
         """W <-> stashed, bit for bit, in place."""
         self._native.swap_(stream)
 
-    def stash_predict_(self, *, lr: float, steps: float, stream: Any = None) -> None:
-        """Stashed <- W and W <- W - lr*steps*v, in one pass."""
-        self._native.stash_predict_(lr, steps, stream)
-
-    def sgd_step_(
-        self,
-        *,
-        lr: float,
-        momentum: float,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        maximize: bool = False,
-        first_step: bool | Sequence[bool] = False,
-        predict: Sequence[float | None] = (),
-        stream: Any = None,
-    ) -> None:
-        """One step of SGD that also writes predictions; see `spectrain_ext.sgd_step_`.
-
-        Args:
-            predict: the horizon of every prediction, outs[j] <- W' - lr*predict[j]*v'; None leaves
-                outs[j] alone.
-        """
-        self._native.sgd_step_(
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize,
-            first_step,
-            predict,
-            stream,
-        )
+    def write_out(self, *, out: int = 0, stream: Any = None) -> None:
+        """outs[out] <- W, rounded where the output is narrower."""
+        self._native.write_out(out, stream)
 
     def refresh(self, grads: Gradients = None) -> None:
         """Read the gradients' addresses again, or take other gradients.
@@ -129,5 +281,65 @@ class Plan:
             arrays = (grads,) if self._single else tuple(grads)
             self._native.set_gradients(arrays)
 
+    def _sgd_terms(
+        self,
+        lr: float,
+        steps: Horizon,
+        momentum: float | None,
+        weight_decay: float,
+        nesterov: bool,
+    ) -> Terms:
+        rate = non_negative("lr", lr)
+        if isinstance(steps, (int, float)):  # the common case, without a detour
+            distance = rate * non_negative("steps", steps)
+            return [[Term(1.0, distance)] if distance else []] * self._n_groups
+        law = as_law(steps)
+        if momentum is None:
+            if needs_momentum(law):
+                raise ValueError(f"momentum: {law} needs it")
+            momentum = 1.0
+        numbers = Sgd(rate, momentum, 0.0, weight_decay, nesterov)
+        terms = law.sgd(numbers)
+        _refuse_gradient([terms])
+        return [terms] * self._n_groups
+
+    def _terms(
+        self, groups: Sequence[Sgd] | Sequence[Adam], steps: Horizon
+    ) -> tuple[Terms, tuple[float, ...]]:
+        self._check_groups(groups)
+        law = as_law(steps)
+        terms: Terms = []
+        eps: list[float] = []
+        for numbers in groups:
+            if isinstance(numbers, Adam):
+                terms.append(law.adam(numbers))
+                eps.append(numbers.eps)
+            else:
+                if numbers.momentum == 0.0:
+                    raise ValueError("momentum: a prediction needs momentum > 0")
+                terms.append(law.sgd(numbers))
+        _refuse_gradient(terms)
+        return terms, tuple(eps)
+
+    def _check_groups(self, groups: Sequence[Sgd] | Sequence[Adam]) -> None:
+        if len(groups) != self._n_groups:
+            raise ValueError(
+                f"groups: expected the numbers of {self._n_groups} groups, got {len(groups)}"
+            )
+
+    def _check_predict(self, predict: Sequence[Horizon | None]) -> None:
+        if len(predict) > self._native.n_outs:
+            raise ValueError(
+                f"predict: expected at most one entry for each of the {self._native.n_outs} outs, "
+                f"got {len(predict)}"
+            )
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Plan holds addresses and cannot be pickled or copied; make a new one")
+
+
+def _refuse_gradient(terms: Terms) -> None:
+    if any(term.gradient for group in terms for term in group):
+        raise ValueError(
+            "steps: a second-order prediction needs the gradient; let the step write it (predict=)"
+        )

@@ -48,11 +48,11 @@ py::object gradient_of(py::handle param) {
 
 }  // namespace
 
-Arrays::Arrays(std::vector<ArrayList> lists, bool single)
+Arrays::Arrays(std::vector<ArrayList> lists, const std::vector<int>& groups, bool single)
     : single_(single), params_(lists.at(0).arrays), params_name_(lists.at(0).name) {
   const size_t n = params_.size();
-  std::vector<Item> items(n);
-  Column params(n);
+  std::vector<int64_t> sizes(n);
+  Column params{std::vector<void*>(n), std::vector<DType>(n)};
   for (size_t i = 0; i < n; ++i) {
     const Place place{params_name_, static_cast<py::ssize_t>(i), single_};
     const Borrowed b = borrow(params_[i], place);
@@ -72,11 +72,32 @@ Arrays::Arrays(std::vector<ArrayList> lists, bool single)
     layouts_.push_back({b.dtype, b.ndim, extents_.size()});
     extents_.insert(extents_.end(), b.shape, b.shape + b.ndim);
     extents_.insert(extents_.end(), b.strides, b.strides + b.ndim);
-    items[i] = {b.size, b.dtype, b.dtype};
-    params[i] = b.data;
+    sizes[i] = b.size;
+    params.at[i] = b.data;
+    params.dtype[i] = b.dtype;
+  }
+  std::vector<uint16_t> group_of(n, 0);
+  if (!groups.empty()) {
+    if (groups.size() != n) {
+      throw py::value_error("groups: expected one entry per tensor, " + std::to_string(n) +
+                            ", got " + std::to_string(groups.size()));
+    }
+    for (size_t i = 0; i < n; ++i) {
+      if (groups[i] < 0 || groups[i] > UINT16_MAX) {
+        throw py::value_error("groups[" + std::to_string(i) + "]: expected 0 to 65535, got " +
+                              std::to_string(groups[i]));
+      }
+      group_of[i] = static_cast<uint16_t>(groups[i]);
+    }
+  }
+  plan = std::make_unique<Plan>(device_, std::move(sizes), std::move(group_of));
+  plan->params = std::move(params);
+  // Before anything of a prediction list is known, its place: columns do not move afterwards.
+  for (const ArrayList& list : lists) {
+    if (list.role == Role::out) plan->outs.emplace_back();
   }
 
-  std::vector<std::pair<Role, Column>> columns;
+  size_t outs = 0;
   for (size_t l = 1; l < lists.size(); ++l) {
     const ArrayList& list = lists[l];
     if (list.arrays.size() != n) {
@@ -87,24 +108,16 @@ Arrays::Arrays(std::vector<ArrayList> lists, bool single)
       grads_name_ = list.name;
       continue;
     }
-    Column column(n);
+    Column* column = column_of(list.role, &outs);
     for (size_t i = 0; i < n; ++i) {
       const Place place{list.name, static_cast<py::ssize_t>(i), single_};
       const Borrowed b = borrow(list.arrays[i], place);
-      column[i] = check(b, place, list.role, i);
-      if (list.role == Role::momentum) items[i].momentum = b.dtype;
+      check(b, place, list.role, i);
+      column->at.push_back(b.data);
+      column->dtype.push_back(b.dtype);
     }
-    columns.emplace_back(list.role, std::move(column));
   }
-
-  plan = std::make_unique<Plan>(device_, std::move(items));
-  plan->params = std::move(params);
-  for (auto& [role, column] : columns) {
-    if (role == Role::momentum) plan->momentum = std::move(column);
-    if (role == Role::stashed) plan->stashed = std::move(column);
-    if (role == Role::out) plan->outs.push_back(std::move(column));
-  }
-  plan->grads.assign(n, nullptr);
+  plan->grads = {std::vector<void*>(n, nullptr), plan->params.dtype};
   from_parameter_.assign(n, true);
   kept_ = std::move(lists);
   check_overlap();
@@ -115,19 +128,50 @@ Arrays::Arrays(std::vector<ArrayList> lists, bool single)
   }
 }
 
+Column* Arrays::column_of(Role role, size_t* outs) const {
+  switch (role) {
+    case Role::params:
+      return &plan->params;
+    case Role::momentum:
+      return &plan->momentum;
+    case Role::second:
+      return &plan->second;
+    case Role::grads:
+      return &plan->grads;
+    case Role::stashed:
+      return &plan->stashed;
+    case Role::out:
+      break;
+  }
+  return &plan->outs[(*outs)++];
+}
+
+std::string Arrays::describe(const UnsupportedTypes& error) const {
+  const Place place{params_name_, static_cast<py::ssize_t>(error.item), single_};
+  return place.text() + ": no kernel takes " + name_of(error.key.w) + " weights with " +
+         name_of(error.key.g) + " gradients, " + name_of(error.key.s) + " state and " +
+         name_of(error.key.o) + " outputs together";
+}
+
 bool Arrays::has(Role role) const {
   return std::any_of(kept_.begin(), kept_.end(),
                      [&](const ArrayList& list) { return list.role == role; });
 }
 
-void* Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) const {
+void Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) const {
   const Place param{params_name_, place.index, single_};
   const Layout& layout = layouts_[i];
-  const bool sixteen_bit = size_of(layout.dtype) == 2;
-  if (b.dtype != layout.dtype &&
-      !(role == Role::momentum && sixteen_bit && b.dtype == DType::float32)) {
+  // State may be wider than 16-bit parameters; gradients and outputs narrower than float32 ones.
+  const bool state = role == Role::momentum || role == Role::second;
+  const bool wider = state && size_of(layout.dtype) == 2;
+  const bool narrower =
+      (role == Role::grads || role == Role::out) && layout.dtype == DType::float32;
+  if (b.dtype != layout.dtype && !(wider && b.dtype == DType::float32) &&
+      !(narrower && size_of(b.dtype) == 2)) {
     throw py::value_error(place.text() + ": expected " + name_of(layout.dtype) +
-                          (role == Role::momentum && sixteen_bit ? " or float32" : "") +
+                          (wider      ? " or float32"
+                           : narrower ? ", bfloat16 or float16"
+                                      : "") +
                           ", the dtype of " + param.text() + ", got " + name_of(b.dtype));
   }
   if (!(b.device == device_)) {
@@ -152,7 +196,6 @@ void* Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) 
                             (has_internal_overlap(b) ? " (an expanded view overlaps itself)" : ""));
     }
   }
-  return b.data;
 }
 
 // Two arrays may share memory only where both are read and never written. Gradients come later.
@@ -167,15 +210,10 @@ void Arrays::check_overlap() {
   for (size_t l = 0; l < kept_.size(); ++l) {
     const Role role = kept_[l].role;
     if (role == Role::grads) continue;
-    const Column& column = role == Role::params     ? plan->params
-                           : role == Role::momentum ? plan->momentum
-                           : role == Role::stashed  ? plan->stashed
-                                                    : plan->outs[outs++];
-    for (size_t i = 0; i < column.size(); ++i) {
-      const Item& item = plan->item(i);
-      const int64_t bytes =
-          item.size * size_of(role == Role::momentum ? item.momentum : item.param);
-      const auto* begin = static_cast<const char*>(column[i]);
+    const Column& column = *column_of(role, &outs);
+    for (size_t i = 0; i < column.at.size(); ++i) {
+      const int64_t bytes = plan->size_of_item(i) * size_of(column.dtype[i]);
+      const auto* begin = static_cast<const char*>(column.at[i]);
       if (bytes > 0) intervals.push_back({begin, begin + bytes, l, i, kept_[l].writes});
     }
   }
@@ -210,8 +248,8 @@ py::value_error Arrays::overlap(size_t list, size_t i, size_t other_list, size_t
       Place{kept_[other_list].name, static_cast<py::ssize_t>(j), single_}.text());
 }
 
-void Arrays::check_gradient_overlap(const char* begin, size_t i) const {
-  const char* end = begin + plan->item(i).size * size_of(plan->item(i).param);
+void Arrays::check_gradient_overlap(const char* begin, int64_t bytes, size_t i) const {
+  const char* end = begin + bytes;
   auto next = std::upper_bound(written_.begin(), written_.end(), begin,
                                [](const char* at, const Written& w) { return at < w.begin; });
   if (next != written_.begin() && std::prev(next)->end > begin) --next;
@@ -227,15 +265,19 @@ Column Arrays::borrow_gradients(const py::tuple& grads) const {
     throw py::value_error(grads_name_ + ": expected as many tensors as " + params_name_ + ", " +
                           std::to_string(params_.size()) + ", got " + std::to_string(grads.size()));
   }
-  Column column(grads.size(), nullptr);
+  Column column{std::vector<void*>(grads.size(), nullptr), plan->params.dtype};
   static char empty;  // stands for the address of an empty gradient, which is null, but not None
   for (size_t i = 0; i < grads.size(); ++i) {
     const py::handle grad = PyTuple_GET_ITEM(grads.ptr(), static_cast<py::ssize_t>(i));
     if (grad.is_none()) continue;
     const Place place{grads_name_, static_cast<py::ssize_t>(i), single_};
-    void* data = check(borrow(grad, place), place, Role::grads, i);
-    column[i] = data != nullptr ? data : &empty;
-    if (column[i] != plan->grads[i]) check_gradient_overlap(static_cast<const char*>(data), i);
+    const Borrowed b = borrow(grad, place);
+    check(b, place, Role::grads, i);
+    column.at[i] = b.data != nullptr ? b.data : &empty;
+    column.dtype[i] = b.dtype;
+    if (column.at[i] != plan->grads.at[i]) {
+      check_gradient_overlap(static_cast<const char*>(b.data), b.size * size_of(b.dtype), i);
+    }
   }
   return column;
 }
@@ -252,7 +294,7 @@ void Arrays::take_gradients(const py::tuple& grads) {
   Column column = borrow_gradients(grads);
   grads_ = grads;
   gradients_known_ = true;
-  if (column != plan->grads) {
+  if (column.at != plan->grads.at || column.dtype != plan->grads.dtype) {
     plan->grads = std::move(column);
     plan->gradients_changed();
   }

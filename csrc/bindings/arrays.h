@@ -11,7 +11,7 @@
 
 namespace spectrain {
 
-enum class Role : int { params = 0, momentum = 1, grads = 2, stashed = 3, out = 4 };
+enum class Role : int { params = 0, momentum = 1, grads = 2, stashed = 3, out = 4, second = 5 };
 
 // One argument: a sequence of arrays, as long as the parameters.
 struct ArrayList {
@@ -25,7 +25,8 @@ struct ArrayList {
 // TypeError or ValueError that names argument, index, what was expected and what came.
 class Arrays {
  public:
-  Arrays(std::vector<ArrayList> lists, bool single);
+  // `groups`: the parameter group of every tensor; empty: all in group 0.
+  Arrays(std::vector<ArrayList> lists, const std::vector<int>& groups, bool single);
 
   // Replaces the gradients (entries may be None). On an error the old ones stay.
   void set_gradients(const py::tuple& grads);
@@ -34,6 +35,8 @@ class Arrays {
   void refresh();
 
   bool has(Role role) const;
+  // What an operation that no kernel exists for was asked to do, in the arguments' names.
+  std::string describe(const UnsupportedTypes& error) const;
   bool has_gradients() const { return gradients_known_; }
   size_t n_outs() const { return plan->outs.size(); }
   py::handle first() const { return params_.empty() ? py::handle(Py_None) : params_[0]; }
@@ -47,11 +50,12 @@ class Arrays {
     int ndim;
     size_t at;  // into extents_: ndim sizes, then ndim strides
   };
-  void* check(const Borrowed& b, const Place& place, Role role, size_t i) const;
+  void check(const Borrowed& b, const Place& place, Role role, size_t i) const;
+  Column* column_of(Role role, size_t* outs) const;
   void check_overlap();
   py::value_error overlap(size_t list, size_t i, size_t other_list, size_t j) const;
   Column borrow_gradients(const py::tuple& grads) const;
-  void check_gradient_overlap(const char* begin, size_t i) const;
+  void check_gradient_overlap(const char* begin, int64_t bytes, size_t i) const;
   void take_gradients(const py::tuple& grads);
   py::tuple parameter_gradients() const;
 

@@ -1,8 +1,7 @@
-// The native module: a plan as Python sees it, and what was built.
+// The native module: a plan as Python sees it, and what was built. Numbers have been checked and
+// made coefficients by Python (plan.py, numbers.py, laws.py); arrays are checked here.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-
-#include <cmath>
 
 #include "../cuda/launch.h"
 #include "arrays.h"
@@ -10,106 +9,107 @@
 namespace spectrain {
 namespace {
 
-double number(const char* name, py::handle object) {
-  const double value = PyFloat_AsDouble(object.ptr());
-  if (value == -1.0 && PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    throw py::type_error(std::string(name) + ": expected a number, got " +
-                         py::repr(object).cast<std::string>());
-  }
-  return value;
+using PyTerm = std::tuple<double, double, double, double>;
+using PyTerms = std::vector<std::vector<PyTerm>>;  // of every group
+using PyPredictions = std::vector<std::pair<size_t, PyTerms>>;
+
+Term term(const PyTerm& t) {
+  return {std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t)};
 }
 
-double non_negative(const char* name, py::handle object) {
-  const double value = number(name, object);
-  if (!std::isfinite(value) || value < 0.0) {
-    throw py::value_error(std::string(name) + ": expected a finite number >= 0, got " +
-                          py::repr(py::float_(value)).cast<std::string>());
+Plan::Terms terms(const PyTerms& groups) {
+  Plan::Terms result;
+  for (const auto& group : groups) {
+    result.emplace_back();
+    for (const PyTerm& t : group) result.back().push_back(term(t));
   }
-  return value;
+  return result;
+}
+
+// sign, weight_decay, decay, gain, decay2, eps, step
+using PySetting = std::tuple<double, double, double, double, double, double, PyTerm>;
+
+Setting setting(const PySetting& given) {
+  Setting s;
+  PyTerm step;
+  std::tie(s.sign, s.weight_decay, s.decay, s.gain, s.decay2, s.eps, step) = given;
+  s.step = term(step);
+  return s;
 }
 
 class PyPlan {
  public:
-  PyPlan(const std::vector<std::tuple<int, std::string, bool, py::tuple>>& lists, bool single)
-      : arrays_(array_lists(lists), single) {}
+  PyPlan(const std::vector<std::tuple<int, std::string, bool, py::tuple>>& lists,
+         const std::vector<int>& groups, bool single)
+      : arrays_(array_lists(lists), groups, single) {}
 
-  void predict_(py::handle lr_, py::handle steps_, py::handle stream) {
-    need(Role::momentum, "momentum_buffers", "a prediction needs the momentum buffers");
-    const double lr = non_negative("lr", lr_), steps = non_negative("steps", steps_);
-    run(stream, [&](Plan& plan, void* s) { plan.predict_(lr, steps, s); });
+  void predict_(const PyTerms& t, const std::vector<double>& eps, py::handle stream) {
+    need_state(!eps.empty());
+    run(stream, [&](Plan& plan, void* s) {
+      plan.predict(family(eps), checked(plan, terms(t)), plan.params, s);
+    });
   }
-  void predict(py::handle lr_, py::handle steps_, size_t out, py::handle stream) {
-    need(Role::momentum, "momentum_buffers", "a prediction needs the momentum buffers");
-    const double lr = non_negative("lr", lr_), steps = non_negative("steps", steps_);
-    if (out >= arrays_.n_outs()) {
-      throw py::value_error("out: expected an index below " + std::to_string(arrays_.n_outs()) +
-                            ", the number of outs, got " + std::to_string(out));
-    }
-    run(stream, [&](Plan& plan, void* s) { plan.predict(lr, steps, out, s); });
+  void predict(const PyTerms& t, const std::vector<double>& eps, size_t out, py::handle stream) {
+    need_state(!eps.empty());
+    need_out(out);
+    run(stream, [&](Plan& plan, void* s) {
+      plan.predict(family(eps), checked(plan, terms(t)), plan.outs[out], s);
+    });
+  }
+  void stash_predict_(const PyTerms& t, const std::vector<double>& eps, py::handle stream) {
+    need_state(!eps.empty());
+    need(Role::stashed, "stashed", "needed to stash");
+    run(stream,
+        [&](Plan& plan, void* s) { plan.stash_predict_(family(eps), checked(plan, terms(t)), s); });
+  }
+  void extrapolate(double steps, size_t out, py::handle stream) {
+    need(Role::stashed, "previous", "needed to extrapolate");
+    need_out(out);
+    run(stream, [&](Plan& plan, void* s) { plan.extrapolate(steps, plan.outs[out], s); });
   }
   void stash(py::handle stream) {
     need(Role::stashed, "stashed", "needed to stash");
-    run(stream, [](Plan& plan, void* s) { plan.stash(s); });
+    run(stream, [](Plan& plan, void* s) { plan.copy(plan.params, plan.stashed, s); });
   }
   void restore_(py::handle stream) {
     need(Role::stashed, "stashed", "needed to restore");
-    run(stream, [](Plan& plan, void* s) { plan.restore_(s); });
+    run(stream, [](Plan& plan, void* s) { plan.copy(plan.stashed, plan.params, s); });
   }
   void swap_(py::handle stream) {
     need(Role::stashed, "stashed", "needed to swap");
     run(stream, [](Plan& plan, void* s) { plan.swap_(s); });
   }
-  void stash_predict_(py::handle lr_, py::handle steps_, py::handle stream) {
-    need(Role::momentum, "momentum_buffers", "a prediction needs the momentum buffers");
-    need(Role::stashed, "stashed", "needed to stash");
-    const double lr = non_negative("lr", lr_), steps = non_negative("steps", steps_);
-    run(stream, [&](Plan& plan, void* s) { plan.stash_predict_(lr, steps, s); });
+  void write_out(size_t out, py::handle stream) {
+    need_out(out);
+    run(stream, [&](Plan& plan, void* s) { plan.copy(plan.params, plan.outs[out], s); });
   }
 
-  void sgd_step_(py::handle lr, py::handle momentum, py::handle dampening, py::handle weight_decay,
-                 bool nesterov, bool maximize, py::handle first_step, const py::sequence& predict,
-                 py::handle stream) {
-    Hyper hyper;
-    hyper.lr = non_negative("lr", lr);
-    hyper.momentum = non_negative("momentum", momentum);
-    hyper.weight_decay = non_negative("weight_decay", weight_decay);
-    hyper.dampening = number("dampening", dampening);
-    if (!std::isfinite(hyper.dampening)) {
-      throw py::value_error("dampening: expected a finite number, got " +
-                            py::repr(dampening).cast<std::string>());
-    }
-    if (nesterov && (hyper.momentum <= 0.0 || hyper.dampening != 0.0)) {
-      throw py::value_error("nesterov: needs momentum > 0 and dampening == 0");
-    }
-    hyper.nesterov = nesterov;
-    hyper.maximize = maximize;
-    if (hyper.momentum != 0.0)
-      need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
-    if (!arrays_.has_gradients()) {
-      throw py::value_error("grads: none are known; give grads= or call refresh() after backward");
-    }
-    if (predict.size() > arrays_.n_outs()) {
-      throw py::value_error("predict: expected at most one entry for each of the " +
-                            std::to_string(arrays_.n_outs()) + " outs, got " +
-                            std::to_string(predict.size()));
-    }
-    std::vector<Plan::Prediction> predictions;
-    for (size_t j = 0; j < predict.size(); ++j) {
-      const py::object steps = predict[j];
-      if (steps.is_none()) continue;
-      const std::string name = "predict[" + std::to_string(j) + "]";
-      predictions.push_back({non_negative(name.c_str(), steps), j});
-    }
-    if (!predictions.empty() && hyper.momentum == 0.0) {
-      throw py::value_error("predict: a prediction needs momentum > 0");
-    }
-    const std::vector<uint8_t> flags = first_step_flags(first_step, &hyper.first_step);
-    run(stream, [&](Plan& plan, void* s) { plan.sgd_step_(hyper, flags, predictions, s); });
+  void sgd_step_(const std::vector<PySetting>& given, bool with_momentum, py::handle first_step,
+                 const PyPredictions& predictions, py::handle stream) {
+    if (with_momentum) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
+    need_gradients();
+    std::vector<Setting> settings = checked_settings(given);
+    bool first = false;
+    const std::vector<uint8_t> flags = first_step_flags(first_step, &first);
+    for (Setting& s : settings) s.first_step = first;
+    const auto wanted = checked_predictions(predictions);
+    run(stream,
+        [&](Plan& plan, void* s) { plan.sgd_step_(settings, flags, with_momentum, wanted, s); });
+  }
+  void adam_step_(const std::vector<PySetting>& given, const PyPredictions& predictions,
+                  py::handle stream) {
+    need_state(true);
+    need_gradients();
+    const std::vector<Setting> settings = checked_settings(given);
+    const auto wanted = checked_predictions(predictions);
+    run(stream, [&](Plan& plan, void* s) { plan.adam_step_(settings, wanted, s); });
   }
 
   void refresh() { arrays_.refresh(); }
   void set_gradients(const py::tuple& grads) { arrays_.set_gradients(grads); }
+  bool has_gradients() const { return arrays_.has_gradients(); }
+  size_t n_outs() const { return arrays_.n_outs(); }
+  size_t n_groups() const { return arrays_.plan->n_groups(); }
   py::tuple last_launch() const {
     return py::make_tuple(arrays_.plan->last_launches(), arrays_.plan->last_rows());
   }
@@ -125,8 +125,57 @@ class PyPlan {
     return result;
   }
 
+  static Plan::Family family(const std::vector<double>& eps) { return {!eps.empty(), eps}; }
+
+  static Plan::Terms checked(const Plan& plan, Plan::Terms t) {
+    if (t.size() != plan.n_groups()) throw std::invalid_argument("one list of terms per group");
+    for (const auto& group : t) {
+      if (group.size() > static_cast<size_t>(kMaxTerms)) {
+        throw std::invalid_argument("steps: expected at most " + std::to_string(kMaxTerms) +
+                                    " updates ahead under this law, got " +
+                                    std::to_string(group.size()));
+      }
+    }
+    return t;
+  }
+
+  std::vector<Setting> checked_settings(const std::vector<PySetting>& given) const {
+    if (given.size() != arrays_.plan->n_groups()) {
+      throw std::invalid_argument("one setting per group");
+    }
+    std::vector<Setting> settings;
+    for (const PySetting& s : given) settings.push_back(setting(s));
+    return settings;
+  }
+
+  std::vector<Plan::Prediction> checked_predictions(const PyPredictions& predictions) const {
+    std::vector<Plan::Prediction> wanted;
+    for (const auto& [out, t] : predictions) {
+      need_out(out);
+      wanted.push_back({out, checked(*arrays_.plan, terms(t))});
+    }
+    return wanted;
+  }
+
   void need(Role role, const char* name, const char* why) const {
     if (!arrays_.has(role)) throw py::value_error(std::string(name) + ": " + why);
+  }
+  void need_state(bool adam) const {
+    if (!adam) {
+      return need(Role::momentum, "momentum_buffers", "a prediction needs the momentum buffers");
+    }
+    need(Role::momentum, "exp_avgs", "Adam needs the first moments");
+    need(Role::second, "exp_avg_sqs", "Adam needs the second moments");
+  }
+  void need_out(size_t out) const {
+    if (out < arrays_.n_outs()) return;
+    throw py::value_error("out: expected an index below " + std::to_string(arrays_.n_outs()) +
+                          ", the number of outs, got " + std::to_string(out));
+  }
+  void need_gradients() const {
+    if (!arrays_.has_gradients()) {
+      throw py::value_error("grads: none are known; give grads= or call refresh() after backward");
+    }
   }
 
   // All flags equal need no flags in the table.
@@ -160,8 +209,12 @@ class PyPlan {
     if (plan.size() == 0) return;
     void* handle = nullptr;
     if (plan.device().cuda) handle = resolve_stream(stream, arrays_.first(), plan.device().index);
-    const py::gil_scoped_release release;
-    f(plan, handle);
+    try {
+      const py::gil_scoped_release release;
+      f(plan, handle);
+    } catch (const UnsupportedTypes& error) {
+      throw py::value_error(arrays_.describe(error));
+    }
   }
 
   Arrays arrays_;
@@ -197,21 +250,27 @@ PYBIND11_MODULE(_C, m) {
   namespace py = pybind11;
   using spectrain::PyPlan;
   m.doc() = "Native half of spectrain_ext: validates arrays, resolves streams, launches kernels.";
-  const auto stream = py::arg("stream") = py::none();
+  const auto stream = py::arg("stream");
   py::class_<PyPlan>(m, "Plan")
-      .def(py::init<const std::vector<std::tuple<int, std::string, bool, py::tuple>>&, bool>(),
-           py::arg("lists"), py::arg("single"))
-      .def("predict_", &PyPlan::predict_, py::arg("lr"), py::arg("steps"), stream)
-      .def("predict", &PyPlan::predict, py::arg("lr"), py::arg("steps"), py::arg("out"), stream)
+      .def(py::init<const std::vector<std::tuple<int, std::string, bool, py::tuple>>&,
+                    const std::vector<int>&, bool>(),
+           py::arg("lists"), py::arg("groups"), py::arg("single"))
+      .def("predict_", &PyPlan::predict_, py::arg("terms"), py::arg("eps"), stream)
+      .def("predict", &PyPlan::predict, py::arg("terms"), py::arg("eps"), py::arg("out"), stream)
+      .def("stash_predict_", &PyPlan::stash_predict_, py::arg("terms"), py::arg("eps"), stream)
+      .def("extrapolate", &PyPlan::extrapolate, py::arg("steps"), py::arg("out"), stream)
       .def("stash", &PyPlan::stash, stream)
       .def("restore_", &PyPlan::restore_, stream)
       .def("swap_", &PyPlan::swap_, stream)
-      .def("stash_predict_", &PyPlan::stash_predict_, py::arg("lr"), py::arg("steps"), stream)
-      .def("sgd_step_", &PyPlan::sgd_step_, py::arg("lr"), py::arg("momentum"),
-           py::arg("dampening"), py::arg("weight_decay"), py::arg("nesterov"), py::arg("maximize"),
-           py::arg("first_step"), py::arg("predict"), stream)
+      .def("write_out", &PyPlan::write_out, py::arg("out"), stream)
+      .def("sgd_step_", &PyPlan::sgd_step_, py::arg("settings"), py::arg("with_momentum"),
+           py::arg("first_step"), py::arg("predictions"), stream)
+      .def("adam_step_", &PyPlan::adam_step_, py::arg("settings"), py::arg("predictions"), stream)
       .def("refresh", &PyPlan::refresh)
       .def("set_gradients", &PyPlan::set_gradients, py::arg("grads"))
+      .def_property_readonly("has_gradients", &PyPlan::has_gradients)
+      .def_property_readonly("n_outs", &PyPlan::n_outs)
+      .def_property_readonly("n_groups", &PyPlan::n_groups)
       .def("last_launch", &PyPlan::last_launch);
   m.def("build_info", &spectrain::build_info);
   m.def("require_cuda", &spectrain::require_cuda);

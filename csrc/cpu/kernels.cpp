@@ -3,6 +3,7 @@
 #include "../kernels.h"
 
 #include <cstddef>
+#include <cstdlib>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -89,15 +90,31 @@ class Staging {
 template <class Rule>
 struct Cpu {
   using Acc = typename Rule::Acc;
+  using Args = typename Rule::Args;
   static constexpr int n_streams = Rule::Streams::size;
   template <int I>
   using stream = stream_t<Rule, I>;
   template <int I>
   using type = typename stream<I>::type;
 
+  // What one thread needs beside its table.
+  struct Scratch {
+    Staging staging[n_streams];
+    // Of a rule with extra outputs, one block of: the direction that was not stored, and the
+    // weights between two terms of a prediction.
+    alignas(64) Acc direction[Rule::has_outs ? kBlock : 1];
+    alignas(64) Acc weights[Rule::has_outs ? kBlock : 1];
+  };
+
+  template <int I>
+  static Acc load(char* const (&p)[n_streams], int i) {
+    return widen(reinterpret_cast<const type<I>*>(p[I])[i]);
+  }
+
   // One block of one row: p points at its first element in every stream.
-  static void block(const typename Rule::Args& args, unsigned flags, char* const (&p)[n_streams],
-                    int n) {
+  static void block(const Args& args, unsigned flags, char* const (&p)[n_streams], int n,
+                    Scratch& scratch) {
+    [[maybe_unused]] Acc* const direction = scratch.direction;
 #pragma omp simd
     for (int i = 0; i < n; ++i) {
       Acc x[n_streams] = {};
@@ -107,7 +124,7 @@ struct Cpu {
           reinterpret_cast<type<s>*>(p[s])[i] =
               reinterpret_cast<const type<s>*>(p[stream<s>::source])[i];
         }
-        if constexpr (stream<s>::reads) x[s] = widen(reinterpret_cast<const type<s>*>(p[s])[i]);
+        if constexpr (stream<s>::reads) x[s] = load<s>(p, i);
       });
       Rule::apply(args, flags, x);
       unroll<n_streams>([&](auto index) {
@@ -116,26 +133,46 @@ struct Cpu {
           reinterpret_cast<type<s>*>(p[s])[i] = Narrow<type<s>>::from(x[s]);
         }
       });
+      if constexpr (KeepsDirection<Rule>::value) direction[i] = x[Rule::kDirection];
     }
   }
 
-  // The j-th extra output of a block whose streams have just been stored.
-  static void extra_output(const typename Rule::Args& args, int j, char* const (&p)[n_streams],
-                           char* target, int n) {
+  // One term of a prediction of a block: from the stored weights or the term before, to the output
+  // or the term behind.
+  template <bool First, bool Last>
+  static void term(const Args& args, int t, char* const (&p)[n_streams], char* target, int n,
+                   Scratch& scratch) {
     using T = typename Rule::OutType;
+    [[maybe_unused]] const Acc* const direction = scratch.direction;
+    [[maybe_unused]] Acc* const weights = scratch.weights;
 #pragma omp simd
     for (int i = 0; i < n; ++i) {
       Acc x[n_streams] = {};
       unroll<n_streams>([&](auto index) {
         constexpr int s = decltype(index)::value;
-        if constexpr (stream<s>::writes) x[s] = widen(reinterpret_cast<const type<s>*>(p[s])[i]);
+        if constexpr (s != Rule::kDirection) x[s] = load<s>(p, i);
       });
-      reinterpret_cast<T*>(target)[i] = Narrow<T>::from(Rule::out(args, j, x));
+      if constexpr (KeepsDirection<Rule>::value) x[Rule::kDirection] = direction[i];
+      const Acc w = Rule::advance(args, t, First ? load<0>(p, i) : weights[i], x);
+      if constexpr (Last) {
+        reinterpret_cast<T*>(target)[i] = Narrow<T>::from(w);
+      } else {
+        weights[i] = w;
+      }
     }
   }
 
-  static void range(const typename Rule::Args& args, const TableView& table, uint32_t r,
-                    Range range, bool stream_outputs, Staging (&staging)[n_streams]) {
+  static void prediction(const Args& args, int j, char* const (&p)[n_streams], char* target, int n,
+                         Scratch& scratch) {
+    const int begin = args.predictions.begin(j), last = args.predictions.end[j] - 1;
+    if (begin == last) return term<true, true>(args, begin, p, target, n, scratch);
+    term<true, false>(args, begin, p, target, n, scratch);
+    for (int t = begin + 1; t < last; ++t) term<false, false>(args, t, p, target, n, scratch);
+    term<false, true>(args, last, p, target, n, scratch);
+  }
+
+  static void range(const Args& args, const TableView& table, uint32_t r, Range range,
+                    bool stream_outputs, Scratch& scratch) {
     const unsigned flags = table.rows[r].flags;
     for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
       const int n = static_cast<int>(range.end - begin < kBlock ? range.end - begin : kBlock);
@@ -144,39 +181,45 @@ struct Cpu {
         constexpr int s = decltype(index)::value;
         char* at =
             static_cast<char*>(table.pointer(r, s)) + begin * static_cast<int64_t>(sizeof(type<s>));
-        p[s] = stream<s>::reads ? at : staging[s].begin(at, stream_outputs);
+        p[s] = stream<s>::reads ? at : scratch.staging[s].begin(at, stream_outputs);
       });
-      block(args, flags, p, n);
+      block(args, flags, p, n, scratch);
       unroll<n_streams>([&](auto index) {
         constexpr int s = decltype(index)::value;
-        if constexpr (!stream<s>::reads) staging[s].finish(n * sizeof(type<s>));
+        if constexpr (!stream<s>::reads) scratch.staging[s].finish(n * sizeof(type<s>));
       });
       if constexpr (Rule::has_outs) {
         using T = typename Rule::OutType;
-        for (int j = 0; j < args.n_outs; ++j) {
+        Staging& staging = scratch.staging[0];
+        for (int j = 0; j < args.predictions.n_outs; ++j) {
           char* at = static_cast<char*>(table.pointer(r, n_streams + j)) +
                      begin * static_cast<int64_t>(sizeof(T));
-          extra_output(args, j, p, staging[0].begin(at, stream_outputs), n);
-          staging[0].finish(n * sizeof(T));
+          // In place the lines are in the cache already: nothing is gained by going past it.
+          prediction(args, j, p, staging.begin(at, stream_outputs && at != p[0]), n, scratch);
+          staging.finish(n * sizeof(T));
         }
       }
     }
   }
 
-  static void chunks(const typename Rule::Args& args, const TableView& table, uint32_t begin,
-                     uint32_t end, bool stream_outputs) {
+  static void chunks(const Args* args, const TableView& table, uint32_t begin, uint32_t end,
+                     bool stream_outputs) {
     if (begin >= end) return;
-    Staging staging[n_streams];
+    Scratch scratch;
     uint32_t r = table.find_row(begin);
     for (uint32_t chunk = begin; chunk < end; ++chunk) {
       while (r + 1 < table.n_rows && table.rows[r + 1].first_chunk <= chunk) ++r;
-      range(args, table, r, table.range(table.rows[r], chunk), stream_outputs, staging);
+      const Row& row = table.rows[r];
+      range(args[row.setting], table, r, table.range(row, chunk), stream_outputs, scratch);
     }
     if (stream_outputs) stream_fence();
   }
 
-  static void kernel(const TableView& table, const Hyper& hyper, const CpuOptions& options) {
-    const typename Rule::Args args = Rule::make(hyper);
+  static void run(const TableView& table, Settings settings, const CpuOptions& options) {
+    // Not a std::vector: nothing that another unit could be linked to may be left behind.
+    auto* args = static_cast<Args*>(malloc(sizeof(Args) * settings.size));
+    if (args == nullptr) abort();
+    for (int i = 0; i < settings.size; ++i) args[i] = Rule::make(settings.data[i]);
     const bool stream_outputs = options.stream_outputs && kCanStream;
 #if defined(_OPENMP)
     if (options.parallel && omp_get_max_threads() > 1) {
@@ -188,32 +231,24 @@ struct Cpu {
                table.chunk_begin + static_cast<uint32_t>(n * (thread + 1) / threads),
                stream_outputs);
       }
+      free(args);
       return;
     }
 #endif
     chunks(args, table, table.chunk_begin, table.chunk_end, stream_outputs);
+    free(args);
   }
+
+  static CpuKernel kernel() { return &run; }
 };
 
 }  // namespace
 
 // find_kernel_baseline, find_kernel_v3, find_kernel_v4
 CpuKernel SPECTRAIN_CONCAT(find_kernel_, SPECTRAIN_ISA)(KernelKey key) {
-  switch (key.operation) {
-    case Operation::copy:
-      return by_width<Cpu, Copy>(key.param);
-    case Operation::swap:
-      return by_width<Cpu, Swap>(key.param);
-    case Operation::predict:
-      return by_types<Cpu, Predict>(key.param, key.momentum);
-    case Operation::stash_predict:
-      return by_types<Cpu, StashPredict>(key.param, key.momentum);
-    case Operation::sgd_momentum:
-      return by_types<Cpu, SgdMomentum>(key.param, key.momentum);
-    case Operation::sgd_plain:
-      return by_type<Cpu, SgdPlain>(key.param);
-  }
-  return nullptr;
+  if (const CpuKernel found = find_copy_family<CpuKernel, Cpu>(key)) return found;
+  if (const CpuKernel found = find_sgd_family<CpuKernel, Cpu>(key)) return found;
+  return find_adam_family<CpuKernel, Cpu>(key);
 }
 
 }  // namespace spectrain

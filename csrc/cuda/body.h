@@ -11,10 +11,14 @@ struct Lane {
   uint32_t block, thread, blocks, threads;
 };
 
-// 256 threads, and two 16-byte loads a stream in flight per thread.
+// 256 threads. A thread has two vectors of every stream in flight where they are small, else one.
+// Divisions (Adam) call a slow path whose registers must not spill: 128 of them then, 64 otherwise.
 struct LaunchPolicy {
   static constexpr int threads = 256;
-  static constexpr int unroll = 2;
+  static constexpr int unroll(int elements_of_all_streams) {
+    return elements_of_all_streams <= 12 ? 2 : 1;
+  }
+  static constexpr int blocks_per_multiprocessor(bool divides) { return divides ? 2 : 4; }
 };
 
 struct alignas(16) Quad {
@@ -65,11 +69,15 @@ struct Packs {
 template <class Rule, int N, int I>
 struct Packs<Rule, N, I, true> {};
 
-// The element count of a vector access: 16 bytes of the narrowest stream.
+// The element count of a vector access: 16 bytes of the narrowest stream or output.
 template <class Rule, int I = 0>
 constexpr int narrowest() {
   if constexpr (I == Rule::Streams::size) {
-    return 16;
+    if constexpr (Rule::has_outs) {
+      return sizeof(typename Rule::OutType);
+    } else {
+      return 16;
+    }
   } else {
     constexpr int width = sizeof(typename stream_t<Rule, I>::type);
     return width < narrowest<Rule, I + 1>() ? width : narrowest<Rule, I + 1>();
@@ -91,6 +99,7 @@ struct Body {
   using Args = typename Rule::Args;
   static constexpr int n_streams = Rule::Streams::size;
   static constexpr int vector = 16 / narrowest<Rule>();
+  static constexpr int in_flight = Policy::unroll(vector * n_streams);
   template <int I>
   using stream = stream_t<Rule, I>;
   template <int I>
@@ -116,6 +125,7 @@ struct Body {
 
   template <int N>
   SPECTRAIN_HD void finish(Packs<Rule, N>& packs, int64_t element) const {
+    Acc direction[N] = {};
     unroll<n_streams>([&](auto index) {
       constexpr int s = decltype(index)::value;
       if constexpr (stream<s>::source >= 0) {
@@ -136,6 +146,7 @@ struct Body {
           packs.template get<s>().element[e] = Narrow<type<s>>::from(x[s]);
         }
       });
+      if constexpr (KeepsDirection<Rule>::value) direction[e] = x[Rule::kDirection];
     }
     unroll<n_streams>([&](auto index) {
       constexpr int s = decltype(index)::value;
@@ -143,23 +154,31 @@ struct Body {
         packs.template get<s>().store(at<s>(element));
       }
     });
-    if constexpr (Rule::has_outs) extra_outputs<N>(packs, element);
+    if constexpr (Rule::has_outs) predictions<N>(packs, direction, element);
   }
 
+  // Every extra output, from the values as they were stored.
   template <int N>
-  SPECTRAIN_HD void extra_outputs(Packs<Rule, N>& packs, int64_t element) const {
+  SPECTRAIN_HD void predictions(Packs<Rule, N>& packs, const Acc (&direction)[N],
+                                int64_t element) const {
     using T = typename Rule::OutType;
     SPECTRAIN_NO_UNROLL
-    for (int j = 0; j < args.n_outs; ++j) {
+    for (int j = 0; j < args.predictions.n_outs; ++j) {
       Pack<T, N> out;
       SPECTRAIN_UNROLL
       for (int e = 0; e < N; ++e) {
         Acc x[n_streams] = {};
         unroll<n_streams>([&](auto index) {
           constexpr int s = decltype(index)::value;
-          if constexpr (stream<s>::writes) x[s] = widen(packs.template get<s>().element[e]);
+          if constexpr (s != Rule::kDirection) x[s] = widen(packs.template get<s>().element[e]);
         });
-        out.element[e] = Narrow<T>::from(Rule::out(args, j, x));
+        if constexpr (KeepsDirection<Rule>::value) x[Rule::kDirection] = direction[e];
+        Acc w = x[0];
+        SPECTRAIN_NO_UNROLL
+        for (int t = args.predictions.begin(j); t < args.predictions.end[j]; ++t) {
+          w = Rule::advance(args, t, w, x);
+        }
+        out.element[e] = Narrow<T>::from(w);
       }
       out.store(global<T>(table.pointer(row, n_streams + j)) + element);
     }
@@ -174,28 +193,28 @@ struct Body {
   // Whole vectors of [begin, begin + n*vector), a stride of all threads apart.
   SPECTRAIN_HD void vectors(int64_t begin, int n, const Lane& lane) const {
     const int stride = static_cast<int>(lane.threads);
-    for (int i = static_cast<int>(lane.thread); i < n; i += stride * Policy::unroll) {
-      Packs<Rule, vector> packs[Policy::unroll];
+    for (int i = static_cast<int>(lane.thread); i < n; i += stride * in_flight) {
+      Packs<Rule, vector> packs[in_flight];
       SPECTRAIN_UNROLL
-      for (int u = 0; u < Policy::unroll; ++u) {
+      for (int u = 0; u < in_flight; ++u) {
         if (i + u * stride < n) load<vector>(packs[u], begin + (i + u * stride) * vector);
       }
       SPECTRAIN_UNROLL
-      for (int u = 0; u < Policy::unroll; ++u) {
+      for (int u = 0; u < in_flight; ++u) {
         if (i + u * stride < n) finish<vector>(packs[u], begin + (i + u * stride) * vector);
       }
     }
   }
 
-  SPECTRAIN_HD static void run(const Args& args, const TableView& table, const Lane& lane) {
+  SPECTRAIN_HD static void run(const Args* settings, const TableView& table, const Lane& lane) {
     for (uint64_t chunk = table.chunk_begin + static_cast<uint64_t>(lane.block);
          chunk < table.chunk_end; chunk += lane.blocks) {
       const uint32_t r = table.find_row(static_cast<uint32_t>(chunk));
       const Row& row = table.rows[r];
       const Range range = table.range(row, static_cast<uint32_t>(chunk));
-      const Body body{args, table, r, row.flags};
+      const Body body{settings[row.setting], table, r, row.flags};
       int64_t begin = range.begin;
-      if (row.aligned != 0) {
+      if ((row.flags & kAligned) != 0) {
         const int64_t aligned = begin == 0 ? row.head : begin;
         if (begin + lane.thread < aligned && begin + lane.thread < range.end) {
           body.one(begin + lane.thread);

@@ -1,6 +1,5 @@
 #include "driver.cuh"
 
 namespace spectrain {
-CudaKernel find_copy(DType t) { return by_width<Cuda, Copy>(t); }
-CudaKernel find_swap(DType t) { return by_width<Cuda, Swap>(t); }
+CudaKernel find_cuda_copy_family(KernelKey key) { return find_copy_family<CudaKernel, Cuda>(key); }
 }  // namespace spectrain

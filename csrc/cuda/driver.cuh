@@ -11,25 +11,38 @@
 
 namespace spectrain {
 
-template <size_t Bytes>
+// Settings, rows and pointers, one behind the other.
+template <class Args, size_t Bytes>
 struct ParameterTable {
   uint32_t n_rows, n_streams, chunk_begin, chunk_end;
-  alignas(8) unsigned char storage[Bytes];  // rows, then pointers
+  uint32_t rows_at, pointers_at;  // in bytes
+  alignas(16) unsigned char storage[Bytes];
 
-  static bool fits(const TableView& view) {
-    return view.n_rows * (sizeof(Row) + view.n_streams * sizeof(void*)) <= Bytes;
+  static size_t bytes(const TableView& view, int n_settings) {
+    return settings_bytes(n_settings) +
+           view.n_rows * (sizeof(Row) + view.n_streams * sizeof(void*));
   }
-  explicit ParameterTable(const TableView& view)
-      : n_rows(view.n_rows),
-        n_streams(view.n_streams),
-        chunk_begin(view.chunk_begin),
-        chunk_end(view.chunk_end) {
-    memcpy(storage, view.rows, n_rows * sizeof(Row));
-    memcpy(storage + n_rows * sizeof(Row), view.pointers, n_rows * n_streams * sizeof(void*));
+  static size_t settings_bytes(int n_settings) {
+    return (n_settings * sizeof(Args) + alignof(Row) - 1) / alignof(Row) * alignof(Row);
+  }
+  template <class Rule>
+  void fill(const TableView& view, Settings settings) {
+    n_rows = view.n_rows;
+    n_streams = view.n_streams;
+    chunk_begin = view.chunk_begin;
+    chunk_end = view.chunk_end;
+    rows_at = static_cast<uint32_t>(settings_bytes(settings.size));
+    pointers_at = rows_at + static_cast<uint32_t>(n_rows * sizeof(Row));
+    for (int i = 0; i < settings.size; ++i) {
+      const Args args = Rule::make(settings.data[i]);
+      memcpy(storage + i * sizeof(Args), &args, sizeof(Args));
+    }
+    memcpy(storage + rows_at, view.rows, n_rows * sizeof(Row));
+    memcpy(storage + pointers_at, view.pointers, n_rows * n_streams * sizeof(void*));
   }
   __device__ __forceinline__ TableView view() const {
-    return {reinterpret_cast<const Row*>(storage),
-            reinterpret_cast<void* const*>(storage + n_rows * sizeof(Row)),
+    return {reinterpret_cast<const Row*>(storage + rows_at),
+            reinterpret_cast<void* const*>(storage + pointers_at),
             n_rows,
             n_streams,
             chunk_begin,
@@ -38,14 +51,17 @@ struct ParameterTable {
 };
 
 template <class Rule, size_t Bytes>
-__global__ void __launch_bounds__(LaunchPolicy::threads)
-    run_table(const __grid_constant__ typename Rule::Args args,
-              const __grid_constant__ ParameterTable<Bytes> table) {
-  Body<Rule>::run(args, table.view(), {blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
+__global__ void __launch_bounds__(LaunchPolicy::threads,
+                                  LaunchPolicy::blocks_per_multiprocessor(Rule::divides))
+    run_table(const __grid_constant__ ParameterTable<typename Rule::Args, Bytes> table) {
+  Body<Rule>::run(reinterpret_cast<const typename Rule::Args*>(table.storage), table.view(),
+                  {blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
 }
 
 template <class Rule>
 struct Cuda {
+  using Args = typename Rule::Args;
+
   // As many blocks as the device holds at once, asked for once per device.
   static cudaError_t resident_blocks(int* blocks) {
     constexpr int kMaxDevices = 64;
@@ -65,24 +81,31 @@ struct Cuda {
     return cudaSuccess;
   }
 
-  static const char* kernel(const TableView& view, const Hyper& hyper, void* stream) {
+  template <size_t Bytes>
+  static void launch_with(const TableView& view, Settings settings, int blocks,
+                          cudaStream_t stream) {
+    ParameterTable<Args, Bytes> table;
+    table.template fill<Rule>(view, settings);
+    run_table<Rule, Bytes><<<blocks, LaunchPolicy::threads, 0, stream>>>(table);
+  }
+
+  static const char* launch(const TableView& view, Settings settings, void* stream) {
     int blocks = 0;
     cudaError_t error = resident_blocks(&blocks);
     if (error != cudaSuccess) return cudaGetErrorString(error);
     const uint32_t chunks = view.chunk_end - view.chunk_begin;
     if (chunks < static_cast<uint32_t>(blocks)) blocks = static_cast<int>(chunks);
     const auto to = static_cast<cudaStream_t>(stream);
-    const typename Rule::Args args = Rule::make(hyper);
-    if (ParameterTable<kSmallTable>::fits(view)) {
-      const ParameterTable<kSmallTable> table(view);
-      run_table<Rule, kSmallTable><<<blocks, LaunchPolicy::threads, 0, to>>>(args, table);
+    if (ParameterTable<Args, kSmallTable>::bytes(view, settings.size) <= kSmallTable) {
+      launch_with<kSmallTable>(view, settings, blocks, to);
     } else {
-      const ParameterTable<kLargeTable> table(view);
-      run_table<Rule, kLargeTable><<<blocks, LaunchPolicy::threads, 0, to>>>(args, table);
+      launch_with<kLargeTable>(view, settings, blocks, to);
     }
     error = cudaGetLastError();
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
   }
+
+  static CudaKernel kernel() { return {&launch, static_cast<int>(sizeof(Args))}; }
 };
 
 }  // namespace spectrain

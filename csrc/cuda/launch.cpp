@@ -10,12 +10,9 @@
 
 namespace spectrain {
 
-CudaKernel find_copy(DType);
-CudaKernel find_swap(DType);
-CudaKernel find_predict(DType, DType);
-CudaKernel find_stash_predict(DType, DType);
-CudaKernel find_sgd_momentum(DType, DType);
-CudaKernel find_sgd_plain(DType);
+CudaKernel find_cuda_copy_family(KernelKey);
+CudaKernel find_cuda_sgd_family(KernelKey);
+CudaKernel find_cuda_adam_family(KernelKey);
 
 namespace {
 
@@ -68,28 +65,22 @@ int cuda_device_count(std::string* why) {
 }
 
 CudaKernel find_cuda_kernel(KernelKey key) {
-  switch (key.operation) {
-    case Operation::copy:
-      return find_copy(key.param);
-    case Operation::swap:
-      return find_swap(key.param);
-    case Operation::predict:
-      return find_predict(key.param, key.momentum);
-    case Operation::stash_predict:
-      return find_stash_predict(key.param, key.momentum);
-    case Operation::sgd_momentum:
-      return find_sgd_momentum(key.param, key.momentum);
-    case Operation::sgd_plain:
-      return find_sgd_plain(key.param);
-  }
-  return nullptr;
+  CudaKernel found = find_cuda_copy_family(key);
+  if (found.launch == nullptr) found = find_cuda_sgd_family(key);
+  if (found.launch == nullptr) found = find_cuda_adam_family(key);
+  return found;
 }
 
-int launch_cuda(CudaKernel kernel, const TableView& view, const Hyper& hyper, int device,
+int launch_cuda(CudaKernel kernel, const TableView& view, Settings settings, int device,
                 void* stream) {
   const DeviceGuard guard(device);
-  const auto capacity =
-      static_cast<uint32_t>(kLargeTable / (sizeof(Row) + view.n_streams * sizeof(void*)));
+  const size_t row_bytes = sizeof(Row) + view.n_streams * sizeof(void*);
+  const size_t settings_bytes = static_cast<size_t>(settings.size) * kernel.setting_bytes + 16;
+  if (settings_bytes + row_bytes > kLargeTable) {
+    throw std::runtime_error("CUDA: " + std::to_string(settings.size) +
+                             " parameter groups do not fit one launch; use fewer groups a call");
+  }
+  const auto capacity = static_cast<uint32_t>((kLargeTable - settings_bytes) / row_bytes);
   int launches = 0;
   for (uint32_t begin = 0; begin < view.n_rows; begin += capacity) {
     const uint32_t end = view.n_rows - begin < capacity ? view.n_rows : begin + capacity;
@@ -99,7 +90,7 @@ int launch_cuda(CudaKernel kernel, const TableView& view, const Hyper& hyper, in
     window.n_rows = end - begin;
     window.chunk_begin = view.rows[begin].first_chunk;
     window.chunk_end = end == view.n_rows ? view.chunk_end : view.rows[end].first_chunk;
-    if (const char* error = kernel(window, hyper, stream)) {
+    if (const char* error = kernel.launch(window, settings, stream)) {
       throw std::runtime_error(std::string("CUDA: ") + error + " (cuda:" + std::to_string(device) +
                                ")");
     }

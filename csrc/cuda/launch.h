@@ -19,6 +19,6 @@ CudaKernel find_cuda_kernel(KernelKey);
 
 // Enqueues a table on `stream` of a device and returns the number of launches it took. Throws
 // std::runtime_error with the CUDA runtime's words.
-int launch_cuda(CudaKernel, const TableView&, const Hyper&, int device, void* stream);
+int launch_cuda(CudaKernel, const TableView&, Settings, int device, void* stream);
 
 }  // namespace spectrain

@@ -1,6 +1,5 @@
 #include "driver.cuh"
 
 namespace spectrain {
-CudaKernel find_sgd_momentum(DType w, DType v) { return by_types<Cuda, SgdMomentum>(w, v); }
-CudaKernel find_sgd_plain(DType w) { return by_type<Cuda, SgdPlain>(w); }
+CudaKernel find_cuda_sgd_family(KernelKey key) { return find_sgd_family<CudaKernel, Cuda>(key); }
 }  // namespace spectrain

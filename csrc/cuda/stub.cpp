@@ -22,7 +22,7 @@ int cuda_device_count(std::string* why) {
 
 CudaKernel find_cuda_kernel(KernelKey) { throw std::runtime_error(kNoCuda); }
 
-int launch_cuda(CudaKernel, const TableView&, const Hyper&, int, void*) {
+int launch_cuda(CudaKernel, const TableView&, Settings, int, void*) {
   throw std::runtime_error(kNoCuda);
 }
 

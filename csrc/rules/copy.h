@@ -1,7 +1,8 @@
-// out <- in, bit for bit: stash, restore_, and every prediction with steps == 0.
+// out <- in: bit for bit (stash, restore_, every prediction with steps == 0), or rounded to a
+// narrower type.
 #pragma once
 
-#include "../hyper.h"
+#include "../setting.h"
 #include "stream.h"
 
 namespace spectrain {
@@ -12,8 +13,20 @@ struct Copy : NoOuts {
   enum { kSource, kTarget };
   using Streams = StreamList<In<Bits>, CopyOf<Bits, kSource>>;
   struct Args {};
-  static Args make(const Hyper&) { return {}; }
+  SPECTRAIN_HD static Args make(const Setting&) { return {}; }
   SPECTRAIN_HD static void apply(const Args&, unsigned /*flags*/, Acc (&)[2]) {}
+};
+
+template <class W, class Out_>
+struct Cast : NoOuts {
+  using Acc = acc_t<W>;
+  enum { kSource, kTarget };
+  using Streams = StreamList<In<W>, Out<Out_>>;
+  struct Args {};
+  SPECTRAIN_HD static Args make(const Setting&) { return {}; }
+  SPECTRAIN_HD static void apply(const Args&, unsigned /*flags*/, Acc (&x)[2]) {
+    x[kTarget] = x[kSource];
+  }
 };
 
 }  // namespace spectrain

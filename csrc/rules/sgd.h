@@ -1,21 +1,22 @@
-// One step of SGD, torch.optim.SGD's arithmetic, that also writes any number of predictions of the
-// new weights: W_hat = W' - lr*s*v' (SpecTrain, arXiv 1809.02839), in the same pass over memory.
+// SGD with momentum (torch.optim.SGD's arithmetic; with an averaging gain, EMA momentum): the step,
+// which writes any number of predictions in the same pass, and the predictions alone.
+//
+//   d  = sign*g + weight_decay*W
+//   v' = decay*v + gain*d
+//   W' = keep*W - momentum*v' - gradient*d        (and the same form, from W', for every
+//   prediction)
 #pragma once
 
-#include "../hyper.h"
-#include "prediction.h"
 #include "stream.h"
+#include "terms.h"
 
 namespace spectrain {
 
-// A row flag: this tensor has no momentum yet, its buffer becomes the gradient.
-constexpr unsigned kFirstStep = 1;
-
 template <class Acc>
-struct SgdGradient {
+struct SgdDirection {
   Acc sign, weight_decay;
-  static SgdGradient make(const Hyper& h) {
-    return {static_cast<Acc>(h.maximize ? -1 : 1), static_cast<Acc>(h.weight_decay)};
+  SPECTRAIN_HD static SgdDirection make(const Setting& s) {
+    return {static_cast<Acc>(s.sign), static_cast<Acc>(s.weight_decay)};
   }
   SPECTRAIN_HD Acc operator()(Acc g, Acc w) const {
     const Acc d = sign * g;
@@ -23,58 +24,96 @@ struct SgdGradient {
   }
 };
 
-template <class W, class V>
+template <class Acc>
+SPECTRAIN_HD Acc sgd_move(const Coefficients<Acc>& c, Acc w, Acc v, Acc d) {
+  const Acc kept = c.keep == Acc(1) ? w : c.keep * w;
+  return minus(c.momentum, v, minus(c.gradient, d, kept));
+}
+
+template <class W, class G, class V, class Out>
 struct SgdMomentum {
   using Acc = acc_t<W>;
   enum { kParam, kGrad, kMomentum };
-  using Streams = StreamList<InOut<W>, In<W>, InOut<V>>;
+  using Streams = StreamList<InOut<W>, In<G>, InOut<V>>;
   struct Args {
-    SgdGradient<Acc> gradient;
-    Acc lr, momentum, undamped;  // undamped: 1 - dampening
-    bool nesterov, first_step;
-    int n_outs;
-    Acc distance[kMaxOuts];  // lr * s of every extra output
+    SgdDirection<Acc> direction;
+    Acc decay, gain;
+    Coefficients<Acc> step;
+    bool first_step;
+    Predictions<Acc, kMaxOuts> predictions;  // one term each
   };
-  static Args make(const Hyper& h) {
-    Args a{SgdGradient<Acc>::make(h),
-           static_cast<Acc>(h.lr),
-           static_cast<Acc>(h.momentum),
-           static_cast<Acc>(1.0 - h.dampening),
-           h.nesterov,
-           h.first_step,
-           h.n_outs,
-           {}};
-    for (int j = 0; j < h.n_outs; ++j) a.distance[j] = static_cast<Acc>(h.lr * h.out_steps[j]);
-    return a;
+  SPECTRAIN_HD static Args make(const Setting& s) {
+    return {SgdDirection<Acc>::make(s),
+            static_cast<Acc>(s.decay),
+            static_cast<Acc>(s.gain),
+            Coefficients<Acc>::make(s.step),
+            s.first_step,
+            Predictions<Acc, kMaxOuts>::make(s)};
   }
   SPECTRAIN_HD static void apply(const Args& a, unsigned flags, Acc (&x)[3]) {
     const bool first = a.first_step || (flags & kFirstStep) != 0;
-    const Acc d = a.gradient(x[kGrad], x[kParam]);
-    const Acc v = first ? d : multiply_add(a.momentum, x[kMomentum], a.undamped * d);
+    const Acc d = a.direction(x[kGrad], x[kParam]);
+    const Acc v = first ? d : multiply_add(a.decay, x[kMomentum], a.gain * d);
     x[kMomentum] = v;
-    x[kParam] = multiply_add(-a.lr, a.nesterov ? multiply_add(a.momentum, v, d) : v, x[kParam]);
+    x[kParam] = sgd_move(a.step, x[kParam], v, d);
+    x[kGrad] = d;
   }
 
   static constexpr bool has_outs = true;
-  using OutType = W;
-  // Computed from the values as they were stored, so that it is what a later predict would give.
-  SPECTRAIN_HD static Acc out(const Args& a, int j, const Acc (&x)[3]) {
-    return advance(a.distance[j], x[kMomentum], x[kParam]);
+  static constexpr bool divides = false;
+  static constexpr int kDirection = kGrad;
+  using OutType = Out;
+  // From W and v as they were stored, so that it is what a later predict would give.
+  SPECTRAIN_HD static Acc advance(const Args& a, int term, Acc w, const Acc (&x)[3]) {
+    return sgd_move(a.predictions.term[term], w, x[kMomentum], x[kGrad]);
   }
 };
 
-template <class W>
+template <class W, class G>
 struct SgdPlain : NoOuts {
   using Acc = acc_t<W>;
   enum { kParam, kGrad };
-  using Streams = StreamList<InOut<W>, In<W>>;
+  using Streams = StreamList<InOut<W>, In<G>>;
   struct Args {
-    SgdGradient<Acc> gradient;
-    Acc lr;
+    SgdDirection<Acc> direction;
+    Acc keep, gradient;
   };
-  static Args make(const Hyper& h) { return {SgdGradient<Acc>::make(h), static_cast<Acc>(h.lr)}; }
+  SPECTRAIN_HD static Args make(const Setting& s) {
+    return {SgdDirection<Acc>::make(s), static_cast<Acc>(s.step.keep),
+            static_cast<Acc>(s.step.gradient)};
+  }
   SPECTRAIN_HD static void apply(const Args& a, unsigned /*flags*/, Acc (&x)[2]) {
-    x[kParam] = multiply_add(-a.lr, a.gradient(x[kGrad], x[kParam]), x[kParam]);
+    const Acc kept = a.keep == Acc(1) ? x[kParam] : a.keep * x[kParam];
+    x[kParam] = minus(a.gradient, a.direction(x[kGrad], x[kParam]), kept);
+  }
+};
+
+// Weight prediction (SpecTrain, arXiv 1809.02839: W_hat = W - lr*s*v). The output may be W itself:
+// every element is read before it is written.
+template <class W, class V, class Out_>
+struct SgdPredict : NoOuts {
+  using Acc = acc_t<W>;
+  enum { kParam, kMomentum, kOut };
+  using Streams = StreamList<In<W>, In<V>, Out<Out_>>;
+  struct Args {
+    Coefficients<Acc> term;
+  };
+  SPECTRAIN_HD static Args make(const Setting& s) { return {Coefficients<Acc>::make(s.terms[0])}; }
+  SPECTRAIN_HD static void apply(const Args& a, unsigned /*flags*/, Acc (&x)[3]) {
+    x[kOut] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));
+  }
+};
+
+// stash <- W and W <- prediction, in one pass: 16 bytes a float32 parameter instead of 20.
+template <class W, class V>
+struct SgdStashPredict : NoOuts {
+  using Acc = acc_t<W>;
+  enum { kParam, kMomentum, kStash };
+  using Streams = StreamList<InOut<W>, In<V>, CopyOf<W, kParam>>;
+  using Args = typename SgdPredict<W, V, W>::Args;
+  SPECTRAIN_HD static Args make(const Setting& s) { return SgdPredict<W, V, W>::make(s); }
+  SPECTRAIN_HD static void apply(const Args& a, unsigned /*flags*/, Acc (&x)[3]) {
+    x[kParam] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));
   }
 };
 

@@ -55,9 +55,22 @@ SPECTRAIN_HD void unroll(F&& f) {
   }
 }
 
-// A rule without extra outputs, the default.
+// A rule without extra outputs, the default. One with them has, beside has_outs = true:
+// `predictions` among its Args; OutType; kDirection, the stream in whose place `apply` leaves what
+// it computed the direction from; and advance(args, term, w, x), one term of a prediction.
 struct NoOuts {
   static constexpr bool has_outs = false;
+  static constexpr bool divides = false;
+};
+
+// Whether a rule's predictions need what `apply` left in the place of stream kDirection.
+template <class Rule, bool HasOuts = Rule::has_outs>
+struct KeepsDirection {
+  static constexpr bool value = false;
+};
+template <class Rule>
+struct KeepsDirection<Rule, true> {
+  static constexpr bool value = Rule::kDirection < Rule::Streams::size;
 };
 
 }  // namespace spectrain

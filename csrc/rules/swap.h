@@ -1,7 +1,7 @@
 // a <-> b, bit for bit.
 #pragma once
 
-#include "../hyper.h"
+#include "../setting.h"
 #include "stream.h"
 
 namespace spectrain {
@@ -11,7 +11,7 @@ struct Swap : NoOuts {
   using Acc = Bits;
   using Streams = StreamList<InOut<Bits>, InOut<Bits>>;
   struct Args {};
-  static Args make(const Hyper&) { return {}; }
+  SPECTRAIN_HD static Args make(const Setting&) { return {}; }
   SPECTRAIN_HD static void apply(const Args&, unsigned /*flags*/, Acc (&x)[2]) {
     const Acc a = x[0];
     x[0] = x[1];

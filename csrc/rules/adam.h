@@ -1,0 +1,86 @@
+// Adam, AdamW and NAdam (torch.optim's arithmetic): the step, which writes any number of
+// predictions in the same pass, and the predictions alone. The three differ in their coefficients
+// only.
+//
+//   d  = sign*g + weight_decay*W
+//   m' = decay*m + (1 - decay)*d,  u' = decay2*u + (1 - decay2)*d*d
+//   W' = keep*W - (momentum*m' + gradient*d) / (sqrt(u')*root + eps)
+#pragma once
+
+#include "sgd.h"
+#include "stream.h"
+#include "terms.h"
+
+namespace spectrain {
+
+template <class Acc>
+SPECTRAIN_HD Acc adam_move(const Coefficients<Acc>& c, Acc eps, Acc w, Acc m, Acc root_u, Acc d) {
+  const Acc kept = c.keep == Acc(1) ? w : c.keep * w;
+  const Acc direction =
+      c.gradient == Acc(0) ? c.momentum * m : multiply_add(c.momentum, m, c.gradient * d);
+  const bool still = c.momentum == Acc(0) && c.gradient == Acc(0);  // 0*inf and 0/0 would be NaN
+  return still ? kept : kept - direction / multiply_add(root_u, c.root, eps);
+}
+
+template <class W, class G, class M, class Out>
+struct AdamStep {
+  using Acc = acc_t<W>;
+  enum { kParam, kGrad, kMomentum, kSecond };
+  using Streams = StreamList<InOut<W>, In<G>, InOut<M>, InOut<M>>;
+  struct Args {
+    SgdDirection<Acc> direction;
+    Acc decay, gain, decay2, gain2, eps;
+    Coefficients<Acc> step;
+    Predictions<Acc, kMaxTerms> predictions;
+  };
+  SPECTRAIN_HD static Args make(const Setting& s) {
+    return {SgdDirection<Acc>::make(s),       static_cast<Acc>(s.decay),
+            static_cast<Acc>(s.gain),         static_cast<Acc>(s.decay2),
+            static_cast<Acc>(1.0 - s.decay2), static_cast<Acc>(s.eps),
+            Coefficients<Acc>::make(s.step),  Predictions<Acc, kMaxTerms>::make(s)};
+  }
+  SPECTRAIN_HD static void apply(const Args& a, unsigned /*flags*/, Acc (&x)[4]) {
+    const Acc d = a.direction(x[kGrad], x[kParam]);
+    x[kMomentum] = multiply_add(a.decay, x[kMomentum], a.gain * d);
+    x[kSecond] = multiply_add(a.decay2, x[kSecond], a.gain2 * (d * d));
+    x[kParam] = adam_move(a.step, a.eps, x[kParam], x[kMomentum], square_root(x[kSecond]), d);
+    x[kGrad] = d;
+  }
+
+  static constexpr bool has_outs = true;
+  static constexpr bool divides = true;
+  static constexpr int kDirection = kGrad;
+  using OutType = Out;
+  SPECTRAIN_HD static Acc advance(const Args& a, int term, Acc w, const Acc (&x)[4]) {
+    return adam_move(a.predictions.term[term], a.eps, w, x[kMomentum], square_root(x[kSecond]),
+                     x[kGrad]);
+  }
+};
+
+// Predictions alone; the output may be W itself. The direction is not known: it must not be asked
+// for.
+template <class W, class M, class Out>
+struct AdamPredict {
+  using Acc = acc_t<W>;
+  enum { kParam, kMomentum, kSecond, kNone };
+  using Streams = StreamList<In<W>, In<M>, In<M>>;
+  struct Args {
+    Acc eps;
+    Predictions<Acc, kMaxTerms> predictions;
+  };
+  SPECTRAIN_HD static Args make(const Setting& s) {
+    return {static_cast<Acc>(s.eps), Predictions<Acc, kMaxTerms>::make(s)};
+  }
+  SPECTRAIN_HD static void apply(const Args&, unsigned /*flags*/, Acc (&)[3]) {}
+
+  static constexpr bool has_outs = true;
+  static constexpr bool divides = true;
+  static constexpr int kDirection = kNone;
+  using OutType = Out;
+  SPECTRAIN_HD static Acc advance(const Args& a, int term, Acc w, const Acc (&x)[3]) {
+    return adam_move(a.predictions.term[term], a.eps, w, x[kMomentum], square_root(x[kSecond]),
+                     Acc(0));
+  }
+};
+
+}  // namespace spectrain

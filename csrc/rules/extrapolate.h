@@ -1,0 +1,25 @@
+// Prediction from the weights alone (weight difference, LWP^w): out = W + T*(W - W_prev).
+#pragma once
+
+#include "stream.h"
+#include "terms.h"
+
+namespace spectrain {
+
+template <class W>
+struct Extrapolate : NoOuts {
+  using Acc = acc_t<W>;
+  enum { kParam, kPrevious, kOut };
+  using Streams = StreamList<In<W>, In<W>, Out<W>>;
+  struct Args {
+    Acc steps;
+  };
+  SPECTRAIN_HD static Args make(const Setting& s) {
+    return {static_cast<Acc>(s.terms[0].momentum)};
+  }
+  SPECTRAIN_HD static void apply(const Args& a, unsigned /*flags*/, Acc (&x)[3]) {
+    x[kOut] = multiply_add(a.steps, x[kParam] - x[kPrevious], x[kParam]);
+  }
+};
+
+}  // namespace spectrain

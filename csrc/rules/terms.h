@@ -1,0 +1,45 @@
+// Coefficients of a step or a prediction, in the arithmetic type of a rule.
+#pragma once
+
+#include "../scalar.h"
+#include "../setting.h"
+
+namespace spectrain {
+
+template <class Acc>
+struct Coefficients {
+  Acc keep, momentum, gradient, root;
+  SPECTRAIN_HD static Coefficients make(const Term& t) {
+    return {static_cast<Acc>(t.keep), static_cast<Acc>(t.momentum), static_cast<Acc>(t.gradient),
+            static_cast<Acc>(t.root)};
+  }
+};
+
+// The terms of every prediction of one call.
+template <class Acc, int MaxTerms>
+struct Predictions {
+  int n_outs;
+  int end[kMaxOuts];
+  Coefficients<Acc> term[MaxTerms];
+
+  SPECTRAIN_HD int begin(int j) const { return j == 0 ? 0 : end[j - 1]; }
+
+  SPECTRAIN_HD static Predictions make(const Setting& s) {
+    Predictions p;
+    p.n_outs = s.n_outs;
+    for (int j = 0; j < kMaxOuts; ++j) p.end[j] = s.out_end[j];
+    const int n = s.n_outs > 0 ? s.out_end[s.n_outs - 1] : 0;
+    for (int i = 0; i < MaxTerms; ++i) {
+      p.term[i] = Coefficients<Acc>::make(i < n ? s.terms[i] : Term{});
+    }
+    return p;
+  }
+};
+
+// W - c*x, but a coefficient of 0 (also by underflow of lr*s) keeps W: 0*inf would make it NaN.
+template <class Acc>
+SPECTRAIN_HD Acc minus(Acc c, Acc x, Acc w) {
+  return c == Acc(0) ? w : multiply_add(-c, x, w);
+}
+
+}  // namespace spectrain

@@ -1,0 +1,37 @@
+// The numbers of one parameter group, in double, as the rules want them: learning rates, decay and
+// prediction laws have been resolved into coefficients by the caller.
+#pragma once
+
+namespace spectrain {
+
+// Extra outputs one kernel can write; more predictions than this take further passes.
+constexpr int kMaxOuts = 8;
+// Terms of all predictions of one call. A term is one predicted update; momentum SGD needs one per
+// prediction, Adam's loop one per update ahead.
+constexpr int kMaxTerms = 64;
+
+// One predicted update: W <- keep*W - (momentum*v + gradient*d) / D, where D is 1 for momentum SGD
+// and sqrt(second moment)*root + eps for Adam.
+struct Term {
+  double keep = 1.0;
+  double momentum = 0.0;
+  double gradient = 0.0;
+  double root = 1.0;
+};
+
+// The step itself is a term, too: W' = keep*W - (momentum*v' + gradient*d) / D.
+struct Setting {
+  double sign = 1.0;          // -1: maximize; gradient scaling is folded in
+  double weight_decay = 0.0;  // L2: d = sign*g + weight_decay*W
+  double decay = 0.0;         // of the momentum: v' = decay*v + gain*d
+  double gain = 1.0;
+  double decay2 = 0.0;  // of Adam's second moment: u' = decay2*u + (1 - decay2)*d*d
+  double eps = 0.0;
+  Term step;
+  bool first_step = false;  // of every tensor: v' = d; single tensors carry kFirstStep in their row
+  int n_outs = 0;
+  int out_end[kMaxOuts] = {};  // terms of prediction j: [out_end[j-1], out_end[j])
+  Term terms[kMaxTerms];
+};
+
+}  // namespace spectrain

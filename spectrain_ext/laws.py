@@ -1,0 +1,225 @@
+"""Laws: how the weights some updates ahead follow from the weights, the momentum and the gradient.
+
+A number of steps given to an operator is the linear law. Notation: W the weights, v
+the momentum buffer (m, u for Adam), d the gradient with weight decay, s the horizon in updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, SupportsFloat, TypeAlias, cast
+
+from spectrain_ext.numbers import Adam, Sgd, Term, non_negative
+
+MAX_TERMS = 64  # csrc/setting.h
+
+
+class Law(Protocol):
+    """A prediction law: the terms that take the present weights to the predicted ones."""
+
+    def sgd(self, numbers: Sgd) -> list[Term]:
+        """Terms under SGD; none where the prediction is the weights themselves."""
+
+    def adam(self, numbers: Adam) -> list[Term]:
+        """Terms under Adam, AdamW and NAdam."""
+
+
+Horizon: TypeAlias = SupportsFloat | Law
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The last update, s times over: W - s*lr*v (SpecTrain, arXiv 1809.02839).
+
+    Under Adam W - s*lr*m_hat/(sqrt(u_hat) + eps), without the decay term (PipeOptim, 2023).
+    """
+
+    steps: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", non_negative("steps", self.steps))
+
+    def sgd(self, numbers: Sgd) -> list[Term]:
+        """One term."""
+        return [Term(1.0, numbers.lr * self.steps)] if self.steps else []
+
+    def adam(self, numbers: Adam) -> list[Term]:
+        """One term, with the bias corrections of the last update."""
+        if not self.steps:
+            return []
+        return [
+            Term(1.0, self.steps * _rate(numbers, numbers.lr, 0), 0.0, numbers.root(numbers.step))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometric:
+    """s more updates whose gradients are zero (FTPipe's msnag, 2021).
+
+    SGD: W - lr*v*(mu - mu^(s+1))/(1 - mu); with an L2 penalty, decoupled decay or Nesterov momentum
+    the exact continuation, for a whole s. Adam: for i = 1..s with bias corrections of step t+i,
+    p -= lr*(beta1^i*m/(1 - beta1^(t+i))) / (sqrt(u)/sqrt(1 - beta2^(t+i)) + eps), AdamW with
+    p *= 1 - lr*decay before each; the second moment is not decayed.
+    """
+
+    steps: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", non_negative("steps", self.steps))
+
+    def sgd(self, numbers: Sgd) -> list[Term]:
+        """One term."""
+        if not self.steps:
+            return []
+        mu = numbers.momentum
+        if numbers.weight_decay:
+            return [_continuation(numbers, [numbers.lr] * _whole(self.steps, "weight decay"))]
+        reach = self.steps if mu == 1.0 else (mu - mu ** (self.steps + 1.0)) / (1.0 - mu)
+        return [Term(1.0, numbers.lr * reach * (mu if numbers.nesterov else 1.0))]
+
+    def adam(self, numbers: Adam) -> list[Term]:
+        """One term for each update ahead."""
+        return _adam_loop(numbers, [numbers.lr] * _whole(self.steps, "Adam"))
+
+
+@dataclass(frozen=True, slots=True)
+class FutureRates:
+    """A prediction with the learning rates that the coming updates will have, one for each.
+
+    ``law="linear"``: W - sum(lr_i)*v. ``law="geometric"``: zero-gradient updates, as `Geometric`.
+    """
+
+    rates: Sequence[float]
+    law: str = "linear"
+
+    def __post_init__(self) -> None:
+        rates = tuple(non_negative(f"rates[{i}]", r) for i, r in enumerate(self.rates))
+        object.__setattr__(self, "rates", rates)
+        if self.law not in ("linear", "geometric"):
+            raise ValueError(f"law: expected 'linear' or 'geometric', got {self.law!r}")
+
+    def sgd(self, numbers: Sgd) -> list[Term]:
+        """One term."""
+        if not self.rates:
+            return []
+        if self.law == "linear":
+            return [Term(1.0, sum(self.rates))]
+        return [_continuation(numbers, self.rates)]
+
+    def adam(self, numbers: Adam) -> list[Term]:
+        """One term, or one for each update ahead."""
+        if not self.rates:
+            return []
+        if self.law == "linear":
+            rate = sum(_rate(numbers, r, 0) for r in self.rates)
+            return [Term(1.0, rate, 0.0, numbers.root(numbers.step))]
+        return _adam_loop(numbers, self.rates)
+
+
+@dataclass(frozen=True, slots=True)
+class SecondOrder:
+    """The momentum extrapolated by its last change as well.
+
+    W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)] with D = delay. After an update
+    v - v_prev = (gain*d - (1 - mu)*v)/mu, so that the last change costs no state: only the step
+    itself, which has the gradient, can write this prediction.
+    """
+
+    delay: float
+    lead: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("delay", "lead"):
+            object.__setattr__(self, name, non_negative(name, getattr(self, name)))
+
+    def _coefficients(self, mu: float, gain: float) -> tuple[float, float]:
+        change = self.delay * (self.delay + 1.0) / 2.0
+        return self.delay + self.lead - change * (1.0 - mu) / mu, change * gain / mu
+
+    def sgd(self, numbers: Sgd) -> list[Term]:
+        """One term, with the gradient in it."""
+        if not self.delay and not self.lead:
+            return []
+        momentum, gradient = self._coefficients(numbers.momentum, numbers.gain)
+        return [Term(1.0, numbers.lr * momentum, numbers.lr * gradient)]
+
+    def adam(self, numbers: Adam) -> list[Term]:
+        """One term, with the gradient in it; bias corrections of the last update."""
+        if not self.delay and not self.lead:
+            return []
+        beta1 = numbers.betas[0]
+        if beta1 == 0.0:
+            raise ValueError("betas[0]: a second-order prediction needs momentum > 0")
+        momentum, gradient = self._coefficients(beta1, 1.0 - beta1)
+        rate = _rate(numbers, numbers.lr, 0)
+        return [Term(1.0, rate * momentum, rate * gradient, numbers.root(numbers.step))]
+
+
+def as_law(steps: Horizon, name: str = "steps") -> Law:
+    """A number of steps as the linear law."""
+    if isinstance(steps, (int, float)):
+        value = non_negative(name, steps)
+        return Linear(value)
+    if hasattr(steps, "sgd"):
+        return cast(Law, steps)
+    return Linear(non_negative(name, cast(SupportsFloat, steps)))
+
+
+def needs_momentum(law: Law) -> bool:
+    """Whether a law asks for more of SGD than its learning rate."""
+    return not (isinstance(law, Linear) or (isinstance(law, FutureRates) and law.law == "linear"))
+
+
+def _whole(steps: float, under: str) -> int:
+    if steps != int(steps):
+        raise ValueError(
+            f"steps: the geometric law needs a whole number of updates under {under}, got {steps}"
+        )
+    return int(steps)
+
+
+def _continuation(numbers: Sgd, rates: Sequence[float]) -> Term:
+    """(W, v) after updates with zero gradients, as coefficients of the present W and v."""
+    keep, momentum = 1.0, 0.0  # W = keep*W0 - momentum*v0
+    of_weight, of_buffer = 0.0, 1.0  # v = of_weight*W0 + of_buffer*v0
+    mu, gain, l2 = numbers.momentum, numbers.gain, numbers.l2
+    for lr in rates:
+        decay = 1.0 - lr * numbers.weight_decay if numbers.decoupled_weight_decay else 1.0
+        of_weight = mu * of_weight + gain * l2 * keep
+        of_buffer = mu * of_buffer - gain * l2 * momentum
+        # The update is v, or with Nesterov momentum gain*d + mu*v, where d = l2*W.
+        by_buffer, by_weight = (mu, gain * l2) if numbers.nesterov else (1.0, 0.0)
+        keep, momentum = (
+            (decay - lr * by_weight) * keep - lr * by_buffer * of_weight,
+            (decay - lr * by_weight) * momentum + lr * by_buffer * of_buffer,
+        )
+    return Term(keep, momentum)
+
+
+def _rate(numbers: Adam, lr: float, ahead: int) -> float:
+    """What the bias-corrected first moment is multiplied by, `ahead` updates from now."""
+    if numbers.momentum_decay is None:
+        return lr / (1.0 - numbers.betas[0] ** (numbers.step + ahead))
+    product = numbers.mu_product
+    for i in range(1, ahead + 1):
+        product *= numbers.mu(numbers.step + i)
+    following = numbers.mu(numbers.step + ahead + 1)
+    return lr * following / (1.0 - product * following)
+
+
+def _adam_loop(numbers: Adam, rates: Sequence[float]) -> list[Term]:
+    if len(rates) > MAX_TERMS:
+        raise ValueError(
+            f"steps: expected at most {MAX_TERMS} updates ahead under Adam's loop, got {len(rates)}"
+        )
+    beta1 = numbers.betas[0]
+    return [
+        Term(
+            1.0 - lr * numbers.weight_decay if numbers.decoupled_weight_decay else 1.0,
+            beta1**i * _rate(numbers, lr, i),
+            0.0,
+            numbers.root(numbers.step + i),
+        )
+        for i, lr in enumerate(rates, start=1)
+    ]
