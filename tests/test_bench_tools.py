@@ -189,6 +189,8 @@ class TestSuite:
         monkeypatch.setattr(suite, "DEVICE", "cpu")
         monkeypatch.setattr(pipeline, "MINIBATCHES", 3)
         monkeypatch.setattr(cases, "WORKLOADS", [cases.Workload("tiny", (33, 8))])
+        sixteen = cases.Workload("tiny bf16", (33, 8), torch.bfloat16, torch.float32)
+        monkeypatch.setattr(cases, "SIXTEEN_BIT", sixteen)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
