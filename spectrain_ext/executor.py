@@ -179,6 +179,12 @@ class Executor:
         for stage in self.stages:
             stage.drop()
 
+    def free_rings(self) -> None:
+        """Free all receive buffers; a run makes new ones as it needs them."""
+        for stage in self.stages:
+            for edge in stage.edges():
+                edge.free_storage()
+
     def _streams(self) -> Iterator[Stream]:
         for stage in self.stages:
             yield stage.compute

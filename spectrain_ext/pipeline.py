@@ -7,8 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
+from .arguments import (
+    check_can_predict,
+    check_loss_fn,
+    check_method,
+    check_microbatches,
+    checked_devices,
+    checked_stages,
+    devices_of,
+    make_optimizer,
+)
 from .batch import Value
 from .executor import Executor, Result
 from .method import Method, find_method
@@ -65,46 +74,42 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         # Everything is checked before anything is moved.
-        modules = _checked_stages(stages)
+        modules = checked_stages(stages)
         chosen = find_method(method)
-        places = (
-            _devices_of(modules) if devices is None else _checked_devices(devices, len(modules))
-        )
-        _check_microbatches(microbatches)
-        _check_loss_fn(loss_fn)
+        places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
+        n = len(modules)
+        check_method(chosen, n)
+        check_microbatches(microbatches)
+        check_loss_fn(loss_fn)
         for name, made in (("optimizer", optimizer), ("scheduler", scheduler)):
             if not callable(made) and not (name == "scheduler" and made is None):
                 raise TypeError(f"{name}: expected a callable, got {type(made).__name__}")
-        n = len(modules)
-        optimizers = [_make_optimizer(optimizer, module, k) for k, module in enumerate(modules)]
+        optimizers = [make_optimizer(optimizer, module, k) for k, module in enumerate(modules)]
         for k, opt in enumerate(optimizers):
-            if opt is not None and _predicts(chosen, k, n):
-                _check_can_predict(opt, k, chosen)
+            if opt is not None:
+                check_can_predict(opt, k, n, chosen)
+        schedulers = [
+            scheduler(opt) if scheduler is not None and opt is not None else None
+            for opt in optimizers
+        ]
 
         weights: list[StageWeights | None] = []
-        for k, (module, place, opt) in enumerate(zip(modules, places, optimizers, strict=True)):
-            if devices is not None:
-                module.to(place)
-            if opt is None:
-                weights.append(None)
-                continue
-            weights.append(
-                StageWeights(
-                    module,
-                    opt,
-                    None if scheduler is None else scheduler(opt),
-                    window=chosen.window(k, n),
-                    forward_horizon=chosen.forward_horizon(k, n),
-                    backward=chosen.backward,
-                    backward_horizon=chosen.backward_horizon(k, n),
-                )
-            )
+        try:
+            for k, (module, place) in enumerate(zip(modules, places, strict=True)):
+                if devices is not None:
+                    module.to(place)
+                weights.append(_stage_weights(chosen, k, n, module, optimizers[k], schedulers[k]))
+        except BaseException:
+            for bound in weights:
+                if bound is not None:
+                    bound.unbind()
+            raise
         for k, module in enumerate(modules):
             self.add_module(str(k), module)
         self.method = chosen
         self.devices = tuple(places)
         self._weights = weights
-        # In a tuple, lest a loss function that is a module becomes a part of the model.
+        # Not here, lest a loss function that is a module becomes a part of the model.
         self._executor = Executor(modules, places, weights, loss_fn, chosen, microbatches)
         self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
@@ -129,7 +134,8 @@ class Pipeline(nn.Module):
         Raises:
             StageError: an exception inside a stage, the loss or an optimizer, from its cause.
             TypeError, ValueError: a batch that is no pair, or cannot be split into microbatches.
-            RuntimeError: a run has not ended yet, a parameter left the flat buffer, autocast is on.
+            RuntimeError: a run has not ended yet, a parameter left its flat buffer, autocast or
+                inference mode is on.
 
         After any exception what was in flight is dropped, the true weights are in the modules (some
         stages may have made more updates than others), and the pipeline can run again.
@@ -139,6 +145,8 @@ class Pipeline(nn.Module):
 
     def _run(self, batches: Iterator[object]) -> Iterator[Result]:
         self._refuse_in_run("run")
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("run: inference mode is on; training needs autograd")
         for kind in {device.type for device in self.devices}:
             if torch.is_autocast_enabled(kind):
                 raise RuntimeError(
@@ -187,9 +195,9 @@ class Pipeline(nn.Module):
         return sum(weights.nbytes for weights in self._weights if weights is not None)
 
     def release(self) -> None:
-        """Give the modules and optimizers ordinary storage of their own, and free the flat buffers.
+        """Give the modules and optimizers ordinary storage of their own, and free all buffers.
 
-        A later ``run`` makes new buffers.
+        A later ``run`` makes new ones.
 
         Raises:
             RuntimeError: a run has not ended yet.
@@ -198,6 +206,7 @@ class Pipeline(nn.Module):
         for weights in self._weights:
             if weights is not None and weights.bound:
                 weights.unbind()
+        self._executor.free_rings()
 
 
 def _put_true_weights(
@@ -223,162 +232,25 @@ def _refuse_load_in_run(pipe: Pipeline, *_: object) -> None:
     pipe._refuse_in_run("load_state_dict")
 
 
-# Checks of the constructor's arguments.
-
-
-def _checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
-    try:
-        modules = list(stages)
-    except TypeError:
-        raise TypeError(
-            f"stages: expected a sequence of modules, got {type(stages).__name__}"
-        ) from None
-    if not modules:
-        raise ValueError("stages: expected at least one module, got an empty list")
-    owners: dict[object, tuple[int, str]] = {}
-    for k, module in enumerate(modules):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"stages[{k}]: expected an nn.Module, got {type(module).__name__}")
-        parts: dict[object, str] = {
-            part: f"module {name!r}" for name, part in module.named_modules()
-        }
-        parts.update((p, f"parameter {name!r}") for name, p in module.named_parameters())
-        for part, what in parts.items():
-            if part in owners:
-                other, its_name = owners[part]
-                raise ValueError(
-                    f"stages[{k}]: its {what} is {its_name} of stages[{other}] as well"
-                )
-        owners.update((part, (k, what)) for part, what in parts.items())
-        for name, p in module.named_parameters():
-            if is_lazy(p):
-                raise ValueError(
-                    f"stages[{k}]: parameter {name!r} is not initialized; run a forward of the "
-                    "module first"
-                )
-    return modules
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _devices_of(modules: Sequence[nn.Module]) -> list[torch.device]:
-    """Where the modules are; one without tensors goes with the one before it, or else after it."""
-    found: list[torch.device | None] = []
-    for k, module in enumerate(modules):
-        device = None
-        for name, tensor in _tensors_of(module):
-            if device is None:
-                device, first = tensor.device, name
-            elif tensor.device != device:
-                raise ValueError(
-                    f"stages[{k}]: {first!r} is on {device} and {name!r} on {tensor.device}; a "
-                    "stage must be on one device"
-                )
-        if device is not None and device.type not in ("cpu", "cuda"):
-            raise ValueError(f"stages[{k}]: expected it on the CPU or on CUDA, it is on {device}")
-        found.append(device)
-    known = next((device for device in found if device is not None), torch.device("cpu"))
-    devices = []
-    for device in found:
-        known = known if device is None else device
-        devices.append(known)
-    return devices
-
-
-def _checked_devices(
-    devices: Sequence[torch.device | str | int], stages: int
-) -> list[torch.device]:
-    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
-        raise TypeError(f"devices: expected a sequence of {stages} devices, got {devices!r}")
-    if len(devices) != stages:
-        raise ValueError(f"devices: expected one per stage ({stages}), got {len(devices)}")
-    checked = []
-    for k, given in enumerate(devices):
-        try:
-            device = torch.device(given)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"devices[{k}]: {given!r} is not a device: {error}") from None
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"devices[{k}]: expected the CPU or a CUDA device, got {device}")
-        if device.type == "cuda":
-            device = _checked_cuda(device, k)
-        checked.append(device)
-    return checked
-
-
-def _checked_cuda(device: torch.device, k: int) -> torch.device:
-    if not torch.cuda.is_available():
-        why = (
-            "torch is built without CUDA"
-            if torch.version.cuda is None
-            else "torch finds no usable GPU or driver"
-        )
-        raise RuntimeError(
-            f"devices[{k}]: {device} was asked for, but there is no CUDA device here ({why})"
-        )
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise RuntimeError(
-            f"devices[{k}]: {device} was asked for, but there are only "
-            f"{torch.cuda.device_count()} CUDA devices"
-        )
-    return torch.device("cuda", index)
-
-
-def _check_microbatches(microbatches: object) -> None:
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int):
-        raise TypeError(f"microbatches: expected an int, got {type(microbatches).__name__}")
-    if microbatches < 1:
-        raise ValueError(f"microbatches: expected at least 1, got {microbatches}")
-
-
-def _check_loss_fn(loss_fn: object) -> None:
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn: expected a callable, got {type(loss_fn).__name__}")
-    if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
-        raise ValueError(
-            "loss_fn: it has trainable parameters, which nobody would train; put them in the last "
-            "stage"
-        )
-
-
-def _make_optimizer(
-    factory: Callable[[list[nn.Parameter]], SGD], module: nn.Module, k: int
-) -> SGD | None:
-    params = [p for p in module.parameters() if p.requires_grad]
-    if not params:
+def _stage_weights(
+    method: Method,
+    k: int,
+    n: int,
+    module: nn.Module,
+    optimizer: SGD | None,
+    scheduler: LRScheduler | None,
+) -> StageWeights | None:
+    if optimizer is None:
         return None
-    made: object = factory(params)
-    if not isinstance(made, SGD):
-        kind = f"{type(made).__module__}.{type(made).__qualname__}"
-        raise TypeError(
-            f"optimizer: for stages[{k}] it made a {kind}; the pipeline needs one of "
-            "spectrain_ext.optim, which can predict: "
-            "optimizer=lambda params: spectrain_ext.optim.SGD(params, lr=..., momentum=...)"
-        )
-    held = [p for group in made.param_groups for p in group["params"]]
-    if len(held) != len(params) or set(held) != set(params):
-        raise ValueError(
-            f"optimizer: for stages[{k}] it holds {len(held)} parameters, expected exactly the "
-            f"stage's {len(params)} trainable ones; freeze others with requires_grad_(False)"
-        )
-    return made
-
-
-def _predicts(method: Method, k: int, n: int) -> bool:
-    return method.forward_horizon(k, n) > 0 or (
-        method.backward == "predict" and method.backward_horizon(k, n) > 0
+    return StageWeights(
+        module,
+        optimizer,
+        scheduler,
+        window=method.window(k, n),
+        forward_horizon=method.forward_horizon(k, n),
+        backward=method.backward,
+        backward_horizon=method.backward_horizon(k, n),
     )
-
-
-def _check_can_predict(optimizer: SGD, k: int, method: Method) -> None:
-    try:
-        optimizer.check_can_predict()
-    except ValueError as error:
-        raise ValueError(f"optimizer: stages[{k}] under method {method.name!r}: {error}") from None
 
 
 def _moved(value: Value, device: torch.device) -> Value:

@@ -27,17 +27,17 @@ class StageRandom:
         seed = _mix(torch.initial_seed(), stage)
         own = [torch.Generator(g.device).manual_seed(seed) for g in self._generators]
         self._own = [generator.get_state() for generator in own]
-        self._callers: list[torch.Tensor] = []
+        self._callers = list(self._own)
 
     def __enter__(self) -> None:
-        self._callers = [generator.get_state() for generator in self._generators]
-        for generator, state in zip(self._generators, self._own, strict=True):
-            generator.set_state(state)
+        for k, generator in enumerate(self._generators):
+            self._callers[k] = generator.get_state()
+            generator.set_state(self._own[k])
 
     def __exit__(self, *_: object) -> None:
-        self._own = [generator.get_state() for generator in self._generators]
-        for generator, state in zip(self._generators, self._callers, strict=True):
-            generator.set_state(state)
+        for k, generator in enumerate(self._generators):
+            self._own[k] = generator.get_state()
+            generator.set_state(self._callers[k])
 
 
 def _mix(seed: int, stage: int) -> int:

@@ -185,25 +185,27 @@ class TestSuite:
         class Properties:
             L2_cache_size = 1 << 10
 
-        pipeline = _load("bench_pipeline")
-        monkeypatch.setattr(suite, "DEVICE", "cpu")
+        pipeline, parts = _load("bench_pipeline"), _load("gpu_parts")
+        monkeypatch.setattr(parts, "DEVICE", "cpu")
         monkeypatch.setattr(pipeline, "MINIBATCHES", 3)
         monkeypatch.setattr(cases, "WORKLOADS", [cases.Workload("tiny", (33, 8))])
+        sixteen = cases.Workload("tiny bf16", (33, 8), torch.bfloat16, torch.float32)
+        monkeypatch.setattr(cases, "SIXTEEN_BIT", sixteen)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 24, 1 << 24))
-        suite.part_small()
+        parts.part_small()
         assert "every kernel ran" in capsys.readouterr().out
-        suite.part_operators(tmp_path, 100.0)
-        suite.part_pipeline(tmp_path)
+        parts.part_operators(tmp_path, 100.0)
+        parts.part_pipeline(tmp_path)
         about = {"date": "a date", "device": {"name": "rehearsal"}, "devices": 1}
         text = suite.report(about, [suite.Outcome("tests", "ok", 3.0)], tmp_path)
         assert "| sgd_step_, tiny | Plan |" in text
         assert "us of the pipeline's own per action" in text
         data = json.loads((tmp_path / "operators.json").read_text())
         assert not data["left_out"] and all(r["median_us"] > 0 for r in data["rows"])
-        suite.part_operators(tmp_path, 0.0)
+        parts.part_operators(tmp_path, 0.0)
         data = json.loads((tmp_path / "operators.json").read_text())
         assert not data["rows"] and data["left_out"]
 
@@ -213,7 +215,8 @@ class TestSuite:
         text = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
         assert suite.read(text)["hazards"] == 1
 
-    def test_enough_sets_to_leave_the_cache(self, suite: ModuleType) -> None:
+    def test_enough_sets_to_leave_the_cache(self) -> None:
+        suite = _load("gpu_parts")
         assert suite.sets_needed(10, 100, 10**6) == 41
         assert suite.sets_needed(1000, 100, 10**6) == 2
         assert suite.sets_needed(1000, 100, 1000) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # no
 from torch import nn
 
 import spectrain_ext as st
+from spectrain_ext.method import find_method
 
 
 def refused(error, match, stages=None, optimizer=None, loss_fn=mse, **more):
@@ -58,6 +60,13 @@ def test_unknown_method():
     for name in st.methods():
         refused(ValueError, f"method: there is no 'gpipe'; there are .*{name}", method="gpipe")
     refused(TypeError, "method: expected a name or a Method, got NoneType", method=None)
+
+
+def test_method_values():
+    method = find_method("spectrain")
+    for rule, value, least in (("window", 0, 1), ("forward_horizon", -1, 0)):
+        bad = dataclasses.replace(method, name="bad", **{rule: lambda k, n, v=value: v if k else 1})
+        refused(ValueError, f"{rule} of 'bad' gives {value} for stage 1 of 3.*{least}", method=bad)
 
 
 def test_optimizers():
@@ -259,6 +268,30 @@ def test_a_parameter_that_is_replaced_while_the_run_is_suspended():
     with pytest.raises(RuntimeError, match=r"stages\[1\]: parameter '0.weight' left"):
         for _ in pipe.run(batches(3)):
             module.load_state_dict(tanh_stages(1)[0].state_dict(), assign=True)
+
+
+def test_inference_mode_around_a_run():
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference mode is on"):
+        losses(pipe, batches(3))
+
+
+def test_an_optimizer_that_is_bound_already():
+    stages, made = tanh_stages(2), []
+
+    def optimizer(params):
+        made.append(sgd()(params))
+        if len(made) == 2:
+            made[-1].bind(None, {p: torch.zeros_like(p) for p in params})
+        return made[-1]
+
+    before = [p.detach().clone() for stage in stages for p in stage.parameters()]
+    with pytest.raises(RuntimeError, match="bound already"):
+        st.Pipeline(stages, optimizer, mse)
+    params = [p for stage in stages for p in stage.parameters()]
+    for p, value in zip(params, before, strict=True):
+        assert torch.equal(p, value)
+        assert p.untyped_storage().nbytes() == p.nbytes  # stage 0 has its own storage again
 
 
 def test_autocast_around_a_run():

@@ -378,6 +378,24 @@ def test_release(method):
     assert pipe.weight_version_bytes > 0
 
 
+@every_method
+def test_a_run_keeps_nothing(method):
+    """Tapes, messages and shares are gone: the third run leaves what the second did."""
+
+    def live():
+        gc.collect()
+        return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+
+    pipe, data = st.Pipeline(tanh_stages(3), sgd(), mse, method, microbatches=2), batches(9)
+    counts = []
+    for _ in range(3):
+        for _ in pipe.run(data):
+            pass
+        counts.append(live())
+    assert counts[1] == counts[2]
+    assert len(pipe._executor._extent.shares) <= 3
+
+
 def test_weight_version_bytes():
     def size(method, n=4):
         pipe = st.Pipeline(tanh_stages(n), sgd(), mse, method)

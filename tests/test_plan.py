@@ -117,6 +117,36 @@ def test_an_empty_plan() -> None:
     plan.refresh()
 
 
+class TestLaunches:
+    """What a call costs: launches, and rows after merging."""
+
+    @staticmethod
+    def _step(lists: list[list[Tensor]], **options: object) -> tuple[int, int]:
+        w, v, g, out = lists
+        plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
+        plan.sgd_step_(lr=0.1, momentum=0.9, predict=[2.0], **options)  # type: ignore[arg-type]
+        return plan._native.last_launch()
+
+    def test_hundreds_of_tensors_are_one_launch(self) -> None:
+        assert self._step([[torch.randn(5) for _ in range(300)] for _ in range(4)]) == (1, 300)
+
+    def test_views_of_flat_buffers_are_one_row(self) -> None:
+        assert self._step([list(torch.randn(3000).split(10)) for _ in range(4)]) == (1, 1)
+
+    def test_what_touches_in_some_streams_only_stays_apart(self) -> None:
+        flat = [list(torch.randn(3000).split(10)) for _ in range(3)]
+        assert self._step([*flat, [torch.randn(10) for _ in range(300)]]) == (1, 300)
+
+    def test_rows_with_other_flags_stay_apart(self) -> None:
+        flat = [list(torch.randn(40).split(10)) for _ in range(4)]
+        assert self._step(flat, first_step=[True, True, False, True]) == (1, 3)
+
+    def test_one_launch_per_combination_of_types(self) -> None:
+        dtypes = [torch.float32, torch.float64, torch.float32, torch.bfloat16]
+        lists = [[torch.randn(5).to(d) for d in dtypes] for _ in range(4)]
+        assert self._step(lists) == (3, 4)
+
+
 def test_hyper_parameters_may_change_from_call_to_call() -> None:
     w, v = torch.zeros(4), torch.ones(4)
     plan = st.Plan(w, momentum_buffers=v)

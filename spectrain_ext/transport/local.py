@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ def _likeness(tensor: Tensor) -> _Likeness:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """Tensors on their way.
 
     Attributes:
@@ -148,6 +147,12 @@ class Edge:
         for slots in self._ring:
             for slot in slots:
                 slot.message = None
+
+    def free_storage(self) -> None:
+        """Free the receive buffers, outside of a run."""
+        for slots in self._ring:
+            for slot in slots:
+                slot.storage, slot.likeness = [], []
 
 
 class Transit:
