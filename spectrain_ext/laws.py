@@ -163,7 +163,7 @@ def as_law(steps: Horizon, name: str = "steps") -> Law:
         return Linear(value)
     if hasattr(steps, "sgd"):
         return cast(Law, steps)
-    return Linear(non_negative(name, cast(SupportsFloat, steps)))
+    return Linear(non_negative(name, steps))
 
 
 def needs_momentum(law: Law) -> bool:

@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step: checked, and turned into the coefficients that kernels take."""
+"""The numbers of one optimizer step: checked, and made the coefficients that kernels take."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ def number(name: str, value: SupportsFloat) -> float:
         TypeError: it is not a number.
         ValueError: it is NaN or infinite.
     """
-    try:
-        result = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}: expected a number, got {value!r}") from None
+    result = _float(name, value)
     if not math.isfinite(result):
         raise ValueError(f"{name}: expected a finite number, got {result!r}")
     return result
@@ -42,13 +39,19 @@ def number(name: str, value: SupportsFloat) -> float:
 
 def non_negative(name: str, value: SupportsFloat) -> float:
     """Return a finite float that is not negative; raises as `number`."""
-    try:
-        result = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}: expected a number, got {value!r}") from None
+    result = _float(name, value)
     if not 0.0 <= result < math.inf:
         raise ValueError(f"{name}: expected a finite number >= 0, got {result!r}")
     return result
+
+
+def _float(name: str, value: SupportsFloat) -> float:
+    if isinstance(value, (str, bytes)):  # float() would read them
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected a number, got {value!r}") from None
 
 
 def fraction(name: str, value: SupportsFloat) -> float:

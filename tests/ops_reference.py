@@ -178,8 +178,11 @@ class SGD:
                         scalar(self.momentum), _as(widen(v), wide), scalar(1.0 - self.dampening) * d
                     )
                 )
-                d = fma(scalar(self.momentum), m, d) if self.nesterov else m
                 new_v = narrow(m, v)
+                if self.nesterov:  # W - lr*d - lr*momentum*v, rounded after each term
+                    wide = fma(scalar(-self.lr), d, wide) if self.lr else wide
+                    return narrow(fma(scalar(-self.lr * self.momentum), m, wide), w), new_v
+                d = m
             return narrow(fma(scalar(-self.lr), d, wide), w), new_v
 
     def keywords(self) -> dict[str, Any]:

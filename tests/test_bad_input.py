@@ -58,6 +58,9 @@ class TestListsThatDiffer:
     @pytest.mark.parametrize(("op", "name"), OTHERS, ids=ids(OTHERS))
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
     def test_dtype(self, op: Op, name: str, dtype: torch.dtype) -> None:
+        if dtype.itemsize == 2 and name.startswith(("grads", "out", "predict")):
+            if not (op.name == "stash" and name == "out"):
+                return  # float32 (master) weights: gradients and outputs may have 16 bits
         lists = op.build()
         lists[name][BAD] = torch.randn(SHAPE).to(dtype)
         raises(

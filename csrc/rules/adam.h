@@ -14,12 +14,19 @@
 namespace spectrain {
 
 template <class Acc>
-SPECTRAIN_HD Acc adam_move(const Coefficients<Acc>& c, Acc eps, Acc w, Acc m, Acc root_u, Acc d) {
+SPECTRAIN_HD Acc adam_step(const Coefficients<Acc>& c, Acc eps, Acc w, Acc m, Acc root_u, Acc d) {
   const Acc kept = c.keep == Acc(1) ? w : c.keep * w;
   const Acc direction =
       c.gradient == Acc(0) ? c.momentum * m : multiply_add(c.momentum, m, c.gradient * d);
-  const bool still = c.momentum == Acc(0) && c.gradient == Acc(0);  // 0*inf and 0/0 would be NaN
-  return still ? kept : kept - direction / multiply_add(root_u, c.root, eps);
+  return kept - direction / multiply_add(root_u, c.root, eps);
+}
+
+// A predicted step. One that does not move keeps W: 0*inf and 0/0 would be NaN.
+template <class Acc>
+SPECTRAIN_HD Acc adam_move(const Coefficients<Acc>& c, Acc eps, Acc w, Acc m, Acc root_u, Acc d) {
+  const bool still = c.momentum == Acc(0) && c.gradient == Acc(0);
+  const Acc kept = c.keep == Acc(1) ? w : c.keep * w;
+  return still ? kept : adam_step(c, eps, w, m, root_u, d);
 }
 
 template <class W, class G, class M, class Out>
@@ -43,7 +50,7 @@ struct AdamStep {
     const Acc d = a.direction(x[kGrad], x[kParam]);
     x[kMomentum] = multiply_add(a.decay, x[kMomentum], a.gain * d);
     x[kSecond] = multiply_add(a.decay2, x[kSecond], a.gain2 * (d * d));
-    x[kParam] = adam_move(a.step, a.eps, x[kParam], x[kMomentum], square_root(x[kSecond]), d);
+    x[kParam] = adam_step(a.step, a.eps, x[kParam], x[kMomentum], square_root(x[kSecond]), d);
     x[kGrad] = d;
   }
 

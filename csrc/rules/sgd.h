@@ -24,6 +24,14 @@ struct SgdDirection {
   }
 };
 
+// The step itself: what is not finite in v reaches W even where lr is 0, as in torch.
+template <class Acc>
+SPECTRAIN_HD Acc sgd_step(const Coefficients<Acc>& c, Acc w, Acc v, Acc d) {
+  const Acc kept = c.keep == Acc(1) ? w : c.keep * w;
+  return multiply_add(-c.momentum, v, minus(c.gradient, d, kept));
+}
+
+// A predicted step.
 template <class Acc>
 SPECTRAIN_HD Acc sgd_move(const Coefficients<Acc>& c, Acc w, Acc v, Acc d) {
   const Acc kept = c.keep == Acc(1) ? w : c.keep * w;
@@ -55,7 +63,7 @@ struct SgdMomentum {
     const Acc d = a.direction(x[kGrad], x[kParam]);
     const Acc v = first ? d : multiply_add(a.decay, x[kMomentum], a.gain * d);
     x[kMomentum] = v;
-    x[kParam] = sgd_move(a.step, x[kParam], v, d);
+    x[kParam] = sgd_step(a.step, x[kParam], v, d);
     x[kGrad] = d;
   }
 
@@ -84,7 +92,7 @@ struct SgdPlain : NoOuts {
   }
   SPECTRAIN_HD static void apply(const Args& a, unsigned /*flags*/, Acc (&x)[2]) {
     const Acc kept = a.keep == Acc(1) ? x[kParam] : a.keep * x[kParam];
-    x[kParam] = minus(a.gradient, a.direction(x[kGrad], x[kParam]), kept);
+    x[kParam] = multiply_add(-a.gradient, a.direction(x[kGrad], x[kParam]), kept);
   }
 };
 
