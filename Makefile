@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 ARGS ?=
+# of pytest, each a process with a torch of its own; ARGS="-n 0" for one process, which --pdb needs
+WORKERS ?= -n auto --maxprocesses 4
 
 BIN := $(VENV)/bin
 # The script, not `python -m pip`: that would see spectrain_ext.egg-info in this directory as an installed package.
@@ -53,11 +55,11 @@ lint: $(VENV)/.extra-lint $(VENV)/.package
 # From inside tests/, so that neither pytest nor a process it starts can import the source tree instead of what was
 # installed; test_project.py checks that it is so.
 pytest: $(VENV)/.extra-test $(VENV)/.extra-train
-	cd tests && SPECTRAIN_TEST_INSTALLED=1 $(abspath $(BIN))/pytest $(ARGS)
+	cd tests && SPECTRAIN_TEST_INSTALLED=1 $(abspath $(BIN))/pytest $(WORKERS) $(ARGS)
 
 nightly: $(VENV)/.extra-test $(VENV)/.extra-train
 	cd tests && SPECTRAIN_TEST_INSTALLED=1 SPECTRAIN_HYPOTHESIS_PROFILE=nightly \
-		$(abspath $(BIN))/pytest -m 'nightly or not nightly' --timeout 3600 $(ARGS)
+		$(abspath $(BIN))/pytest $(WORKERS) -m 'nightly or not nightly' --timeout 3600 $(ARGS)
 
 bench: $(VENV)/.extra-bench
 	cd bench && $(abspath $(BIN))/pytest $(ARGS)

@@ -25,29 +25,23 @@ class CMakeBuild(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
         build = Path(self.build_temp).resolve() / "cmake"
         build.mkdir(parents=True, exist_ok=True)
-        configure = [
-            "cmake",
-            "-S",
-            str(SOURCE),
-            "-B",
-            str(build),
-            "-G",
-            "Ninja",
-            "-DCMAKE_BUILD_TYPE=" + ("Debug" if self.debug else "Release"),
-            "-DSPECTRAIN_PYTHON=ON",
-            "-DSPECTRAIN_TESTS=OFF",
-            f"-DSPECTRAIN_VERSION={self.distribution.get_version()}",
-            f"-DSPECTRAIN_CUDA={CUDA_CHOICES[choice]}",
-            f"-DSPECTRAIN_CUDA_ARCH_LIST={os.environ.get('TORCH_CUDA_ARCH_LIST', '')}",
-            f"-DPython_EXECUTABLE={sys.executable}",
-        ]
+        # It remembers tools of a build environment that pip has deleted since.
+        (build / "CMakeCache.txt").unlink(missing_ok=True)
+        options = {
+            "CMAKE_BUILD_TYPE": "Debug" if self.debug else "Release",
+            "SPECTRAIN_PYTHON": "ON",
+            "SPECTRAIN_TESTS": "OFF",
+            "SPECTRAIN_VERSION": self.distribution.get_version(),
+            "SPECTRAIN_CUDA": CUDA_CHOICES[choice],
+            "SPECTRAIN_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", ""),
+            "Python_EXECUTABLE": sys.executable,
+        }
+        configure = ["-S", str(SOURCE), "-B", str(build), "-G", "Ninja"]
+        configure += [f"-D{name}={value}" for name, value in options.items()]
+        install = ["--install", str(build), "--prefix", str(target), "--component", "python"]
         try:
-            subprocess.run(configure, check=True)
-            subprocess.run(["cmake", "--build", str(build)], check=True)
-            subprocess.run(
-                ["cmake", "--install", str(build), "--prefix", str(target), "--component", "python"],
-                check=True,
-            )
+            for arguments in (configure, ["--build", str(build)], install):
+                subprocess.run(["cmake", *arguments], check=True)
         except FileNotFoundError as error:
             raise SystemExit(f"building needs cmake and ninja: {error}") from error
         except subprocess.CalledProcessError as error:

@@ -115,8 +115,13 @@ class Guarded:
 
     def filled(self, values: Tensor) -> Guarded:
         """Copy values (a flat tensor in memory order) into the tensor, bit for bit."""
-        self.buffer[self._start : self._end].copy_(values)
+        self.flat.copy_(values)
         return self
+
+    @property
+    def flat(self) -> Tensor:
+        """The elements in memory order."""
+        return self.buffer[self._start : self._end]
 
     def check(self, what: str) -> None:
         """Fail if a byte before or after the tensor changed."""

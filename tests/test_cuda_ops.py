@@ -24,8 +24,8 @@ def _gpu(
     out = []
     for row, host in zip(case.rows, case.stream(index, momentum=momentum, kind=kind), strict=True):
         layout = row.layout.at(row.offsets[index % len(row.offsets)])
-        flat = host.buffer[64 + layout.offset : 64 + layout.offset + layout.numel]
-        out.append(Guarded(layout, host.buffer.dtype, device="cuda").filled(flat.cuda()))
+        on_gpu = Guarded(layout, host.buffer.dtype, device="cuda")
+        out.append(on_gpu.filled(host.flat.cuda()))
     return out
 
 

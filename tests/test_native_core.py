@@ -35,7 +35,7 @@ def run(*command: object, cwd: Path | None = None) -> str:
 
 @pytest.mark.timeout(600)
 def test_kernels_under_sanitizers(tmp_path: Path) -> None:
-    """Every CPU instruction set and the CUDA kernels' body, thread by thread, write the same bits."""
+    """Every CPU instruction set, and the CUDA kernels' body thread by thread: the same bits."""
     run(
         "cmake", "-S", ROOT, "-B", tmp_path, "-G", "Ninja",
         "-DSPECTRAIN_CUDA=OFF", "-DSPECTRAIN_TESTS=ON", "-DSPECTRAIN_SANITIZE=ON",
@@ -48,7 +48,7 @@ def test_kernels_under_sanitizers(tmp_path: Path) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction set units are x86-64 only")
 @pytest.mark.parametrize("isa", ["v3", "v4"])
 def test_vector_units_call_nothing_and_leave_nothing_behind(isa: str, tmp_path: Path) -> None:
-    """No fma() library call (6.5 ns an element), and no function another unit could be linked to."""
+    """No fma() library call (6.5 ns an element), and no function for another unit to link to."""
     source = (ROOT / "CMakeLists.txt").read_text()
     flags = re.search(rf"set\(flags_{isa} ([^)]*)\)", source)
     assert flags, "CMakeLists.txt no longer names the unit's flags"
@@ -86,7 +86,7 @@ def test_no_spills_and_few_registers(source: str, tmp_path: Path) -> None:
 @needs_nvcc
 @pytest.mark.parametrize("source", CU_FILES)
 def test_global_accesses_are_128_bits_wide(source: str, tmp_path: Path) -> None:
-    """Every kernel has vector loads and stores, knows its pointers as global, and contracts nothing."""
+    """Every kernel has vector loads and stores, and knows its pointers as global."""
     ptx = tmp_path / "kernel.ptx"
     run(
         NVCC, "-std=c++17", "-O3", "-arch=compute_90", "-fmad=false", "-ptx",

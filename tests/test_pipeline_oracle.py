@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hypothesis.strategies as hypothesis
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
 from oracle import Oracle, TanhChainOracle
 from pipeline_cases import (
     METHODS,
@@ -154,6 +156,36 @@ def test_gradient_clipping_by_a_step_hook(method):
 def test_without_momentum(method):
     optimizer = (sgd(momentum=0.0), torch_sgd(momentum=0.0))
     Compared(tanh_stages(3), method, optimizer=optimizer).run(batches(10))
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    method=hypothesis.sampled_from(METHODS),
+    n=hypothesis.integers(1, 5),
+    runs=hypothesis.lists(hypothesis.integers(0, 9), min_size=1, max_size=3),
+    sizes=hypothesis.tuples(hypothesis.integers(1, 6), hypothesis.integers(1, 6)),
+    parts=hypothesis.integers(1, 4),
+    decay=hypothesis.booleans(),
+    leave=hypothesis.none() | hypothesis.integers(0, 6),
+)
+def test_any_combination(method, n, runs, sizes, parts, decay, leave):
+    def scheduler(opt):
+        return torch.optim.lr_scheduler.StepLR(opt, step_size=2, gamma=0.8 if decay else 1.0)
+
+    compared = Compared(tanh_stages(n), method, scheduler=scheduler, microbatches=parts)
+    for count in runs:
+        data = batches(count, size=sizes[0], last=sizes[1] if count else None)
+        compared.run(data)
+    data, taken = batches(7), []
+    for result in compared.pipe.run(batch for batch in data if taken.append(batch) is None):
+        if result.index == leave:
+            break
+    compared.oracle.run(taken)
+    compared.check_weights()
 
 
 @every_method

@@ -1,0 +1,165 @@
+"""What the pipeline asks of CUDA, without CUDA: streams and events that only keep a record.
+
+Tensors stay on the CPU. The devices that the executor sees are a disguise, so that every call it
+would make on streams and events is made, and can be looked at.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+from pipeline_cases import batches, close, float64, losses, mse, sgd, tanh_stages  # noqa: F401
+
+import spectrain_ext as st
+from spectrain_ext.transport import streams
+
+HOST = torch.device("cpu")
+ZERO, ONE = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+class FakeStream:
+    def __init__(self, device, log):
+        self.device, self.log = device, log
+
+    def wait_event(self, event):
+        self.log.append(("wait", self, event))
+
+    def synchronize(self):
+        self.log.append(("synchronize", self))
+
+
+class FakeEvent:
+    log = None
+
+    def record(self, stream):
+        self.log.append(("record", stream, self))
+
+    def synchronize(self):
+        self.log.append(("host waits", self))
+
+
+@pytest.fixture
+def log(monkeypatch):
+    calls = []
+    entered = []
+    current = {ZERO: FakeStream(ZERO, calls), ONE: FakeStream(ONE, calls)}
+
+    @contextmanager
+    def stream(found):
+        entered.append(found)
+        calls.append(("enter", found))
+        yield
+        calls.append(("leave", entered.pop()))
+        assert calls[-1] == ("leave", found)
+
+    class Event(FakeEvent):
+        log = calls
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(device, calls))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[device])
+    return calls
+
+
+def test_a_copy_between_devices_has_a_stream_on_each(log):
+    copy = streams.new_stream("copy", ZERO, ONE)
+    event, host = copy.event(), streams.HostStream().event()
+    copy.wait(event)
+    copy.wait(host)  # the host's work has been done when it is issued
+    with copy:
+        pass
+    copy.record(event)
+    copy.synchronize()
+    kinds = [entry[0] for entry in log]
+    assert (
+        kinds
+        == ["wait", "wait", "enter", "enter", "leave", "leave", "record"] + ["synchronize"] * 2
+    )
+    assert [entry[1].device for entry in log] == [ZERO, ONE, ZERO, ONE, ONE, ZERO, ONE, ZERO, ONE]
+
+
+def test_one_device_needs_one_stream(log):
+    stream = streams.new_stream("compute", ZERO, ZERO)
+    stream.wait(stream.event())
+    assert len(log) == 1
+    mixed = streams.new_stream("copy", HOST, ONE)
+    mixed.record(mixed.event())
+    assert log[-1][1].device == ONE
+
+
+def test_the_host_waits_for_a_device_only_where_it_must(log):
+    event = streams.new_stream("compute", ZERO).event()
+    streams.HostStream().wait(event)
+    assert log == [("host waits", event)]
+
+
+def test_the_callers_stream_is_the_current_one(log):
+    caller = streams.callers_stream(ONE)
+    caller.record(caller.event())
+    assert log[-1][1] is torch.cuda.current_stream(ONE)
+
+
+class Disguised:
+    """Lets a pipeline on the CPU believe that its stages are on these devices."""
+
+    def __init__(self, monkeypatch, places):
+        self.places = places
+        for module in ("stage", "executor", "transport.local"):
+            name = f"spectrain_ext.{module}"
+            for function in ("new_stream", "callers_stream"):
+                if function in vars(__import__(name, fromlist=["x"])):
+                    monkeypatch.setattr(f"{name}.{function}", getattr(self, function))
+        self.by_name = {}
+
+    def new_stream(self, name, *_):
+        numbers = [int(word) for word in name.replace(",", "").split() if word.isdigit()]
+        devices = [self.places[k] for k in numbers] or [self.places[-1]]
+        self.by_name[name] = streams.new_stream(name, *devices)
+        return self.by_name[name]
+
+    def callers_stream(self, _):
+        return streams.callers_stream(self.places[-1])
+
+
+def own_events(log):
+    """The events recorded on streams other than the caller's."""
+    callers = {torch.cuda.current_stream(device) for device in (ZERO, ONE)}
+    return {entry[2] for entry in log if entry[0] == "record" and entry[1] not in callers}
+
+
+@pytest.mark.parametrize("places", [[ZERO, ONE, ONE], [ZERO, ZERO, ZERO]])
+@pytest.mark.parametrize("method", ["spectrain", "pipedream"])
+def test_a_run_makes_no_call_that_blocks_the_host(log, monkeypatch, places, method):
+    expected = st.Pipeline(tanh_stages(3), sgd(), mse, method)
+    disguise = Disguised(monkeypatch, places)
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, method)
+    before = copy.deepcopy(expected.state_dict())
+    pipe.load_state_dict(before)
+    data = batches(10)
+    found = losses(pipe, data)
+    first = own_events(log)
+    losses(pipe, batches(30))
+    assert own_events(log) == first  # a longer run makes no more events
+    assert {entry[0] for entry in log} == {"wait", "record", "enter", "leave"}
+    monkeypatch.undo()
+    expected.load_state_dict(before)
+    close(torch.stack(found), torch.stack(losses(expected, data)))
+    assert len(disguise.by_name) == 2 * 3 + 2 + 4  # compute, prediction, two for batches, edges
+
+
+def test_a_failure_waits_for_all_streams(log, monkeypatch):
+    Disguised(monkeypatch, [ZERO, ONE])
+
+    def fail(*_):
+        raise ArithmeticError
+
+    pipe = st.Pipeline(tanh_stages(2), sgd(), fail)
+    with pytest.raises(st.StageError):
+        losses(pipe, batches(3))
+    waited = {entry[1] for entry in log if entry[0] == "synchronize"}
+    used = {entry[1] for entry in log if entry[0] == "enter"}
+    assert used <= waited
