@@ -2,6 +2,8 @@
 // body is run on the host, and must write the bits that each CPU instruction set writes. Every
 // stream is an allocation of exactly its size, so that the address sanitizer sees any access beside
 // it.
+#include <gtest/gtest.h>
+
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -34,32 +36,22 @@ uint32_t grid_blocks = 1;
 
 template <class Rule>
 struct HostGrid {
-  static void kernel(const TableView& table, const Hyper& hyper, const CpuOptions&) {
-    const typename Rule::Args args = Rule::make(hyper);
+  static CpuKernel kernel() { return &run; }
+  static void run(const TableView& table, Settings settings, const CpuOptions&) {
+    std::vector<typename Rule::Args> args;
+    for (int i = 0; i < settings.size; ++i) args.push_back(Rule::make(settings.data[i]));
     for (uint32_t block = 0; block < grid_blocks; ++block) {
       for (uint32_t thread = 0; thread < kThreads; ++thread) {
-        Body<Rule>::run(args, table, {block, thread, grid_blocks, kThreads});
+        Body<Rule>::run(args.data(), table, {block, thread, grid_blocks, kThreads});
       }
     }
   }
 };
 
 CpuKernel find_host_grid(KernelKey key) {
-  switch (key.operation) {
-    case Operation::copy:
-      return by_width<HostGrid, Copy>(key.param);
-    case Operation::swap:
-      return by_width<HostGrid, Swap>(key.param);
-    case Operation::predict:
-      return by_types<HostGrid, Predict>(key.param, key.momentum);
-    case Operation::stash_predict:
-      return by_types<HostGrid, StashPredict>(key.param, key.momentum);
-    case Operation::sgd_momentum:
-      return by_types<HostGrid, SgdMomentum>(key.param, key.momentum);
-    case Operation::sgd_plain:
-      return by_type<HostGrid, SgdPlain>(key.param);
-  }
-  return nullptr;
+  if (const CpuKernel found = find_copy_family<CpuKernel, HostGrid>(key)) return found;
+  if (const CpuKernel found = find_sgd_family<CpuKernel, HostGrid>(key)) return found;
+  return find_adam_family<CpuKernel, HostGrid>(key);
 }
 
 struct Engine {
@@ -87,7 +79,16 @@ std::vector<Engine> engines() {
 }
 
 const char* name_of(Operation op) {
-  const char* names[] = {"copy", "swap", "predict", "stash_predict", "sgd_momentum", "sgd_plain"};
+  const char* names[kOperations] = {"copy",
+                                    "cast",
+                                    "swap",
+                                    "sgd_plain",
+                                    "sgd_momentum",
+                                    "sgd_predict",
+                                    "sgd_stash_predict",
+                                    "adam_step",
+                                    "adam_predict",
+                                    "extrapolate"};
   return names[static_cast<int>(op)];
 }
 
@@ -152,9 +153,9 @@ struct Case {
   KernelKey key;
   std::vector<DType> streams;
   std::vector<int64_t> sizes;
-  std::vector<int> offsets;  // elements, one per row: the same misalignment in every stream
-  bool skewed;               // or a different one in every stream: never aligned together
-  Hyper hyper;
+  std::vector<int> offsets;       // elements, one per row: the same misalignment in every stream
+  bool skewed;                    // or a different one in every stream: never aligned together
+  std::vector<Setting> settings;  // two groups, which rows take in turn
 };
 
 // One engine's copy of all streams: an allocation each, the sanitizer's guard band around it.
@@ -197,8 +198,9 @@ std::vector<Row> make_rows(const Case& c, const Memory& m, uint32_t* n_chunks) {
       if (aligned) break;
     }
     const bool found = head < 8;
-    const auto flags = static_cast<uint16_t>(r % 2 == 1 ? kFirstStep : 0);
-    rows.push_back({c.sizes[r], *n_chunks, static_cast<uint8_t>(found ? head : 0), found, flags});
+    const unsigned flags = (found ? kAligned : 0) | (r % 2 == 1 ? kFirstStep : 0);
+    rows.push_back({c.sizes[r], *n_chunks, static_cast<uint8_t>(found ? head : 0),
+                    static_cast<uint8_t>(flags), static_cast<uint16_t>(r / 2 % c.settings.size())});
     *n_chunks += chunks_of(c.sizes[r], rows.back().head);
   }
   return rows;
@@ -206,6 +208,7 @@ std::vector<Row> make_rows(const Case& c, const Memory& m, uint32_t* n_chunks) {
 
 void check(const Case& c, uint64_t seed) {
   const bool bits_only = c.key.operation == Operation::copy || c.key.operation == Operation::swap;
+  const Settings settings{c.settings.data(), static_cast<int>(c.settings.size())};
   Memory reference;
   const char* reference_name = nullptr;
   for (const Engine& engine : engines()) {
@@ -219,7 +222,13 @@ void check(const Case& c, uint64_t seed) {
                          0,
                          n_chunks};
     grid_blocks = engine.blocks;
-    engine.find(c.key)(view, c.hyper, engine.options);
+    const CpuKernel kernel = engine.find(c.key);
+    if (kernel == nullptr) {
+      std::printf("no kernel: %s\n", engine.name);
+      ++failures;
+      return;
+    }
+    kernel(view, settings, engine.options);
     if (reference_name == nullptr) {
       reference = std::move(memory);
       reference_name = engine.name;
@@ -236,10 +245,11 @@ void check(const Case& c, uint64_t seed) {
         }
         if (++failures <= 10) {
           std::printf(
-              "%s (%d, %d): row %zu stream %zu element %lld: '%s' gives %.17g, '%s' %.17g\n",
-              name_of(c.key.operation), static_cast<int>(c.key.param),
-              static_cast<int>(c.key.momentum), p / c.streams.size(), p % c.streams.size(),
-              static_cast<long long>(at / size_of(t)), reference_name,
+              "%s (%d, %d, %d, %d): row %zu stream %zu element %lld: '%s' gives %.17g, '%s' "
+              "%.17g\n",
+              name_of(c.key.operation), static_cast<int>(c.key.w), static_cast<int>(c.key.g),
+              static_cast<int>(c.key.s), static_cast<int>(c.key.o), p / c.streams.size(),
+              p % c.streams.size(), static_cast<long long>(at / size_of(t)), reference_name,
               value(static_cast<char*>(reference.pointers[p]) + at, t), engine.name,
               value(static_cast<char*>(memory.pointers[p]) + at, t));
         }
@@ -273,21 +283,50 @@ void check_conversions() {
   }
 }
 
+Setting example(int variant, int n_outs) {
+  Setting s;
+  s.sign = variant == 1 ? -1.0 : 1.0;
+  s.weight_decay = variant == 1 ? 0.0 : 0.01;
+  s.decay = 0.9;
+  s.gain = variant == 2 ? 0.7 : 1.0;
+  s.decay2 = 0.99;
+  s.eps = 1e-8;
+  s.step = {variant == 2 ? 0.999 : 1.0, 0.05, variant == 0 ? 0.05 : 0.0, 1.25};
+  // Predictions: one that moves, one that stays, one with several terms and the gradient.
+  const std::vector<std::vector<Term>> predictions = {
+      {{1.0, 0.2, 0.0, 1.25}},
+      {{1.0, 0.0, 0.0, 1.0}},
+      {{0.998, 0.05, 0.03, 1.2}, {0.998, 0.04, 0.0, 1.1}, {1.0, 0.03, 0.0, 1.05}},
+  };
+  for (int j = 0; j < n_outs; ++j) {
+    int end = j == 0 ? 0 : s.out_end[j - 1];
+    // Momentum SGD has one term for a prediction: the driver is handed the same table all the same.
+    for (const Term& t : predictions[j]) s.terms[end++] = t;
+    s.out_end[s.n_outs++] = end;
+  }
+  return s;
+}
+
 void check_all() {
   const std::vector<std::vector<int64_t>> sizes = {
       {1},
       {2, 3, 7, 8, 9, 15, 16, 17, 31, 33},
       {1023, 1024, 1025},
       {kChunk - 1, kChunk, kChunk + 1, 2 * kChunk + 5, 1},
-      {5, 3 * kChunk + 11, 64},
   };
-  const std::pair<DType, DType> types[] = {
-      {DType::float32, DType::float32},   {DType::float64, DType::float64},
-      {DType::float16, DType::float16},   {DType::float16, DType::float32},
-      {DType::bfloat16, DType::bfloat16}, {DType::bfloat16, DType::float32},
+  struct Combination {
+    DType w, g, s, o;
+  };
+  constexpr auto f16 = DType::float16, bf16 = DType::bfloat16, f32 = DType::float32,
+                 f64 = DType::float64;
+  const Combination types[] = {
+      {f32, f32, f32, f32},   {f64, f64, f64, f64},     {f16, f16, f16, f16},
+      {f16, f16, f32, f16},   {bf16, bf16, bf16, bf16}, {bf16, bf16, f32, bf16},
+      {f32, bf16, f32, bf16}, {f32, f16, f32, f16},     {f32, f32, f32, bf16},
+      {f32, f32, f32, f16},   {f32, bf16, f32, f32},    {f32, f16, f32, f32},
   };
   uint64_t seed = 1;
-  for (const auto& [w, v] : types) {
+  for (const auto& [w, g, s, o] : types) {
     for (const auto& row_sizes : sizes) {
       for (int variant = 0; variant < 3; ++variant) {
         Case c;
@@ -296,40 +335,52 @@ void check_all() {
           c.offsets.push_back(variant == 0 ? 0 : static_cast<int>((r + variant) % 5));
         }
         c.skewed = variant == 2;
-        c.hyper.lr = 0.05;
-        c.hyper.steps = 3.0;
-        c.hyper.momentum = 0.9;
-        const auto run = [&](Operation op, std::vector<DType> streams) {
-          c.key = {op, w, v};
+        const auto run = [&](Operation op, std::vector<DType> streams, int n_outs) {
+          c.settings = {example(variant, n_outs), example((variant + 1) % 3, n_outs)};
+          if (op == Operation::sgd_momentum && n_outs > 2) {
+            for (Setting& setting : c.settings) setting.out_end[2] = setting.out_end[1] + 1;
+          }
+          c.key = {op, w, g, s, o};
           c.streams = std::move(streams);
           check(c, ++seed);
         };
-        run(Operation::copy, {w, w});
-        run(Operation::swap, {w, w});
-        run(Operation::predict, {w, v, w});
-        run(Operation::stash_predict, {w, v, w});
-        run(Operation::sgd_plain, {w, w});
-        run(Operation::sgd_momentum, {w, w, v});
-        c.hyper.nesterov = variant == 0;
-        c.hyper.maximize = variant == 1;
-        c.hyper.weight_decay = variant == 1 ? 0.0 : 0.01;
-        c.hyper.dampening = variant == 2 ? 0.3 : 0.0;
-        c.hyper.n_outs = 3;
-        c.hyper.out_steps[0] = 4.0;
-        c.hyper.out_steps[1] = 0.0;
-        c.hyper.out_steps[2] = 0.5;
-        run(Operation::sgd_momentum, {w, w, v, w, w, w});
+        if (g == w && o == w) {
+          run(Operation::copy, {w, w}, 0);
+          run(Operation::swap, {w, w}, 0);
+          run(Operation::extrapolate, {w, w, w}, 1);
+          run(Operation::sgd_stash_predict, {w, s, w}, 1);
+        }
+        if (g == w || o == w) run(Operation::sgd_plain, {w, g}, 0);
+        if (g == w) {
+          if (o != w) run(Operation::cast, {w, o}, 0);
+          run(Operation::sgd_predict, {w, s, o}, 1);
+          run(Operation::adam_predict, {w, s, s, o}, 1);
+        }
+        run(Operation::sgd_momentum, {w, g, s}, 0);
+        run(Operation::sgd_momentum, {w, g, s, o, o, o}, 3);
+        run(Operation::adam_step, {w, g, s, s}, 0);
+        run(Operation::adam_step, {w, g, s, s, o, o, o}, 3);
       }
     }
   }
 }
 
 }  // namespace
-}  // namespace spectrain
 
-int main() {
-  spectrain::check_conversions();
-  spectrain::check_all();
-  std::printf("%ld comparisons, %d failures\n", spectrain::comparisons, spectrain::failures);
-  return spectrain::failures == 0 && spectrain::comparisons > 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+TEST(Scalar, SixteenBitConversionsRoundToNearestEven) {
+  failures = 0;
+  comparisons = 0;
+  check_conversions();
+  EXPECT_EQ(failures, 0);
+  EXPECT_GT(comparisons, 0);
 }
+
+TEST(Kernels, EveryInstructionSetAndTheCudaBodyWriteTheSameBits) {
+  failures = 0;
+  comparisons = 0;
+  check_all();
+  EXPECT_EQ(failures, 0) << "of " << comparisons << " comparisons";
+  EXPECT_GT(comparisons, 10'000'000);
+}
+
+}  // namespace spectrain
