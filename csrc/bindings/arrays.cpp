@@ -52,10 +52,11 @@ Arrays::Arrays(std::vector<ArrayList> lists, const std::vector<int>& groups, boo
     : single_(single), params_(lists.at(0).arrays), params_name_(lists.at(0).name) {
   const size_t n = params_.size();
   std::vector<int64_t> sizes(n);
+  loans_.consumer = first();
   Column params{std::vector<void*>(n), std::vector<DType>(n)};
   for (size_t i = 0; i < n; ++i) {
-    const Place place{params_name_, static_cast<py::ssize_t>(i), single_};
-    const Borrowed b = borrow(params_[i], place);
+    const Place place{params_name_, static_cast<py::ssize_t>(i), single_, lists[0].writes};
+    const Borrowed b = borrow(params_[i], place, loans_);
     if (i == 0) {
       device_ = b.device;
       device_text_ = b.device_text();
@@ -110,8 +111,8 @@ Arrays::Arrays(std::vector<ArrayList> lists, const std::vector<int>& groups, boo
     }
     Column* column = column_of(list.role, &outs);
     for (size_t i = 0; i < n; ++i) {
-      const Place place{list.name, static_cast<py::ssize_t>(i), single_};
-      const Borrowed b = borrow(list.arrays[i], place);
+      const Place place{list.name, static_cast<py::ssize_t>(i), single_, list.writes};
+      const Borrowed b = borrow(list.arrays[i], place, loans_);
       check(b, place, list.role, i);
       column->at.push_back(b.data);
       column->dtype.push_back(b.dtype);
@@ -260,7 +261,7 @@ void Arrays::check_gradient_overlap(const char* begin, int64_t bytes, size_t i) 
       Place{kept_[next->list].name, static_cast<py::ssize_t>(next->index), single_}.text());
 }
 
-Column Arrays::borrow_gradients(const py::tuple& grads) const {
+Column Arrays::borrow_gradients(const py::tuple& grads, Loans& loans) const {
   if (grads.size() != params_.size()) {
     throw py::value_error(grads_name_ + ": expected as many tensors as " + params_name_ + ", " +
                           std::to_string(params_.size()) + ", got " + std::to_string(grads.size()));
@@ -271,7 +272,7 @@ Column Arrays::borrow_gradients(const py::tuple& grads) const {
     const py::handle grad = PyTuple_GET_ITEM(grads.ptr(), static_cast<py::ssize_t>(i));
     if (grad.is_none()) continue;
     const Place place{grads_name_, static_cast<py::ssize_t>(i), single_};
-    const Borrowed b = borrow(grad, place);
+    const Borrowed b = borrow(grad, place, loans);
     check(b, place, Role::grads, i);
     column.at[i] = b.data != nullptr ? b.data : &empty;
     column.dtype[i] = b.dtype;
@@ -291,8 +292,10 @@ py::tuple Arrays::parameter_gradients() const {
 }
 
 void Arrays::take_gradients(const py::tuple& grads) {
-  Column column = borrow_gradients(grads);
+  Loans loans{first(), {}};
+  Column column = borrow_gradients(grads, loans);
   grads_ = grads;
+  gradient_loans_ = std::move(loans);
   gradients_known_ = true;
   if (column.at != plan->grads.at || column.dtype != plan->grads.dtype) {
     plan->grads = std::move(column);

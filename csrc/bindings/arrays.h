@@ -54,7 +54,7 @@ class Arrays {
   Column* column_of(Role role, size_t* outs) const;
   void check_overlap();
   py::value_error overlap(size_t list, size_t i, size_t other_list, size_t j) const;
-  Column borrow_gradients(const py::tuple& grads) const;
+  Column borrow_gradients(const py::tuple& grads, Loans& loans) const;
   void check_gradient_overlap(const char* begin, int64_t bytes, size_t i) const;
   void take_gradients(const py::tuple& grads);
   py::tuple parameter_gradients() const;
@@ -63,6 +63,7 @@ class Arrays {
   py::tuple params_;
   std::string params_name_, grads_name_ = "grads";
   std::vector<ArrayList> kept_;  // owns references; of the gradients only the name
+  Loans loans_, gradient_loans_;
   // The memory that operators write, in order of addresses.
   struct Written {
     const char *begin, *end;

@@ -1,5 +1,7 @@
 #include "borrow.h"
 
+#include "lend.h"
+
 namespace spectrain {
 namespace {
 
@@ -27,17 +29,12 @@ const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
   static const dlpack::ExchangeApi* last_api = nullptr;
   if (type == last_type) return last_api;
   const dlpack::ExchangeApi* api = find_api(type);
-  // Only a type that outlives this one call is remembered.
-  if (api != nullptr && type != last_type) {
-    Py_INCREF(type);
-    Py_XDECREF(reinterpret_cast<PyObject*>(last_type));
-    last_type = type;
-    last_api = api;
-  }
+  Py_INCREF(type);  // its address means this type for as long as it is remembered
+  Py_XDECREF(reinterpret_cast<PyObject*>(last_type));
+  last_type = type;
+  last_api = api;
   return api;
 }
-
-std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
 
 // Why an owner would not lend its memory. Its own words may carry a C++ stack trace: they are used
 // only where the array does not say what it is, and then the first line of them.
@@ -47,8 +44,7 @@ std::string refusal(py::handle array) {
     return "got layout " + py::str(array.attr("layout")).cast<std::string>() + " on device " +
            py::str(array.attr("device")).cast<std::string>();
   }
-  const auto words = py::str(error.value()).cast<std::string>();
-  return "got " + type_name(array) + ": " + words.substr(0, words.find('\n'));
+  return "got " + type_name(array) + ": " + first_line(error);
 }
 
 std::string dlpack_type_name(dlpack::DataType t) {
@@ -83,6 +79,17 @@ bool is_negative_view(py::handle tensor) {
   return negative;
 }
 
+const int64_t* contiguous_strides(const dlpack::Tensor& t, Loans& loans) {
+  const auto strides = std::make_shared<std::vector<int64_t>>(t.ndim + 1);  // never null
+  int64_t step = 1;
+  for (int d = t.ndim - 1; d >= 0; --d) {
+    (*strides)[d] = step;
+    step *= t.shape[d];
+  }
+  loans.held.push_back(strides);
+  return strides->data();
+}
+
 }  // namespace
 
 const char* name_of(DType t) {
@@ -105,20 +112,34 @@ std::string Borrowed::device_text() const {
   return device.cuda ? "cuda:" + std::to_string(device.index) : "cpu";
 }
 
-Borrowed borrow(py::handle array, const Place& place) {
+Borrowed borrow(py::handle array, const Place& place, Loans& loans) {
   const dlpack::ExchangeApi* api = api_of(Py_TYPE(array.ptr()));
-  if (api == nullptr) {
-    throw py::type_error(place.text() + ": expected a tensor, got " + type_name(array));
-  }
+  if (api == nullptr) return lend(array, place, loans);
   dlpack::Tensor t;
   if (api->borrow(array.ptr(), &t) != 0) {
     throw py::type_error(place.text() + ": expected a dense tensor on a CPU or CUDA device, " +
                          refusal(array));
   }
+  const Borrowed b = described(t, place, loans);
+  if (is_negative_view(array)) {
+    throw py::value_error(place.text() +
+                          ": is a negative view (is_neg()); make it a tensor with resolve_neg()");
+  }
+  return b;
+}
+
+std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
+
+std::string first_line(const py::error_already_set& error) {
+  const auto words = py::str(error.value()).cast<std::string>();
+  return words.substr(0, words.find('\n'));
+}
+
+Borrowed described(const dlpack::Tensor& t, const Place& place, Loans& loans) {
   Borrowed b;
   b.ndim = t.ndim;
   b.shape = t.shape;
-  b.strides = t.strides;
+  b.strides = t.strides != nullptr ? t.strides : contiguous_strides(t, loans);
   b.size = 1;
   for (int d = 0; d < t.ndim; ++d) b.size *= t.shape[d];
   b.data = static_cast<char*>(t.data) + t.byte_offset;
@@ -152,9 +173,9 @@ Borrowed borrow(py::handle array, const Place& place) {
     throw py::type_error(
         place.text() + ": has no memory of its own (a fake or meta tensor, or a wrapper subclass)");
   }
-  if (is_negative_view(array)) {
-    throw py::value_error(place.text() +
-                          ": is a negative view (is_neg()); make it a tensor with resolve_neg()");
+  if (reinterpret_cast<uintptr_t>(b.data) % size_of(b.dtype) != 0) {
+    throw py::value_error(place.text() + ": expected memory aligned to its elements of " +
+                          std::to_string(size_of(b.dtype)) + " bytes");
   }
   return b;
 }
@@ -176,8 +197,13 @@ void* resolve_stream(py::handle stream, py::handle array, int device) {
         "__cuda_stream__, got " +
         type_name(stream));
   }
-  const dlpack::ExchangeApi* api = api_of(Py_TYPE(array.ptr()));
   void* handle = nullptr;
+  const dlpack::ExchangeApi* api = array.is_none() ? nullptr : api_of(Py_TYPE(array.ptr()));
+  if (api == nullptr) {
+    if (current_stream_of(array, device, &handle)) return handle;
+    const py::object torch_tensor = py::module_::import("torch").attr("Tensor");
+    api = api_of(reinterpret_cast<PyTypeObject*>(torch_tensor.ptr()));
+  }
   if (api != nullptr && api->current_stream != nullptr &&
       api->current_stream(dlpack::kCuda, device, &handle) != 0) {
     throw py::error_already_set();

@@ -3,7 +3,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "../plan.h"
 #include "dlpack_abi.h"
@@ -18,6 +20,7 @@ struct Place {
   const std::string& argument;
   py::ssize_t index;
   bool single;
+  bool writes = false;  // the call writes it
   std::string text() const {
     return single ? argument : argument + "[" + std::to_string(index) + "]";
   }
@@ -39,11 +42,20 @@ struct Borrowed {
 
 const char* name_of(DType);
 
-// Borrows without owning: valid while the array lives and is not resized. Throws TypeError or
-// ValueError that names the place.
-Borrowed borrow(py::handle array, const Place& place);
+// What arrays lent that must be given back: managed tensors, buffers. Destroy it with the GIL held.
+struct Loans {
+  // The array whose framework's current stream the plan works on; none: the one that lends.
+  py::handle consumer;
+  std::vector<std::shared_ptr<void>> held;
+};
 
-// The handle of the stream to work on: `stream` if it is one, else the owner's current stream.
+// Borrows the memory of any array: over DLPack's C exchange API (torch), the buffer protocol (NumPy
+// and all else on the CPU), `__dlpack__` (CuPy), or `__cuda_array_interface__`. Valid while the
+// array and the loans live. Throws TypeError or ValueError that names the place.
+Borrowed borrow(py::handle array, const Place& place, Loans& loans);
+
+// The handle of the stream to work on: `stream` if it is one, else the current stream of the
+// array's framework; torch's where that has none.
 void* resolve_stream(py::handle stream, py::handle array, int device);
 
 }  // namespace spectrain

@@ -28,12 +28,30 @@ struct Tensor {
   int32_t ndim;
   DataType dtype;
   int64_t* shape;
-  int64_t* strides;  // in elements
+  int64_t* strides;  // in elements; before DLPack 1.2 null where contiguous
   uint64_t byte_offset;
 };
 
 struct Version {
   uint32_t major, minor;
+};
+
+// What `__dlpack__` hands out, in capsules named "dltensor" and, with a version,
+// "dltensor_versioned". The taker renames the capsule to "used_..." and calls the deleter once.
+struct ManagedTensor {
+  Tensor tensor;
+  void* context;
+  void (*deleter)(ManagedTensor*);  // may be null
+};
+
+constexpr uint64_t kReadOnly = 1;
+
+struct ManagedTensorVersioned {
+  Version version;
+  void* context;
+  void (*deleter)(ManagedTensorVersioned*);  // may be null
+  uint64_t flags;
+  Tensor tensor;
 };
 
 // `type(array).__dlpack_c_exchange_api__` is a capsule that points to this. Only the entries used
