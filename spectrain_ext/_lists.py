@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+import array
+import sys
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from spectrain_ext import _C
 
-Tensors: TypeAlias = Tensor | Sequence[Tensor]
-Gradients: TypeAlias = Tensor | Sequence[Tensor | None] | None
+
+class SupportsDLPack(Protocol):
+    """An array of any framework that speaks DLPack: CuPy, NumPy, JAX."""
+
+    def __dlpack__(self, *, stream: Any = ...) -> Any:
+        """A capsule that describes the array's memory."""
+
+
+class SupportsCudaArray(Protocol):
+    """An array on a CUDA device of a framework older than DLPack."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """What describes the array's memory."""
+
+
+Array: TypeAlias = Tensor | SupportsDLPack | SupportsCudaArray | memoryview | array.array[float]
+Tensors: TypeAlias = Array | Sequence[Array]
+Gradients: TypeAlias = Array | Sequence[Array | None] | None
+
+
+def is_array(value: object) -> bool:
+    """Whether an argument is one array and not a sequence of them."""
+    if isinstance(value, (list, tuple)):  # the common cases first: they are told without a look
+        return False
+    if isinstance(value, Tensor) or hasattr(value, "__dlpack__"):
+        return True
+    if hasattr(value, "__cuda_array_interface__"):
+        return True
+    try:
+        memoryview(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
 
 
 class Role(IntEnum):
@@ -36,7 +70,7 @@ class Lists:
     """
 
     def __init__(self, params: object, name: str, *, writes: bool) -> None:
-        self.single = hasattr(params, "__dlpack__")
+        self.single = is_array(params)
         if not self.single and (isinstance(params, str) or not isinstance(params, Iterable)):
             raise TypeError(
                 f"{name}: expected a tensor or a sequence of tensors, got {type(params).__name__}"
@@ -50,7 +84,7 @@ class Lists:
 
     def add(self, role: Role, name: str, value: object, *, writes: bool) -> tuple[object, ...]:
         """Take one more argument and return its arrays."""
-        one = not isinstance(value, Iterable) or hasattr(value, "__dlpack__")
+        one = is_array(value) or not isinstance(value, Iterable)
         if one is not self.single:
             kind = "one tensor" if self.single else "a sequence of tensors"
             raise TypeError(
@@ -59,6 +93,27 @@ class Lists:
         arrays = self._tuple(value)
         self._lists.append((int(role), name, writes, arrays))
         return arrays
+
+    def new_like_params(self) -> list[Any]:
+        """New arrays with the layouts of the first argument, each of its own framework."""
+        with torch.no_grad():
+            return [
+                torch.empty_like(a) if isinstance(a, Tensor) else self._new_like(i, a)
+                for i, a in enumerate(self.params)
+            ]
+
+    def _new_like(self, i: int, value: object) -> object:
+        for base in type(value).__mro__:
+            framework = base.__module__.partition(".")[0]
+            if framework == "numpy":  # a plain array where it is memory-mapped or the like
+                return cast(Any, sys.modules["numpy"]).empty_like(value, subok=False)
+            if framework == "cupy":
+                return cast(Any, sys.modules["cupy"]).empty_like(value)
+        place = self._first if self.single else f"{self._first}[{i}]"
+        raise TypeError(
+            f"{place}: expected a tensor, or a NumPy or CuPy array, where out is None; "
+            f"got {type(value).__name__}"
+        )
 
     def plan(self, groups: Sequence[int] | None = None) -> _C.Plan:
         """Validate all arguments and build the native plan they make."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from spectrain_ext._lists import Gradients, Lists, Role, Tensors, bump_versions
@@ -24,17 +23,13 @@ from spectrain_ext.laws import Horizon
 from spectrain_ext.numbers import Adam
 from spectrain_ext.plan import Plan
 
-T = TypeVar("T", Tensor, Sequence[Tensor])
+T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other frameworks
 
 
 def _output(lists: Lists, role: Role, out: Tensors | None) -> tuple[Any, tuple[object, ...]]:
     """Take `out`, or new tensors with the layout of the parameters: what to return, and a tuple."""
     if out is None:
-        for i, array in enumerate(lists.params):
-            if not isinstance(array, Tensor):
-                raise TypeError(f"params[{i}]: expected a tensor, got {type(array).__name__}")
-        with torch.no_grad():
-            new = [torch.empty_like(array) for array in cast(tuple[Tensor, ...], lists.params)]
+        new = lists.new_like_params()
         out = new[0] if lists.single else new
     return out, lists.add(role, "out", out, writes=True)
 

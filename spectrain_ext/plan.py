@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
 
-from torch import Tensor
-
-from spectrain_ext._lists import Gradients, Lists, Role, Tensors
+from spectrain_ext._lists import Gradients, Lists, Role, Tensors, is_array
 from spectrain_ext.laws import Horizon, as_law, needs_momentum
 from spectrain_ext.numbers import Adam, Sgd, Term, non_negative
 
@@ -72,7 +70,7 @@ class Plan:
             lists.add(Role.GRADS, "grads", grads, writes=False)
         if stashed is not None:
             lists.add(Role.STASHED, "stashed", stashed, writes=True)
-        if isinstance(outs, Tensor):
+        if is_array(outs):
             raise TypeError("outs: expected a sequence of outputs, got one tensor")
         for j, out in enumerate(outs):
             lists.add(Role.OUT, f"outs[{j}]", out, writes=True)
