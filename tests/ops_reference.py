@@ -11,7 +11,7 @@ they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -133,16 +133,47 @@ def predict(w: Tensor, v: Tensor, *, lr: float, steps: float) -> Tensor:
         distance = np.asarray(lr * steps).astype(wide.dtype)
     if distance == 0:
         return clone(w)
-    return narrow(fma(-distance, _as(widen(v), wide), wide), w)
+    return narrow(fma(-distance, as_type(widen(v), wide), wide), w)
 
 
-def _as(x: Array, like: Array) -> Array:
+def as_type(x: Array, like: Array) -> Array:
+    """The numbers in the type of ``like``."""
     return x.astype(like.dtype, copy=False)
+
+
+def scalars_like(x: Array) -> Callable[[float], Array]:
+    """How a coefficient, formed in double, becomes a number of the type that is computed in."""
+
+    def scalar(value: float) -> Array:
+        with np.errstate(over="ignore", under="ignore"):
+            return np.asarray(value).astype(x.dtype)
+
+    return scalar
+
+
+def shrink(wide: Array, by: float) -> Array:
+    """(1 - by)*W, the factor formed in double; a factor of 1 keeps the bits."""
+    factor = scalars_like(wide)(1.0 - by)
+    return wide if factor == 1 else factor * wide
+
+
+def direction(w: Tensor, g: Tensor, *, maximize: bool, l2: float) -> Array:
+    """d = g, or -g, plus l2*W as one fma; without a penalty W is not looked at."""
+    wide = widen(w)
+    d = as_type(widen(g), wide)
+    if maximize:
+        d = -d
+    penalty = scalars_like(wide)(l2)
+    with np.errstate(all="ignore"):
+        return fma(penalty, wide, d) if penalty else d
 
 
 @dataclass(frozen=True)
 class SGD:
-    """torch.optim.SGD's hyper-parameters, and its step in explicit fma arithmetic."""
+    """torch.optim.SGD's hyper-parameters, and its step in explicit fma arithmetic.
+
+    Beside torch's: weight decay that is decoupled from the gradient, and an averaged momentum.
+    """
 
     lr: float
     momentum: float
@@ -150,6 +181,8 @@ class SGD:
     weight_decay: float = 0.0
     nesterov: bool = False
     maximize: bool = False
+    decoupled_weight_decay: bool = False
+    ema: bool = False
 
     def step(
         self, w: Tensor, g: Tensor | None, v: Tensor | None, *, first: bool = False
@@ -158,35 +191,35 @@ class SGD:
         if g is None:
             return clone(w), None if v is None else clone(v)
         wide = widen(w)
-
-        def scalar(x: float) -> Array:
-            return np.asarray(x).astype(wide.dtype)
-
+        scalar = scalars_like(wide)
+        gain = 1.0 - self.momentum if self.ema else 1.0 - self.dampening
         with np.errstate(all="ignore"):
-            d = _as(widen(g), wide)
-            if self.maximize:
-                d = -d
-            if self.weight_decay != 0:
-                d = fma(scalar(self.weight_decay), wide, d)
+            d = self.direction(w, g)
+            if self.decoupled_weight_decay:
+                wide = shrink(wide, self.lr * self.weight_decay)
             new_v = None if v is None else clone(v)
             if self.momentum != 0:
                 assert v is not None
                 m = (
                     d
                     if first
-                    else fma(
-                        scalar(self.momentum), _as(widen(v), wide), scalar(1.0 - self.dampening) * d
-                    )
+                    else fma(scalar(self.momentum), as_type(widen(v), wide), scalar(gain) * d)
                 )
                 new_v = narrow(m, v)
-                if self.nesterov:  # W - lr*d - lr*momentum*v, rounded after each term
-                    wide = fma(scalar(-self.lr), d, wide) if self.lr else wide
+                if self.nesterov:  # W - lr*gain*d - lr*momentum*v, rounded after each term
+                    by_gradient = scalar(self.lr * gain)
+                    wide = fma(-by_gradient, d, wide) if by_gradient else wide
                     return narrow(fma(scalar(-self.lr * self.momentum), m, wide), w), new_v
                 d = m
             return narrow(fma(scalar(-self.lr), d, wide), w), new_v
 
+    def direction(self, w: Tensor, g: Tensor) -> Array:
+        """The gradient that is stepped along: its sign, and the L2 penalty."""
+        l2 = 0.0 if self.decoupled_weight_decay else self.weight_decay
+        return direction(w, g, maximize=self.maximize, l2=l2)
+
     def keywords(self) -> dict[str, Any]:
-        """As keyword arguments of sgd_step_ and of torch.optim.SGD alike."""
+        """As keyword arguments of sgd_step_."""
         return dict(vars(self))
 
 

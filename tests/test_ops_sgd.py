@@ -19,17 +19,20 @@ import spectrain_ext as st
 
 @hs.composite
 def hypers(draw: hs.DrawFn, *, momentum: bool | None = None) -> ref.SGD:
-    """Every option of torch.optim.SGD; Nesterov only where torch takes it."""
+    """Every option; Nesterov only where torch takes it, and an average only where it is one."""
     with_momentum = draw(hs.booleans()) if momentum is None else momentum
     mu = draw(hs.sampled_from([0.9, 0.5, 0.99, 1.0])) if with_momentum else 0.0
     nesterov = with_momentum and draw(hs.booleans())
+    ema = 0.0 < mu < 1.0 and draw(hs.booleans())
     return ref.SGD(
         lr=draw(rates()),
         momentum=mu,
-        dampening=0.0 if nesterov else draw(hs.sampled_from([0.0, 0.1, 1.0])),
+        dampening=0.0 if nesterov or ema else draw(hs.sampled_from([0.0, 0.1, 1.0])),
         weight_decay=draw(hs.sampled_from([0.0, 0.01, 1e-4, 2.0])),
         nesterov=nesterov,
         maximize=draw(hs.booleans()),
+        decoupled_weight_decay=draw(hs.booleans()),
+        ema=ema,
     )
 
 
@@ -196,6 +199,58 @@ def test_many_steps_bit_for_bit(
         st.sgd_step_(w, g, v, first_step=i == 0, **options)
     ref.assert_same(w, expected, "params")
     ref.assert_same(v, expected_v, "momentum_buffers")
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("ema", [False, True])
+def test_what_torch_has_not_against_plain_arithmetic(
+    ema: bool, decoupled: bool, nesterov: bool
+) -> None:
+    """v = mu*v + (1-mu)*d as the paper has it; decay that the momentum does not see."""
+    lr, mu, decay = 0.05, 0.9, 0.3
+    w, v = torch.randn(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)
+    our_w, our_v = w.clone(), v.clone()
+    for i in range(40):
+        g = torch.randn(50, dtype=torch.float64)
+        d = g if decoupled else g + decay * w
+        gain = 1 - mu if ema else 1.0
+        v = d.clone() if i == 0 else mu * v + gain * d
+        if decoupled:
+            w = w - lr * decay * w
+        w = w - lr * (gain * d + mu * v if nesterov else v)
+        st.sgd_step_(
+            our_w, g, our_v, lr=lr, momentum=mu, weight_decay=decay, nesterov=nesterov,
+            decoupled_weight_decay=decoupled, ema=ema, first_step=i == 0,
+        )  # fmt: skip
+    torch.testing.assert_close(our_w, w, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(our_v, v, rtol=1e-12, atol=1e-13)
+
+
+def test_an_average_is_a_sum_with_another_learning_rate() -> None:
+    """v_ema = (1-mu)*v_sum where both start from 0, and so are step and prediction."""
+    start, mu = torch.randn(30, dtype=torch.float64), 0.9
+    runs = []
+    for ema in (False, True):
+        w, v, out = start.clone(), torch.zeros_like(start), torch.empty_like(start)
+        torch.manual_seed(1)
+        for _ in range(20):
+            g = torch.randn_like(w)
+            lr = 0.05 / (1 - mu) if ema else 0.05
+            st.sgd_step_(w, g, v, lr=lr, momentum=mu, ema=ema, predict=[(4.0, out)])
+        runs.append((w, out))
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_decoupled_decay_without_momentum(maximize: bool) -> None:
+    w, g = torch.randn(50, dtype=torch.float64), torch.randn(50, dtype=torch.float64)
+    expected = w * (1 - 0.1 * 0.2) + (0.1 if maximize else -0.1) * g
+    st.sgd_step_(
+        w, g, None, lr=0.1, momentum=0.0, weight_decay=0.2, decoupled_weight_decay=True,
+        maximize=maximize,
+    )  # fmt: skip
+    torch.testing.assert_close(w, expected, rtol=1e-14, atol=1e-15)
 
 
 def test_first_step_is_per_tensor() -> None:
