@@ -29,9 +29,9 @@ class SupportsCudaArray(Protocol):
         """What describes the array's memory."""
 
 
-Array: TypeAlias = Tensor | SupportsDLPack | SupportsCudaArray | memoryview | array.array[float]
-Tensors: TypeAlias = Array | Sequence[Array]
-Gradients: TypeAlias = Array | Sequence[Array | None] | None
+Array: TypeAlias = "Tensor | SupportsDLPack | SupportsCudaArray | memoryview | array.array[float]"
+Tensors: TypeAlias = "Array | Sequence[Array]"
+Gradients: TypeAlias = "Array | Sequence[Array | None] | None"
 
 
 def is_array(value: object) -> bool:
