@@ -1,20 +1,31 @@
-"""Rows: some parameters of one group on one device, and the Plan that was resolved over them."""
+"""Rows: some parameters on one device, and the Plan that was resolved over them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import compress
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from spectrain_ext.optim.hyper import Hyper
-from spectrain_ext.optim.momentum import KEY, empty_like
+from spectrain_ext.laws import Law
+from spectrain_ext.optim.buffers import empty_like
+from spectrain_ext.optim.ledger import Ledger, State
+from spectrain_ext.optim.rule import Resting, moves, without_gradient
 from spectrain_ext.plan import Plan
 
-_NO_STATE: Mapping[str, Any] = {}
 _address = Tensor.data_ptr
+
+
+class Cohort(NamedTuple):
+    """Parameters of one group that have been updated equally often: the same numbers apply."""
+
+    group: int
+    started: bool
+    positions: list[int]  # in the ledger
+    rows: list[int]
 
 
 class Rows:
@@ -22,85 +33,92 @@ class Rows:
 
     A plan keeps raw addresses, and a parameter can get another storage at any time
     (``p.data = ...``, ``module.to()``), as its state can get another buffer. So every use asks
-    ``is_current`` first. The plan holds detached aliases of the tensors: they keep the storage it
-    points to alive whatever becomes of the parameter.
+    ``storage_unchanged`` and compares ``version`` with the ledger's first. The plan holds detached
+    aliases of the tensors: they keep the storage it points to alive whatever becomes of the
+    parameter.
+
+    Args:
+        ledger: where parameters and state are listed.
+        positions: of the parameters in it, ascending.
+        weights: what is updated, one tensor per parameter.
+        buffers: a list like the weights for each buffer of the rule; None where the rule's numbers
+            need none.
+        stashed: where weights are kept while they are predicted.
+        outs: where predictions are written.
     """
 
     def __init__(
         self,
-        group: int,
-        indices: Sequence[int],
-        params: Sequence[Tensor],
+        ledger: Ledger,
+        positions: Sequence[int],
         weights: Sequence[Tensor],
-        buffers: Sequence[Tensor] | None,
+        buffers: Sequence[Sequence[Tensor]] | None,
         *,
         stashed: Sequence[Tensor] | None = None,
         outs: Sequence[Tensor] | None = None,
     ) -> None:
-        self.group = group
-        self.indices = list(indices)
-        self.params = list(params)
-        self.buffers = None if buffers is None else list(buffers)
+        self.ledger = ledger
+        self.positions = list(positions)
+        self.params = [ledger.params[i] for i in positions]
+        self.buffers = None if buffers is None else [list(column) for column in buffers]
         self.stashed = None if stashed is None else list(stashed)
+        self._outs = None if outs is None else [out.detach() for out in outs]
         self._sources = list(weights)
         self._weights = [w.detach() for w in weights]
         self._addresses = self._read_addresses()
-        self._generation = -1
-        self._states: list[Mapping[str, Any]] = [_NO_STATE] * len(self.params)
-        self._expected: list[Tensor | None] = [None] * len(self.params)
-        self._first: bool | list[bool] = True
-        self.plan = Plan(
-            self._weights,
-            momentum_buffers=None if buffers is None else [b.detach() for b in buffers],
-            grads=[None] * len(self.params),
-            stashed=self.stashed,
-            outs=() if outs is None else [[o.detach() for o in outs]],
+        self._assignment: list[int] = []
+        self._without: tuple[list[bool], list[int], Plan] | None = None
+        self.active: list[bool] = []
+        self.version = -1
+        self.arrange()
+
+    def _plan(self, rows: Sequence[int], assignment: Sequence[int]) -> Plan:
+        def some(column: Sequence[Tensor]) -> list[Tensor]:
+            return [column[row].detach() for row in rows]
+
+        state = zip(self.ledger.rule.columns, self.buffers or (), strict=False)
+        return Plan(
+            some(self._weights),
+            grads=[None] * len(rows),
+            stashed=None if self.stashed is None else some(self.stashed),
+            outs=() if self._outs is None else [some(self._outs)],
+            groups=assignment,
+            **{name: some(column) for name, column in state},
         )
 
     # What the plan was resolved from, and whether that is still so.
 
+    def arrange(self) -> None:
+        """Follow the ledger: which rows have the same numbers, and which were ever updated."""
+        if self.version == self.ledger.version:
+            return
+        keys = [self.ledger.cohort(i) for i in self.positions]
+        index = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+        assignment = [index[key] for key in keys]
+        if assignment != self._assignment:
+            self.plan = self._plan(range(len(keys)), assignment)
+            self._assignment = assignment
+        self._without = None
+        self.cohorts = [Cohort(group, started, [], []) for group, started, _ in index]
+        for row, (n, position) in enumerate(zip(assignment, self.positions, strict=True)):
+            self.cohorts[n].positions.append(position)
+            self.cohorts[n].rows.append(row)
+        self.version = self.ledger.version
+
     def _read_addresses(self) -> list[int]:
-        return list(map(_address, self._sources)) + list(map(_address, self.buffers or ()))
+        found = list(map(_address, self._sources))
+        for column in self.buffers or ():
+            found += map(_address, column)
+        return found
 
     def storage_unchanged(self) -> bool:
         """Tell whether weights and buffers are where the plan found them."""
         return self._read_addresses() == self._addresses
 
-    def state_unchanged(self, state: Mapping[Tensor, Any], generation: int) -> bool:
-        """Tell whether each parameter's state holds the very buffer of the plan, or none as before.
-
-        ``generation`` counts the changes of ``state`` itself; while it stays the same the
-        parameters' own entries need not be looked up again.
-        """
-        if self.buffers is None:
-            return True
-        lost = False
-        if generation != self._generation:
-            before = self._expected
-            self._states = [state.get(p, _NO_STATE) for p in self.params]
-            self._expected = [
-                None if entry.get(KEY) is None else buffer
-                for entry, buffer in zip(self._states, self.buffers, strict=True)
-            ]
-            self._generation = generation
-            first = [buffer is None for buffer in self._expected]
-            self._first = first if any(first) and not all(first) else any(first)
-            # A buffer whose state was deleted still holds the old momentum.
-            lost = any(
-                new is None and old is not None
-                for old, new in zip(before, self._expected, strict=True)
-            )
-        found = [entry.get(KEY) for entry in self._states]
-        return not lost and all(map(is_, found, self._expected))
-
-    def first_step(self) -> bool | list[bool]:
-        """Return for which rows momentum starts with the next gradient (one bool if uniform)."""
-        return self._first
-
     # Gradients.
 
-    def read_gradients(self) -> list[bool]:
-        """Hand the parameters' gradients to the plan and return which rows have one.
+    def read_gradients(self) -> None:
+        """Hand the parameters' gradients to the plan, and note which rows have one.
 
         A gradient of another layout than its parameter (autograd gives the same one, but a hook or
         a caller may not) is copied into the parameter's layout; what cannot be a gradient of the
@@ -116,7 +134,7 @@ class Rows:
             if all(map(is_, fitted, grads)):
                 raise
             self.plan.refresh(fitted)
-        return [grad is not None for grad in grads]
+        self.active = [grad is not None for grad in grads]
 
     def forget_gradients(self) -> None:
         """Let go of the gradients, so that ``zero_grad`` really frees their memory."""
@@ -124,9 +142,9 @@ class Rows:
 
     def _fitted(self, row: int, grad: Tensor) -> Tensor:
         weight = self._weights[row]
-        where = f"the gradient of parameter {self.indices[row]} of group {self.group}"
+        where = f"the gradient of {self.ledger.where(self.positions[row])}"
         if grad.layout != torch.strided:
-            raise RuntimeError(f"{where} is sparse ({grad.layout}): SGD needs dense gradients")
+            raise RuntimeError(f"{where} is sparse ({grad.layout}): a dense one is needed")
         if grad.shape != weight.shape:
             raise ValueError(
                 f"{where} must have shape {tuple(weight.shape)}, got {tuple(grad.shape)}"
@@ -139,24 +157,103 @@ class Rows:
             return grad
         return empty_like(weight, weight.dtype).copy_(grad.detach())
 
-    # What runs.
+    # What runs. `templates`: the numbers of every parameter group, as the rule read them.
 
-    def step(self, hyper: Hyper, active: Sequence[bool], predict: float | None = None) -> None:
-        """Update the rows that have a gradient; with ``predict``, write the outs of all rows."""
-        merged = predict is not None and hyper.momentum != 0.0 and all(active)
-        self.plan.sgd_step_(
-            lr=hyper.lr,
-            momentum=hyper.momentum,
-            dampening=hyper.dampening,
-            weight_decay=hyper.weight_decay,
-            nesterov=hyper.nesterov,
-            maximize=hyper.maximize,
-            first_step=hyper.momentum != 0.0 and self.first_step(),
-            predict=(predict,) if merged else (),
-        )
-        if predict is not None and not merged:
-            # The step gives a row without a gradient its weights, not their prediction.
-            self.plan.predict(lr=hyper.lr, steps=predict, out=0)
+    def now(self, templates: Sequence[Any]) -> list[Any]:
+        """Return the numbers of every cohort as its last update left them."""
+        rule, scalars = self.ledger.rule, self.ledger.scalars
+        return [
+            rule.at(templates[cohort.group], scalars(cohort.positions[0]))
+            if cohort.started
+            else rule.resting
+            for cohort in self.cohorts
+        ]
+
+    def step(self, templates: Sequence[Any], law: Law | None) -> None:
+        """Update the rows that have a gradient; with a law, write the outs of all rows.
+
+        Starts state where there was none, and counts.
+        """
+        ledger, rule = self.ledger, self.ledger.rule
+        before = [ledger.scalars(cohort.positions[0]) for cohort in self.cohorts]
+        groups = [templates[cohort.group] for cohort in self.cohorts]
+        after = [rule.advance(t, scalars) for t, scalars in zip(groups, before, strict=True)]
+        numbers = [rule.at(t, scalars) for t, scalars in zip(groups, after, strict=True)]
+        all_active = all(self.active)
+        with_step = law is not None and self.buffers is not None
+        rule.step(self.plan, numbers, self._first_step(groups), (law,) if with_step else ())
+        if law is not None:
+            if not with_step:
+                self.plan.write_out()
+            elif not all_active and moves(law):
+                # The step gives a row without a gradient its weights, not their prediction.
+                self._predict_inactive(templates, without_gradient(law))
+        for cohort, scalars in zip(self.cohorts, after, strict=True):
+            positions = cohort.positions
+            if not all_active:
+                positions = [
+                    position
+                    for position, row in zip(positions, cohort.rows, strict=True)
+                    if self.active[row]
+                ]
+            ledger.count(positions, scalars)
+
+    def _first_step(self, groups: Sequence[Any]) -> bool | list[bool]:
+        if self.buffers is None:
+            return False
+        starts = [
+            not cohort.started and self.ledger.rule.starts(group)
+            for cohort, group in zip(self.cohorts, groups, strict=True)
+        ]
+        if all(starts) or not any(starts):
+            return starts[0]
+        return [starts[n] for n in self._assignment]
+
+    def _predict_inactive(self, templates: Sequence[Any], law: Law) -> None:
+        if self._without is None or self._without[0] != self.active:
+            rows = [row for row, active in enumerate(self.active) if not active]
+            found = sorted({self._assignment[row] for row in rows})
+            index = {cohort: n for n, cohort in enumerate(found)}
+            plan = self._plan(rows, [index[self._assignment[row]] for row in rows])
+            self._without = (self.active, found, plan)
+        _, found, plan = self._without
+        numbers = self.now(templates)
+        plan.predict_with([numbers[n] for n in found], Resting(law, self.ledger.rule), out=0)
+
+    def start(self, state: State) -> bool:
+        """Put the buffers that a step has just begun into ``state``.
+
+        Returns whether rows now belong to other cohorts: begun, or counted apart.
+        """
+        changed = False
+        counts = bool(self.ledger.rule.scalars)
+        for cohort in self.cohorts:
+            active = [row for row in cohort.rows if self.active[row]]
+            if not active:
+                continue
+            if not cohort.started and self.buffers is not None:
+                changed = True
+                keys = self.ledger.rule.buffers
+                for row in active:
+                    entry = state[self.params[row]]
+                    entry.update(zip(keys, (c[row] for c in self.buffers), strict=True))
+                    entry.update(self.ledger.count_of(self.positions[row]))
+            changed = changed or (counts and len(active) != len(cohort.rows))
+        return changed
+
+    def predict(self, templates: Sequence[Any], law: Law) -> None:
+        """Write the outs."""
+        if moves(law):
+            self.plan.predict_with(self.now(templates), Resting(law, self.ledger.rule), out=0)
+        else:
+            self.plan.write_out()
+
+    def stash_predict(self, templates: Sequence[Any], law: Law) -> None:
+        """Keep the weights and replace them by their prediction."""
+        if moves(law):
+            self.plan.stash_predict_with(self.now(templates), Resting(law, self.ledger.rule))
+        else:
+            self.plan.stash()
 
     def restore(self) -> None:
         """Write the stashed weights back, wherever the parameters' storage is by now."""
@@ -165,3 +262,7 @@ class Rows:
             return
         for param, kept in zip(self.params, self.stashed or (), strict=True):
             param.detach().copy_(kept)
+
+    def updated(self) -> tuple[Tensor, ...]:
+        """Return the parameters that the last step changed."""
+        return tuple(self.params) if all(self.active) else tuple(compress(self.params, self.active))

@@ -1,30 +1,29 @@
-"""Momentum buffers: which dtype and layout they have, and how a foreign one is made to fit."""
+"""Buffers: which dtype and layout a rule's state has, and how a foreign one is made to fit."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-KEY = "momentum_buffer"
-"""The key torch.optim.SGD keeps its momentum under in a parameter's state."""
-
 WEIGHT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def check_dtypes(where: str, weight: torch.dtype, momentum: torch.dtype | None) -> None:
-    """Raise TypeError unless weights of this dtype can be trained with momentum of that one."""
+def check_dtypes(where: str, weight: torch.dtype, state: torch.dtype | None) -> None:
+    """Raise TypeError unless weights of this dtype can be trained with state of that one."""
     if weight not in WEIGHT_DTYPES:
         raise TypeError(f"{where} must be float32, float64, float16 or bfloat16, got {weight}")
-    if momentum is not None and not allowed(weight, momentum):
+    if state is not None and not allowed(weight, state):
         raise TypeError(
             f"{where} is {weight}: its momentum can be {weight}"
-            f"{' or torch.float32' if weight.itemsize == 2 else ''}, got {momentum}"
+            f"{' or torch.float32' if weight.itemsize == 2 else ''}, got {state}"
         )
 
 
-def allowed(weight: torch.dtype, momentum: torch.dtype) -> bool:
+def allowed(weight: torch.dtype, state: torch.dtype) -> bool:
     """Tell whether the kernels take this pair of dtypes."""
-    return momentum == weight or (momentum == torch.float32 and weight.itemsize == 2)
+    return state == weight or (state == torch.float32 and weight.itemsize == 2)
 
 
 def loaded_dtype(
@@ -52,12 +51,24 @@ def fits(weight: Tensor, buffer: Tensor) -> bool:
     )
 
 
-def converted(where: str, weight: Tensor, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an independent copy of ``buffer`` with the layout and device of ``weight``."""
+def check_buffer(where: str, key: str, weight: Tensor, buffer: Any) -> None:
+    """Raise unless ``buffer`` can be copied into a buffer of ``weight``."""
     if not isinstance(buffer, Tensor):
-        raise TypeError(f"{where}: {KEY} must be a tensor, got {type(buffer).__name__}")
+        raise TypeError(f"{where}: {key} must be a tensor, got {type(buffer).__name__}")
     if buffer.shape != weight.shape:
         raise ValueError(
-            f"{where}: {KEY} must have shape {tuple(weight.shape)}, got {tuple(buffer.shape)}"
+            f"{where}: {key} must have shape {tuple(weight.shape)}, got {tuple(buffer.shape)}"
         )
+
+
+def converted(weight: Tensor, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an independent copy of ``buffer`` with the layout and device of ``weight``."""
     return empty_like(weight, dtype).copy_(buffer.detach())
+
+
+def check_scalar(where: str, key: str, value: Any) -> float:
+    """Return a scalar of the state, which may be a number or a tensor on any device."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{where}: {key} must be one number, got {value!r}") from error

@@ -1,0 +1,174 @@
+"""Adam and AdamW: torch.optim's, with one fused pass per step, and predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from spectrain_ext.laws import Horizon
+from spectrain_ext.numbers import Adam as AdamNumbers
+from spectrain_ext.optim.base import PredictingOptimizer
+from spectrain_ext.optim.rule import Rule, Scalars, plain
+from spectrain_ext.plan import Plan
+
+
+class AdamRule(Rule[AdamNumbers]):
+    """Adam: two moments and a count of steps, from which bias corrections follow."""
+
+    buffers = ("exp_avg", "exp_avg_sq")
+    columns = ("exp_avgs", "exp_avg_sqs")
+    scalars: ClassVar[Mapping[str, float]] = {"step": 0.0}
+    refused: ClassVar[Mapping[str, str]] = {
+        **Rule.refused,
+        "amsgrad": "no kernel keeps the maximum of the second moments",
+        "capturable": "the step count lives on the host",
+    }
+    resting = AdamNumbers(0.0, (0.9, 0.999), 1e-8, 0.0, 1)
+
+    def numbers(self, group: Mapping[str, Any]) -> AdamNumbers:
+        """The numbers of a first step."""
+        return AdamNumbers(
+            plain(group["lr"], "lr"),
+            tuple(plain(beta, f"betas[{i}]") for i, beta in enumerate(group["betas"])),
+            plain(group["eps"], "eps"),
+            plain(group["weight_decay"], "weight_decay"),
+            1,
+            bool(group["decoupled_weight_decay"]),
+            bool(group["maximize"]),
+        )
+
+    def advance(self, numbers: AdamNumbers, scalars: Scalars) -> Scalars:
+        """Count."""
+        return (scalars[0] + 1.0,)
+
+    def at(self, numbers: AdamNumbers, scalars: Scalars) -> AdamNumbers:
+        """The same numbers at another step."""
+        return replace(numbers, step=int(scalars[0]))
+
+    def step(
+        self,
+        plan: Plan,
+        numbers: Sequence[AdamNumbers],
+        first_step: bool | Sequence[bool],
+        predict: Sequence[Horizon | None],
+    ) -> None:
+        """Run the kernel."""
+        plan.step_adam_(numbers, predict)
+
+
+class Adam(PredictingOptimizer, torch.optim.Adam):
+    """Adam that can predict the weights some updates ahead.
+
+    Arguments, parameter groups, ``state_dict`` and results are ``torch.optim.Adam``'s; checkpoints
+    load in both directions. A step is one launch per device for all groups. The arithmetic is
+    float32 for weights of at most 32 bits (16-bit weights and moments are rounded once per step,
+    where torch's unfused step rounds after every operation) and float64 for float64.
+
+    Args:
+        params: parameters, named parameters or parameter groups: float32, float64, float16 or
+            bfloat16, strided, on any devices.
+        lr: learning rate, a number or a CPU tensor with one element (>= 0).
+        betas: decay of the first and of the second moment, each in [0, 1).
+        eps: added to the root of the second moment (>= 0).
+        weight_decay: L2 penalty, or decoupled decay (>= 0).
+        amsgrad: must be False.
+        foreach: accepted for compatibility, without effect.
+        maximize: ascend instead of descend.
+        capturable: must be False.
+        differentiable: must be False.
+        fused: accepted for compatibility, without effect.
+        decoupled_weight_decay: makes it AdamW.
+        momentum_dtype: dtype of the moments; None means the parameter's. 16-bit parameters may have
+            ``torch.float32`` moments.
+
+    Raises:
+        ValueError: ``amsgrad``, ``capturable`` or ``differentiable``, a number out of range or NaN,
+            a duplicate parameter.
+        TypeError: a parameter or ``momentum_dtype`` that the kernels do not know.
+
+    The prediction ``steps`` updates ahead is ``W - steps*lr*m_hat/(sqrt(u_hat) + eps)`` with the
+    bias corrections of the last step (PipeOptim, 2023); ``laws.Geometric`` is FTPipe's. A parameter
+    that was never updated is predicted to stay as it is.
+    """
+
+    _rule = AdamRule()
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        momentum_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._prepare(momentum_dtype)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        self._step_supports_amp_scaling = False
+
+
+class AdamW(PredictingOptimizer, torch.optim.AdamW):
+    """Adam with decoupled weight decay, ``torch.optim.AdamW`` that can predict; see ``Adam``.
+
+    The linear prediction leaves the decay out, the geometric law has it.
+    """
+
+    _rule = AdamRule()
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        momentum_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._prepare(momentum_dtype)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._step_supports_amp_scaling = False

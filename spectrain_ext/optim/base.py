@@ -1,0 +1,382 @@
+"""PredictingOptimizer: what all optimizers share, one fused pass per step, and predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from spectrain_ext._lists import bump_versions
+from spectrain_ext.laws import Horizon, Law, as_law
+from spectrain_ext.optim.binding import Binding, PredictionSink, Views, checked_outs
+from spectrain_ext.optim.buffers import check_dtypes, loaded_dtype
+from spectrain_ext.optim.checkpoint import StateLoader, independent, independent_scalars
+from spectrain_ext.optim.ledger import Ledger, named, read_entry
+from spectrain_ext.optim.resolve import Kinds, Resolver
+from spectrain_ext.optim.rows import Rows
+from spectrain_ext.optim.rule import Rule, moves
+
+StateDict = dict[str, Any]
+
+
+class PredictingOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers here: a subclass adds its rule and torch's class of the same name.
+
+    A step is one kernel launch per device for all parameter groups. Optimizers whose groups differ
+    in whether they have momentum at all take one launch for each kind.
+    """
+
+    # GradScaler would leave overflow checks to a step that claims this.
+    _step_supports_amp_scaling = False
+
+    _rule: ClassVar[Rule[Any]]
+    _momentum_dtype: torch.dtype | None
+
+    def _prepare(self, momentum_dtype: torch.dtype | None) -> None:
+        """Get ready for the parameter groups that torch's constructor is about to add."""
+        self._momentum_dtype = momentum_dtype
+        self._forget_resolved()
+
+    def _forget_resolved(self) -> None:
+        self._ledger = Ledger(self._rule, self._momentum_dtype)
+        self._resolver = Resolver(self._ledger)
+        self._predicted: list[Rows] | None = None
+        self._binding: Binding | None = None
+        self._next_write: tuple[PredictionSink, Law] | None = None
+
+    # Parameter groups and state, as torch.optim.Optimizer keeps them.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as torch does; an invalid one raises and is not added.
+
+        RuntimeError while the weights are predicted or the optimizer is bound.
+        """
+        self._refuse_while_predicted("add_param_group")
+        if self._binding is not None:
+            raise RuntimeError("add_param_group: unbind() the optimizer first")
+        super().add_param_group(param_group)
+        index = len(self.param_groups) - 1
+        try:
+            self._check_group(index)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, index: int) -> None:
+        group = self.param_groups[index]
+        self._rule.read(index, group)
+        seen: dict[Tensor, int] = {}
+        for i, p in enumerate(group["params"]):
+            where = f"parameter {i} of group {index}"
+            if p in seen:
+                raise ValueError(f"{where} is parameter {seen[p]} of that group once more")
+            seen[p] = i
+            check_dtypes(where, p.dtype, self._momentum_dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what deepcopy and pickle keep; RuntimeError while the weights are predicted."""
+        self._refuse_while_predicted("copying or pickling the optimizer")
+        kept: dict[str, Any] = super().__getstate__()
+        kept["state"] = type(self.state)(
+            dict, ((p, self._saved_entry(entry)) for p, entry in self.state.items())
+        )
+        kept["_momentum_dtype"] = self._momentum_dtype
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what ``__getstate__`` or ``load_state_dict`` hands in."""
+        super().__setstate__(state)
+        self.__dict__.setdefault("_momentum_dtype", None)
+        if "_ledger" not in self.__dict__:
+            self._forget_resolved()
+
+    def state_dict(self) -> StateDict:
+        """Return the state as torch's class of this name does, with the same keys.
+
+        Scalar state, and all state of a bound optimizer, is independent: a saved view would take
+        the whole buffer it is a view of into the file.
+        """
+        result: StateDict = super().state_dict()
+        result["state"] = {k: self._saved_entry(v) for k, v in result["state"].items()}
+        return result
+
+    def _saved_entry(self, entry: Any) -> Any:
+        if self._binding is None:
+            return independent_scalars(self._rule, entry)
+        return independent(self._rule, entry)
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state_dict of this class or of torch's class of this name.
+
+        State is copied. The buffers get ``momentum_dtype`` if that was given; else float32 buffers
+        of a 16-bit parameter stay float32, and any other has the parameter's dtype. A bound
+        optimizer stays bound, and the state takes the dtype of the bound buffers. What does not
+        fit raises (ValueError, TypeError) and changes nothing; RuntimeError while the weights are
+        predicted.
+        """
+        self._refuse_while_predicted("load_state_dict")
+        loader = StateLoader(self._rule, self._momentum_dtype, self.param_groups, self.defaults)
+
+        def put(_: torch.optim.Optimizer) -> None:
+            loader.put(self.state)
+            self._ledger.forget()
+            self._ledger.look(self.param_groups, self.state)
+
+        handles = (
+            self.register_load_state_dict_pre_hook(lambda _, loaded: loader.take(loaded)),
+            self.register_load_state_dict_post_hook(put, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @property
+    def buffer_keys(self) -> tuple[str, ...]:
+        """Keys of the state that has a parameter's shape: what ``bind`` wants buffers for."""
+        return self._rule.buffers
+
+    def momentum_dtype(self, param: Tensor) -> torch.dtype:
+        """Return the dtype that a parameter's buffers (momentum, moments) have, or will have."""
+        buffer = self.state[param].get(self._rule.buffers[0]) if param in self.state else None
+        saved = param.dtype if buffer is None else buffer.dtype
+        return loaded_dtype(param.dtype, saved, self._momentum_dtype)
+
+    # The step.
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; return what ``closure`` returned, if given.
+
+        Everything is checked before anything is written. Raises RuntimeError while the weights are
+        predicted or for a sparse gradient, ValueError or TypeError for a number out of range or a
+        gradient that does not match its parameter.
+        """
+        self._refuse_while_predicted("step")
+        if (
+            self._rule.scalars
+            and torch.cuda.is_initialized()
+            and torch.cuda.is_current_stream_capturing()
+        ):
+            raise RuntimeError("step: a captured CUDA graph would repeat this step's count forever")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self._refuse_while_predicted("step")
+
+        templates = self._templates()
+        kinds = self._kinds(templates)
+        sink, law = (None, None) if self._next_write is None else self._next_write
+        if self._binding is not None:
+            todo = self._bound_rows(kinds, sink)
+        else:
+            todo = self._resolver.for_step(self.param_groups, self.state, kinds)
+        if law is not None:
+            self._check_law(law, templates, has_gradient=True)
+        for rows in todo:
+            rows.read_gradients()
+
+        changed = False
+        for rows in todo:
+            rows.step(templates, law)
+            rows.forget_gradients()
+            if rows.start(self.state):
+                changed = True
+            if self._binding is None:
+                bump_versions(rows.updated())
+        self._ledger.counted()
+        if changed:
+            self._ledger.forget()
+        self._next_write = None
+        return loss
+
+    def _templates(self) -> list[Any]:
+        """Read the numbers of every group."""
+        return [self._rule.read(index, group) for index, group in enumerate(self.param_groups)]
+
+    def _kinds(self, templates: list[Any]) -> Kinds:
+        return tuple(map(self._rule.uses_buffers, templates))
+
+    # Prediction in place.
+
+    def check_can_predict(self) -> None:
+        """Raise ValueError naming the first group whose momentum is 0: it cannot be predicted."""
+        for index, (group, template) in enumerate(
+            zip(self.param_groups, self._templates(), strict=True)
+        ):
+            if group["params"] and not self._rule.uses_buffers(template):
+                raise ValueError(
+                    f"parameter group {index} has momentum 0: a prediction needs a momentum buffer"
+                )
+
+    def _check_law(self, law: Law, templates: list[Any], *, has_gradient: bool = False) -> None:
+        if not moves(law):
+            return
+        self.check_can_predict()
+        for template in templates:
+            terms = self._rule.terms(law, template)
+            if not has_gradient and any(term.gradient for term in terms):
+                raise ValueError(
+                    f"steps: {law} needs the gradient; order it with write_with_next_step"
+                )
+
+    def predict_(self, steps: Horizon) -> None:
+        """Replace every weight by its prediction ``steps`` updates ahead, until :meth:`restore_`.
+
+        ``steps >= 0`` counts updates and may be a fraction; or it is a law of
+        ``spectrain_ext.laws`` that needs no gradient. Each group is predicted with its current
+        learning rate. The true weights are kept in one more buffer per parameter, in the same pass
+        over memory. Parameters that were never updated stay as they are.
+
+        Raises RuntimeError if the weights are predicted already or the optimizer is bound,
+        ValueError for bad ``steps`` or a group whose momentum is 0.
+        """
+        law = as_law(steps)
+        self._refuse_while_predicted("predict_")
+        if self._binding is not None:
+            raise RuntimeError("predict_: the optimizer is bound, its owner predicts")
+        self.check_can_predict()
+        templates = self._templates()
+        self._check_law(law, templates)
+        todo = self._resolver.for_prediction(self.param_groups, self.state, self._kinds(templates))
+        for rows in todo:
+            rows.stash_predict(templates, law)
+            bump_versions(tuple(rows.params))
+        self._predicted = todo
+
+    def restore_(self) -> None:
+        """Put back, to the bit, the weights that :meth:`predict_` replaced; else RuntimeError."""
+        if self._predicted is None:
+            raise RuntimeError("restore_: the weights are not predicted, call predict_ first")
+        for rows in self._predicted:
+            rows.restore()
+            bump_versions(tuple(rows.params))
+        self._predicted = None
+
+    @contextmanager
+    def predicted(self, steps: Horizon) -> Iterator[None]:
+        """Predict for the length of a ``with`` block, see :meth:`predict_`.
+
+        Run the forward *and* its backward inside: both change the weights' version counters, so a
+        backward outside of the block raises.
+        """
+        self.predict_(steps)
+        try:
+            yield
+        finally:
+            self.restore_()
+
+    def _refuse_while_predicted(self, what: str) -> None:
+        if self._predicted is not None:
+            raise RuntimeError(f"{what}: the weights are predicted, call restore_() first")
+
+    # For a pipeline: weights and state live in its buffers.
+
+    def bind(self, master: Views | None, buffers: Views | Mapping[str, Views]) -> None:
+        """Keep weights and state in tensors that the caller owns, until :meth:`unbind`.
+
+        From now on :meth:`step` reads each parameter's ``grad``, updates ``master[p]`` (``None``: p
+        itself) and keeps ``state[p][key]`` in ``buffers[key][p]``, for each of ``buffer_keys``.
+        Where there is only one key, ``buffers`` may be its mapping itself. All have p's shape and
+        device, and one layout: usually views of flat buffers. State that exists is copied in; where
+        there is none the buffers are filled with zeros, so that a prediction before the first step
+        is the weights themselves. A bound optimizer does not touch autograd's version counters: who
+        binds it vouches for the order of forwards, backwards and steps.
+
+        Raises RuntimeError if bound already or while the weights are predicted, ValueError for a
+        missing or unsuitable tensor; nothing has changed then.
+        """
+        self._refuse_while_predicted("bind")
+        if self._binding is not None:
+            raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
+        binding = Binding(self.param_groups, master, self._by_key(buffers))
+        for where, p in named(self.param_groups):
+            read_entry(where, self._rule, p, self.state.get(p) or {})
+        self._forget_resolved()
+        self._binding = binding
+        self._ledger.home = binding.buffers
+        self._ledger.look(self.param_groups, self.state)
+
+    def _by_key(self, buffers: Views | Mapping[str, Views]) -> dict[str, Views]:
+        keys = self._rule.buffers
+        by_key = cast("Mapping[str, Views]", buffers)
+        if all(key in by_key for key in keys):
+            return {key: by_key[key] for key in keys}
+        if len(keys) == 1 and not any(isinstance(key, str) for key in buffers):
+            return {keys[0]: cast("Views", buffers)}
+        raise ValueError(
+            f"bind: buffers must be a mapping of tensors for each of {', '.join(keys)}"
+        )
+
+    def unbind(self) -> None:
+        """Give the state ordinary storage again; RuntimeError if the optimizer is not bound.
+
+        ``master`` and the parameters are left as they are: copying the one to the others is up to
+        the owner.
+        """
+        self._bound("unbind")
+        for entry in self.state.values():
+            if isinstance(entry, dict):
+                entry.update(independent(self._rule, entry))
+        self._forget_resolved()
+
+    def prediction_sink(self, outs: Views) -> PredictionSink:
+        """Resolve where predictions go: ``outs[p]`` has the layout and device of p's weights.
+
+        RuntimeError if the optimizer is not bound, ValueError for a missing or unsuitable tensor.
+        """
+        binding = self._bound("prediction_sink")
+        checked_outs(self.param_groups, binding.weights, outs)
+        sink = PredictionSink(self, binding, outs)
+        self._ledger.look(self.param_groups, self.state)
+        sink.rows(self._ledger, self._kinds(self._templates()))
+        return sink
+
+    def write_with_next_step(self, sink: PredictionSink | None, steps: Horizon = 0.0) -> None:
+        """Let the next :meth:`step` write what ``sink.write(steps)`` right after it would write.
+
+        Where every parameter has a gradient that costs no further pass over memory. ``steps`` may
+        also be a law that needs the gradient (``SecondOrder``); a parameter without one is then
+        predicted by its unchanged momentum. The step that does it consumes the order; ``None``
+        withdraws it.
+        """
+        if sink is None:
+            self._next_write = None
+            return
+        if sink.binding is not self._bound("write_with_next_step"):
+            raise RuntimeError("write_with_next_step: the sink belongs to another binding")
+        law = as_law(steps)
+        self._check_law(law, self._templates(), has_gradient=True)
+        self._next_write = (sink, law)
+
+    def _bound(self, what: str) -> Binding:
+        if self._binding is None:
+            raise RuntimeError(f"{what}: the optimizer is not bound, call bind() first")
+        return self._binding
+
+    def _bound_rows(self, kinds: Kinds, sink: PredictionSink | None) -> list[Rows]:
+        """Return the bound rows (those of a sink), with the state adopted if it was replaced."""
+        self._ledger.look(self.param_groups, self.state)
+        owner = self._bound("step") if sink is None else sink
+        todo = owner.rows(self._ledger, kinds)
+        for rows in todo:
+            if not rows.storage_unchanged():
+                raise RuntimeError(
+                    f"a parameter of group {rows.cohorts[0].group} no longer has the storage it "
+                    "was bound with (.to() or load_state_dict(assign=True) since bind)"
+                )
+            rows.arrange()
+        return todo
+
+    def _write(self, sink: PredictionSink, steps: Horizon) -> None:
+        if sink.binding is not self._bound("write"):
+            raise RuntimeError("write: the sink belongs to another binding")
+        law = as_law(steps)
+        templates = self._templates()
+        self._check_law(law, templates)
+        for rows in self._bound_rows(self._kinds(templates), sink):
+            rows.predict(templates, law)

@@ -1,0 +1,222 @@
+"""Ledger: an optimizer's parameters and their state in one list, read again once it has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spectrain_ext.optim.buffers import (
+    check_buffer,
+    check_dtypes,
+    check_scalar,
+    converted,
+    fits,
+    loaded_dtype,
+)
+from spectrain_ext.optim.rule import Rule, Scalars
+
+Group = Mapping[str, Any]
+State = MutableMapping[Tensor, dict[str, Any]]
+
+
+class Saved(NamedTuple):
+    """The state of one parameter, checked: tensors of its shape, and numbers."""
+
+    buffers: tuple[Tensor, ...]
+    scalars: Scalars
+
+
+def named(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
+    """Return every parameter, with a name for errors."""
+    return [
+        (f"parameter {i} of group {index}", p)
+        for index, group in enumerate(groups)
+        for i, p in enumerate(group["params"])
+    ]
+
+
+def read_entry(where: str, rule: Rule[Any], p: Tensor, entry: Mapping[str, Any]) -> Saved | None:
+    """Return what ``entry`` holds for a parameter, None if it was never updated.
+
+    Raises ValueError or TypeError for half a state, or one that does not fit the parameter.
+    """
+    keys = (*rule.buffers, *rule.scalars)
+    missing = [key for key in keys if entry.get(key) is None]
+    if len(missing) == len(keys):
+        return None
+    if missing:
+        raise ValueError(f"{where}: the state has no {missing[0]}")
+    for key in rule.buffers:
+        check_buffer(where, key, p, entry[key])
+    return Saved(
+        tuple(entry[key] for key in rule.buffers),
+        tuple(check_scalar(where, key, entry[key]) for key in rule.scalars),
+    )
+
+
+class Ledger:
+    """Every parameter of an optimizer under one number, its position, with its state.
+
+    Torch keeps state in dicts that anybody may change at any time: so each use asks ``look`` first,
+    which costs some list comparisons while nothing has changed. Scalar state (a step count) lives
+    in one tensor for all parameters, whose elements ``state[p]`` holds: counting a step of all of
+    them is one operation.
+
+    It does not refer to the optimizer: that would be a cycle, and dropping the optimizer would no
+    longer free its memory at once.
+    """
+
+    def __init__(self, rule: Rule[Any], state_dtype: torch.dtype | None) -> None:
+        self.rule = rule
+        self.state_dtype = state_dtype
+        self.home: Mapping[Tensor, tuple[Tensor, ...]] | None = None  # bound buffers
+        self.version = 0
+        self.params: list[Tensor] = []
+        self.groups: list[int] = []
+        self.buffers: list[tuple[Tensor, ...] | None] = []  # None: never updated
+        self._sizes: list[int] = []
+        self._places: list[str] = []
+        self._counts: dict[str, Tensor] = {}
+        self._values: dict[str, list[float]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Read everything again at the next look."""
+        self._seen: tuple[Any, ...] | None = None
+
+    def look(self, groups: Sequence[Group], state: State) -> int:
+        """Make sure that all of this is true now; return a number that changes with it.
+
+        Raises ValueError or TypeError for a state that does not fit its parameter.
+        """
+        params = list(chain.from_iterable(group["params"] for group in groups))
+        if not self._still_true(groups, params, state):
+            self._read(groups, params, state)
+        return self.version
+
+    def where(self, position: int) -> str:
+        """Name a parameter for errors."""
+        return self._places[position]
+
+    def scalars(self, position: int) -> Scalars:
+        """Return the scalar state of a parameter."""
+        return tuple(values[position] for values in self._values.values())
+
+    def cohort(self, position: int) -> tuple[int, bool, Scalars]:
+        """Return what parameters share that the same numbers apply to."""
+        started = self.buffers[position] is not None
+        return self.groups[position], started, self.scalars(position)
+
+    def count(self, positions: Sequence[int], scalars: Scalars) -> None:
+        """Give parameters new scalar state."""
+        if not scalars or not positions:
+            return
+        first, last = positions[0], positions[-1] + 1
+        for column, value in zip(self._counts.values(), scalars, strict=True):
+            if last - first == len(positions):  # positions ascend
+                column[first:last].fill_(value)
+            else:
+                column.index_fill_(0, torch.tensor(positions), value)
+
+    def count_of(self, position: int) -> dict[str, Tensor]:
+        """Return the scalar state of a parameter as torch keeps it, sharing memory."""
+        return {key: column[position] for key, column in self._counts.items()}
+
+    def counted(self) -> None:
+        """Note that the scalar state is as it should be."""
+        self._values = {key: column.tolist() for key, column in self._counts.items()}
+
+    def _still_true(self, groups: Sequence[Group], params: list[Tensor], state: State) -> bool:
+        if (
+            self._seen is None
+            or len(self._seen) != len(state)
+            or not all(map(is_, state.values(), self._seen))
+            or len(params) != len(self.params)
+            or not all(map(is_, params, self.params))
+            or [len(group["params"]) for group in groups] != self._sizes
+        ):
+            return False
+        try:
+            for key, expected in self._expected.items():
+                if not all(map(is_, map(itemgetter(key), self._entries), expected)):
+                    return False
+        except KeyError:
+            return False
+        if any(entry.get(key) is not None for entry in self._bare for key in self._expected):
+            return False
+        return all(self._counts[key].tolist() == values for key, values in self._values.items())
+
+    def _read(self, groups: Sequence[Group], params: list[Tensor], state: State) -> None:
+        self.forget()
+        rule = self.rule
+        self._sizes = [len(group["params"]) for group in groups]
+        self._places = [where for where, _ in named(groups)]
+        saved: list[Saved | None] = []
+        for where, p in zip(self._places, params, strict=True):
+            check_dtypes(where, p.dtype, None)
+            # Not state[p]: it is a defaultdict, and looking must not add an entry.
+            saved.append(read_entry(where, rule, p, state.get(p) or {}))
+
+        self.groups = [index for index, size in enumerate(self._sizes) for _ in range(size)]
+        self.params = params
+        self.buffers = [
+            None if found is None else self._settled(p, found.buffers)
+            for p, found in zip(params, saved, strict=True)
+        ]
+        self._take_scalars([None if found is None else found.scalars for found in saved])
+        self._entries = []
+        self._bare = []
+        keys = (*rule.buffers, *rule.scalars)
+        self._expected: dict[str, list[Tensor]] = {key: [] for key in keys}
+        numbers = {key: column.unbind() for key, column in self._counts.items()}
+        for i, (p, buffers) in enumerate(zip(params, self.buffers, strict=True)):
+            entry = state.get(p)
+            if buffers is None:
+                if self.home is not None:
+                    for view in self.home[p]:
+                        view.zero_()  # so that the prediction is the weights themselves
+                if entry is not None:
+                    self._bare.append(entry)
+                continue
+            assert entry is not None
+            for key, buffer in zip(rule.buffers, buffers, strict=True):
+                entry[key] = buffer
+                self._expected[key].append(buffer)
+            for key, column in numbers.items():
+                kept = entry[key]
+                if not isinstance(kept, Tensor) or kept.data_ptr() != column[i].data_ptr():
+                    entry[key] = column[i]
+                self._expected[key].append(entry[key])
+            self._entries.append(entry)
+        self._seen = tuple(state.values())
+        self.version += 1
+
+    def _settled(self, p: Tensor, buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the buffers where they belong, in a layout and dtype that the kernels take."""
+        if self.home is not None:
+            for view, buffer in zip(self.home[p], buffers, strict=True):
+                if view is not buffer:
+                    view.copy_(buffer)
+            return self.home[p]
+        dtype = loaded_dtype(p.dtype, buffers[0].dtype, None)
+        if all(fits(p, buffer) and buffer.dtype == dtype for buffer in buffers):
+            return buffers
+        dtype = loaded_dtype(p.dtype, buffers[0].dtype, self.state_dtype)
+        return tuple(converted(p, buffer, dtype) for buffer in buffers)
+
+    def _take_scalars(self, saved: Sequence[Scalars | None]) -> None:
+        for n, (key, initial) in enumerate(self.rule.scalars.items()):
+            values = [initial if found is None else found[n] for found in saved]
+            column = self._counts.get(key)
+            if column is None or len(column) != len(values):
+                # torch.optim's choice: float32 unless the default is float64.
+                wide = torch.get_default_dtype() == torch.float64
+                dtype = torch.float64 if wide else torch.float32
+                self._counts[key] = column = torch.empty(len(values), dtype=dtype)
+            column.copy_(torch.tensor(values, dtype=torch.float64))
+        self.counted()
