@@ -55,7 +55,7 @@ def test_vector_units_call_nothing_and_leave_nothing_behind(isa: str, tmp_path: 
     unit = tmp_path / "unit.o"
     run(
         CXX, "-std=c++17", "-O3", *flags.group(1).split(), "-ffp-contract=off", "-fno-math-errno",
-        "-fopenmp", "-fPIC", f"-DSPECTRAIN_ISA={isa}", "-c", CSRC / "cpu" / "kernels.cpp",
+        "-fno-trapping-math", "-fopenmp", "-fPIC", f"-DSPECTRAIN_ISA={isa}", "-c", CSRC / "cpu" / "kernels.cpp",
         "-o", unit,
     )  # fmt: skip
     symbols = run("nm", unit)

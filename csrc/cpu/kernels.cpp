@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdlib>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -87,6 +88,41 @@ class Staging {
   char* staged_ = nullptr;
 };
 
+// A block of 16-bit elements to and from their arithmetic type. Structs are not vectorized,
+// integers are; and one loop with these conversions and a rule in it would be too much for the
+// compiler.
+template <class T>
+void widen_block(float* to, const char* from, int n) {
+  int begin = 0;
+#if defined(__F16C__)
+  if constexpr (std::is_same_v<T, Half>) {
+    for (; begin + 8 <= n; begin += 8) {
+      const auto* at = reinterpret_cast<const __m128i*>(from + 2 * begin);
+      _mm256_storeu_ps(to + begin, _mm256_cvtph_ps(_mm_loadu_si128(at)));
+    }
+  }
+#endif
+  const auto* bits = reinterpret_cast<const uint16_t*>(from);
+#pragma omp simd
+  for (int i = begin; i < n; ++i) to[i] = widen(T{bits[i]});
+}
+template <class T>
+void narrow_block(char* to, const float* from, int n) {
+  int begin = 0;
+#if defined(__F16C__)
+  if constexpr (std::is_same_v<T, Half>) {
+    for (; begin + 8 <= n; begin += 8) {
+      const __m128i bits =
+          _mm256_cvtps_ph(_mm256_loadu_ps(from + begin), _MM_FROUND_TO_NEAREST_INT);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * begin), bits);
+    }
+  }
+#endif
+  auto* bits = reinterpret_cast<uint16_t*>(to);
+#pragma omp simd
+  for (int i = begin; i < n; ++i) bits[i] = Narrow<T>::from(from[i]).bits;
+}
+
 template <class Rule>
 struct Cpu {
   using Acc = typename Rule::Acc;
@@ -96,79 +132,87 @@ struct Cpu {
   using stream = stream_t<Rule, I>;
   template <int I>
   using type = typename stream<I>::type;
+  // Whether a stream is worked on where it lies, or through a widened copy of the block.
+  template <class T>
+  static constexpr bool in_place = std::is_same_v<T, Acc>;
 
-  // What one thread needs beside its table.
+  // What one thread needs beside its table, for one block.
   struct Scratch {
     Staging staging[n_streams];
-    // Of a rule with extra outputs, one block of: the direction that was not stored, and the
-    // weights between two terms of a prediction.
-    alignas(64) Acc direction[Rule::has_outs ? kBlock : 1];
-    alignas(64) Acc weights[Rule::has_outs ? kBlock : 1];
+    alignas(64) Acc wide[n_streams][kBlock];
+    alignas(64) Acc prediction[Rule::has_outs ? kBlock : 1];
+    // What predictions start from and the step does not store.
+    alignas(64) Acc direction[KeepsDirection<Rule>::value ? kBlock : 1];
   };
 
-  template <int I>
-  static Acc load(char* const (&p)[n_streams], int i) {
-    return widen(reinterpret_cast<const type<I>*>(p[I])[i]);
-  }
-
-  // One block of one row: p points at its first element in every stream.
-  static void block(const Args& args, unsigned flags, char* const (&p)[n_streams], int n,
-                    Scratch& scratch) {
+  // One block of one row: p points at its first element in every stream, q at the same as Acc.
+  static void block(const Args& given, unsigned flags, char* const (&p)[n_streams],
+                    Acc* const (&q)[n_streams], int n, Scratch& scratch) {
+    unroll<n_streams>([&](auto index) {
+      constexpr int s = decltype(index)::value;
+      if constexpr (stream<s>::source >= 0) memcpy(p[s], p[stream<s>::source], n * sizeof(type<s>));
+      if constexpr (stream<s>::reads && !in_place<type<s>>) widen_block<type<s>>(q[s], p[s], n);
+    });
+    // Copies: a store in the loop might otherwise change what these refer to.
+    const auto step = Rule::step(given, flags);
+    Acc* at[n_streams];
+    for (int s = 0; s < n_streams; ++s) at[s] = q[s];
     [[maybe_unused]] Acc* const direction = scratch.direction;
 #pragma omp simd
     for (int i = 0; i < n; ++i) {
       Acc x[n_streams] = {};
       unroll<n_streams>([&](auto index) {
         constexpr int s = decltype(index)::value;
-        if constexpr (stream<s>::source >= 0) {
-          reinterpret_cast<type<s>*>(p[s])[i] =
-              reinterpret_cast<const type<s>*>(p[stream<s>::source])[i];
-        }
-        if constexpr (stream<s>::reads) x[s] = load<s>(p, i);
+        if constexpr (stream<s>::reads) x[s] = at[s][i];
       });
-      Rule::apply(args, flags, x);
+      Rule::apply(step, x);
       unroll<n_streams>([&](auto index) {
         constexpr int s = decltype(index)::value;
-        if constexpr (stream<s>::writes && stream<s>::source < 0) {
-          reinterpret_cast<type<s>*>(p[s])[i] = Narrow<type<s>>::from(x[s]);
-        }
+        if constexpr (stream<s>::writes && stream<s>::source < 0) at[s][i] = x[s];
       });
       if constexpr (KeepsDirection<Rule>::value) direction[i] = x[Rule::kDirection];
     }
+    unroll<n_streams>([&](auto index) {
+      constexpr int s = decltype(index)::value;
+      if constexpr (stream<s>::writes && stream<s>::source < 0 && !in_place<type<s>>) {
+        narrow_block<type<s>>(p[s], q[s], n);
+        // Predictions are made from the values as they were stored.
+        if constexpr (Rule::has_outs) widen_block<type<s>>(q[s], p[s], n);
+      }
+    });
   }
 
-  // One term of a prediction of a block: from the stored weights or the term before, to the output
-  // or the term behind.
-  template <bool First, bool Last>
-  static void term(const Args& args, int t, char* const (&p)[n_streams], char* target, int n,
-                   Scratch& scratch) {
-    using T = typename Rule::OutType;
+  // One term of a prediction of a block. A prediction of several terms goes over the block for
+  // each.
+  static void term(const Args& given, int t, Acc* const (&q)[n_streams], const Acc* from, Acc* to,
+                   int n, const Scratch& scratch) {
+    const auto move = Rule::move(given, t);
+    const Acc* at[n_streams];
+    for (int s = 0; s < n_streams; ++s) at[s] = q[s];
     [[maybe_unused]] const Acc* const direction = scratch.direction;
-    [[maybe_unused]] Acc* const weights = scratch.weights;
 #pragma omp simd
     for (int i = 0; i < n; ++i) {
       Acc x[n_streams] = {};
       unroll<n_streams>([&](auto index) {
         constexpr int s = decltype(index)::value;
-        if constexpr (s != Rule::kDirection) x[s] = load<s>(p, i);
+        if constexpr (s != Rule::kDirection) x[s] = at[s][i];
       });
       if constexpr (KeepsDirection<Rule>::value) x[Rule::kDirection] = direction[i];
-      const Acc w = Rule::advance(args, t, First ? load<0>(p, i) : weights[i], x);
-      if constexpr (Last) {
-        reinterpret_cast<T*>(target)[i] = Narrow<T>::from(w);
-      } else {
-        weights[i] = w;
-      }
+      to[i] = Rule::advance(move, from[i], x);
     }
   }
 
-  static void prediction(const Args& args, int j, char* const (&p)[n_streams], char* target, int n,
+  static void prediction(const Args& args, int j, Acc* const (&q)[n_streams], char* target, int n,
                          Scratch& scratch) {
-    const int begin = args.predictions.begin(j), last = args.predictions.end[j] - 1;
-    if (begin == last) return term<true, true>(args, begin, p, target, n, scratch);
-    term<true, false>(args, begin, p, target, n, scratch);
-    for (int t = begin + 1; t < last; ++t) term<false, false>(args, t, p, target, n, scratch);
-    term<false, true>(args, last, p, target, n, scratch);
+    using T = typename Rule::OutType;
+    Acc* result = scratch.prediction;
+    if constexpr (in_place<T>) result = reinterpret_cast<Acc*>(target);
+    const Acc* from = q[0];
+    for (int t = args.predictions.begin(j); t < args.predictions.end[j]; ++t) {
+      term(args, t, q, from, result, n, scratch);
+      from = result;
+    }
+    if constexpr (!in_place<T>) narrow_block<T>(target, result, n);
   }
 
   static void range(const Args& args, const TableView& table, uint32_t r, Range range,
@@ -177,13 +221,17 @@ struct Cpu {
     for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
       const int n = static_cast<int>(range.end - begin < kBlock ? range.end - begin : kBlock);
       char* p[n_streams];
+      Acc* q[n_streams];
       unroll<n_streams>([&](auto index) {
         constexpr int s = decltype(index)::value;
         char* at =
             static_cast<char*>(table.pointer(r, s)) + begin * static_cast<int64_t>(sizeof(type<s>));
-        p[s] = stream<s>::reads ? at : scratch.staging[s].begin(at, stream_outputs);
+        // An output that is read as well is in the cache already: going past it costs more.
+        const bool past_cache = stream_outputs && table.pointer(r, s) != table.pointer(r, 0);
+        p[s] = stream<s>::reads ? at : scratch.staging[s].begin(at, past_cache);
+        q[s] = in_place<type<s>> ? reinterpret_cast<Acc*>(p[s]) : scratch.wide[s];
       });
-      block(args, flags, p, n, scratch);
+      block(args, flags, p, q, n, scratch);
       unroll<n_streams>([&](auto index) {
         constexpr int s = decltype(index)::value;
         if constexpr (!stream<s>::reads) scratch.staging[s].finish(n * sizeof(type<s>));
@@ -194,8 +242,7 @@ struct Cpu {
         for (int j = 0; j < args.predictions.n_outs; ++j) {
           char* at = static_cast<char*>(table.pointer(r, n_streams + j)) +
                      begin * static_cast<int64_t>(sizeof(T));
-          // In place the lines are in the cache already: nothing is gained by going past it.
-          prediction(args, j, p, staging.begin(at, stream_outputs && at != p[0]), n, scratch);
+          prediction(args, j, q, staging.begin(at, stream_outputs && at != p[0]), n, scratch);
           staging.finish(n * sizeof(T));
         }
       }

@@ -139,7 +139,7 @@ struct Body {
         constexpr int s = decltype(index)::value;
         if constexpr (stream<s>::reads) x[s] = widen(packs.template get<s>().element[e]);
       });
-      Rule::apply(args, flags, x);
+      Rule::apply(Rule::step(args, flags), x);
       unroll<n_streams>([&](auto index) {
         constexpr int s = decltype(index)::value;
         if constexpr (stream<s>::writes && stream<s>::source < 0) {
@@ -176,7 +176,7 @@ struct Body {
         Acc w = x[0];
         SPECTRAIN_NO_UNROLL
         for (int t = args.predictions.begin(j); t < args.predictions.end[j]; ++t) {
-          w = Rule::advance(args, t, w, x);
+          w = Rule::advance(Rule::move(args, t), w, x);
         }
         out.element[e] = Narrow<T>::from(w);
       }

@@ -29,28 +29,38 @@ SPECTRAIN_HD Acc adam_move(const Coefficients<Acc>& c, Acc eps, Acc w, Acc m, Ac
   return still ? kept : adam_step(c, eps, w, m, root_u, d);
 }
 
+template <class Acc>
+struct AdamMove {
+  Coefficients<Acc> by;
+  Acc eps;
+};
+
 template <class W, class G, class M, class Out>
 struct AdamStep {
   using Acc = acc_t<W>;
   enum { kParam, kGrad, kMomentum, kSecond };
   using Streams = StreamList<InOut<W>, In<G>, InOut<M>, InOut<M>>;
-  struct Args {
+  struct Step {
     SgdDirection<Acc> direction;
     Acc decay, gain, decay2, gain2, eps;
-    Coefficients<Acc> step;
+    Coefficients<Acc> move;
+  };
+  struct Args {
+    Step step;
     Predictions<Acc, kMaxTerms> predictions;
   };
   SPECTRAIN_HD static Args make(const Setting& s) {
-    return {SgdDirection<Acc>::make(s),       static_cast<Acc>(s.decay),
-            static_cast<Acc>(s.gain),         static_cast<Acc>(s.decay2),
-            static_cast<Acc>(1.0 - s.decay2), static_cast<Acc>(s.eps),
-            Coefficients<Acc>::make(s.step),  Predictions<Acc, kMaxTerms>::make(s)};
+    return {{SgdDirection<Acc>::make(s), static_cast<Acc>(s.decay), static_cast<Acc>(s.gain),
+             static_cast<Acc>(s.decay2), static_cast<Acc>(1.0 - s.decay2), static_cast<Acc>(s.eps),
+             Coefficients<Acc>::make(s.step)},
+            Predictions<Acc, kMaxTerms>::make(s)};
   }
-  SPECTRAIN_HD static void apply(const Args& a, unsigned /*flags*/, Acc (&x)[4]) {
+  SPECTRAIN_HD static Step step(const Args& a, unsigned /*flags*/) { return a.step; }
+  SPECTRAIN_HD static void apply(const Step& a, Acc (&x)[4]) {
     const Acc d = a.direction(x[kGrad], x[kParam]);
     x[kMomentum] = multiply_add(a.decay, x[kMomentum], a.gain * d);
     x[kSecond] = multiply_add(a.decay2, x[kSecond], a.gain2 * (d * d));
-    x[kParam] = adam_step(a.step, a.eps, x[kParam], x[kMomentum], square_root(x[kSecond]), d);
+    x[kParam] = adam_step(a.move, a.eps, x[kParam], x[kMomentum], square_root(x[kSecond]), d);
     x[kGrad] = d;
   }
 
@@ -58,9 +68,12 @@ struct AdamStep {
   static constexpr bool divides = true;
   static constexpr int kDirection = kGrad;
   using OutType = Out;
-  SPECTRAIN_HD static Acc advance(const Args& a, int term, Acc w, const Acc (&x)[4]) {
-    return adam_move(a.predictions.term[term], a.eps, w, x[kMomentum], square_root(x[kSecond]),
-                     x[kGrad]);
+  using Move = AdamMove<Acc>;
+  SPECTRAIN_HD static Move move(const Args& a, int term) {
+    return {a.predictions.term[term], a.step.eps};
+  }
+  SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[4]) {
+    return adam_move(m.by, m.eps, w, x[kMomentum], square_root(x[kSecond]), x[kGrad]);
   }
 };
 
@@ -78,15 +91,20 @@ struct AdamPredict {
   SPECTRAIN_HD static Args make(const Setting& s) {
     return {static_cast<Acc>(s.eps), Predictions<Acc, kMaxTerms>::make(s)};
   }
-  SPECTRAIN_HD static void apply(const Args&, unsigned /*flags*/, Acc (&)[3]) {}
+  struct Step {};
+  SPECTRAIN_HD static Step step(const Args&, unsigned /*flags*/) { return {}; }
+  SPECTRAIN_HD static void apply(const Step&, Acc (&)[3]) {}
 
   static constexpr bool has_outs = true;
   static constexpr bool divides = true;
   static constexpr int kDirection = kNone;
   using OutType = Out;
-  SPECTRAIN_HD static Acc advance(const Args& a, int term, Acc w, const Acc (&x)[3]) {
-    return adam_move(a.predictions.term[term], a.eps, w, x[kMomentum], square_root(x[kSecond]),
-                     Acc(0));
+  using Move = AdamMove<Acc>;
+  SPECTRAIN_HD static Move move(const Args& a, int term) {
+    return {a.predictions.term[term], a.eps};
+  }
+  SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[3]) {
+    return adam_move(m.by, m.eps, w, x[kMomentum], square_root(x[kSecond]), Acc(0));
   }
 };
 

@@ -14,7 +14,8 @@ struct Copy : NoOuts {
   using Streams = StreamList<In<Bits>, CopyOf<Bits, kSource>>;
   struct Args {};
   SPECTRAIN_HD static Args make(const Setting&) { return {}; }
-  SPECTRAIN_HD static void apply(const Args&, unsigned /*flags*/, Acc (&)[2]) {}
+  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/) { return a; }
+  SPECTRAIN_HD static void apply(const Args&, Acc (&)[2]) {}
 };
 
 template <class W, class Out_>
@@ -24,9 +25,8 @@ struct Cast : NoOuts {
   using Streams = StreamList<In<W>, Out<Out_>>;
   struct Args {};
   SPECTRAIN_HD static Args make(const Setting&) { return {}; }
-  SPECTRAIN_HD static void apply(const Args&, unsigned /*flags*/, Acc (&x)[2]) {
-    x[kTarget] = x[kSource];
-  }
+  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/) { return a; }
+  SPECTRAIN_HD static void apply(const Args&, Acc (&x)[2]) { x[kTarget] = x[kSource]; }
 };
 
 }  // namespace spectrain

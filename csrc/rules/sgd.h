@@ -43,27 +43,31 @@ struct SgdMomentum {
   using Acc = acc_t<W>;
   enum { kParam, kGrad, kMomentum };
   using Streams = StreamList<InOut<W>, In<G>, InOut<V>>;
-  struct Args {
+  struct Step {
     SgdDirection<Acc> direction;
     Acc decay, gain;
-    Coefficients<Acc> step;
-    bool first_step;
+    Coefficients<Acc> move;
+    bool first;  // there is no momentum yet
+  };
+  struct Args {
+    Step step;
     Predictions<Acc, kMaxOuts> predictions;  // one term each
   };
   SPECTRAIN_HD static Args make(const Setting& s) {
-    return {SgdDirection<Acc>::make(s),
-            static_cast<Acc>(s.decay),
-            static_cast<Acc>(s.gain),
-            Coefficients<Acc>::make(s.step),
-            s.first_step,
+    return {{SgdDirection<Acc>::make(s), static_cast<Acc>(s.decay), static_cast<Acc>(s.gain),
+             Coefficients<Acc>::make(s.step), s.first_step},
             Predictions<Acc, kMaxOuts>::make(s)};
   }
-  SPECTRAIN_HD static void apply(const Args& a, unsigned flags, Acc (&x)[3]) {
-    const bool first = a.first_step || (flags & kFirstStep) != 0;
+  SPECTRAIN_HD static Step step(const Args& a, unsigned flags) {
+    Step step = a.step;
+    step.first = step.first || (flags & kFirstStep) != 0;
+    return step;
+  }
+  SPECTRAIN_HD static void apply(const Step& a, Acc (&x)[3]) {
     const Acc d = a.direction(x[kGrad], x[kParam]);
-    const Acc v = first ? d : multiply_add(a.decay, x[kMomentum], a.gain * d);
+    const Acc v = a.first ? d : multiply_add(a.decay, x[kMomentum], a.gain * d);
     x[kMomentum] = v;
-    x[kParam] = sgd_step(a.step, x[kParam], v, d);
+    x[kParam] = sgd_step(a.move, x[kParam], v, d);
     x[kGrad] = d;
   }
 
@@ -71,9 +75,11 @@ struct SgdMomentum {
   static constexpr bool divides = false;
   static constexpr int kDirection = kGrad;
   using OutType = Out;
+  using Move = Coefficients<Acc>;
+  SPECTRAIN_HD static Move move(const Args& a, int term) { return a.predictions.term[term]; }
   // From W and v as they were stored, so that it is what a later predict would give.
-  SPECTRAIN_HD static Acc advance(const Args& a, int term, Acc w, const Acc (&x)[3]) {
-    return sgd_move(a.predictions.term[term], w, x[kMomentum], x[kGrad]);
+  SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[3]) {
+    return sgd_move(m, w, x[kMomentum], x[kGrad]);
   }
 };
 
@@ -90,7 +96,8 @@ struct SgdPlain : NoOuts {
     return {SgdDirection<Acc>::make(s), static_cast<Acc>(s.step.keep),
             static_cast<Acc>(s.step.gradient)};
   }
-  SPECTRAIN_HD static void apply(const Args& a, unsigned /*flags*/, Acc (&x)[2]) {
+  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/) { return a; }
+  SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[2]) {
     const Acc kept = a.keep == Acc(1) ? x[kParam] : a.keep * x[kParam];
     x[kParam] = multiply_add(-a.gradient, a.direction(x[kGrad], x[kParam]), kept);
   }
@@ -107,7 +114,8 @@ struct SgdPredict : NoOuts {
     Coefficients<Acc> term;
   };
   SPECTRAIN_HD static Args make(const Setting& s) { return {Coefficients<Acc>::make(s.terms[0])}; }
-  SPECTRAIN_HD static void apply(const Args& a, unsigned /*flags*/, Acc (&x)[3]) {
+  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/) { return a; }
+  SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
     x[kOut] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));
   }
 };
@@ -120,7 +128,8 @@ struct SgdStashPredict : NoOuts {
   using Streams = StreamList<InOut<W>, In<V>, CopyOf<W, kParam>>;
   using Args = typename SgdPredict<W, V, W>::Args;
   SPECTRAIN_HD static Args make(const Setting& s) { return SgdPredict<W, V, W>::make(s); }
-  SPECTRAIN_HD static void apply(const Args& a, unsigned /*flags*/, Acc (&x)[3]) {
+  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/) { return a; }
+  SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
     x[kParam] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));
   }
 };

@@ -55,9 +55,14 @@ SPECTRAIN_HD void unroll(F&& f) {
   }
 }
 
-// A rule without extra outputs, the default. One with them has, beside has_outs = true:
+// What a rule is. It has Args, made from a Setting; a Step, what `apply` needs of them for one row,
+// small enough to stay in registers; and `apply(step, x)`, the update of one element of every
+// stream.
+//
+// A rule without extra outputs has its Args for a Step. One with them has, beside has_outs = true:
 // `predictions` among its Args; OutType; kDirection, the stream in whose place `apply` leaves what
-// it computed the direction from; and advance(args, term, w, x), one term of a prediction.
+// it computed the direction from; a Move, what `advance` needs; and advance(move, w, x), one term
+// of a prediction.
 struct NoOuts {
   static constexpr bool has_outs = false;
   static constexpr bool divides = false;
