@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from . import _C
 from .method import Method
-from .optim import SGD
+from .optim import PredictingOptimizer
 
 
 def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
@@ -160,14 +160,14 @@ def check_loss_fn(loss_fn: object) -> None:
 
 
 def make_optimizer(
-    factory: Callable[[list[nn.Parameter]], SGD], module: nn.Module, k: int
-) -> SGD | None:
+    factory: Callable[[list[nn.Parameter]], PredictingOptimizer], module: nn.Module, k: int
+) -> PredictingOptimizer | None:
     """The optimizer of stage k, None if it has nothing to train."""
     params = [p for p in module.parameters() if p.requires_grad]
     if not params:
         return None
     made: object = factory(params)
-    if not isinstance(made, SGD):
+    if not isinstance(made, PredictingOptimizer):
         kind = f"{type(made).__module__}.{type(made).__qualname__}"
         raise TypeError(
             f"optimizer: for stages[{k}] it made a {kind}; the pipeline needs one of "
@@ -183,7 +183,7 @@ def make_optimizer(
     return made
 
 
-def check_can_predict(optimizer: SGD, k: int, n: int, method: Method) -> None:
+def check_can_predict(optimizer: PredictingOptimizer, k: int, n: int, method: Method) -> None:
     """Refuse an optimizer without momentum for a stage whose weights are to be predicted."""
     backward = method.backward_horizon(k, n) if method.backward == "predict" else 0
     if not (method.forward_horizon(k, n) or backward):

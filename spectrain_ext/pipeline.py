@@ -21,7 +21,7 @@ from .arguments import (
 from .batch import Value
 from .executor import Executor, Result
 from .method import Method, find_method
-from .optim import SGD
+from .optim import PredictingOptimizer
 from .weights import StageWeights
 
 if TYPE_CHECKING:
@@ -65,11 +65,11 @@ class Pipeline(nn.Module):
     def __init__(
         self,
         stages: Iterable[nn.Module],
-        optimizer: Callable[[list[nn.Parameter]], SGD],
+        optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
         loss_fn: Callable[..., Tensor],
         method: str | Method = "spectrain",
         devices: Sequence[torch.device | str | int] | None = None,
-        scheduler: Callable[[SGD], LRScheduler] | None = None,
+        scheduler: Callable[[PredictingOptimizer], LRScheduler] | None = None,
         microbatches: int = 1,
     ) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Pipeline(nn.Module):
     # What it holds.
 
     @property
-    def optimizers(self) -> list[SGD]:
+    def optimizers(self) -> list[PredictingOptimizer]:
         """The optimizers in the order of stages; a stage without trainable parameters has none."""
         return [weights.optimizer for weights in self._weights if weights is not None]
 
@@ -237,7 +237,7 @@ def _stage_weights(
     k: int,
     n: int,
     module: nn.Module,
-    optimizer: SGD | None,
+    optimizer: PredictingOptimizer | None,
     scheduler: LRScheduler | None,
 ) -> StageWeights | None:
     if optimizer is None:

@@ -16,7 +16,7 @@ from .plan import Plan
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
-    from .optim import SGD
+    from .optim import PredictingOptimizer
 
 ALIGNMENT = 256  # bytes: vector loads, and what matrix libraries ask of their operands
 
@@ -100,7 +100,7 @@ class StageWeights:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: SGD,
+        optimizer: PredictingOptimizer,
         scheduler: LRScheduler | None,
         *,
         window: int,
@@ -144,8 +144,11 @@ class StageWeights:
         working = Flat(self.params)
         predicts = self._forward_horizon > 0 or self._backward_horizon > 0
         self._master = Flat(self.params) if predicts or self._stashes else None
-        momentum = Flat(self.params, self.optimizer.momentum_dtype)
-        self.optimizer.bind(None if self._master is None else self._master.views, momentum.views)
+        state = {
+            key: Flat(self.params, self.optimizer.momentum_dtype).views
+            for key in self.optimizer.buffer_keys
+        }
+        self.optimizer.bind(None if self._master is None else self._master.views, state)
         for p, view in working.views.items():
             view.copy_(p.detach())
             p.data = view
@@ -161,7 +164,7 @@ class StageWeights:
         self.begin()
 
     def unbind(self) -> None:
-        """Give parameters (they hold the true weights now) and momentum ordinary storage."""
+        """Give parameters (they hold the true weights now) and state ordinary storage."""
         for p in self.params:
             p.data = p.detach().clone(memory_format=torch.preserve_format)
         self.optimizer.unbind()

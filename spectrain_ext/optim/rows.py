@@ -69,6 +69,7 @@ class Rows:
         self._assignment: list[int] = []
         self._without: tuple[list[bool], list[int], Plan] | None = None
         self.active: list[bool] = []
+        self.all_active = False
         self.version = -1
         self.arrange()
 
@@ -135,6 +136,7 @@ class Rows:
                 raise
             self.plan.refresh(fitted)
         self.active = [grad is not None for grad in grads]
+        self.all_active = all(self.active)
 
     def forget_gradients(self) -> None:
         """Let go of the gradients, so that ``zero_grad`` really frees their memory."""
@@ -179,18 +181,17 @@ class Rows:
         groups = [templates[cohort.group] for cohort in self.cohorts]
         after = [rule.advance(t, scalars) for t, scalars in zip(groups, before, strict=True)]
         numbers = [rule.at(t, scalars) for t, scalars in zip(groups, after, strict=True)]
-        all_active = all(self.active)
         with_step = law is not None and self.buffers is not None
         rule.step(self.plan, numbers, self._first_step(groups), (law,) if with_step else ())
         if law is not None:
             if not with_step:
                 self.plan.write_out()
-            elif not all_active and moves(law):
+            elif not self.all_active and moves(law):
                 # The step gives a row without a gradient its weights, not their prediction.
                 self._predict_inactive(templates, without_gradient(law))
         for cohort, scalars in zip(self.cohorts, after, strict=True):
             positions = cohort.positions
-            if not all_active:
+            if not self.all_active:
                 positions = [
                     position
                     for position, row in zip(positions, cohort.rows, strict=True)
@@ -225,6 +226,8 @@ class Rows:
 
         Returns whether rows now belong to other cohorts: begun, or counted apart.
         """
+        if self.all_active and all(cohort.started for cohort in self.cohorts):
+            return False
         changed = False
         counts = bool(self.ledger.rule.scalars)
         for cohort in self.cohorts:
@@ -236,8 +239,8 @@ class Rows:
                 keys = self.ledger.rule.buffers
                 for row in active:
                     entry = state[self.params[row]]
-                    entry.update(zip(keys, (c[row] for c in self.buffers), strict=True))
                     entry.update(self.ledger.count_of(self.positions[row]))
+                    entry.update(zip(keys, (c[row] for c in self.buffers), strict=True))
             changed = changed or (counts and len(active) != len(cohort.rows))
         return changed
 
@@ -265,4 +268,4 @@ class Rows:
 
     def updated(self) -> tuple[Tensor, ...]:
         """Return the parameters that the last step changed."""
-        return tuple(self.params) if all(self.active) else tuple(compress(self.params, self.active))
+        return tuple(self.params) if self.all_active else tuple(compress(self.params, self.active))
