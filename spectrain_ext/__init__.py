@@ -3,6 +3,7 @@
 import torch as _torch  # noqa: F401  # before _C, so that both use the OpenMP runtime torch brings
 
 from spectrain_ext import laws, optim
+from spectrain_ext import library as _library  # noqa: F401  # registers torch.ops.spectrain
 from spectrain_ext._C import build_info as _build_info
 from spectrain_ext.errors import OrderingError, StageError
 from spectrain_ext.method import Method, methods

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from spectrain_ext._lists import Gradients, Lists, Role, Tensors, bump_versions
+from spectrain_ext._tracing import traceable
 from spectrain_ext.laws import Horizon
 from spectrain_ext.numbers import Adam
 from spectrain_ext.plan import Plan
@@ -34,6 +35,7 @@ def _output(lists: Lists, role: Role, out: Tensors | None) -> tuple[Any, tuple[o
     return out, lists.add(role, "out", out, writes=True)
 
 
+@traceable
 def predict_(
     params: Tensors,
     momentum_buffers: Tensors,
@@ -71,6 +73,7 @@ def predict_(
     bump_versions(lists.params)
 
 
+@traceable
 def predict(
     params: T,
     momentum_buffers: Tensors,
@@ -103,6 +106,7 @@ def predict(
     return cast(T, result)
 
 
+@traceable
 def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
     """Return a copy of the weights, bit for bit, in `out` or in new tensors of the same layout."""
     lists = Lists(params, "params", writes=False)
@@ -112,6 +116,7 @@ def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
     return cast(T, result)
 
 
+@traceable
 def restore_(params: Tensors, stashed: Tensors, *, stream: Any = None) -> None:
     """W <- stashed, bit for bit: the inverse of `stash`."""
     lists = Lists(params, "params", writes=True)
@@ -120,6 +125,7 @@ def restore_(params: Tensors, stashed: Tensors, *, stream: Any = None) -> None:
     bump_versions(lists.params)
 
 
+@traceable
 def swap_(a: Tensors, b: Tensors, *, stream: Any = None) -> None:
     """A <-> b, bit for bit, without a third buffer."""
     lists = Lists(a, "a", writes=True)
@@ -128,6 +134,7 @@ def swap_(a: Tensors, b: Tensors, *, stream: Any = None) -> None:
     bump_versions(lists.params, written)
 
 
+@traceable
 def stash_predict_(
     params: Tensors,
     stashed: Tensors,
@@ -155,6 +162,7 @@ def stash_predict_(
     bump_versions(lists.params, written)
 
 
+@traceable
 def sgd_step_(
     params: Tensors,
     grads: Gradients,
@@ -226,6 +234,7 @@ def sgd_step_(
     _bump_stepped(g, stepped, outs)
 
 
+@traceable
 def adam_step_(
     params: Tensors,
     grads: Gradients,
@@ -294,6 +303,7 @@ def adam_step_(
     _bump_stepped(g, [lists.params, m, u], outs)
 
 
+@traceable
 def adam_predict(
     params: T,
     exp_avgs: Tensors,
@@ -324,6 +334,7 @@ def adam_predict(
     return cast(T, result)
 
 
+@traceable
 def extrapolate(
     params: T,
     previous: Tensors,
