@@ -81,6 +81,19 @@ def _sgd(**a: Any) -> object:
     )
 
 
+def _adam(**a: Any) -> object:
+    first, second = a.pop("predict0"), a.pop("predict1")
+    steps = a.pop("steps", 2.0)
+    return st.adam_step_(
+        a.pop("params"),
+        a.pop("grads"),
+        a.pop("exp_avgs"),
+        a.pop("exp_avg_sqs"),
+        predict=a.pop("predict", [(1.0, first), (steps, second)]),
+        **a,
+    )
+
+
 def _plan(**a: Any) -> object:
     first, second = a.pop("predict0"), a.pop("predict1")
     return st.Plan(a.pop("params"), outs=[first, second], **a)
@@ -113,7 +126,29 @@ OPS = [
         ("params", "momentum_buffers", "stashed", "predict0", "predict1"),
         _plan,
     ),
+    Op(
+        "Plan of Adam",
+        ("params", "exp_avgs", "exp_avg_sqs", "grads", "stashed", "predict0", "predict1"),
+        ("params", "exp_avgs", "exp_avg_sqs", "stashed", "predict0", "predict1"),
+        _plan,
+    ),
+    Op(
+        "adam_step_",
+        ("params", "grads", "exp_avgs", "exp_avg_sqs", "predict0", "predict1"),
+        ("params", "exp_avgs", "exp_avg_sqs", "predict0", "predict1"),
+        _adam,
+        (("lr", 0.1), ("step", 3)),
+    ),
+    Op(
+        "adam_predict",
+        ("params", "exp_avgs", "exp_avg_sqs", "out"),
+        ("out",),
+        st.adam_predict,
+        (*_LR_STEPS, ("step", 3)),
+    ),
+    Op("extrapolate", ("params", "previous", "out"), ("out",), st.extrapolate, (("steps", 2.0),)),
 ]
+BY_NAME = {op.name: op for op in OPS}
 EVERY = [(op, name) for op in OPS for name in op.lists]
 #: Where one list can differ from the first; gradients and the rest are measured against params.
 OTHERS = [(op, name) for op in OPS for name in op.lists[1:]]

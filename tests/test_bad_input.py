@@ -10,7 +10,20 @@ from typing import ClassVar
 
 import pytest
 import torch
-from bad_input import BAD, COUNT, EVERY, OPS, OTHERS, SHAPE, Lists, Op, ids, pattern, raises
+from bad_input import (
+    BAD,
+    BY_NAME,
+    COUNT,
+    EVERY,
+    OPS,
+    OTHERS,
+    SHAPE,
+    Lists,
+    Op,
+    ids,
+    pattern,
+    raises,
+)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -58,9 +71,9 @@ class TestListsThatDiffer:
     @pytest.mark.parametrize(("op", "name"), OTHERS, ids=ids(OTHERS))
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
     def test_dtype(self, op: Op, name: str, dtype: torch.dtype) -> None:
-        if dtype.itemsize == 2 and name.startswith(("grads", "out", "predict")):
-            if not (op.name == "stash" and name == "out"):
-                return  # float32 (master) weights: gradients and outputs may have 16 bits
+        narrow = name.startswith(("grads", "predict")) or (name == "out" and op.name != "stash")
+        if dtype.itemsize == 2 and narrow:
+            return  # float32 (master) weights: gradients and outputs may have 16 bits
         lists = op.build()
         lists[name][BAD] = torch.randn(SHAPE).to(dtype)
         raises(
@@ -90,7 +103,7 @@ class TestListsThatDiffer:
     @pytest.mark.parametrize("name", ["grads", "predict0"])
     def test_gradients_and_predictions_have_the_type_of_the_weights(self, name: str) -> None:
         """float32 momentum beside 16-bit weights does not make float32 right elsewhere."""
-        op = OPS[6]
+        op = BY_NAME["sgd_step_"]
         lists = {n: [t.bfloat16() for t in ts] for n, ts in op.build().items()}
         lists[name][BAD] = lists[name][BAD].float()
         raises(ValueError, pattern(op, name), lambda: op(lists), lists)
@@ -253,14 +266,14 @@ class TestOverlap:
 
     @pytest.mark.parametrize("pair", [("params", "grads"), ("params", "momentum_buffers")])
     def test_the_step_does_not_take_one_tensor_for_two_things(self, pair: tuple[str, str]) -> None:
-        op = OPS[6]
+        op = BY_NAME["sgd_step_"]
         lists = op.build()
         lists[pair[1]][BAD] = lists[pair[0]][BAD]
         names = f"{pattern(op, pair[0])}|{pattern(op, pair[1])}"
         raises(ValueError, names, lambda: op(lists), lists)
 
     def test_two_predictions_into_one_tensor(self) -> None:
-        op = OPS[6]
+        op = BY_NAME["sgd_step_"]
         lists = op.build()
         lists["predict1"][BAD] = lists["predict0"][BAD]
         names = f"{pattern(op, 'predict0')}|{pattern(op, 'predict1')}"
