@@ -173,7 +173,7 @@ Borrowed described(const dlpack::Tensor& t, const Place& place, Loans& loans) {
     throw py::type_error(
         place.text() + ": has no memory of its own (a fake or meta tensor, or a wrapper subclass)");
   }
-  if (reinterpret_cast<uintptr_t>(b.data) % size_of(b.dtype) != 0) {
+  if ((reinterpret_cast<uintptr_t>(b.data) & (size_of(b.dtype) - 1)) != 0) {
     throw py::value_error(place.text() + ": expected memory aligned to its elements of " +
                           std::to_string(size_of(b.dtype)) + " bytes");
   }
