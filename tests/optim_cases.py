@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -87,3 +89,76 @@ def trained(
         give_gradients(params)
         optimizer.step()
     return params, optimizer
+
+
+# The optimizers beside SGD, and what each is tested with.
+ADAM_OPTIONS = [
+    {"betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+    for betas, eps, weight_decay, maximize in itertools.product(
+        ((0.9, 0.999), (0.0, 0.5)), (1e-8, 1e-3), (0.0, 0.05), (False, True)
+    )
+]
+NADAM_OPTIONS = [
+    {"decoupled_weight_decay": decoupled, "momentum_decay": decay, **options}
+    for decoupled, decay, options in itertools.product((False, True), (4e-3, 0.1), ADAM_OPTIONS[:8])
+]
+ADAMS = ("Adam", "AdamW", "NAdam")
+ADAM_CASES = [
+    *(("Adam", options) for options in ADAM_OPTIONS),
+    *(("Adam", {"decoupled_weight_decay": True, **options}) for options in ADAM_OPTIONS[:4]),
+    *(("AdamW", options) for options in ADAM_OPTIONS),
+    *(("NAdam", options) for options in NADAM_OPTIONS),
+]
+every_adam = pytest.mark.parametrize("name", ADAMS)
+
+
+def pair_of(
+    name: str, params: Sequence[nn.Parameter], **options: Any
+) -> tuple[list[nn.Parameter], Any, Any]:
+    """Twins of the parameters, our optimizer of the parameters, and torch's of the twins."""
+    theirs = twins(params)
+    optimizer = getattr(st.optim, name)(params, **options)
+    return theirs, optimizer, getattr(torch.optim, name)(theirs, **options)
+
+
+def states(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    return [dict(optimizer.state.get(p, {})) for p in params]
+
+
+def assert_same_state(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert a[key].device == b[key].device
+            assert_same([a[key]], [b[key]])
+
+
+def adam_terms(group: dict[str, Any], name: str, t: int) -> tuple[float, float, float]:
+    """Of update t: what m and g are multiplied by, and the root of the bias correction of u."""
+    (b1, b2), lr = group["betas"], group["lr"]
+    root = math.sqrt(1 - b2**t)
+    if name != "NAdam":
+        return lr / (1 - b1**t), 0.0, root
+
+    def mu(i: int) -> float:
+        return b1 * (1 - 0.5 * 0.96 ** (i * group["momentum_decay"]))
+
+    product = math.prod(mu(i) for i in range(1, t + 1))
+    return lr * mu(t + 1) / (1 - product * mu(t + 1)), lr * (1 - mu(t)) / (1 - product), root
+
+
+def adam_step(
+    name: str, group: dict[str, Any], t: int, w: Tensor, g: Tensor, m: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Update t of Adam, AdamW or NAdam, written out in float64: new w, m and u."""
+    w, g, m, u = (x.double() for x in (w, g, m, u))
+    (b1, b2), decay = group["betas"], group["weight_decay"]
+    g = -g if group["maximize"] else g
+    if group["decoupled_weight_decay"]:
+        w = w * (1 - group["lr"] * decay)
+    else:
+        g = g + decay * w
+    m = b1 * m + (1 - b1) * g
+    u = b2 * u + (1 - b2) * g * g
+    of_m, of_g, root = adam_terms(group, name, t)
+    return w - (of_m * m + of_g * g) / (u.sqrt() / root + group["eps"]), m, u

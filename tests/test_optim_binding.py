@@ -305,7 +305,9 @@ def test_misuse_of_the_binding_raises_and_changes_nothing() -> None:
         optimizer.prediction_sink(pair.outs)
     last = pair.params[5]
     short = {p: v for p, v in pair.momentum.items() if p is not last}
-    with pytest.raises(ValueError, match="momentum_buffer has no tensor for parameter 5 of group 0"):
+    with pytest.raises(
+        ValueError, match="momentum_buffer has no tensor for parameter 5 of group 0"
+    ):
         optimizer.bind(pair.master, short)
     with pytest.raises(ValueError, match="master has no tensor for parameter 0"):
         optimizer.bind({}, pair.momentum)

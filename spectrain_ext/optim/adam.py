@@ -50,6 +50,10 @@ class AdamRule(Rule[AdamNumbers]):
         """The same numbers at another step."""
         return replace(numbers, step=int(scalars[0]))
 
+    def rests(self, scalars: Scalars) -> bool:
+        """State may have been made in advance."""
+        return scalars[0] < 1.0
+
     def step(
         self,
         plan: Plan,

@@ -308,9 +308,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
             return {key: by_key[key] for key in keys}
         if len(keys) == 1 and not any(isinstance(key, str) for key in buffers):
             return {keys[0]: cast("Views", buffers)}
-        raise ValueError(
-            f"bind: buffers must be a mapping of tensors for each of {', '.join(keys)}"
-        )
+        raise ValueError(f"bind: buffers must have a mapping of tensors for {' and '.join(keys)}")
 
     def unbind(self) -> None:
         """Give the state ordinary storage again; RuntimeError if the optimizer is not bound.

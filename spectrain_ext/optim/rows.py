@@ -163,13 +163,12 @@ class Rows:
 
     def now(self, templates: Sequence[Any]) -> list[Any]:
         """Return the numbers of every cohort as its last update left them."""
-        rule, scalars = self.ledger.rule, self.ledger.scalars
-        return [
-            rule.at(templates[cohort.group], scalars(cohort.positions[0]))
-            if cohort.started
-            else rule.resting
-            for cohort in self.cohorts
-        ]
+        rule, numbers = self.ledger.rule, []
+        for cohort in self.cohorts:
+            scalars = self.ledger.scalars(cohort.positions[0])
+            rests = not cohort.started or rule.rests(scalars)
+            numbers.append(rule.resting if rests else rule.at(templates[cohort.group], scalars))
+        return numbers
 
     def step(self, templates: Sequence[Any], law: Law | None) -> None:
         """Update the rows that have a gradient; with a law, write the outs of all rows.
@@ -226,7 +225,9 @@ class Rows:
 
         Returns whether rows now belong to other cohorts: begun, or counted apart.
         """
-        if self.all_active and all(cohort.started for cohort in self.cohorts):
+        if self.all_active and (
+            self.buffers is None or all(cohort.started for cohort in self.cohorts)
+        ):
             return False
         changed = False
         counts = bool(self.ledger.rule.scalars)

@@ -61,6 +61,10 @@ class Rule(ABC, Generic[Numbers]):
         """Return the numbers of the step that led to these scalars."""
         return numbers
 
+    def rests(self, scalars: Scalars) -> bool:
+        """Tell whether state with these scalars is as it was before the first step."""
+        return False
+
     def starts(self, numbers: Numbers) -> bool:
         """Tell whether a first step does other than go on from zero buffers."""
         return False
