@@ -1,4 +1,4 @@
-"""optim.Adam, AdamW and NAdam give the results of torch's, whatever parameters and gradients are."""
+"""optim.Adam, AdamW and NAdam give the results of torch's, whatever they are given."""
 
 from __future__ import annotations
 
