@@ -141,7 +141,7 @@ bool lend_dlpack(py::handle array, const Place& place, Loans& loans, Borrowed* b
 }
 
 // `__cuda_array_interface__`, version 2 or 3. It names no device: the memory is taken to be on the
-// device of the call.
+// current one.
 
 bool lend_cuda_array(py::handle array, const Place& place, Loans& loans, Borrowed* b) {
   if (!py::hasattr(array, "__cuda_array_interface__")) return false;
@@ -173,7 +173,10 @@ bool lend_cuda_array(py::handle array, const Place& place, Loans& loans, Borrowe
       throw py::type_error(place.text() + ": expected as many strides as dimensions");
     }
   }
-  const int device = py::module_::import("torch").attr("cuda").attr("current_device")().cast<int>();
+  const py::object cuda = py::module_::import("torch").attr("cuda");
+  const bool usable =
+      cuda.attr("is_available")().cast<bool>();  // else the launch says what is amiss
+  const int device = usable ? cuda.attr("current_device")().cast<int>() : 0;
   const dlpack::DataType type{dlpack::kFloat, static_cast<uint8_t>(8 * item), 1};
   *b = described({reinterpret_cast<void*>(data.first),
                   {dlpack::kCuda, device},

@@ -1,0 +1,150 @@
+"""Arrays of frameworks that are not installed: DLPack capsules made by hand, and stand-ins."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+CPU, CUDA = 1, 2
+_FLOAT = 2
+_pythonapi = ctypes.pythonapi
+_pythonapi.PyCapsule_New.restype = ctypes.py_object
+_pythonapi.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_pythonapi.PyCapsule_GetName.restype = ctypes.c_char_p
+_pythonapi.PyCapsule_GetName.argtypes = [ctypes.py_object]
+_DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _DELETER)]
+
+
+class _ManagedVersioned(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", _DELETER),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    ]
+
+
+class Producer:
+    """An array whose only door is ``__dlpack__``; it counts what it lent and got back.
+
+    Args:
+        array: where the memory is.
+        versioned: whether it knows ``max_version``, and with it read-only memory.
+        strides: False: leave them out, as contiguous arrays might before DLPack 1.2.
+    """
+
+    def __init__(
+        self,
+        array: np.ndarray,
+        *,
+        versioned: bool = True,
+        read_only: bool = False,
+        strides: bool = True,
+        byte_offset: int = 0,
+        major: int = 1,
+        deleter: bool = True,
+    ) -> None:
+        self.array = array
+        self.versioned, self.read_only, self.major = versioned, read_only, major
+        self.device = (CPU, 0)
+        self.lent: list[Any] = []
+        self.returned = 0
+        self.asked: list[dict[str, Any]] = []
+        self._strides, self._byte_offset = strides, byte_offset
+        self._with_deleter = deleter
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        if not self.versioned and "max_version" in arguments:
+            raise TypeError("__dlpack__() got an unexpected keyword argument 'max_version'")
+        self.asked.append(arguments)
+        a = self.array
+        sizes = (ctypes.c_int64 * a.ndim)(*a.shape)
+        steps = (ctypes.c_int64 * a.ndim)(*(s // a.itemsize for s in a.strides))
+        tensor = _Tensor(
+            a.ctypes.data - self._byte_offset,
+            *self.device,
+            a.ndim,
+            _FLOAT,
+            8 * a.itemsize,
+            1,
+            ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64)),
+            ctypes.cast(steps, ctypes.POINTER(ctypes.c_int64)) if self._strides else None,
+            self._byte_offset,
+        )
+        deleter = _DELETER(self._take_back) if self._with_deleter else _DELETER()
+        managed: Any
+        if self.versioned:
+            managed = _ManagedVersioned(self.major, 0, None, deleter, int(self.read_only), tensor)
+            name = b"dltensor_versioned"
+        else:
+            managed = _Managed(tensor, None, deleter)
+            name = b"dltensor"
+        capsule = _pythonapi.PyCapsule_New(ctypes.addressof(managed), name, None)
+        self.lent.append((capsule, managed, sizes, steps, deleter))
+        return capsule
+
+    def _take_back(self, _: int) -> None:
+        self.returned += 1
+
+    @property
+    def names(self) -> list[str]:
+        """What the capsules are called now; "used_..." once taken."""
+        return [_pythonapi.PyCapsule_GetName(lent[0]).decode() for lent in self.lent]
+
+
+class CudaProducer(Producer):
+    """A producer that says its memory is on a CUDA device; nothing may touch that memory."""
+
+    def __init__(self, array: np.ndarray, **kwargs: Any) -> None:
+        super().__init__(array, **kwargs)
+        self.device = (CUDA, 0)
+
+
+class CudaInterface:
+    """An array that has ``__cuda_array_interface__`` and nothing else."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (4,),
+            "typestr": "<f4",
+            "data": (0x1000, False),
+            "version": 3,
+            **changes,
+        }
+
+
+class Refuses:
+    """An array that will not be lent."""
+
+    def __init__(self, error: Callable[[], BaseException]) -> None:
+        self._error = error
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise self._error()
