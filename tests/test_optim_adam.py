@@ -253,3 +253,16 @@ def test_under_a_float64_default_scalars_are_float64_as_torchs() -> None:
         assert_same_state(states(optimizer, ours), states(reference, theirs))
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@every_adam
+def test_the_count_is_the_hosts_whatever_the_default_device(name: str) -> None:
+    ours = make_params()
+    theirs, optimizer, reference = pair_of(name, ours)
+    for none in ([], [1, 3], []):
+        give_gradients(ours, theirs, none=none)
+        with torch.device("meta"):
+            optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+    assert_same_state(states(optimizer, ours), states(reference, theirs))

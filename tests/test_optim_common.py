@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from optim_cases import (
+    ADAMS,
     assert_bits,
     assert_same,
     assert_same_state,
@@ -27,6 +28,8 @@ from torch import Tensor, nn
 
 import spectrain_ext as st
 
+FLAGS = [(name, "foreach") for name in ADAMS] + [("Adam", "fused"), ("AdamW", "fused")]
+
 
 @every_adam
 def test_it_is_a_torch_optimizer_with_the_same_groups(name: str) -> None:
@@ -39,11 +42,8 @@ def test_it_is_a_torch_optimizer_with_the_same_groups(name: str) -> None:
     assert repr(optimizer) == repr(reference)
 
 
-@every_adam
-@pytest.mark.parametrize("flag", ("foreach", "fused"))
+@pytest.mark.parametrize(("name", "flag"), FLAGS)
 def test_implementation_flags_have_no_effect(name: str, flag: str) -> None:
-    if (name, flag) == ("NAdam", "fused"):
-        pytest.skip("torch.optim.NAdam has no such flag")
     ours = make_params()
     theirs = twins(ours)
     optimizer = getattr(st.optim, name)(ours, **{flag: True})
@@ -55,13 +55,10 @@ def test_implementation_flags_have_no_effect(name: str, flag: str) -> None:
     assert_bits(ours, bits(theirs))
 
 
-@pytest.mark.parametrize("flag", ({}, {"fused": True}, {"foreach": True}))
-@pytest.mark.parametrize("name", ("SGD", "Adam", "AdamW", "NAdam"))
-def test_a_gradient_scaler_unscales_and_skips(name: str, flag: dict[str, bool]) -> None:
-    if name == "NAdam" and "fused" in flag:
-        pytest.skip("torch.optim.NAdam has no such flag")
+@pytest.mark.parametrize(("name", "flag"), [*FLAGS, ("SGD", "fused"), ("SGD", "foreach")])
+def test_a_gradient_scaler_unscales_and_skips(name: str, flag: str) -> None:
     p, q = (nn.Parameter(torch.linspace(-1, 1, 8)) for _ in range(2))
-    optimizer = getattr(st.optim, name)([p], lr=0.1, **flag)
+    optimizer = getattr(st.optim, name)([p], lr=0.1, **{flag: True})
     reference = getattr(torch.optim, name)([q], lr=0.1)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in "12"]
     for step in range(8):
@@ -172,36 +169,35 @@ def test_backward_after_an_in_between_step_raises(name: str) -> None:
         early.backward()
 
 
-@every_adam
+BAD_OPTIONS: list[tuple[str, Any]] = [
+    ("lr", -0.1),
+    ("lr", float("nan")),
+    ("lr", torch.tensor([0.1, 0.2])),
+    ("betas", (1.0, 0.9)),
+    ("betas", (0.9, -0.1)),
+    ("betas", (0.9, float("nan"))),
+    ("eps", -1e-8),
+    ("eps", float("inf")),
+    ("weight_decay", float("nan")),
+    ("capturable", True),
+    ("differentiable", True),
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    (
-        {"lr": -0.1},
-        {"lr": float("nan")},
-        {"lr": torch.tensor([0.1, 0.2])},
-        {"betas": (1.0, 0.9)},
-        {"betas": (0.9, -0.1)},
-        {"betas": (0.9, float("nan"))},
-        {"eps": -1e-8},
-        {"eps": float("inf")},
-        {"weight_decay": float("nan")},
-        {"amsgrad": True},
-        {"momentum_decay": float("nan")},
-        {"capturable": True},
-        {"differentiable": True},
-    ),
-    ids=str,
+    ("name", "key", "value"),
+    [
+        *((name, *bad) for name in ADAMS for bad in BAD_OPTIONS),
+        ("Adam", "amsgrad", True),
+        ("AdamW", "amsgrad", True),
+        ("NAdam", "momentum_decay", float("nan")),
+    ],
 )
-def test_bad_options(name: str, options: dict[str, Any]) -> None:
-    if ("amsgrad" in options and name == "NAdam") or (
-        "momentum_decay" in options and name != "NAdam"
-    ):
-        pytest.skip(f"{name} has no such option")
+def test_bad_options(name: str, key: str, value: Any) -> None:
     params = make_params()
     with pytest.raises(ValueError):
-        getattr(st.optim, name)(params, **options)
+        getattr(st.optim, name)(params, **{key: value})
     # and where it comes later
-    key, value = next(iter(options.items()))
     optimizer = getattr(st.optim, name)([{"params": params[:2]}, {"params": params[2:]}])
     give_gradients(params)
     optimizer.step()

@@ -1,17 +1,24 @@
-"""optim.SGD on a CUDA device: torch's results, streams, and groups that span devices."""
+"""The optimizers on a CUDA device: torch's results, streams, and groups that span devices."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from optim_cases import (
+    ADAM_CASES,
     DTYPES,
     assert_bits,
     assert_same,
+    assert_same_state,
     bits,
+    every_adam,
     give_gradients,
     make_params,
     momenta,
+    pair_of,
+    states,
     twins,
 )
 from torch import nn
@@ -131,3 +138,85 @@ def test_a_bound_step_writes_predictions() -> None:
         optimizer.step()
         expected = [st.predict(master[p], momentum[p], lr=0.1, steps=3) for p in params]
         assert_bits(list(outs.values()), expected)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize(("name", "options"), ADAM_CASES[::5], ids=str)
+def test_adams_match_torch(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    ours = on_cuda(make_params(dtype))
+    theirs, optimizer, reference = pair_of(name, ours, lr=0.02, foreach=False, **options)
+    for step in range(20):
+        give_gradients(ours, theirs, none=[0] if step % 3 == 1 else [])
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+    assert_same_state(states(optimizer, ours), states(reference, theirs))
+
+
+@every_adam
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_cpu_gives_the_same_bits_of_adams(name: str, dtype: torch.dtype) -> None:
+    cpu = make_params(dtype)
+    cuda = on_cuda(cpu)
+    optimizers = [getattr(st.optim, name)(params, lr=0.05) for params in (cpu, cuda)]
+    for _ in range(5):
+        give_gradients(cpu)
+        for p, q in zip(cpu, cuda, strict=True):
+            q.grad = p.grad.to("cuda")
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_bits([q.detach().cpu() for q in cuda], bits(cpu))
+    for optimizer in optimizers:
+        optimizer.predict_(2)
+    assert_bits([q.detach().cpu() for q in cuda], bits(cpu))
+
+
+@pytest.mark.parametrize("name", ("Adam", "AdamW"))
+def test_counts_that_torch_keeps_on_the_device_come_to_the_host_and_back(name: str) -> None:
+    theirs = on_cuda(make_params(torch.float32))
+    reference = getattr(torch.optim, name)(theirs, fused=True)
+    for _ in range(3):
+        give_gradients(theirs)
+        reference.step()
+    ours = twins(theirs)
+    optimizer = getattr(st.optim, name)(ours)
+    optimizer.load_state_dict(reference.state_dict())
+    assert {state["step"].device.type for state in states(optimizer, ours)} == {"cpu"}
+    for _ in range(2):
+        give_gradients(ours, theirs)
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+    reference.load_state_dict(optimizer.state_dict())
+    assert {state["step"].device.type for state in states(reference, theirs)} == {"cuda"}
+    give_gradients(ours, theirs)
+    optimizer.step()
+    reference.step()
+    assert_same(ours, theirs)
+
+
+@every_adam
+def test_a_captured_step_is_refused(name: str) -> None:
+    p = nn.Parameter(torch.zeros(4, device="cuda"))
+    optimizer = getattr(st.optim, name)([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ("SGD", "Adam", "AdamW", "NAdam"))
+def test_a_gradient_scaler_on_the_device(name: str) -> None:
+    p, q = (nn.Parameter(torch.linspace(-1, 1, 8, device="cuda")) for _ in range(2))
+    optimizer = getattr(st.optim, name)([p], lr=0.1)
+    reference = getattr(torch.optim, name)([q], lr=0.1)
+    scalers = [torch.amp.GradScaler("cuda", init_scale=1024.0) for _ in "12"]
+    for step in range(5):
+        factor = float("inf") if step == 2 else 1.0 + step
+        for param, opt, scaler in ((p, optimizer, scalers[0]), (q, reference, scalers[1])):
+            opt.zero_grad()
+            scaler.scale((param**2 * factor).sum()).backward()
+            scaler.step(opt)
+            scaler.update()
+    assert_same([p], [q])

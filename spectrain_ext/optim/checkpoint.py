@@ -71,7 +71,7 @@ class StateLoader:
                 for name, buffer in zip(rule.buffers, saved.buffers, strict=True)
             }
             for name, value in zip(rule.scalars, saved.scalars, strict=True):
-                loaded[name] = torch.tensor(value, dtype=torch.float64)
+                loaded[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
             self._loaded[p] = loaded
             rest = {name: value for name, value in entry.items() if name not in loaded}
             # torch wants a step in any state that is not empty.

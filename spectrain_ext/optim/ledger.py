@@ -121,7 +121,7 @@ class Ledger:
             if last - first == len(positions):  # positions ascend
                 column[first:last].fill_(value)
             else:
-                column.index_fill_(0, torch.tensor(positions), value)
+                column.index_fill_(0, torch.tensor(positions, device="cpu"), value)
 
     def count_of(self, position: int) -> dict[str, Tensor]:
         """Return the scalar state of a parameter as torch keeps it, sharing memory."""
@@ -217,6 +217,6 @@ class Ledger:
                 # torch.optim's choice: float32 unless the default is float64.
                 wide = torch.get_default_dtype() == torch.float64
                 dtype = torch.float64 if wide else torch.float32
-                self._counts[key] = column = torch.empty(len(values), dtype=dtype)
-            column.copy_(torch.tensor(values, dtype=torch.float64))
+                self._counts[key] = column = torch.empty(len(values), dtype=dtype, device="cpu")
+            column.copy_(torch.tensor(values, dtype=torch.float64, device="cpu"))
         self.counted()

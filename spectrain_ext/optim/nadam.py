@@ -25,14 +25,15 @@ class NAdamRule(AdamRule):
     def numbers(self, group: Mapping[str, Any]) -> AdamNumbers:
         """The numbers of a first step."""
         decay = non_negative("momentum_decay", plain(group["momentum_decay"], "momentum_decay"))
-        first = replace(super().numbers(group), momentum_decay=decay)
+        first = replace(super().numbers(group), momentum_decay=decay, mu_product=0.0)
         return replace(first, mu_product=first.mu(1))
 
     def advance(self, numbers: AdamNumbers, scalars: Scalars) -> Scalars:
         """Count, and multiply in the precision that torch keeps the product in."""
         step = scalars[0] + 1.0
         wide = torch.get_default_dtype() == torch.float64
-        product = torch.tensor(scalars[1], dtype=torch.float64 if wide else torch.float32)
+        dtype = torch.float64 if wide else torch.float32
+        product = torch.tensor(scalars[1], dtype=dtype, device="cpu")
         return step, product.mul_(numbers.mu(step)).item()
 
     def at(self, numbers: AdamNumbers, scalars: Scalars) -> AdamNumbers:

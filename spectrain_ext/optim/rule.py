@@ -24,6 +24,7 @@ class Rule(ABC, Generic[Numbers]):
         buffers: keys of the state that is shaped like the parameter, as torch.optim names them.
         columns: what ``Plan`` calls the lists of those buffers.
         scalars: the state that is one number per parameter, and its value before the first step.
+        refused: flags of torch's that are not supported, and why.
         resting: stands for the numbers of parameters without state; their prediction is themselves.
     """
 
