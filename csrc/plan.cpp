@@ -76,11 +76,6 @@ Plan::Plan(Device device, std::vector<int64_t> sizes, std::vector<uint16_t> grou
   for (const uint16_t g : groups_) n_groups_ = std::max<size_t>(n_groups_, g + size_t{1});
 }
 
-void Plan::begin_call() {
-  last_launches_ = 0;
-  last_rows_ = 0;
-}
-
 void Plan::gradients_changed() {
   for (size_t i = resolved_.size(); i-- > 0;) {
     if (resolved_[i]->holds_gradients) resolved_.erase(resolved_.begin() + i);
@@ -121,6 +116,8 @@ Plan::Table& Plan::table_for(Tables& tables, const Request& request, size_t item
         key.o = t;
     }
   }
+  // An output of the weights' own type needs no conversion; its neighbours in the list may.
+  if (key.operation == Operation::cast && key.o == key.w) key.operation = Operation::copy;
   for (Table& table : tables) {
     if (table.key == key) return table;
   }
@@ -182,9 +179,9 @@ Plan::Tables Plan::build(const Request& request) const {
   return tables;
 }
 
-void Plan::run(const Request& request, const std::vector<Setting>& settings, void* stream) {
-  const Settings view{settings.data(), static_cast<int>(settings.size())};
-  for (const Table& table : resolve(request)) {
+void Plan::run_one(const Call& call, void* stream) {
+  const Settings settings{call.settings.data(), static_cast<int>(call.settings.size())};
+  for (const Table& table : resolve(call.request)) {
     const TableView rows{table.rows.data(),
                          table.pointers.data(),
                          static_cast<uint32_t>(table.rows.size()),
@@ -193,85 +190,87 @@ void Plan::run(const Request& request, const std::vector<Setting>& settings, voi
                          table.n_chunks};
     last_rows_ += rows.n_rows;
     if (device_.cuda) {
-      last_launches_ += launch_cuda(table.cuda, rows, view, device_.index, stream);
+      last_launches_ += launch_cuda(table.cuda, rows, settings, device_.index, stream);
     } else {
       const bool parallel = table.bytes >= kParallelBytes && threads_are_safe();
-      table.cpu(rows, view, {parallel, table.bytes >= kStreamOutputBytes});
+      table.cpu(rows, settings, {parallel, table.bytes >= kStreamOutputBytes});
       ++last_launches_;
     }
   }
 }
 
-void Plan::copy_some(const Column& from, const Column& to, Which which, void* stream) {
+void Plan::run(const std::vector<Call>& calls, void* stream) {
+  last_launches_ = 0;
+  last_rows_ = 0;
+  for (const Call& call : calls) resolve(call.request);
+  for (const Call& call : calls) run_one(call, stream);
+}
+
+Plan::Call Plan::copy_call(const Column& from, const Column& to, Which which) const {
   const Operation operation = from.dtype == to.dtype ? Operation::copy : Operation::cast;
-  run({operation, {&from, &to}, which, {}}, std::vector<Setting>(n_groups_), stream);
+  return {{operation, {&from, &to}, which, {}}, std::vector<Setting>(n_groups_)};
 }
 
-void Plan::copy(const Column& from, const Column& to, void* stream) {
-  begin_call();
-  copy_some(from, to, Which::all, stream);
-}
-
-void Plan::swap_(void* stream) {
-  begin_call();
-  run({Operation::swap, {&params, &stashed}, Which::all, {}}, std::vector<Setting>(n_groups_),
-      stream);
-}
-
-void Plan::predict_some(const Family& family, const Terms& terms, const Column& out, Which which,
-                        void* stream) {
+std::vector<Plan::Call> Plan::predict_calls(const Family& family, const Terms& terms,
+                                            const Column& out, Which which) const {
   if (is_identity(terms)) {
-    if (&out != &params) copy_some(params, out, which, stream);
-    return;
+    if (&out == &params) return {};
+    return {copy_call(params, out, which)};
   }
   std::vector<Setting> settings(n_groups_);
   append(settings, terms);
   if (!family.adam) {
-    return run({Operation::sgd_predict, {&params, &momentum, &out}, which, {}}, settings, stream);
+    return {{{Operation::sgd_predict, {&params, &momentum, &out}, which, {}}, settings}};
   }
   for (size_t g = 0; g < n_groups_; ++g) settings[g].eps = family.eps.at(g);
-  run({Operation::adam_predict, {&params, &momentum, &second, &out}, which, {}}, settings, stream);
+  return {{{Operation::adam_predict, {&params, &momentum, &second, &out}, which, {}}, settings}};
+}
+
+void Plan::copy(const Column& from, const Column& to, void* stream) {
+  run({copy_call(from, to, Which::all)}, stream);
+}
+
+void Plan::swap_(void* stream) {
+  const Request request{Operation::swap, {&params, &stashed}, Which::all, {}};
+  run({{request, std::vector<Setting>(n_groups_)}}, stream);
 }
 
 void Plan::predict(const Family& family, const Terms& terms, const Column& out, void* stream) {
-  begin_call();
-  predict_some(family, terms, out, Which::all, stream);
+  run(predict_calls(family, terms, out, Which::all), stream);
 }
 
 void Plan::stash_predict_(const Family& family, const Terms& terms, void* stream) {
-  begin_call();
   if (family.adam || is_identity(terms)) {
-    copy_some(params, stashed, Which::all, stream);
-    return predict_some(family, terms, params, Which::all, stream);
+    std::vector<Call> calls = predict_calls(family, terms, params, Which::all);
+    calls.insert(calls.begin(), copy_call(params, stashed, Which::all));
+    return run(calls, stream);
   }
   std::vector<Setting> settings(n_groups_);
   append(settings, terms);
-  run({Operation::sgd_stash_predict, {&params, &momentum, &stashed}, Which::all, {}}, settings,
-      stream);
+  const Request request{
+      Operation::sgd_stash_predict, {&params, &momentum, &stashed}, Which::all, {}};
+  run({{request, settings}}, stream);
 }
 
 void Plan::extrapolate(double steps, const Column& out, void* stream) {
-  begin_call();
-  if (steps == 0.0) {
-    if (&out != &params) copy_some(params, out, Which::all, stream);
-    return;
-  }
+  if (steps == 0.0) return run({copy_call(params, out, Which::all)}, stream);
   std::vector<Setting> settings(n_groups_);
   for (Setting& s : settings) s.terms[0].momentum = steps;
-  run({Operation::extrapolate, {&params, &stashed, &out}, Which::all, {}}, settings, stream);
+  run({{{Operation::extrapolate, {&params, &stashed, &out}, Which::all, {}}, settings}}, stream);
 }
 
 void Plan::step(Request request, std::vector<Setting> settings, const Family& family,
-                const std::vector<Prediction>& predictions, void* stream) {
-  begin_call();
+                std::vector<Prediction> predictions, void* stream) {
   const bool all_gradients =
       std::all_of(grads.at.begin(), grads.at.end(), [](const void* g) { return g != nullptr; });
   request.which = all_gradients ? Which::all : Which::with_gradient;
   // What the step writes: outputs of one element type, as many as one kernel takes. The rest takes
   // a pass each, with the same bits, since both read stored values; but the gradient is gone by
-  // then.
-  std::vector<const Prediction*> later;
+  // then, so that predictions which need it come first.
+  std::stable_partition(predictions.begin(), predictions.end(),
+                        [](const Prediction& p) { return needs_gradient(p.terms); });
   const size_t n_state = request.streams.size();
+  std::vector<Call> later;
   for (const Prediction& p : predictions) {
     const Column& out = outs.at(p.out);
     const bool same_type =
@@ -282,45 +281,39 @@ void Plan::step(Request request, std::vector<Setting> settings, const Family& fa
                       terms + std::max<size_t>(longest(p.terms), 1) <= kMaxTerms;
     if (!fits && needs_gradient(p.terms)) {
       throw std::invalid_argument(
-          "a second-order prediction has to be written by the step itself: ask for fewer outputs, "
-          "all of one element type");
+          "predict: second-order predictions have to be written by the step itself, which takes "
+          "eight outputs of one element type");
     }
     if (fits) {
       request.streams.push_back(&out);
       append(settings, p.terms);
     } else {
-      later.push_back(&p);
+      for (Call& call : predict_calls(family, p.terms, out, request.which)) {
+        later.push_back(std::move(call));
+      }
     }
+    if (!all_gradients) later.push_back(copy_call(params, out, Which::without_gradient));
   }
-  for (const Prediction* p : later) {
-    if (longest(p->terms) > kMaxTerms) throw std::invalid_argument("more than 64 updates ahead");
-  }
-  run(request, settings, stream);
-  for (const Prediction* p : later) {
-    predict_some(family, p->terms, outs.at(p->out), request.which, stream);
-  }
-  if (all_gradients) return;
-  for (const Prediction& p : predictions) {
-    copy_some(params, outs.at(p.out), Which::without_gradient, stream);
-  }
+  later.insert(later.begin(), Call{std::move(request), std::move(settings)});
+  run(later, stream);
 }
 
 void Plan::sgd_step_(const std::vector<Setting>& settings, const std::vector<uint8_t>& first_step,
-                     bool with_momentum, const std::vector<Prediction>& predictions, void* stream) {
+                     bool with_momentum, std::vector<Prediction> predictions, void* stream) {
   if (!with_momentum) {
     return step({Operation::sgd_plain, {&params, &grads}, Which::all, {}}, settings, {}, {},
                 stream);
   }
   step({Operation::sgd_momentum, {&params, &grads, &momentum}, Which::all, first_step}, settings,
-       {}, predictions, stream);
+       {}, std::move(predictions), stream);
 }
 
-void Plan::adam_step_(const std::vector<Setting>& settings,
-                      const std::vector<Prediction>& predictions, void* stream) {
+void Plan::adam_step_(const std::vector<Setting>& settings, std::vector<Prediction> predictions,
+                      void* stream) {
   Family family{true, {}};
   for (const Setting& s : settings) family.eps.push_back(s.eps);
   step({Operation::adam_step, {&params, &grads, &momentum, &second}, Which::all, {}}, settings,
-       family, predictions, stream);
+       family, std::move(predictions), stream);
 }
 
 }  // namespace spectrain

@@ -68,8 +68,8 @@ class Plan {
   // One setting per group. `first_step`: empty, or one flag per tensor (then the settings' own are
   // not used).
   void sgd_step_(const std::vector<Setting>&, const std::vector<uint8_t>& first_step,
-                 bool with_momentum, const std::vector<Prediction>&, void* stream);
-  void adam_step_(const std::vector<Setting>&, const std::vector<Prediction>&, void* stream);
+                 bool with_momentum, std::vector<Prediction>, void* stream);
+  void adam_step_(const std::vector<Setting>&, std::vector<Prediction>, void* stream);
 
   Device device() const { return device_; }
   size_t size() const { return sizes_.size(); }
@@ -112,15 +112,24 @@ class Plan {
     bool holds_gradients;
   };
 
+  // A kernel, or one per combination of element types, and what it is told.
+  struct Call {
+    Request request;
+    std::vector<Setting> settings;
+  };
+
   const Tables& resolve(const Request& request);
   Tables build(const Request& request) const;
   Table& table_for(Tables& tables, const Request& request, size_t item) const;
-  void run(const Request& request, const std::vector<Setting>& settings, void* stream);
-  void copy_some(const Column& from, const Column& to, Which which, void* stream);
-  void predict_some(const Family&, const Terms&, const Column& out, Which which, void* stream);
-  void step(Request request, std::vector<Setting> settings, const Family&,
-            const std::vector<Prediction>&, void* stream);
-  void begin_call();
+  Call copy_call(const Column& from, const Column& to, Which which) const;
+  // Nothing where the prediction is the weights themselves and they are where it should go.
+  std::vector<Call> predict_calls(const Family&, const Terms&, const Column& out,
+                                  Which which) const;
+  void step(Request request, std::vector<Setting> settings, const Family&, std::vector<Prediction>,
+            void* stream);
+  // All are resolved before the first one runs: what cannot be done leaves everything as it was.
+  void run(const std::vector<Call>& calls, void* stream);
+  void run_one(const Call& call, void* stream);
 
   Device device_;
   std::vector<int64_t> sizes_;

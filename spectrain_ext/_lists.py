@@ -117,7 +117,24 @@ class Lists:
 
     def plan(self, groups: Sequence[int] | None = None) -> _C.Plan:
         """Validate all arguments and build the native plan they make."""
-        return _C.Plan(self._lists, () if groups is None else groups, self.single)
+        return _C.Plan(self._lists, self._checked_groups(groups), self.single)
+
+    def _checked_groups(self, groups: Sequence[int] | None) -> Sequence[int]:
+        if groups is None:
+            return ()
+        if isinstance(groups, str) or not isinstance(groups, Iterable):
+            raise TypeError(f"groups: expected a sequence of indices, got {groups!r}")
+        indices = tuple(groups)
+        if len(indices) != len(self.params):
+            raise ValueError(
+                f"groups: expected one entry per tensor, {len(self.params)}, got {len(indices)}"
+            )
+        for i, index in enumerate(indices):
+            if isinstance(index, bool) or not hasattr(index, "__index__"):
+                raise TypeError(f"groups[{i}]: expected an index, got {index!r}")
+            if not 0 <= index <= 65535:
+                raise ValueError(f"groups[{i}]: expected 0 to 65535, got {index}")
+        return indices
 
 
 def bump_versions(*lists: Sequence[object]) -> None:

@@ -6,7 +6,7 @@ the momentum buffer (m, u for Adam), d the gradient with weight decay, s the hor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, SupportsFloat, TypeAlias, cast
 
@@ -74,13 +74,15 @@ class Geometric:
             return []
         mu = numbers.momentum
         if numbers.weight_decay:
-            return [_continuation(numbers, [numbers.lr] * _whole(self.steps, "weight decay"))]
+            return [_continuation(numbers, _whole(self.steps, "weight decay"))]
         reach = self.steps if mu == 1.0 else (mu - mu ** (self.steps + 1.0)) / (1.0 - mu)
         return [Term(1.0, numbers.lr * reach * (mu if numbers.nesterov else 1.0))]
 
     def adam(self, numbers: Adam) -> list[Term]:
         """One term for each update ahead."""
-        return _adam_loop(numbers, [numbers.lr] * _whole(self.steps, "Adam"))
+        steps = _whole(self.steps, "Adam")
+        _check_loop(steps)
+        return _adam_loop(numbers, [numbers.lr] * steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class FutureRates:
     law: str = "linear"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rates, Iterable) or isinstance(self.rates, str):
+            raise TypeError(f"rates: expected a sequence of numbers, got {self.rates!r}")
         rates = tuple(non_negative(f"rates[{i}]", r) for i, r in enumerate(self.rates))
         object.__setattr__(self, "rates", rates)
         if self.law not in ("linear", "geometric"):
@@ -105,7 +109,10 @@ class FutureRates:
             return []
         if self.law == "linear":
             return [Term(1.0, sum(self.rates))]
-        return [_continuation(numbers, self.rates)]
+        matrix = _IDENTITY
+        for rate in self.rates:
+            matrix = _times(_update(numbers, rate), matrix)
+        return [Term(matrix[0], -matrix[1])]
 
     def adam(self, numbers: Adam) -> list[Term]:
         """One term, or one for each update ahead."""
@@ -123,7 +130,8 @@ class SecondOrder:
 
     W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)] with D = delay. After an update
     v - v_prev = (gain*d - (1 - mu)*v)/mu, so that the last change costs no state: only the step
-    itself, which has the gradient, can write this prediction.
+    itself, which has the gradient, can write this prediction. On the first update v_prev is 0
+    (a sum) or the gradient itself (EMA); dampening has no first change of its own.
     """
 
     delay: float
@@ -141,6 +149,8 @@ class SecondOrder:
         """One term, with the gradient in it."""
         if not self.delay and not self.lead:
             return []
+        if not numbers.momentum:
+            raise ValueError("momentum: a second-order prediction needs momentum > 0")
         momentum, gradient = self._coefficients(numbers.momentum, numbers.gain)
         return [Term(1.0, numbers.lr * momentum, numbers.lr * gradient)]
 
@@ -179,22 +189,38 @@ def _whole(steps: float, under: str) -> int:
     return int(steps)
 
 
-def _continuation(numbers: Sgd, rates: Sequence[float]) -> Term:
-    """(W, v) after updates with zero gradients, as coefficients of the present W and v."""
-    keep, momentum = 1.0, 0.0  # W = keep*W0 - momentum*v0
-    of_weight, of_buffer = 0.0, 1.0  # v = of_weight*W0 + of_buffer*v0
-    mu, gain, l2 = numbers.momentum, numbers.gain, numbers.l2
-    for lr in rates:
-        decay = 1.0 - lr * numbers.weight_decay if numbers.decoupled_weight_decay else 1.0
-        of_weight = mu * of_weight + gain * l2 * keep
-        of_buffer = mu * of_buffer - gain * l2 * momentum
-        # The update is v, or with Nesterov momentum gain*d + mu*v, where d = l2*W.
-        by_buffer, by_weight = (mu, gain * l2) if numbers.nesterov else (1.0, 0.0)
-        keep, momentum = (
-            (decay - lr * by_weight) * keep - lr * by_buffer * of_weight,
-            (decay - lr * by_weight) * momentum + lr * by_buffer * of_buffer,
-        )
-    return Term(keep, momentum)
+# (W, v) after a zero-gradient update of SGD is a 2x2 matrix times (W, v), row by row here.
+Matrix: TypeAlias = tuple[float, float, float, float]
+_IDENTITY: Matrix = (1.0, 0.0, 0.0, 1.0)
+
+
+def _update(numbers: Sgd, lr: float) -> Matrix:
+    keep = 1.0 - lr * numbers.weight_decay if numbers.decoupled_weight_decay else 1.0
+    pull = numbers.gain * numbers.l2  # what the L2 penalty adds to the buffer, per weight
+    mu = numbers.momentum
+    if numbers.nesterov:  # W moves by pull*W + mu*v
+        return keep - lr * (pull + mu * pull), -lr * mu * mu, pull, mu
+    return keep - lr * pull, -lr * mu, pull, mu
+
+
+def _times(a: Matrix, b: Matrix) -> Matrix:
+    return (
+        a[0] * b[0] + a[1] * b[2],
+        a[0] * b[1] + a[1] * b[3],
+        a[2] * b[0] + a[3] * b[2],
+        a[2] * b[1] + a[3] * b[3],
+    )
+
+
+def _continuation(numbers: Sgd, steps: int) -> Term:
+    """A number of zero-gradient updates, by squaring."""
+    result, power = _IDENTITY, _update(numbers, numbers.lr)
+    while steps:
+        if steps & 1:
+            result = _times(power, result)
+        power = _times(power, power)
+        steps >>= 1
+    return Term(result[0], -result[1])
 
 
 def _rate(numbers: Adam, lr: float, ahead: int) -> float:
@@ -208,11 +234,15 @@ def _rate(numbers: Adam, lr: float, ahead: int) -> float:
     return lr * following / (1.0 - product * following)
 
 
-def _adam_loop(numbers: Adam, rates: Sequence[float]) -> list[Term]:
-    if len(rates) > MAX_TERMS:
+def _check_loop(steps: int) -> None:
+    if steps > MAX_TERMS:
         raise ValueError(
-            f"steps: expected at most {MAX_TERMS} updates ahead under Adam's loop, got {len(rates)}"
+            f"steps: expected at most {MAX_TERMS} updates ahead under Adam's loop, got {steps}"
         )
+
+
+def _adam_loop(numbers: Adam, rates: Sequence[float]) -> list[Term]:
+    _check_loop(len(rates))
     beta1 = numbers.betas[0]
     return [
         Term(

@@ -50,6 +50,8 @@ def _float(name: str, value: SupportsFloat) -> float:
         raise TypeError(f"{name}: expected a number, got {value!r}")
     try:
         return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a finite number, got {value!r}") from None
     except (TypeError, ValueError):
         raise TypeError(f"{name}: expected a number, got {value!r}") from None
 
@@ -152,13 +154,23 @@ class Adam:
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay"):
             object.__setattr__(self, name, non_negative(name, getattr(self, name)))
-        if len(self.betas) != 2:
-            raise ValueError(f"betas: expected a pair, got {self.betas!r}")
-        betas = tuple(fraction(f"betas[{i}]", beta) for i, beta in enumerate(self.betas))
-        object.__setattr__(self, "betas", betas)
+        try:
+            first, second = self.betas
+        except TypeError:
+            raise TypeError(f"betas: expected a pair of numbers, got {self.betas!r}") from None
+        except ValueError:
+            raise ValueError(f"betas: expected a pair of numbers, got {self.betas!r}") from None
+        object.__setattr__(
+            self, "betas", (fraction("betas[0]", first), fraction("betas[1]", second))
+        )
         step = number("step", self.step)
         if step < 1 or step != int(step):
             raise ValueError(f"step: expected a whole number >= 1, got {self.step!r}")
+        object.__setattr__(self, "step", int(step))  # torch keeps it as a float32 tensor
+        if self.momentum_decay is not None:
+            decay = non_negative("momentum_decay", self.momentum_decay)
+            object.__setattr__(self, "momentum_decay", decay)
+            object.__setattr__(self, "mu_product", fraction("mu_product", self.mu_product))
 
     def mu(self, step: float) -> float:
         """NAdam's momentum of an update (Dozat 2016, with torch's schedule)."""

@@ -360,6 +360,8 @@ def _add_outs(
     for j, pair in enumerate(predict):
         if not isinstance(pair, Sequence) or len(pair) != 2:
             raise TypeError(f"predict[{j}]: expected a pair (steps, out), got {pair!r}")
+        if pair[0] is None:
+            raise TypeError(f"predict[{j}]: expected a number of steps or a law, got None")
         horizons.append(pair[0])
         outs.append(lists.add(Role.OUT, f"predict[{j}].out", pair[1], writes=True))
     return horizons, outs

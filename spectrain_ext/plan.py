@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, TypeAlias, cast
 
 from spectrain_ext._lists import Gradients, Lists, Role, Tensors, is_array
-from spectrain_ext.laws import Horizon, as_law, needs_momentum
+from spectrain_ext.laws import Horizon, Law, as_law, needs_momentum
 from spectrain_ext.numbers import Adam, Sgd, Term, non_negative
 
 Terms: TypeAlias = list[list[Term]]  # of every parameter group
@@ -80,6 +80,7 @@ class Plan:
         self._single = lists.single
         self._native = lists.plan(groups)
         self._n_groups: int = self._native.n_groups
+        self._n_outs: int = self._native.n_outs
 
     @classmethod
     def of(cls, lists: Lists) -> Plan:
@@ -121,7 +122,7 @@ class Plan:
     ) -> None:
         """outs[out] <- W - lr*steps*v, see `predict_`. steps == 0 copies the bits of W."""
         terms = self._sgd_terms(lr, steps, momentum, weight_decay, nesterov)
-        self._native.predict(terms, (), out, stream)
+        self._native.predict(terms, (), self._check_out(out), stream)
 
     def stash_predict_(
         self,
@@ -184,7 +185,7 @@ class Plan:
 
         Groups with and without momentum exclude each other in one plan.
         """
-        self._check_groups(groups)
+        self._check_groups(groups, Sgd)
         with_momentum = groups[0].momentum != 0.0
         if any((group.momentum != 0.0) != with_momentum for group in groups):
             raise ValueError("momentum: expected it to be 0 in all groups of a plan, or in none")
@@ -196,7 +197,7 @@ class Plan:
             if not with_momentum:
                 raise ValueError("predict: a prediction needs momentum > 0")
             law = as_law(steps, f"predict[{j}]")
-            predictions.append((j, [law.sgd(numbers) for numbers in groups]))
+            predictions.append((j, [_sgd_terms(law, numbers) for numbers in groups]))
         settings = [numbers.setting() for numbers in groups]
         self._native.sgd_step_(settings, with_momentum, first_step, predictions, stream)
 
@@ -211,7 +212,7 @@ class Plan:
 
         See `spectrain_ext.adam_step_`; predictions as in `sgd_step_`.
         """
-        self._check_groups(groups)
+        self._check_groups(groups, Adam)
         self._check_predict(predict)
         predictions = []
         for j, steps in enumerate(predict):
@@ -234,7 +235,7 @@ class Plan:
         if out is None:
             self._native.predict_(terms, eps, stream)
         else:
-            self._native.predict(terms, eps, out, stream)
+            self._native.predict(terms, eps, self._check_out(out), stream)
 
     def stash_predict_with(
         self, groups: Sequence[Sgd] | Sequence[Adam], steps: Horizon, *, stream: Any = None
@@ -245,7 +246,7 @@ class Plan:
 
     def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
         """outs[out] <- W + steps*(W - stashed): prediction by weight difference."""
-        self._native.extrapolate(non_negative("steps", steps), out, stream)
+        self._native.extrapolate(non_negative("steps", steps), self._check_out(out), stream)
 
     # Versions of the weights.
 
@@ -263,7 +264,7 @@ class Plan:
 
     def write_out(self, *, out: int = 0, stream: Any = None) -> None:
         """outs[out] <- W, rounded where the output is narrower."""
-        self._native.write_out(out, stream)
+        self._native.write_out(self._check_out(out), stream)
 
     def refresh(self, grads: Gradients = None) -> None:
         """Read the gradients' addresses again, or take other gradients.
@@ -276,7 +277,7 @@ class Plan:
         if grads is None:
             self._native.refresh()
         else:
-            arrays = (grads,) if self._single else tuple(grads)
+            arrays = (grads,) if self._single else tuple(cast(Iterable[object], grads))
             self._native.set_gradients(arrays)
 
     def _sgd_terms(
@@ -288,7 +289,8 @@ class Plan:
         nesterov: bool,
     ) -> Terms:
         rate = non_negative("lr", lr)
-        if isinstance(steps, (int, float)):  # the common case, without a detour
+        plain = momentum is None and not weight_decay and not nesterov
+        if plain and isinstance(steps, (int, float)):  # the common case, without a detour
             distance = rate * non_negative("steps", steps)
             return [[Term(1.0, distance)] if distance else []] * self._n_groups
         law = as_law(steps)
@@ -297,14 +299,15 @@ class Plan:
                 raise ValueError(f"momentum: {law} needs it")
             momentum = 1.0
         numbers = Sgd(rate, momentum, 0.0, weight_decay, nesterov)
-        terms = law.sgd(numbers)
+        terms = _sgd_terms(law, numbers)
         _refuse_gradient([terms])
         return [terms] * self._n_groups
 
     def _terms(
         self, groups: Sequence[Sgd] | Sequence[Adam], steps: Horizon
     ) -> tuple[Terms, tuple[float, ...]]:
-        self._check_groups(groups)
+        adam = isinstance(groups, Sequence) and len(groups) > 0 and isinstance(groups[0], Adam)
+        self._check_groups(groups, Adam if adam else Sgd)
         law = as_law(steps)
         terms: Terms = []
         eps: list[float] = []
@@ -315,25 +318,51 @@ class Plan:
             else:
                 if numbers.momentum == 0.0:
                     raise ValueError("momentum: a prediction needs momentum > 0")
-                terms.append(law.sgd(numbers))
+                terms.append(_sgd_terms(law, numbers))
         _refuse_gradient(terms)
         return terms, tuple(eps)
 
-    def _check_groups(self, groups: Sequence[Sgd] | Sequence[Adam]) -> None:
+    def _check_groups(self, groups: Sequence[Sgd] | Sequence[Adam], rule: type) -> None:
+        if isinstance(groups, str) or not isinstance(groups, Sequence):
+            raise TypeError(
+                f"groups: expected a sequence with the numbers of every group, got "
+                f"{type(groups).__name__}"
+            )
         if len(groups) != self._n_groups:
             raise ValueError(
                 f"groups: expected the numbers of {self._n_groups} groups, got {len(groups)}"
             )
+        for i, numbers in enumerate(groups):
+            if not isinstance(numbers, rule):
+                raise TypeError(
+                    f"groups[{i}]: expected {rule.__name__}, got {type(numbers).__name__}"
+                )
+
+    def _check_out(self, out: int) -> int:
+        if isinstance(out, bool) or not isinstance(out, int):
+            raise TypeError(f"out: expected an index, got {out!r}")
+        if out < 0:
+            raise ValueError(
+                f"out: expected an index below {self._n_outs}, the number of outs, got {out}"
+            )
+        return out
 
     def _check_predict(self, predict: Sequence[Horizon | None]) -> None:
-        if len(predict) > self._native.n_outs:
+        if len(predict) > self._n_outs:
             raise ValueError(
-                f"predict: expected at most one entry for each of the {self._native.n_outs} outs, "
+                f"predict: expected at most one entry for each of the {self._n_outs} outs, "
                 f"got {len(predict)}"
             )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Plan holds addresses and cannot be pickled or copied; make a new one")
+
+
+def _sgd_terms(law: Law, numbers: Sgd) -> list[Term]:
+    terms = law.sgd(numbers)
+    if len(terms) > 1:
+        raise ValueError(f"steps: expected at most one term under SGD, {law} gave {len(terms)}")
+    return terms
 
 
 def _refuse_gradient(terms: Terms) -> None:

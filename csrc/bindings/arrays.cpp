@@ -77,20 +77,8 @@ Arrays::Arrays(std::vector<ArrayList> lists, const std::vector<int>& groups, boo
     params.at[i] = b.data;
     params.dtype[i] = b.dtype;
   }
-  std::vector<uint16_t> group_of(n, 0);
-  if (!groups.empty()) {
-    if (groups.size() != n) {
-      throw py::value_error("groups: expected one entry per tensor, " + std::to_string(n) +
-                            ", got " + std::to_string(groups.size()));
-    }
-    for (size_t i = 0; i < n; ++i) {
-      if (groups[i] < 0 || groups[i] > UINT16_MAX) {
-        throw py::value_error("groups[" + std::to_string(i) + "]: expected 0 to 65535, got " +
-                              std::to_string(groups[i]));
-      }
-      group_of[i] = static_cast<uint16_t>(groups[i]);
-    }
-  }
+  std::vector<uint16_t> group_of(n, 0);  // _lists.py has checked what was given
+  std::copy(groups.begin(), groups.end(), group_of.begin());
   plan = std::make_unique<Plan>(device_, std::move(sizes), std::move(group_of));
   plan->params = std::move(params);
   // Before anything of a prediction list is known, its place: columns do not move afterwards.
