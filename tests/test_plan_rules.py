@@ -160,23 +160,35 @@ class TestManyOutputs:
         assert plan._native.last_launch() == (1, 1)
 
     @pytest.mark.parametrize("rule", ["sgd", "adam"])
-    def test_second_order_beyond_what_one_pass_writes_is_refused(self, rule: str) -> None:
-        """The gradient's direction is gone by the second pass: an error, and no step."""
-        lists = [torch.rand(30) for _ in range(4)]
-        w, g, v, u = lists
-        outs = [torch.zeros(30) for _ in range(9)]
-        plan = st.Plan(w, exp_avgs=v, exp_avg_sqs=u, grads=g, outs=outs)
+    def test_second_order_beyond_what_one_pass_writes(self, rule: str) -> None:
+        """The gradient is gone by the second pass: those that need it go first, wherever they are.
 
-        def step(predict: list[Any]) -> None:
-            if rule == "sgd":
+        More of them than one pass writes are an error, and no step is made.
+        """
+        start = [torch.rand(30) for _ in range(4)]
+
+        def step(predict: list[Any]) -> list[Tensor]:
+            w, g, v, u = mine = [t.clone() for t in start]
+            outs = [torch.zeros(30) for _ in predict]
+            plan = st.Plan(w, exp_avgs=v, exp_avg_sqs=u, grads=g, outs=outs)
+            if predict == [second] * 9:
+                call = plan.step_sgd_ if rule == "sgd" else plan.step_adam_
+                options: dict[str, Any] = {"predict": predict}
+                numbers: Any = [_SGD] if rule == "sgd" else [_ADAM]
+                raises(ValueError, "second-order", lambda: call(numbers, **options), (mine, outs))
+            elif rule == "sgd":
                 plan.step_sgd_([_SGD], False, predict)
             else:
                 plan.step_adam_([_ADAM], predict)
+            return outs
 
         second = SecondOrder(2.0, 1.0)
-        raises(ValueError, "second-order", lambda: step([second] * 9), (lists, outs))
-        step([1.0] * 8 + [second])  # in whatever order: what needs the gradient is written first
-        assert not any(bool((out == 0).any()) for out in outs)
+        first = step([second] + [1.0] * 9)
+        for at in (1, 7, 8, 9):
+            outs = step([1.0] * at + [second] + [1.0] * (9 - at))
+            ref.assert_bits(outs[at], first[0], f"at {at}")
+            ref.assert_lists(outs[:at] + outs[at + 1 :], first[1:], f"around {at}")
+        step([second] * 9)
 
     def test_second_order_into_several_types_is_refused(self) -> None:
         w, g, v = (torch.rand(30) for _ in range(3))
