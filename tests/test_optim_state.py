@@ -137,6 +137,32 @@ def test_state_made_before_the_first_step(name: str) -> None:
     assert_same(params, theirs)
 
 
+@every_adam
+def test_state_of_other_names_is_kept(name: str) -> None:
+    params, optimizer = trained(name)
+    saved = optimizer.state_dict()
+    saved["state"][0]["note"] = 7
+    optimizer.load_state_dict(saved)
+    give_gradients(params)
+    optimizer.step()
+    assert optimizer.state[params[0]]["note"] == 7
+    assert optimizer.state_dict()["state"][0]["note"] == 7
+
+
+@every_adam
+def test_moments_of_two_dtypes_become_one(name: str) -> None:
+    params, optimizer = trained(name, torch.bfloat16)
+    copied = copy.deepcopy(optimizer)
+    copies = copied.param_groups[0]["params"]
+    for p in copies:
+        copied.state[p]["exp_avg_sq"] = copied.state[p]["exp_avg_sq"].float()
+    give_gradients(params, copies)
+    optimizer.step()
+    copied.step()
+    assert_bits(copies, bits(params))
+    assert_same_state(states(copied, copies), states(optimizer, params))
+
+
 @pytest.mark.parametrize("asked", (None, torch.float32), ids=str)
 @pytest.mark.parametrize("how", ("state_dict", "deepcopy"))
 @every_adam
@@ -262,12 +288,14 @@ def test_state_replaced_while_bound_is_adopted(name: str, how: str) -> None:
 
 @every_adam
 def test_misuse_of_the_binding_raises_and_changes_nothing(name: str) -> None:
-    params, optimizer, buffers = bound(name)
+    params, optimizer, buffers = bound(name, torch.bfloat16)
     last = params[5]
+    wider = {p: v.float() for p, v in buffers["exp_avg_sq"].items()}
     one: dict[Tensor, Tensor] = buffers["exp_avg"]
     bad: list[tuple[Any, str]] = [
         (one, "exp_avg and exp_avg_sq"),
         ({"exp_avg": one}, "exp_avg and exp_avg_sq"),
+        ({**buffers, "exp_avg_sq": wider}, "exp_avg_sq of parameter 0"),
         ({**buffers, "exp_avg_sq": {}}, "exp_avg_sq has no tensor for parameter 0"),
         (
             {**buffers, "exp_avg_sq": {**buffers["exp_avg_sq"], last: torch.zeros(1031)}},

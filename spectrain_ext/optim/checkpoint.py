@@ -73,9 +73,8 @@ class StateLoader:
             for name, value in zip(rule.scalars, saved.scalars, strict=True):
                 loaded[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
             self._loaded[p] = loaded
-            rest = {name: value for name, value in entry.items() if name not in loaded}
-            # torch wants a step in any state that is not empty.
-            state[key] = {**rest, **{name: entry[name] for name in rule.scalars}} if rest else {}
+            # Scalars stay until `put`: torch wants a step in any state that is not empty.
+            state[key] = {k: v for k, v in entry.items() if k not in rule.buffers}
         return {**state_dict, "state": state}
 
     def put(self, state: State) -> None:
