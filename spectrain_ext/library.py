@@ -6,6 +6,7 @@ The schemas take lists of tensors, and numbers that a schema can hold:
   compiled anew for every other number, but not for another value in a tensor.
 - A law of `spectrain_ext.laws` is its name and its numbers: "linear" [s], "geometric" [s],
   "second_order" [delay, lead], "rates:linear" or "rates:geometric" [lr_1, lr_2, ...].
+- What `.out` forms write is called `outs`: torch.compile has ideas of its own about `out`.
 - The predictions of a step are `horizons` and `outs`, prediction after prediction. With `laws` each
   has a law, "name/count" where it takes `count` entries of `horizons` and not one.
 - `first_step` has one entry per tensor; without it, none is the first.
@@ -46,9 +47,9 @@ _EXTRAPOLATE = "Tensor[] params, Tensor[] previous, *, float steps"
 SCHEMAS = (
     f"predict_({_PREDICT.replace('Tensor[]', 'Tensor(a!)[]', 1)}) -> ()",
     f"predict({_PREDICT}) -> Tensor[]",
-    f"predict.out({_PREDICT}, Tensor(a!)[] out) -> ()",
+    f"predict.out({_PREDICT}, Tensor(a!)[] outs) -> ()",
     "stash(Tensor[] params) -> Tensor[]",
-    "stash.out(Tensor[] params, *, Tensor(a!)[] out) -> ()",
+    "stash.out(Tensor[] params, *, Tensor(a!)[] outs) -> ()",
     "restore_(Tensor(a!)[] params, Tensor[] stashed) -> ()",
     "swap_(Tensor(a!)[] a, Tensor(b!)[] b) -> ()",
     "stash_predict_(Tensor(a!)[] params, Tensor(b!)[] stashed, Tensor[] momentum_buffers, *, "
@@ -61,9 +62,9 @@ SCHEMAS = (
     f"Tensor(c!)[] exp_avg_sqs, *, {_RATE}, {_ADAM}, bool maximize=False, "
     f"float? momentum_decay=None, float mu_product=1, Tensor(d!)[] {_OUTS}) -> ()",
     f"adam_predict({_ADAM_PREDICT}) -> Tensor[]",
-    f"adam_predict.out({_ADAM_PREDICT}, Tensor(a!)[] out) -> ()",
+    f"adam_predict.out({_ADAM_PREDICT}, Tensor(a!)[] outs) -> ()",
     f"extrapolate({_EXTRAPOLATE}) -> Tensor[]",
-    f"extrapolate.out({_EXTRAPOLATE}, Tensor(a!)[] out) -> ()",
+    f"extrapolate.out({_EXTRAPOLATE}, Tensor(a!)[] outs) -> ()",
 )
 
 
@@ -138,8 +139,10 @@ def _kernel(name: str) -> Callable[..., Any]:
             numbers["betas"] = (numbers.pop("beta1", 0.9), numbers.pop("beta2", 0.999))
         if name == "sgd_step_" and first and not lists[1]:
             lists = (lists[0], None)
-        result = operator(first, *lists, **numbers)
-        return result if "out" not in numbers else None
+        if "outs" in numbers:
+            operator(first, *lists, out=numbers.pop("outs"), **numbers)
+            return None
+        return operator(first, *lists, **numbers)
 
     return kernel
 
@@ -156,7 +159,10 @@ def _register() -> torch.library.Library:
     library = torch.library.Library("spectrain", "DEF")
     for schema in SCHEMAS:
         name = schema.partition("(")[0]
-        library.define(schema)
+        # Without this tag inductor (torch 2.13) copies each argument to give it its strides, and
+        # computes the copy of a gradient anew for a second operator: from weights that the first
+        # has changed by then. It keeps the strides of all that these operators met anyhow.
+        library.define(schema, tags=(torch.Tag.flexible_layout,))
         library.impl(name, _kernel(name.removesuffix(".out")), "CompositeExplicitAutograd")
         # Nothing is recorded, as by the eager operators: no graph holds a prediction.
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
@@ -214,7 +220,7 @@ def _result(operator: Any, params: T, out: T | None, *lists: Any, **numbers: Any
     with torch.no_grad():
         tensors = [_list(params), *[_list(other) for other in lists]]
         if out is not None:
-            operator.out(*tensors, out=_list(out), **numbers)
+            operator.out(*tensors, outs=_list(out), **numbers)
             return out
         new = operator.default(*tensors, **numbers)
     return new[0] if isinstance(params, Tensor) else new  # type: ignore[no-any-return]
