@@ -87,7 +87,11 @@ def _decoded(law: str, numbers: Sequence[float]) -> Horizon:
     name, _, kind = law.partition(":")
     if name == "rates":
         return FutureRates(numbers, kind)
-    takes = {"linear": Linear, "geometric": Geometric, "second_order": SecondOrder}
+    takes: dict[str, Callable[..., Horizon]] = {
+        "linear": Linear,
+        "geometric": Geometric,
+        "second_order": SecondOrder,
+    }
     if name not in takes or kind:
         raise ValueError(f"law: expected one of {sorted(takes)} or 'rates:...', got {law!r}")
     expected = 2 if name == "second_order" else 1
