@@ -62,6 +62,11 @@ using FindCpuKernel = CpuKernel (*)(KernelKey);
 CpuKernel find_cpu_kernel(KernelKey);
 const char* cpu_instruction_set();
 
+// See rules/distance.h.
+struct Distances;
+using CpuDistances = void (*)(const Distances&, bool parallel);
+CpuDistances find_cpu_distances(DType);
+
 // Enqueues a part of a table that fits a kernel's parameters. Returns null, or the CUDA runtime's
 // name of the error.
 struct CudaKernel {

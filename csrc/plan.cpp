@@ -4,6 +4,7 @@
 
 #include "cpu/threads.h"
 #include "cuda/launch.h"
+#include "rules/distance.h"
 
 namespace spectrain {
 namespace {
@@ -296,6 +297,58 @@ void Plan::step(Request request, std::vector<Setting> settings, const Family& fa
   }
   later.insert(later.begin(), Call{std::move(request), std::move(settings)});
   run(later, stream);
+}
+
+size_t Plan::distance_scratch() const {
+  const size_t n_streams = outs.size() + 2;
+  size_t bytes = 0;
+  for (const int64_t size : sizes_) {
+    if (size == 0) continue;
+    bytes += sizeof(Row) + n_streams * sizeof(void*);
+    bytes += chunks_of(size, 0) * outs.size() * sizeof(double);
+  }
+  return bytes;
+}
+
+void Plan::distances(double* result, void* scratch, void* stream) {
+  last_launches_ = 0;
+  last_rows_ = 0;
+  const auto n_lists = static_cast<uint32_t>(outs.size());
+  const int64_t stride = static_cast<int64_t>(sizes_.size()) + 1;
+  for (const DType type : {DType::float16, DType::bfloat16, DType::float32, DType::float64}) {
+    std::vector<Row> rows;
+    std::vector<void*> pointers;
+    uint32_t n_chunks = 0;
+    int64_t bytes = 0;
+    for (size_t i = 0; i < sizes_.size(); ++i) {
+      if (sizes_[i] == 0 || params.dtype[i] != type) continue;
+      rows.push_back({sizes_[i], n_chunks, 0, 0, 0});
+      n_chunks += chunks_of(sizes_[i], 0);
+      bytes += sizes_[i] * size_of(type) * (1 + n_lists);
+      pointers.push_back(params.at[i]);
+      for (const Column& out : outs) pointers.push_back(out.at[i]);
+      pointers.push_back(result + i);
+    }
+    if (rows.empty()) continue;
+    Distances d{{rows.data(), pointers.data(), static_cast<uint32_t>(rows.size()), n_lists + 2, 0,
+                 n_chunks},
+                n_lists,
+                static_cast<double*>(scratch),
+                stride};
+    last_rows_ += d.table.n_rows;
+    ++last_launches_;
+    char* behind = offset(scratch, static_cast<int64_t>(n_chunks) * n_lists * sizeof(double));
+    if (device_.cuda) {
+      launch_cuda_distances(type, d, behind, device_.index, stream);
+      behind += rows.size() * sizeof(Row) + pointers.size() * sizeof(void*);
+    } else {
+      find_cpu_distances(type)(d, bytes >= kParallelBytes && threads_are_safe());
+    }
+    scratch = behind;
+  }
+  const auto n = static_cast<int64_t>(sizes_.size());
+  if (device_.cuda) return total_cuda_distances(result, n, n_lists, device_.index, stream);
+  for (uint32_t j = 0; j < n_lists; ++j) total_distance(result + j * stride, n);
 }
 
 void Plan::sgd_step_(const std::vector<Setting>& settings, const std::vector<uint8_t>& first_step,

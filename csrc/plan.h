@@ -71,6 +71,13 @@ class Plan {
                  bool with_momentum, std::vector<Prediction>, void* stream);
   void adam_step_(const std::vector<Setting>&, std::vector<Prediction>, void* stream);
 
+  // Distances of the weights from every list of `outs`, in all of double: result[j*(n + 1) + i] is
+  // |outs[j][i] - params[i]|^2, and the place behind the last tensor gets their sum. Entries of
+  // empty tensors are not written. `scratch` has distance_scratch() bytes. Same bits on every
+  // machine.
+  void distances(double* result, void* scratch, void* stream);
+  size_t distance_scratch() const;
+
   Device device() const { return device_; }
   size_t size() const { return sizes_.size(); }
   int64_t size_of_item(size_t i) const { return sizes_[i]; }

@@ -10,6 +10,7 @@ from spectrain_ext.method import Method, methods
 from spectrain_ext.ops import (
     adam_predict,
     adam_step_,
+    distance,
     extrapolate,
     predict,
     predict_,
@@ -33,6 +34,7 @@ __all__ = [
     "__version__",
     "adam_predict",
     "adam_step_",
+    "distance",
     "extrapolate",
     "laws",
     "methods",

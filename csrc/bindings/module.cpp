@@ -84,6 +84,13 @@ class PyPlan {
     run(stream, [&](Plan& plan, void* s) { plan.copy(plan.params, plan.outs[out], s); });
   }
 
+  size_t distance_scratch() const { return arrays_.plan->distance_scratch(); }
+  void distances(uintptr_t result, uintptr_t scratch, py::handle stream) {
+    run(stream, [&](Plan& plan, void* s) {
+      plan.distances(reinterpret_cast<double*>(result), reinterpret_cast<void*>(scratch), s);
+    });
+  }
+
   void sgd_step_(const std::vector<PySetting>& given, bool with_momentum, py::handle first_step,
                  const PyPredictions& predictions, py::handle stream) {
     if (with_momentum) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
@@ -263,6 +270,8 @@ PYBIND11_MODULE(_C, m) {
       .def("restore_", &PyPlan::restore_, stream)
       .def("swap_", &PyPlan::swap_, stream)
       .def("write_out", &PyPlan::write_out, py::arg("out"), stream)
+      .def("distance_scratch", &PyPlan::distance_scratch)
+      .def("distances", &PyPlan::distances, py::arg("result"), py::arg("scratch"), stream)
       .def("sgd_step_", &PyPlan::sgd_step_, py::arg("settings"), py::arg("with_momentum"),
            py::arg("first_step"), py::arg("predictions"), stream)
       .def("adam_step_", &PyPlan::adam_step_, py::arg("settings"), py::arg("predictions"), stream)

@@ -14,6 +14,7 @@
 #endif
 
 #include "../instances.h"
+#include "../rules/distance.h"
 
 #define SPECTRAIN_CONCAT_(a, b) a##b
 #define SPECTRAIN_CONCAT(a, b) SPECTRAIN_CONCAT_(a, b)
@@ -289,7 +290,69 @@ struct Cpu {
   static CpuKernel kernel() { return &run; }
 };
 
+// The sum over all lanes, as a block of threads does it: halves are added until one is left.
+double sum_lanes(double (&lane)[kLanes]) {
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+#pragma omp simd
+    for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
+  }
+  return lane[0];
+}
+
+template <class T>
+double chunk_distance(const T* a, const T* b, int64_t n) {
+  alignas(64) double lane[kLanes] = {};
+  for (int64_t begin = 0; begin < n; begin += kLanes) {
+    const int m = static_cast<int>(n - begin < kLanes ? n - begin : kLanes);
+#pragma omp simd
+    for (int l = 0; l < m; ++l) lane[l] = add_square(a[begin + l], b[begin + l], lane[l]);
+  }
+  return sum_lanes(lane);
+}
+
+template <class T>
+void distances(const Distances& d, bool parallel) {
+  const TableView& table = d.table;
+  const auto n_chunks = static_cast<int64_t>(table.chunk_end);
+#pragma omp parallel for if (parallel) schedule(static)
+  for (int64_t chunk = 0; chunk < n_chunks; ++chunk) {
+    const uint32_t r = table.find_row(static_cast<uint32_t>(chunk));
+    const Range range = table.range(table.rows[r], static_cast<uint32_t>(chunk));
+    const T* w = static_cast<const T*>(table.pointer(r, 0)) + range.begin;
+    for (uint32_t j = 0; j < d.n_lists; ++j) {
+      const T* other = static_cast<const T*>(table.pointer(r, 1 + j)) + range.begin;
+      d.partial[chunk * d.n_lists + j] = chunk_distance(other, w, range.end - range.begin);
+    }
+  }
+  for (uint32_t r = 0; r < table.n_rows; ++r) {
+    const uint32_t begin = table.rows[r].first_chunk;
+    const uint32_t end = r + 1 < table.n_rows ? table.rows[r + 1].first_chunk : table.chunk_end;
+    for (uint32_t j = 0; j < d.n_lists; ++j) {
+      alignas(64) double lane[kLanes] = {};
+      for (uint32_t chunk = begin; chunk < end; ++chunk) {
+        lane[(chunk - begin) % kLanes] += d.partial[static_cast<int64_t>(chunk) * d.n_lists + j];
+      }
+      static_cast<double*>(table.pointer(r, 1 + d.n_lists))[j * d.stride] = sum_lanes(lane);
+    }
+  }
+}
+
 }  // namespace
+
+// find_distances_baseline, find_distances_v3, find_distances_v4
+CpuDistances SPECTRAIN_CONCAT(find_distances_, SPECTRAIN_ISA)(DType t) {
+  switch (t) {
+    case DType::float16:
+      return &distances<Half>;
+    case DType::bfloat16:
+      return &distances<BFloat16>;
+    case DType::float32:
+      return &distances<float>;
+    case DType::float64:
+      return &distances<double>;
+  }
+  return nullptr;
+}
 
 // find_kernel_baseline, find_kernel_v3, find_kernel_v4
 CpuKernel SPECTRAIN_CONCAT(find_kernel_, SPECTRAIN_ISA)(KernelKey key) {

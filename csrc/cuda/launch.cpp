@@ -13,6 +13,8 @@ namespace spectrain {
 CudaKernel find_cuda_copy_family(KernelKey);
 CudaKernel find_cuda_sgd_family(KernelKey);
 CudaKernel find_cuda_adam_family(KernelKey);
+const char* enqueue_distances(DType, const Distances&, void* stream);
+const char* enqueue_totals(double* result, int64_t n, uint32_t n_lists, void* stream);
 
 namespace {
 
@@ -97,6 +99,33 @@ int launch_cuda(CudaKernel kernel, const TableView& view, Settings settings, int
     ++launches;
   }
   return launches;
+}
+
+void launch_cuda_distances(DType type, Distances d, void* table_at, int device, void* stream) {
+  const DeviceGuard guard(device);
+  const auto to = static_cast<cudaStream_t>(stream);
+  const size_t rows_bytes = d.table.n_rows * sizeof(Row);
+  const size_t pointers_bytes =
+      static_cast<size_t>(d.table.n_rows) * d.table.n_streams * sizeof(void*);
+  auto* rows = static_cast<char*>(table_at);
+  // From pageable memory: the call returns when the source has been read.
+  cudaError_t error = cudaMemcpyAsync(rows, d.table.rows, rows_bytes, cudaMemcpyHostToDevice, to);
+  if (error == cudaSuccess) {
+    error = cudaMemcpyAsync(rows + rows_bytes, d.table.pointers, pointers_bytes,
+                            cudaMemcpyHostToDevice, to);
+  }
+  d.table.rows = reinterpret_cast<const Row*>(rows);
+  d.table.pointers = reinterpret_cast<void* const*>(rows + rows_bytes);
+  const char* failed =
+      error == cudaSuccess ? enqueue_distances(type, d, stream) : cudaGetErrorString(error);
+  if (failed != nullptr) throw std::runtime_error(std::string("CUDA: ") + failed);
+}
+
+void total_cuda_distances(double* result, int64_t n, uint32_t n_lists, int device, void* stream) {
+  const DeviceGuard guard(device);
+  if (n_lists == 0) return;
+  const char* failed = enqueue_totals(result, n, n_lists, stream);
+  if (failed != nullptr) throw std::runtime_error(std::string("CUDA: ") + failed);
 }
 
 }  // namespace spectrain

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../kernels.h"
+#include "../rules/distance.h"
 
 namespace spectrain {
 
@@ -20,5 +21,11 @@ CudaKernel find_cuda_kernel(KernelKey);
 // Enqueues a table on `stream` of a device and returns the number of launches it took. Throws
 // std::runtime_error with the CUDA runtime's words.
 int launch_cuda(CudaKernel, const TableView&, Settings, int device, void* stream);
+
+// Copies the table of `d` to `table_at` on the device and enqueues the sums.
+void launch_cuda_distances(DType, Distances d, void* table_at, int device, void* stream);
+
+// At most 1,024 lists.
+void total_cuda_distances(double* result, int64_t n, uint32_t n_lists, int device, void* stream);
 
 }  // namespace spectrain

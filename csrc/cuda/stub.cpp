@@ -26,4 +26,12 @@ int launch_cuda(CudaKernel, const TableView&, Settings, int, void*) {
   throw std::runtime_error(kNoCuda);
 }
 
+void launch_cuda_distances(DType, Distances, void*, int, void*) {
+  throw std::runtime_error(kNoCuda);
+}
+
+void total_cuda_distances(double*, int64_t, uint32_t, int, void*) {
+  throw std::runtime_error(kNoCuda);
+}
+
 }  // namespace spectrain
