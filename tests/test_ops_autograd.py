@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import spectrain_ext as st
+from spectrain_ext.numbers import Adam, Sgd
 
 
 def _three() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -47,6 +48,32 @@ _CALLS: list[tuple[str, Call, tuple[bool, bool, bool]]] = [
         ),
         (True, True, True),
     ),
+    (
+        "adam_step_",
+        lambda a, b, c: st.adam_step_(a, [torch.randn_like(t) for t in a], b, c, lr=0.1, step=1),
+        (True, True, True),
+    ),
+    (
+        "adam_step_ with a prediction",
+        lambda a, b, c: st.adam_step_(
+            [torch.randn_like(t) for t in a],
+            a,
+            [torch.zeros_like(t) for t in a],
+            b,
+            lr=0.1,
+            step=1,
+            predict=[(2.0, c)],
+        ),
+        (False, True, True),
+    ),
+    (
+        "adam_predict",
+        lambda a, b, c: st.adam_predict(
+            a, b, [torch.rand_like(t) for t in a], lr=0.1, step=1, steps=2.0, out=c
+        ),
+        (False, False, True),
+    ),
+    ("extrapolate", lambda a, b, c: st.extrapolate(a, b, steps=2.0, out=c), (False, False, True)),
 ]
 
 
@@ -68,7 +95,9 @@ def _uses_weight() -> tuple[Tensor, Tensor]:
     return w, (w @ x).square().sum()
 
 
-@pytest.mark.parametrize("op", ["predict_", "restore_", "swap_", "stash_predict_", "sgd_step_"])
+@pytest.mark.parametrize(
+    "op", ["predict_", "restore_", "swap_", "stash_predict_", "sgd_step_", "adam_step_"]
+)
 def test_a_write_between_forward_and_backward_raises(op: str) -> None:
     w, loss = _uses_weight()
     other, third = torch.randn(4, 4), torch.randn(4, 4)
@@ -81,6 +110,8 @@ def test_a_write_between_forward_and_backward_raises(op: str) -> None:
             st.swap_(w, other)
         elif op == "stash_predict_":
             st.stash_predict_(w, other, third, lr=0.1, steps=1.0)
+        elif op == "adam_step_":
+            st.adam_step_(w, other, third, torch.rand(4, 4), lr=0.1, step=1)
         else:
             st.sgd_step_(w, other, third, lr=0.1, momentum=0.9)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -107,6 +138,13 @@ def test_a_plan_does_not_bump() -> None:
     plan.swap_()
     plan.stash_predict_(lr=0.1, steps=1.0)
     plan.sgd_step_(lr=0.1, momentum=0.9, predict=[2.0])
+    plan.predict_with([Sgd(0.1, 0.9)], 2.0)
+    plan.stash_predict_with([Sgd(0.1, 0.9)], 2.0)
+    plan.extrapolate(steps=2.0)
+    plan.write_out()
+    assert [t._version for t in (w, v, g, kept, out)] == before
+    adam = st.Plan(w, exp_avgs=v, exp_avg_sqs=kept, grads=g, outs=[out])
+    adam.step_adam_([Adam(0.1, (0.9, 0.99), 1e-8, 0.0, 1)], [2.0])
     assert [t._version for t in (w, v, g, kept, out)] == before
 
 

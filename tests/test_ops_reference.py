@@ -105,6 +105,25 @@ def test_an_infinite_term_beside_a_product_that_overflows() -> None:
     assert ref.fma64(a, b, c)[0] == np.inf
 
 
+@given(x=_FLOAT32.map(abs), y=_FLOAT32)
+def test_roots_and_quotients_are_rounded_once(x: float, y: float) -> None:
+    """numpy's, which the emulation of Adam takes for IEEE's: nothing representable is nearer."""
+    a, b = np.float32(x), np.float32(y)
+    root = np.sqrt(a)
+    # The root lies between the midpoints to the neighbours of what is returned.
+    below, above = (np.nextafter(root, np.float32(d)) for d in (-1.0, np.inf))
+    if x > 0:
+        low = (Fraction(float(root)) + Fraction(float(below))) / 2
+        high = (Fraction(float(root)) + Fraction(float(above))) / 2
+        assert low**2 <= Fraction(x) <= high**2
+    if y != 0:
+        with np.errstate(all="ignore"):
+            got = float(a / b)
+        exact = Fraction(x) / Fraction(y)
+        if exact and abs(exact) < Fraction(float(np.finfo(np.float32).max)):
+            assert got == _nearest_float32(exact)
+
+
 def test_assertions_fail_when_they_should() -> None:
     one, nan = torch.tensor([1.0]), torch.tensor([math.nan])
     with pytest.raises(AssertionError, match="differ"):
