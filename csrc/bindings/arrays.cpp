@@ -249,7 +249,7 @@ void Arrays::check_gradient_overlap(const char* begin, int64_t bytes, size_t i) 
       Place{kept_[next->list].name, static_cast<py::ssize_t>(next->index), single_}.text());
 }
 
-Column Arrays::borrow_gradients(const py::tuple& grads, Loans& loans) const {
+Column Arrays::borrow_gradients(const py::tuple& grads, bool autograds, Loans& loans) const {
   if (grads.size() != params_.size()) {
     throw py::value_error(grads_name_ + ": expected as many tensors as " + params_name_ + ", " +
                           std::to_string(params_.size()) + ", got " + std::to_string(grads.size()));
@@ -260,7 +260,7 @@ Column Arrays::borrow_gradients(const py::tuple& grads, Loans& loans) const {
     const py::handle grad = PyTuple_GET_ITEM(grads.ptr(), static_cast<py::ssize_t>(i));
     if (grad.is_none()) continue;
     const Place place{grads_name_, static_cast<py::ssize_t>(i), single_};
-    const Borrowed b = borrow(grad, place, loans);
+    const Borrowed b = borrow(grad, place, loans, autograds);
     check(b, place, Role::grads, i);
     column.at[i] = b.data != nullptr ? b.data : &empty;
     column.dtype[i] = b.dtype;
@@ -274,14 +274,15 @@ Column Arrays::borrow_gradients(const py::tuple& grads, Loans& loans) const {
 py::tuple Arrays::parameter_gradients() const {
   py::tuple grads(params_.size());
   for (size_t i = 0; i < params_.size(); ++i) {
-    grads[i] = from_parameter_[i] ? gradient_of(params_[i]) : py::object(grads_[i]);
+    py::object grad = from_parameter_[i] ? gradient_of(params_[i]) : py::object(grads_[i]);
+    PyTuple_SET_ITEM(grads.ptr(), static_cast<py::ssize_t>(i), grad.release().ptr());
   }
   return grads;
 }
 
-void Arrays::take_gradients(const py::tuple& grads) {
+void Arrays::take_gradients(const py::tuple& grads, bool autograds) {
   Loans loans{first(), {}};
-  Column column = borrow_gradients(grads, loans);
+  Column column = borrow_gradients(grads, autograds, loans);
   grads_ = grads;
   gradient_loans_ = std::move(loans);
   gradients_known_ = true;
@@ -292,12 +293,16 @@ void Arrays::take_gradients(const py::tuple& grads) {
 }
 
 void Arrays::set_gradients(const py::tuple& grads) {
-  take_gradients(grads);
+  take_gradients(grads, false);
   for (size_t i = 0; i < params_.size(); ++i) {
     from_parameter_[i] = grads[i].is_none() || gradient_of(params_[i]).is(grads[i]);
   }
 }
 
-void Arrays::refresh() { take_gradients(parameter_gradients()); }
+void Arrays::refresh() {
+  const bool all =
+      std::all_of(from_parameter_.begin(), from_parameter_.end(), [](bool b) { return b; });
+  take_gradients(parameter_gradients(), all);
+}
 
 }  // namespace spectrain

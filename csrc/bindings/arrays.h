@@ -54,9 +54,9 @@ class Arrays {
   Column* column_of(Role role, size_t* outs) const;
   void check_overlap();
   py::value_error overlap(size_t list, size_t i, size_t other_list, size_t j) const;
-  Column borrow_gradients(const py::tuple& grads, Loans& loans) const;
+  Column borrow_gradients(const py::tuple& grads, bool autograds, Loans& loans) const;
   void check_gradient_overlap(const char* begin, int64_t bytes, size_t i) const;
-  void take_gradients(const py::tuple& grads);
+  void take_gradients(const py::tuple& grads, bool autograds);
   py::tuple parameter_gradients() const;
 
   bool single_;

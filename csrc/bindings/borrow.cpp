@@ -112,7 +112,7 @@ std::string Borrowed::device_text() const {
   return device.cuda ? "cuda:" + std::to_string(device.index) : "cpu";
 }
 
-Borrowed borrow(py::handle array, const Place& place, Loans& loans) {
+Borrowed borrow(py::handle array, const Place& place, Loans& loans, bool autograds) {
   const dlpack::ExchangeApi* api = api_of(Py_TYPE(array.ptr()));
   if (api == nullptr) return lend(array, place, loans);
   dlpack::Tensor t;
@@ -121,7 +121,11 @@ Borrowed borrow(py::handle array, const Place& place, Loans& loans) {
                          refusal(array));
   }
   const Borrowed b = described(t, place, loans);
-  if (is_negative_view(array)) {
+  // Asking costs more than all the rest. A negative view comes of the imaginary part of a
+  // conjugate, every second element of a complex tensor: dense, as a gradient has to be, only as a
+  // single one.
+  const bool ask = !autograds || b.size == 1;
+  if (ask && is_negative_view(array)) {
     throw py::value_error(place.text() +
                           ": is a negative view (is_neg()); make it a tensor with resolve_neg()");
   }

@@ -52,7 +52,8 @@ struct Loans {
 // Borrows the memory of any array: over DLPack's C exchange API (torch), the buffer protocol (NumPy
 // and all else on the CPU), `__dlpack__` (CuPy), or `__cuda_array_interface__`. Valid while the
 // array and the loans live. Throws TypeError or ValueError that names the place.
-Borrowed borrow(py::handle array, const Place& place, Loans& loans);
+// `autograds`: it is what autograd left in .grad, which is asked less.
+Borrowed borrow(py::handle array, const Place& place, Loans& loans, bool autograds = false);
 
 // The handle of the stream to work on: `stream` if it is one, else the current stream of the
 // array's framework; torch's where that has none.
