@@ -410,8 +410,8 @@ def test_weight_version_bytes():
     stage = one // 4
     # Stage 3 needs no master: both its horizons are 1, which is 0 only for its stash.
     assert size("spectrain") == 2 * one
-    assert size("pipedream") == sum(2 + d for d in (3, 2, 1)) * stage + stage
-    assert size("spectrain-stash") == size("pipedream")
+    assert size("pipedream") == sum((4, 3, 2, 1)) * stage
+    assert size("spectrain-stash") == size("pipedream") + 3 * stage
 
 
 @every_method
