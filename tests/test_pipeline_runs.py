@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import io
 import pickle
+import weakref
 from contextlib import closing
 
 import pytest
@@ -394,6 +395,22 @@ def test_a_run_keeps_nothing(method):
         counts.append(live())
     assert counts[1] == counts[2]
     assert len(pipe._executor._extent.shares) <= 3
+
+
+@every_method
+def test_a_pipeline_that_is_dropped_is_freed_at_once(method):
+    """Buffers of a GPU must not wait for a garbage collection."""
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, method)
+    losses(pipe, batches(6))
+    buffers = [weakref.ref(weights._working.buffers[0]) for weights in pipe._weights]
+    assert all(ref() is not None for ref in buffers)
+    gc.collect()
+    gc.disable()
+    try:
+        del pipe
+        assert all(ref() is None for ref in buffers)
+    finally:
+        gc.enable()
 
 
 def test_weight_version_bytes():
