@@ -71,7 +71,6 @@ class Executor:
         self.stages = [Stage(k, modules[k], devices[k], weights[k]) for k in range(n)]
         self._last = self.stages[-1]
         self._connect()
-        self._handlers = [self._handlers_of(stage) for stage in self.stages]
         self._batch = Buffer("the caller's batch")
         self._losses_out = Transit(self._last.compute, n)
         self._results: deque[Result] = deque()
@@ -93,10 +92,9 @@ class Executor:
         first.inputs = edge("edge batch -> 0", None, first, self._windows[0])
         self._last.targets = edge("edge batch -> loss", None, self._last, self._windows[0])
         for a, b in zip(self.stages, self.stages[1:], strict=False):
-            a.next, b.previous = b, a
             window = self._windows[a.index]
-            b.inputs = edge(f"edge {a.index} -> {b.index}", a, b, window)
-            a.gradients = edge(f"edge {b.index} -> {a.index}", b, a, window)
+            a.to_next = b.inputs = edge(f"edge {a.index} -> {b.index}", a, b, window)
+            b.to_previous = a.gradients = edge(f"edge {b.index} -> {a.index}", b, a, window)
 
     def _handlers_of(self, stage: Stage) -> dict[Kind, _Handler]:
         return {
@@ -230,7 +228,9 @@ class Executor:
     def _steps(self) -> Iterator[Result]:
         """Give the stages their turns until all have finished."""
         results = self._results
-        unfinished = list(zip(self.stages, self._handlers, strict=True))
+        # Made per run: kept, these methods would make a cycle that holds all buffers until a
+        # garbage collection.
+        unfinished = [(stage, self._handlers_of(stage)) for stage in self.stages]
         while unfinished:
             progress = False
             for stage, handlers in unfinished:

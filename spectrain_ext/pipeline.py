@@ -47,6 +47,10 @@ class Pipeline(nn.Module):
             are weighted by the parts' sizes, so that a loss that is a mean gives what
             ``microbatches=1`` gives.
 
+    Attributes:
+        method: the Method.
+        devices: a device per stage.
+
     Raises:
         TypeError: a member of ``stages`` that is no module, or an optimizer that is not one of
             ``spectrain_ext.optim``.

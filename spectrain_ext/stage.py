@@ -65,14 +65,15 @@ class Stage:
         inputs: the edge that the forward's input comes in by.
         gradients: the edge that the backward's gradient comes in by, None for the last stage.
         targets: the edge that the loss's target comes in by, None for all but the last stage.
-        next, previous: the neighbours, None at the ends.
+        to_next: the next stage's ``inputs``, None for the last stage.
+        to_previous: the previous stage's ``gradients``, None for the first stage.
     """
 
     inputs: Edge
     gradients: Edge | None = None
     targets: Edge | None = None
-    next: Stage | None = None
-    previous: Stage | None = None
+    to_next: Edge | None = None
+    to_previous: Edge | None = None
     cursor: Cursor
 
     def __init__(
@@ -206,9 +207,9 @@ class Stage:
 
     def send_activation(self, i: int, j: int) -> None:
         """Copy the output to the next stage."""
-        assert self.next is not None
+        assert self.to_next is not None
         tape = self._tapes[i, j]
-        self.next.inputs.send(i, j, tape.message, tape.buffer, self.computed)
+        self.to_next.send(i, j, tape.message, tape.buffer, self.computed)
 
     def loss(self, i: int, j: int, loss_fn: Callable[..., Tensor]) -> Tensor:
         """Compute the loss of a microbatch on the last stage; returns it detached."""
@@ -269,12 +270,12 @@ class Stage:
 
     def send_gradient(self, i: int, j: int) -> None:
         """Copy the gradient of the input to the previous stage."""
-        assert self.previous is not None and self.previous.gradients is not None
+        assert self.to_previous is not None
         buffer = Buffer("gradients of the input")
         self.compute.writes(buffer)
         self.compute.record(self.computed)
         outgoing, self._outgoing = self._outgoing, ()
-        read = self.previous.gradients.send(i, j, Message(outgoing), buffer, self.computed)
+        read = self.to_previous.send(i, j, Message(outgoing), buffer, self.computed)
         self._in_transit.hold(read, buffer, outgoing)
 
 

@@ -82,10 +82,11 @@ class StageWeights:
     """The weights of one stage that has trainable parameters.
 
     The parameters are views of the *working* buffer for as long as the stage is bound; kernels
-    overwrite it behind autograd's back, so that a backward meets whatever weights are in it. The
-    true weights live in a *master* buffer, or in the working buffer itself where that never holds
-    anything else. The working buffer is a cache of one entry: loading what it holds costs nothing,
-    and what it holds is kept before it is overwritten if a minibatch in flight still needs it.
+    overwrite it behind autograd's back, so that a backward meets whatever weights are in it. Where
+    weights are predicted the true ones live in a *master* buffer; elsewhere they are a version like
+    any other, in the working buffer at every update. The working buffer is a cache of one entry:
+    loading what it holds costs nothing, and what it holds is kept before it is overwritten if it is
+    still needed: by a minibatch in flight, or because it is the true weights.
 
     Args:
         module: the stage.
@@ -143,7 +144,7 @@ class StageWeights:
         """Move the parameters into the working buffer and the optimizer onto the true weights."""
         working = Flat(self.params)
         predicts = self._forward_horizon > 0 or self._backward_horizon > 0
-        self._master = Flat(self.params) if predicts or self._stashes else None
+        self._master = Flat(self.params) if predicts else None
         state = {
             key: Flat(self.params, self.optimizer.momentum_dtype).views
             for key in self.optimizer.buffer_keys
@@ -213,6 +214,8 @@ class StageWeights:
         self.optimizer.write_with_next_step(None)
         if self._master_plan is not None:
             self._master_plan.restore_()
+        elif not self.holds(self._true):
+            self.load(self._true)
         self._free.extend(self._kept.values())
         self._kept.clear()
         self._needed.clear()
@@ -229,7 +232,11 @@ class StageWeights:
     def true_weights(self) -> Mapping[Tensor, Tensor]:
         """Where the true weights are: parameter -> tensor, not to be written."""
         assert self._working is not None
-        return (self._master or self._working).views
+        if self._master is not None:
+            return self._master.views
+        if self.holds(self._true):
+            return self._working.views
+        return self._kept[self._true].flat.views
 
     # Loads. What is wanted is asked for first, so that the caller need not prepare for a load that
     # does nothing.
@@ -254,16 +261,23 @@ class StageWeights:
 
     def load(self, content: Content) -> None:
         """Make the working buffer hold it."""
+        held = self._held
+        if held is not None and (held in self._kept or not self._is_needed(held)):
+            held = None  # no loss
         kept = self._kept.pop(content, None)
         if kept is None:
-            self._keep_if_needed()
+            if held is not None:
+                self._keep(held)
             self._write(content.horizon)
-        elif self._held is not None and self._needed[self._held]:
+        elif held is not None:
             kept.plan.swap_()
-            self._kept[self._held] = kept
+            self._kept[held] = kept
         else:
             kept.plan.restore_()
-            self._free.append(kept)
+            if self._needed[content]:
+                self._kept[content] = kept
+            else:
+                self._free.append(kept)
         self._held = content
 
     def forget(self, minibatch: int) -> None:
@@ -273,6 +287,8 @@ class StageWeights:
             self._needed[content] -= 1
             if not self._needed[content]:
                 del self._needed[content]
+                if content in self._kept and not self._is_needed(content):
+                    self._free.append(self._kept.pop(content))
 
     def _content(self, horizon: int) -> Content:
         return Content(self._version, horizon, self._lrs() if horizon else None)
@@ -280,13 +296,19 @@ class StageWeights:
     def _lrs(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
-    def _keep_if_needed(self) -> None:
+    @property
+    def _true(self) -> Content:
+        return Content(self._version, 0, None)
+
+    def _is_needed(self, content: Content) -> bool:
+        return self._needed[content] > 0 or (self._master is None and content == self._true)
+
+    def _keep(self, held: Content) -> None:
+        """Copy what the working buffer holds to a buffer of its own."""
         assert self._working is not None
-        if self._held is None or not self._needed[self._held]:
-            return
         kept = self._free.pop() if self._free else _Kept(self._working, self.params)
         kept.plan.stash()
-        self._kept[self._held] = kept
+        self._kept[held] = kept
 
     def _write(self, horizon: int) -> None:
         assert self._sink is not None and self._master_plan is not None
@@ -305,9 +327,14 @@ class StageWeights:
         predicted with.
         """
         writes_forward = self._sink is not None and forward_is_next and not self._lr_moves
+        if self._master is None and not self.holds(self._true):
+            self.load(self._true)
+        held = self._held
+        overwrites = writes_forward or self._master is None
+        if overwrites and held is not None and self._needed[held] and held not in self._kept:
+            self._keep(held)
         before = self._lrs()
         if writes_forward:
-            self._keep_if_needed()
             self._held = None  # unknown, should the step raise
             self.optimizer.write_with_next_step(self._sink, self._forward_horizon)
         self.optimizer.step()

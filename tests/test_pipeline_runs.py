@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import io
 import pickle
+import weakref
 from contextlib import closing
 
 import pytest
@@ -396,6 +397,22 @@ def test_a_run_keeps_nothing(method):
     assert len(pipe._executor._extent.shares) <= 3
 
 
+@every_method
+def test_a_pipeline_that_is_dropped_is_freed_at_once(method):
+    """Buffers of a GPU must not wait for a garbage collection."""
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, method)
+    losses(pipe, batches(6))
+    buffers = [weakref.ref(weights._working.buffers[0]) for weights in pipe._weights]
+    assert all(ref() is not None for ref in buffers)
+    gc.collect()
+    gc.disable()
+    try:
+        del pipe
+        assert all(ref() is None for ref in buffers)
+    finally:
+        gc.enable()
+
+
 def test_weight_version_bytes():
     def size(method, n=4):
         pipe = st.Pipeline(tanh_stages(n), sgd(), mse, method)
@@ -410,8 +427,8 @@ def test_weight_version_bytes():
     stage = one // 4
     # Stage 3 needs no master: both its horizons are 1, which is 0 only for its stash.
     assert size("spectrain") == 2 * one
-    assert size("pipedream") == sum(2 + d for d in (3, 2, 1)) * stage + stage
-    assert size("spectrain-stash") == size("pipedream")
+    assert size("pipedream") == sum((4, 3, 2, 1)) * stage
+    assert size("spectrain-stash") == size("pipedream") + 3 * stage
 
 
 @every_method
