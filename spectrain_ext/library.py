@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import ops
+from spectrain_ext._lists import bump_versions
 from spectrain_ext.laws import FutureRates, Geometric, Horizon, Linear, SecondOrder
 
 T = TypeVar("T", Tensor, Sequence[Tensor])
@@ -151,6 +152,32 @@ def _kernel(name: str) -> Callable[..., Any]:
     return kernel
 
 
+def _bumping(overload: Any) -> Callable[..., None]:
+    """Bump what the schema marks while a graph is traced, whose kernels do not run then.
+
+    Autograd then refuses a graph whose backward needs what an operator overwrites in it, as it
+    does where the operators run.
+    """
+    written = [
+        (i, argument.name)
+        for i, argument in enumerate(overload._schema.arguments)
+        if argument.is_write
+    ]
+
+    def bump(keys: Any, *args: Any, **kwargs: Any) -> None:
+        if is_traced():
+            for i, name in written:
+                bump_versions(args[i] if i < len(args) else kwargs[name])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            overload.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+
+    def is_traced() -> bool:
+        mode = torch._C._TorchDispatchModeKey.FUNCTIONAL
+        return torch._C._get_dispatch_mode(mode) is not None
+
+    return bump
+
+
 def _new_like(params: Sequence[Tensor], *_: Any, **__: Any) -> list[Tensor]:
     return [torch.empty_like(p, requires_grad=False) for p in params]
 
@@ -170,6 +197,10 @@ def _register() -> torch.library.Library:
         library.impl(name, _kernel(name.removesuffix(".out")), "CompositeExplicitAutograd")
         # Nothing is recorded, as by the eager operators: no graph holds a prediction.
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        if not schema.endswith("Tensor[]"):
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.spectrain, packet), overload or "default")
+            library.impl(name, _bumping(operator), "ADInplaceOrView", with_keyset=True)
         fake = _new_like if schema.endswith("Tensor[]") else _nothing
         torch.library.register_fake(f"spectrain::{name}", fake, lib=library)
     return library
