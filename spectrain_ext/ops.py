@@ -372,6 +372,8 @@ def distance(
         params[i], of shape (k, n), and that of the whole lists, of shape (k,). The sums are made in
         an order that depends on the shapes only: the same bits on the CPU and on every GPU.
     """
+    if isinstance(others, Tensor) or not isinstance(others, Sequence):
+        raise TypeError(f"others: expected a sequence of lists, got {type(others).__name__}")
     lists = Lists(params, "params", writes=False)
     given = [
         lists.add(Role.OUT, f"others[{j}]", other, writes=False) for j, other in enumerate(others)

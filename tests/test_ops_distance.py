@@ -116,6 +116,9 @@ def test_bad_input() -> None:
         st.distance(w, [w[:1]])
     with pytest.raises(TypeError, match=r"others\[0\]"):
         st.distance(w, [w[0]])
+    for others in (3, w[0]):
+        with pytest.raises(TypeError, match="others: expected a sequence of lists"):
+            st.distance(w, others)  # type: ignore[arg-type]
 
 
 @pytest.mark.cuda
