@@ -1,0 +1,1 @@
+"""The benchmark behind ``spectrain bench``: operations, rivals, clocks, reports."""

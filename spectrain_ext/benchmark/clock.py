@@ -1,0 +1,121 @@
+"""How long calls take: contestants in turn, so that whatever else the machine does hits all."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from spectrain_ext.benchmark.operations import Call
+
+
+@dataclass
+class Times:
+    """Seconds of one call, one figure per sample, and how they were taken."""
+
+    seconds: list[float] = field(default_factory=list)
+    how: str = "clock"
+
+
+class Contestant(Protocol):
+    """Something that can be sampled once."""
+
+    how: str
+    estimate: float  # seconds that one sample takes
+
+    def sample(self) -> float:
+        """Seconds of one call."""
+
+
+class OnHost:
+    """A call timed by the wall clock, often enough for a sample to last a while."""
+
+    how = "clock"
+
+    def __init__(self, call: Call, sample_s: float) -> None:
+        self._call = call
+        call()
+        self._repeat = 1
+        first = self.sample()
+        self._repeat = max(1, min(100_000, int(sample_s / max(first, 1e-7))))
+        self.estimate = max(first, 1e-7) * self._repeat
+
+    def sample(self) -> float:
+        """Seconds of one call."""
+        call = self._call
+        start = time.perf_counter()
+        for _ in range(self._repeat):
+            call()
+        return (time.perf_counter() - start) / self._repeat
+
+
+class OnDevice:
+    """Calls on rotating sets of tensors between two CUDA events, replayed from a graph if can be.
+
+    A graph leaves out what the host costs; what cannot be captured is launched by the host.
+    """
+
+    def __init__(self, calls: Sequence[Call], sample_s: float) -> None:
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        self._calls = calls
+        self._graph = _capture(calls)
+        self.how = "events" if self._graph is None else "graph"
+        self._repeat = 1
+        first = self.sample() * len(calls)
+        self._repeat = max(1, min(1000, int(sample_s / max(first, 1e-7))))
+        self.estimate = max(first, 1e-7) * self._repeat
+
+    def sample(self) -> float:
+        """Seconds of one call."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(self._repeat):
+            if self._graph is not None:
+                self._graph.replay()
+            else:
+                for call in self._calls:
+                    call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / self._repeat / len(self._calls)
+
+
+def _capture(calls: Sequence[Call]) -> Any:
+    graph: Any = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+    except (RuntimeError, ValueError):
+        torch.cuda.synchronize()
+        return None
+    return graph
+
+
+def take_turns(
+    contestants: Mapping[str, Contestant], budget_s: float, at_least: int = 5, at_most: int = 200
+) -> dict[str, Times]:
+    """Sample all in turn, each round starting with another one, until the budget is used up."""
+    times = {name: Times(how=c.how) for name, c in contestants.items()}
+    names = list(contestants)
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        for turn in range(at_most):
+            if turn >= at_least and time.perf_counter() - start > budget_s:
+                break
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                times[name].seconds.append(contestants[name].sample())
+    finally:
+        if collecting:
+            gc.enable()
+    return times

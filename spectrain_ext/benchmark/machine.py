@@ -1,0 +1,79 @@
+"""The machine and the versions: without them a figure means nothing."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spectrain_ext import _C
+
+
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Device, versions and date; no paths and no names of hosts."""
+    build = _C.build_info()
+    info: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": "cpu" if device == "cpu" else "cuda",
+        "cpu": cpu_name(),
+        "cores": cores(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": importlib.metadata.version("numpy"),
+        "spectrain_ext": build["version"],
+        "instruction_set": build["cpu_instruction_set"],
+    }
+    for name in ("triton", "cupy-cuda13x", "cupy-cuda12x"):
+        try:
+            info[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if hasattr(os, "getloadavg"):
+        info["load_before"] = round(os.getloadavg()[0], 2)
+    if device != "cpu":
+        p = torch.cuda.get_device_properties(device)
+        info["gpu"] = p.name
+        info["capability"] = f"{p.major}.{p.minor}"
+        info["l2_bytes"] = getattr(p, "L2_cache_size", None)
+        info["cuda"] = torch.version.cuda
+    return info
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    path = Path("/proc/cpuinfo")
+    fields: dict[str, str] = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in fields:
+        name += f", family {fields['cpu family']} model {fields.get('model', '?')}"
+    return name
+
+
+def free_bytes(device: str = "cpu") -> int:
+    """Memory that is free now."""
+    if device != "cpu":
+        return int(torch.cuda.mem_get_info(device)[0])
+    path = Path("/proc/meminfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 2**32

@@ -1,0 +1,170 @@
+"""What a run measured: rows, the machine, and both as JSON and as a table."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spectrain_ext.benchmark.operations import OURS
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation of one operation on one workload; None where there is nothing to say.
+
+    Attributes:
+        kind: "ours", "rival", "reference" (a copy of the same tensors) or "copy" (the yardstick).
+        bytes: what the operation has to move at least; rivals are given the same.
+        median_us, iqr_us, best_us: microseconds of a call over `samples` samples.
+        share: of the best plain copy of as many bytes, by medians; `share_best` by best times.
+        host_us: microseconds of a call on as many empty tensors.
+        compile_s: seconds of the first call, for what is compiled.
+        how: "clock", "events" or "graph".
+    """
+
+    operation: str
+    workload: str
+    precision: str
+    implementation: str
+    kind: str
+    bytes: int
+    median_us: float
+    iqr_us: float
+    best_us: float
+    samples: int
+    gb_per_s: float
+    share: float | None = None
+    share_best: float | None = None
+    host_us: float | None = None
+    compile_s: float | None = None
+    how: str = "clock"
+    elements: int = 0
+    tensors: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What makes two rows of two runs comparable."""
+        return self.operation, self.workload, self.precision, self.implementation
+
+    @property
+    def case(self) -> tuple[str, str, str]:
+        """What rivals have in common."""
+        return self.key[:3]
+
+
+@dataclass
+class Report:
+    """Everything of one run."""
+
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    host_us: dict[str, float] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The JSON of `from_json`."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            data = json.loads(text)
+            if data.pop("format") != FORMAT:
+                raise ValueError("another format")
+            rows = [Row(**row) for row in data.pop("rows")]
+            return cls(rows=rows, **data)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not a report of spectrain bench: {error}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Report:
+        """Read a file; raises as `from_json`, and OSError."""
+        return cls.from_json(path.read_text())
+
+    def cases(self) -> dict[tuple[str, str, str], list[Row]]:
+        """Rows by what they have in common, in the order they were measured in."""
+        found: dict[tuple[str, str, str], list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.case, []).append(row)
+        return found
+
+
+def spread(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Median, interquartile range and best.
+
+    Raises:
+        ValueError: nothing was measured.
+    """
+    if not seconds:
+        raise ValueError("no measured times")
+    median = statistics.median(seconds)
+    quarters = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [median] * 3
+    return median, quarters[2] - quarters[0], min(seconds)
+
+
+def times_rival(row: Row, case: Iterable[Row]) -> float | None:
+    """How many times faster than the fastest rival of the same case one of ours is, by medians."""
+    rivals = [r.median_us for r in case if r.kind == "rival"]
+    return min(rivals) / row.median_us if row.implementation in OURS and rivals else None
+
+
+def markdown(rows: Iterable[Row], *, copies: bool = False) -> str:
+    """A table; the yardstick's own rows only where `copies` is set."""
+    lines = [
+        "| operation | tensors | types | implementation | MB | median us | IQR | best us | GB/s "
+        "| of copy | host us | times rival |",
+        "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    cases: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        cases.setdefault(row.case, []).append(row)
+    for case in cases.values():
+        for row in case:
+            if row.kind == "copy" and not copies:
+                continue
+            cells = [
+                row.operation,
+                row.workload,
+                row.precision,
+                row.implementation + ("" if row.compile_s is None else _compiled(row.compile_s)),
+                f"{row.bytes / 1e6:.3g}",
+                _us(row.median_us),
+                f"{row.iqr_us / row.median_us:.0%}",
+                _us(row.best_us),
+                f"{row.gb_per_s:.1f}",
+                "" if row.share is None else f"{row.share:.0%}",
+                "" if row.host_us is None else _us(row.host_us),
+                _number(times_rival(row, case), ".2f"),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def host_table(host_us: dict[str, float]) -> str:
+    """What calls cost the host."""
+    lines = ["| call | host us |", "|---|--:|"]
+    return "\n".join([*lines, *(f"| {name} | {us:.2f} |" for name, us in host_us.items())])
+
+
+def _us(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _compiled(seconds: float) -> str:
+    return f" (compiled in {seconds:.1f} s)"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,175 @@
+"""The figures this package wants to reach, held against what a run measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from spectrain_ext.benchmark.operations import ADAMW_1, ADAMW_2, OURS
+from spectrain_ext.benchmark.report import Report, Row
+from spectrain_ext.benchmark.workloads import MIXED, Workload
+
+_LARGE = 2**24  # elements from which caches no longer decide
+_GPU_LARGE = 2**26
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target, and what was measured; `met` is None where nothing was."""
+
+    what: str
+    target: str
+    measured: str
+    met: bool | None
+
+
+def verdicts(report: Report) -> list[Verdict]:
+    """Every target that can be checked on the device of the run."""
+    if report.environment.get("device") == "cpu":
+        return [*_on_cpu(report), *_anywhere(report)]
+    return [*_on_gpu(report), *_anywhere(report)]
+
+
+def markdown(found: Iterable[Verdict]) -> str:
+    """A table of targets."""
+    lines = ["| what | target | measured | met |", "|---|---|---|---|"]
+    for v in found:
+        met = "not measured" if v.met is None else "yes" if v.met else "**no**"
+        lines.append(f"| {v.what} | {v.target} | {v.measured} | {met} |")
+    return "\n".join(lines)
+
+
+def _on_cpu(report: Report) -> list[Verdict]:
+    two, stage = "SGD step + 2 predictions", "pipeline stage, one minibatch"
+    copy = "copy_ of the same tensors"
+    composed = "fused + torch.add"
+    return [
+        _faster(report, two, composed, 1.6),
+        _faster(report, two, "torch.compile", 1.05),
+        _time_of(report, "predict_", copy, 1.0),
+        _time_of(report, "predict", copy, 1.1),
+        _faster(report, stage, composed, 1.15),
+    ]
+
+
+def _on_gpu(report: Report) -> list[Verdict]:
+    sgd, adam = "SGD step + 2 predictions", "AdamW step + 2 predictions"
+    composed, loop = "fused + torch.add", "per-tensor SpecTrain loop"
+    shares = [
+        row
+        for row in report.rows
+        if row.implementation == "Plan" and row.elements >= _GPU_LARGE and row.share is not None
+    ]
+    worst = min(shares, key=lambda row: row.share or 0.0, default=None)
+    large = Verdict(
+        f"every operator at 2^{_GPU_LARGE.bit_length() - 1} elements and more, share of the copy",
+        ">= 97 %",
+        "" if worst is None else f"{worst.share:.1%} at worst ({worst.operation})",
+        None if worst is None else (worst.share or 0.0) >= 0.97,
+    )
+    found = [large, _faster(report, sgd, composed, 1.5), _faster(report, adam, composed, 1.9)]
+    found += [_faster(report, name, "torch.compile", 1.0) for name in (sgd, adam)]
+    found.append(_faster(report, sgd, loop, 3.5))
+    found.append(
+        _faster(report, sgd, loop, 20.0, lambda r: r.tensors == 300 and r.elements < 2**21)
+    )
+    found.append(_faster(report, "pipeline stage, one minibatch", composed, 1.15))
+    return found
+
+
+def _anywhere(report: Report) -> list[Verdict]:
+    return [*counted(), *_host(report)]
+
+
+def counted() -> list[Verdict]:
+    """The extra bytes of predictions in a mixed-precision AdamW step, from the operations' lists.
+
+    The step alone writes the bfloat16 working weights; they may as well be predicted ones.
+    """
+    work = Workload("one", ((1,),), MIXED)
+    step, more = (op.bytes_per_element(work) for op in (ADAMW_1, ADAMW_2))
+    copy = 2 * MIXED.outs.itemsize
+    found = []
+    for what, extra, limit in (
+        ("with one more output", more - step, 0.08),
+        ("with the copy that a pipeline needs", more - step + copy, 0.22),
+    ):
+        found.append(
+            Verdict(
+                f"extra bytes of prediction in a mixed-precision AdamW step of {step}, {what}",
+                f"<= {limit:.0%}",
+                f"{extra / step:.1%} (counted)",
+                extra / step <= limit,
+            )
+        )
+    return found
+
+
+def _host(report: Report) -> list[Verdict]:
+    found = []
+    for name, us in report.host_us.items():
+        limit = 25.0 if name.startswith("Plan.refresh") else 5.0
+        found.append(
+            Verdict(f"host time, {name}", f"<= {limit:.0f} us", f"{us:.2f} us", us <= limit)
+        )
+    return found
+
+
+def _is_large(row: Row) -> bool:
+    return row.elements >= _LARGE
+
+
+def _pairs(
+    report: Report, operation: str, other: str, which: Callable[[Row], bool]
+) -> list[tuple[Row, Row]]:
+    """Our fastest (by median) of every case, and the row it is held against."""
+    pairs = []
+    for (name, _, precision), rows in report.cases().items():
+        chosen = [r for r in rows if r.implementation in OURS and which(r)]
+        others = [r for r in rows if r.implementation == other]
+        if name == operation and precision == "fp32" and chosen and others:
+            pairs.append((min(chosen, key=lambda r: r.median_us), others[0]))
+    return pairs
+
+
+def _faster(
+    report: Report,
+    operation: str,
+    other: str,
+    factor: float,
+    which: Callable[[Row], bool] = _is_large,
+) -> Verdict:
+    pairs = _pairs(report, operation, other, which)
+    return _verdict(
+        f"{operation}, against {other}",
+        f">= {factor:.2f}x",
+        [(b.median_us / a.median_us, b.best_us / a.best_us, a.workload) for a, b in pairs],
+        lambda ratio: ratio >= factor,
+        worst=min,
+    )
+
+
+def _time_of(report: Report, operation: str, other: str, factor: float) -> Verdict:
+    pairs = _pairs(report, operation, other, _is_large)
+    return _verdict(
+        f"{operation}, its time over that of torch's {other}",
+        f"<= {factor:.2f}x",
+        [(a.median_us / b.median_us, a.best_us / b.best_us, a.workload) for a, b in pairs],
+        lambda ratio: ratio <= factor,
+        worst=max,
+    )
+
+
+def _verdict(
+    what: str,
+    target: str,
+    ratios: list[tuple[float, float, str]],
+    passes: Callable[[float], bool],
+    worst: Callable[[list[tuple[float, float, str]]], tuple[float, float, str]],
+) -> Verdict:
+    """The worst workload decides, by medians; best times are said beside."""
+    if not ratios:
+        return Verdict(what, target, "", None)
+    median, best, where = worst(ratios)
+    text = f"{median:.2f}x at worst ({where}); {best:.2f}x by best times"
+    return Verdict(what, target, text, passes(median))

@@ -1,0 +1,145 @@
+"""What is measured on: lists of tensors of given shapes and types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from spectrain_ext.benchmark.shapes import MODELS, Shape
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of weights, optimizer state, gradients and predictions."""
+
+    name: str
+    weights: torch.dtype
+    state: torch.dtype
+    grads: torch.dtype
+    outs: torch.dtype
+
+
+FP32 = Precision("fp32", torch.float32, torch.float32, torch.float32, torch.float32)
+BF16 = Precision("bf16", torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16)
+MIXED = Precision("mixed", torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
+PRECISIONS = {p.name: p for p in (FP32, BF16, MIXED)}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A list of tensors.
+
+    Attributes:
+        name: what tables call it.
+        shapes: one shape per tensor.
+        precision: `fp32`; `bf16`, weights beside a float32 state; `mixed`, float32 master weights
+            with bfloat16 gradients and predictions.
+    """
+
+    name: str
+    shapes: tuple[Shape, ...]
+    precision: Precision = FP32
+
+    @property
+    def elements(self) -> int:
+        """Elements of one stream."""
+        return sum(map(math.prod, self.shapes))
+
+    @property
+    def count(self) -> int:
+        """Number of tensors."""
+        return len(self.shapes)
+
+    def emptied(self) -> Workload:
+        """As many tensors without an element: what a call costs the host."""
+        return Workload(self.name, ((0,),) * self.count, self.precision)
+
+
+def uneven(count: int, elements: int) -> tuple[Shape, ...]:
+    """Shapes like a network's, `elements` in all: three in four tensors small, the others large."""
+    if count == 1:
+        return ((elements,),)
+    mean = max(1, elements // count)
+    small = max(1, mean // 16)
+    n_large = max(1, count // 4)
+    large, rest = divmod(elements - (count - n_large) * small, n_large)
+    if large < 1:
+        raise ValueError(f"elements: expected at least one for each of {count} tensors")
+    sizes = [small] * count
+    for i in range(n_large):
+        sizes[i * count // n_large] = large + (rest if i == 0 else 0)
+    return tuple((n,) for n in sizes)
+
+
+def synthetic(
+    counts: Sequence[int], exponents: Iterable[int], precision: Precision = FP32
+) -> list[Workload]:
+    """Every number of tensors with every 2^exponent elements in all that suffices for it."""
+    return [
+        Workload(f"{count} x, 2^{e}" if count > 1 else f"2^{e}", uneven(count, 2**e), precision)
+        for e in exponents
+        for count in counts
+        if 2**e >= 16 * count or count == 1
+    ]
+
+
+def model(name: str, precision: Precision = FP32) -> Workload:
+    """The parameter list of a real model (`shapes.MODELS`)."""
+    return Workload(name, tuple(MODELS[name]()), precision)
+
+
+@dataclass
+class Streams:
+    """The tensors of a workload, made when they are first asked for.
+
+    Letters: w weights, v momentum (first moment), u second moment, g gradients, k kept weights,
+    o and p two outputs, t float32 scratch like the gradients.
+    """
+
+    work: Workload
+    device: str = "cpu"
+    _made: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def __getitem__(self, letter: str) -> list[Tensor]:
+        """The tensors of one stream."""
+        if letter not in self._made:
+            self._made[letter] = self._make(letter)
+        return self._made[letter]
+
+    def _make(self, letter: str) -> list[Tensor]:
+        scale = {"v": 1e-3, "g": 1e-3, "u": 1e-6}.get(letter, 1.0)
+        # A repeated block: random numbers for 2^30 elements would take longer than the measurement.
+        seed = torch.Generator().manual_seed(ord(letter))
+        block = torch.randn(4099, generator=seed).mul_(scale)
+        block = (block.abs_() if letter == "u" else block).to(
+            self.device, dtype_of(self.work, letter)
+        )
+        return [_filled(block, shape) for shape in self.work.shapes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what was made."""
+        return sum(t.nbytes for tensors in self._made.values() for t in tensors)
+
+
+def dtype_of(work: Workload, letter: str) -> torch.dtype:
+    """The dtype of one stream."""
+    p = work.precision
+    if letter in "op":
+        return p.outs
+    if letter in "vut":
+        return p.state
+    return p.grads if letter == "g" else p.weights
+
+
+def _filled(block: Tensor, shape: Shape) -> Tensor:
+    tensor = torch.empty(shape, dtype=block.dtype, device=block.device)
+    flat = tensor.view(-1)
+    whole = flat.numel() // block.numel() * block.numel()
+    flat[:whole].view(-1, block.numel()).copy_(block.expand(whole // block.numel(), -1))
+    flat[whole:].copy_(block[: flat.numel() - whole])
+    return tensor

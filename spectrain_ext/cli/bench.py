@@ -1,0 +1,240 @@
+"""``spectrain bench``: the operators against torch and against a plain copy, on this machine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+import torch
+
+from spectrain_ext.benchmark import compare as comparing
+from spectrain_ext.benchmark import targets
+from spectrain_ext.benchmark.engine import Settings, measure
+from spectrain_ext.benchmark.operations import OPERATIONS
+from spectrain_ext.benchmark.report import Report, host_table, markdown
+from spectrain_ext.benchmark.shapes import MODELS
+from spectrain_ext.benchmark.workloads import PRECISIONS, Workload, model, synthetic
+
+_QUICK = "quick"
+_COUNTS = (1, 10, 300, 3000)
+_EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
+
+
+@click.command()
+@click.option("-k", "only", default="", help="Operations whose name contains this.")
+@click.option(
+    "--suite",
+    type=click.Choice([_QUICK, "sizes", "models", "full"]),
+    default=_QUICK,
+    show_default=True,
+    help="quick: a minute. sizes: 2^10 to 2^30 elements in 1 to 3,000 tensors. models: parameter "
+    "lists of real models. full: both, in every precision.",
+)
+@click.option(
+    "--elements",
+    multiple=True,
+    type=click.IntRange(4, 34),
+    metavar="E",
+    help="2^E elements instead of the suite's; may be repeated.",
+)
+@click.option(
+    "--tensors",
+    multiple=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="In N tensors instead of the suite's; may be repeated.",
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    type=click.Choice(list(MODELS)),
+    help="The parameter list of a model; may be repeated.",
+)
+@click.option(
+    "--precision",
+    "precisions",
+    multiple=True,
+    type=click.Choice(list(PRECISIONS)),
+    help="May be repeated.",
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu, or a CUDA device.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads on the CPU.")
+@click.option(
+    "--compile",
+    "with_compile",
+    is_flag=True,
+    help="Also torch.compile, for up to ten tensors; takes seconds for each.",
+)
+@click.option(
+    "--case-seconds",
+    type=click.FloatRange(min=0.0),
+    default=0.7,
+    show_default=True,
+    help="For the samples of one operation on one workload.",
+)
+@click.option(
+    "--memory",
+    type=click.FloatRange(min=0.0, min_open=True),
+    metavar="GIB",
+    help="What tensors may take; default: most of what is free.",
+)
+@click.option("--seconds", type=click.FloatRange(min=0.0), help="No case is begun after this.")
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write everything that was measured.",
+)
+@click.option(
+    "--markdown",
+    "markdown_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the tables.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw a PNG or SVG; needs matplotlib.",
+)
+@click.option(
+    "--compare",
+    "baseline",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    help="A JSON of an earlier run: ratios of shares; exit status 1 where it got slower.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0.0, 1.0),
+    default=0.15,
+    show_default=True,
+    help="How much of a share --compare lets go.",
+)
+def bench(
+    only: str,
+    suite: str,
+    elements: tuple[int, ...],
+    tensors: tuple[int, ...],
+    models: tuple[str, ...],
+    precisions: tuple[str, ...],
+    device: str,
+    threads: int | None,
+    with_compile: bool,
+    case_seconds: float,
+    memory: float | None,
+    seconds: float | None,
+    json_path: Path | None,
+    markdown_path: Path | None,
+    picture: Path | None,
+    baseline: Path | None,
+    tolerance: float,
+) -> None:
+    """Measure every operator against its rivals and against the best plain copy.
+
+    Rivals and copies take turns on the same machine in the same run. "of copy" is the bytes that
+    must move over the median time, as a share of the best copy of as many bytes.
+    """
+    operations = [op for op in OPERATIONS if only.lower() in op.name.lower()]
+    if not operations:
+        raise click.BadParameter(f"no operation's name contains {only!r}", param_hint="-k")
+    before = _baseline(baseline)
+    _check_output(picture, device)
+    work = workloads(suite, elements, tensors, models, precisions)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    settings = Settings(
+        device=device,
+        case_s=case_seconds,
+        compile=with_compile,
+        memory_bytes=None if memory is None else int(memory * 2**30),
+        until=float("inf") if seconds is None else time.monotonic() + seconds,
+    )
+    report = measure(operations, work, settings, lambda name: click.echo(name, err=True))
+    text = tables(report)
+    click.echo(text)
+    if json_path is not None:
+        json_path.write_text(report.to_json())
+    if markdown_path is not None:
+        markdown_path.write_text(text + "\n")
+    if picture is not None:
+        from spectrain_ext.benchmark.picture import draw
+
+        draw(picture, report)
+    if before is not None:
+        _compare(before, report, tolerance)
+
+
+def workloads(
+    suite: str,
+    elements: tuple[int, ...],
+    tensors: tuple[int, ...],
+    models: tuple[str, ...],
+    precisions: tuple[str, ...],
+) -> list[Workload]:
+    """What a suite measures on, with what was asked for in its place."""
+    names = precisions or (("fp32", "bf16", "mixed") if suite == "full" else ("fp32",))
+    found: list[Workload] = []
+    for name in names:
+        precision = PRECISIONS[name]
+        if elements or tensors or (suite in ("sizes", "full") and not models):
+            found += synthetic(tensors or _COUNTS, elements or _EXPONENTS, precision)
+        elif suite == _QUICK and not models:
+            found += synthetic((1,), (24,), precision) + synthetic((300,), (20,), precision)
+            found += synthetic((10,), (14,), precision)
+        chosen = models or (tuple(MODELS) if suite in ("models", "full") else ())
+        found += [model(m, precision) for m in chosen]
+    return found
+
+
+def tables(report: Report) -> str:
+    """The tables of a report, with the machine above them."""
+    about = report.environment
+    lines = [f"- {name}: {value}" for name, value in about.items()]
+    parts = ["\n".join(lines), markdown(report.rows), host_table(report.host_us)]
+    if report.left_out:
+        parts.append("Left out:\n\n" + "\n".join(f"- {line}" for line in report.left_out))
+    parts.append(targets.markdown(targets.verdicts(report)))
+    return "\n\n".join(parts)
+
+
+def _baseline(path: Path | None) -> Report | None:
+    if path is None:
+        return None
+    try:
+        return Report.load(path)
+    except ValueError as error:
+        raise click.BadParameter(f"{path}: {error}", param_hint="--compare") from error
+
+
+def _check_output(picture: Path | None, device: str) -> None:
+    """Find out before the measurement, not after it."""
+    if device != "cpu" and not torch.cuda.is_available():
+        raise click.BadParameter("torch sees no CUDA device", param_hint="--device")
+    if picture is None:
+        return
+    if picture.suffix not in (".png", ".svg"):
+        raise click.BadParameter("expected a .png or an .svg", param_hint="--picture")
+    from spectrain_ext.benchmark.picture import require_matplotlib
+
+    try:
+        require_matplotlib()
+    except ModuleNotFoundError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _compare(before: Report, after: Report, tolerance: float) -> None:
+    changes = comparing.compare(before, after)
+    if not changes:
+        raise click.ClickException("the two runs have no row in common: nothing was compared")
+    click.echo()
+    for line in comparing.differences(before, after):
+        click.echo(f"differs: {line}", err=True)
+    click.echo(comparing.markdown(changes, tolerance))
+    slower = sum(change.regressed(tolerance) for change in changes)
+    click.echo(f"\n{slower} of {len(changes)} slower by more than {tolerance:.0%}")
+    if slower:
+        raise SystemExit(1)
+
+
+__all__ = ["bench", "tables", "workloads"]
