@@ -30,8 +30,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 stats.iqr * 1e6,
                 stats.min * 1e6,
                 stats.rounds,
-                extra.get("gb_per_s"),
-                extra.get("share_of_copy"),
             )
         )
     if rows:

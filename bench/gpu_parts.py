@@ -4,83 +4,50 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 #: Where everything is measured; a test rehearses it on the CPU.
 DEVICE = "cuda"
-
-
-def sets_needed(nbytes: int, l2_bytes: int, free_bytes: int) -> int:
-    """How many sets of buffers to rotate so that none is in the L2 cache when its turn comes."""
-    wanted = max(2, -(-4 * l2_bytes // max(1, nbytes)) + 1)
-    return max(1, min(wanted, int(0.6 * free_bytes) // max(1, nbytes), 64))
-
-
-def time_on_gpu(calls: Sequence[Callable[[], object]], *, repeat: int, per: int) -> list[float]:
-    """Seconds per call from CUDA events, ``per`` calls between two events, taking turns."""
-    import torch
-
-    turn = 0
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    events = []
-    for _ in range(repeat):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(per):
-            calls[turn % len(calls)]()
-            turn += 1
-        end.record()
-        events.append((start, end))
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 / per for a, b in events]
+#: Elements of the workloads, as powers of two: the largest, of many tensors, small ones.
+EXPONENTS = (28, 26, 22, 18)
+MODELS = ("ResNet-50", "GPT-2 124M")
+CASE_S = 0.4
 
 
 def part_operators(out: Path, budget_s: float) -> None:
-    """Every operator and its rivals, with rotating buffers larger than the L2 cache."""
-    import torch
-    from cases import SIXTEEN_BIT, TRAFFIC, WORKLOADS, build, bytes_moved, copies, implementations
-    from table import as_json, summarize
+    """Every operator and its rivals, the largest tensors first: rotating buffers, graph replay."""
+    from spectrain_ext.benchmark.engine import Settings, measure
+    from spectrain_ext.benchmark.operations import ADAMW_2, OPERATIONS, SGD_2, STAGE
+    from spectrain_ext.benchmark.report import Report
+    from spectrain_ext.benchmark.workloads import BF16, MIXED, model, synthetic
 
     end = time.monotonic() + budget_s
-    p = torch.cuda.get_device_properties(0)
-    l2 = getattr(p, "L2_cache_size", 0) or 2**26
-    free, _ = torch.cuda.mem_get_info()
-    ceiling, source = 0.0, ""
-    elements = min(2**28, free // 32)
-    for name, call in copies(elements, DEVICE).items():
-        times = sorted(time_on_gpu([call], repeat=20, per=1))
-        rate = 8 * elements / times[len(times) // 2] / 1e9
-        if rate > ceiling:
-            ceiling, source = rate, name
-    rows, left_out = [], []
-    for work in [*WORKLOADS, SIXTEEN_BIT]:
-        torch.cuda.empty_cache()
-        one = build(work, DEVICE)
-        free, _ = torch.cuda.mem_get_info()
-        count = sets_needed(one.nbytes, l2, free + one.nbytes)
-        sets = [one, *(build(work, DEVICE) for _ in range(count - 1))]
-        for operator in TRAFFIC:
-            if time.monotonic() > end:
-                left_out.append(f"{operator}, {work.name}: no time left")
-                continue
-            tables = [implementations(operator, s) for s in sets]
-            for name in tables[0]:
-                per = 1 if work.elements > 2**22 else 10
-                times = time_on_gpu([t[name] for t in tables], repeat=40, per=per)
-                group = f"{operator}, {work.name}"
-                rows.append(summarize(group, name, times, bytes_moved(operator, work), ceiling))
-        del one, sets
-    data = {
-        "rows": as_json(rows),
-        "best_copy_gb_per_s": ceiling,
-        "best_copy": source,
-        "left_out": left_out,
-        "how": "CUDA events; buffers rotate so that four times the L2 cache lies between two uses",
-    }
-    (out / "operators.json").write_text(json.dumps(data, indent=1))
+    small = EXPONENTS[-1]
+    main = [ADAMW_2, SGD_2, STAGE]
+    rest = [op for op in OPERATIONS if op not in main]
+    largest = synthetic((1,), EXPONENTS[:1])
+    steps = [  # in order of importance
+        (main, largest, True),
+        (rest, largest, False),
+        (OPERATIONS, synthetic((300,), (EXPONENTS[1], small)), False),
+        (main, synthetic((1,), EXPONENTS[:1], MIXED), False),
+        (main, synthetic((1,), EXPONENTS[:1], BF16), False),
+        (main, [model(name) for name in MODELS], False),
+        (OPERATIONS, synthetic((1, 3000), EXPONENTS[2:]), False),
+    ]
+    report: Report | None = None
+    for operations, workloads, compiles in steps:
+        settings = Settings(DEVICE, case_s=CASE_S, sample_s=2e-3, compile=compiles, until=end)
+        part = measure(operations, workloads, settings, lambda name: print(name, flush=True))
+        if report is None:
+            report = part
+        else:
+            report.rows += part.rows
+            report.left_out += part.left_out
+        # After every step: what was measured survives a step that runs out of time.
+        (out / "operators.json").write_text(report.to_json())
 
 
 def part_pipeline(out: Path) -> None:
@@ -122,6 +89,23 @@ def part_pipeline(out: Path) -> None:
     (out / "pipeline.json").write_text(json.dumps(data, indent=1))
 
 
+def _small_adam(w: list[Any], m: list[Any], g: list[Any], outs: list[Any]) -> None:
+    """AdamW and NAdam with predictions under the linear law and Adam's loop."""
+    import torch
+
+    import spectrain_ext as st
+    from spectrain_ext.numbers import Adam
+
+    u = [torch.zeros_like(t) for t in m]
+    plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=outs)
+    adamw = Adam(1e-3, (0.9, 0.999), 1e-8, 0.01, 1, True)
+    nadam = Adam(1e-3, (0.9, 0.999), 1e-8, 0.0, 2, momentum_decay=4e-3, mu_product=0.8)
+    plan.step_adam_([adamw], [2.0, st.laws.Geometric(3)])
+    plan.step_adam_([nadam], [2.0])
+    plan.predict_with([adamw], 2.0, out=1)
+    plan.predict_with([adamw], st.laws.Geometric(2))
+
+
 def part_small() -> None:
     """Every kernel once, on sizes and alignments that walk its tails: for the sanitizers."""
     import torch
@@ -129,6 +113,7 @@ def part_small() -> None:
     import spectrain_ext as st
 
     torch.manual_seed(0)
+    geometric = st.laws.Geometric(3)
     pairs = [(d, d) for d in (torch.float32, torch.float64, torch.float16, torch.bfloat16)]
     pairs += [(torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
     sizes = [1, 3, 8, 257, 4095, 4096, 4097, 20011]
@@ -146,8 +131,18 @@ def part_small() -> None:
             plan_.stash_predict_(lr=0.1, steps=2.0)
             plan_.swap_()
             plan_.restore_()
+            plan_.extrapolate(steps=2.0)
             plan_.sgd_step_(lr=0.1, momentum=0.9, predict=[2.0, 0.0])
+            plan_.sgd_step_(lr=0.1, momentum=0.9, nesterov=True, ema=True, predict=[geometric])
             plan_.sgd_step_(lr=0.1, momentum=0.0, weight_decay=0.1)
+            _small_adam(w, v, g, [out0, out1])
+            if wt in (torch.float16, torch.bfloat16) and vt == torch.float32:  # a float32 master
+                master = stream(torch.float32, offset)
+                _small_adam(master, v, g, [out0, out1])
+                mixed = st.Plan(master, momentum_buffers=v, grads=g, outs=[out0, out1])
+                mixed.sgd_step_(lr=0.1, momentum=0.9, predict=[2.0, 1.0])
+                mixed.predict(lr=0.1, steps=2.0, out=1)
+                mixed.write_out()
     many = [[torch.randn(7, device=DEVICE) for _ in range(3000)] for _ in range(2)]
     st.predict_(many[0], many[1], lr=0.1, steps=1.0)
     torch.cuda.synchronize()

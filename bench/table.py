@@ -1,4 +1,4 @@
-"""Tables of measured times: median, spread, bandwidth, share of the best copy, ratios."""
+"""Tables of what pytest-benchmark measured: median, spread, best, ratio to the fastest rival."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OURS = ("operator", "Plan")
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: microseconds, GB/s (1e9 bytes); None where it has no meaning."""
+    """One measurement, in microseconds."""
 
     group: str
     name: str
@@ -24,26 +24,16 @@ class Row:
     iqr_us: float
     best_us: float
     rounds: int
-    gb_per_s: float | None = None
-    share_of_copy: float | None = None
 
 
-def summarize(
-    group: str,
-    name: str,
-    times_s: Sequence[float],
-    nbytes: int | None = None,
-    copy_gb_per_s: float | None = None,
-) -> Row:
+def summarize(group: str, name: str, times_s: Sequence[float]) -> Row:
     """A row from raw times in seconds."""
     if not times_s:
         raise ValueError(f"{group}, {name}: no measured times")
     median = statistics.median(times_s)
     quarters = statistics.quantiles(times_s, n=4) if len(times_s) > 1 else [median] * 3
-    rate = None if not nbytes else nbytes / median / 1e9
-    share = None if rate is None or not copy_gb_per_s else rate / copy_gb_per_s
     spread, best = quarters[2] - quarters[0], min(times_s)
-    return Row(group, name, median * 1e6, spread * 1e6, best * 1e6, len(times_s), rate, share)
+    return Row(group, name, median * 1e6, spread * 1e6, best * 1e6, len(times_s))
 
 
 def from_pytest_benchmark(data: dict[str, Any]) -> list[Row]:
@@ -59,8 +49,6 @@ def from_pytest_benchmark(data: dict[str, Any]) -> list[Row]:
                 stats["iqr"] * 1e6,
                 stats["min"] * 1e6,
                 stats["rounds"],
-                extra.get("gb_per_s"),
-                extra.get("share_of_copy"),
             )
         )
     return rows
@@ -75,27 +63,20 @@ def ratio_to_rival(row: Row, group: Sequence[Row]) -> float | None:
 
 
 def markdown(rows: Iterable[Row]) -> str:
-    """A table in Markdown; a figure that was not measured is left empty."""
-
-    def number(x: float | None, form: str) -> str:
-        return "" if x is None else format(x, form)
-
-    rows = list(rows)
+    """A table in Markdown; a ratio that has no meaning is left empty."""
     lines = [
-        "| what | implementation | median us | IQR us | best us | GB/s | of copy | times torch |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
+        "| what | implementation | median us | IQR us | best us | times rival |",
+        "|---|---|--:|--:|--:|--:|",
     ]
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
     for name, group in groups.items():
         for row in group:
-            share = number(row.share_of_copy, ".0%")
-            ratio = number(ratio_to_rival(row, group), ".2f")
+            ratio = ratio_to_rival(row, group)
             lines.append(
                 f"| {name} | {row.name} | {row.median_us:.1f} | {row.iqr_us:.1f} | "
-                f"{row.best_us:.1f} | "
-                f"{number(row.gb_per_s, '.1f')} | {share} | {ratio} |"
+                f"{row.best_us:.1f} | {'' if ratio is None else format(ratio, '.2f')} |"
             )
     return "\n".join(lines)
 

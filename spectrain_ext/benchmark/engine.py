@@ -111,23 +111,21 @@ def _case(
         kinds.update({name: kind for kind, calls in groups.items() for name in calls})
         tables.append({name: call for calls in groups.values() for name, call in calls.items()})
     compile_s: float | None = None
-    if settings.compile and work.count <= _COMPILED_TENSORS:
-        for table, s in zip(tables, sets, strict=True):
-            program = compiled(operation, s)
-            if program is None:
-                break
-            table["torch.compile"], seconds = program
-            kinds["torch.compile"] = "rival"
-            compile_s = seconds if compile_s is None else compile_s
-    copied, yardsticks = copies(nbytes, device)
+    compiles = work.count <= _COMPILED_TENSORS and work.precision.name != "bf16"
+    if settings.compile and compiles:
+        programs, compile_s = compiled(operation, sets)
+        kinds["torch.compile"] = "rival"
+        for table, program in zip(tables, programs, strict=True):
+            table["torch.compile"] = program
+    copied, yardsticks = zip(*(copies(nbytes, device) for _ in sets), strict=True)
+    for table, more in zip(tables, yardsticks, strict=True):
+        table.update(more)
+    kinds.update(dict.fromkeys(yardsticks[0], "copy"))
     contestants: dict[str, Contestant] = {
         name: _contestant([table[name] for table in tables], settings) for name in tables[0]
     }
-    for name, call in yardsticks.items():
-        kinds[name] = "copy"
-        contestants[name] = _contestant([call], settings)
     times = take_turns(contestants, settings.case_s)
-    rows = _rows(operation, work, kinds, times, copied, host_us)
+    rows = _rows(operation, work, kinds, times, copied[0], host_us)
     if compile_s is None:
         return rows
     return [
@@ -183,13 +181,15 @@ def _rows(
 def _sets(operation: Operation, work: Workload, device: str) -> int:
     """How many sets of tensors to rotate, so that none is in the L2 cache when its turn comes."""
     l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 2**26
-    return sets_needed(operation.bytes_moved(work), l2, free_bytes(device))
+    fitting = int(0.6 * free_bytes(device)) // max(1, bytes_needed(operation, work))
+    count = sets_needed(operation.bytes_moved(work), l2)
+    # Hundreds of tensors mean thousands of launches a set: the launches decide there, not caches.
+    return max(1, min(count, fitting, 64 if work.count <= 10 else 4))
 
 
-def sets_needed(nbytes: int, l2_bytes: int, free: int) -> int:
-    """Four times the L2 cache between two uses, in at most 64 sets and 60 % of the memory."""
-    wanted = max(2, -(-4 * l2_bytes // max(1, nbytes)) + 1)
-    return max(1, min(wanted, int(0.6 * free) // max(1, nbytes), 64))
+def sets_needed(nbytes: int, l2_bytes: int) -> int:
+    """Sets that put four times the L2 cache between two uses of one."""
+    return max(2, -(-4 * l2_bytes // max(1, nbytes)) + 1)
 
 
 def _contestant(calls: Sequence[Call], settings: Settings) -> Contestant:

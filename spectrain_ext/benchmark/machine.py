@@ -70,6 +70,7 @@ def cpu_name() -> str:
 def free_bytes(device: str = "cpu") -> int:
     """Memory that is free now."""
     if device != "cpu":
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
     path = Path("/proc/meminfo")
     if path.exists():

@@ -251,17 +251,14 @@ def _public_loop(operation: Operation, s: Streams) -> Call:
     return run
 
 
-def compiled(operation: Operation, s: Streams) -> tuple[Call, float] | None:
-    """The same expressions under torch.compile, called once, and the seconds which that took.
+def compiled(operation: Operation, sets: Sequence[Streams]) -> tuple[list[Call], float]:
+    """The same expressions under torch.compile, once for all sets of tensors of one workload.
 
-    None where there are none.
+    Returns a call for every set, and the seconds that the first call of the first one took.
     """
-    if s.work.precision.name == "bf16":
-        return None
     # Otherwise the limit on recompilations ends it after a few workloads.
     reset: Callable[[], None] = torch.compiler.reset
     reset()
-    lists = {letter: s[letter] for letter in operation.letters}
     # A stage computes between its step and the second prediction: no compiler sees both at once.
     parts = [(SGD_1, STEPS), (PREDICT, STEPS[1:])] if operation is STAGE else [(operation, STEPS)]
     programs: list[Callable[..., object]] = [
@@ -269,16 +266,22 @@ def compiled(operation: Operation, s: Streams) -> tuple[Call, float] | None:
         for part, steps in parts
     ]
 
-    @torch.no_grad()
-    def run() -> None:
-        for program in programs:
-            program(lists)
+    def of(s: Streams) -> Call:
+        lists = {letter: s[letter] for letter in operation.letters}
 
+        @torch.no_grad()
+        def run() -> None:
+            for program in programs:
+                program(lists)
+
+        return run
+
+    calls = [of(s) for s in sets]
     config: Any = importlib.import_module("torch._inductor.config")
     start = time.perf_counter()
     with config.patch(force_disable_caches=True):  # what was compiled in an earlier run counts too
-        run()
-    return run, time.perf_counter() - start
+        calls[0]()
+    return calls, time.perf_counter() - start
 
 
 def _expression(operation: Operation, horizons: Sequence[float]) -> Any:

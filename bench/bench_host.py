@@ -1,0 +1,63 @@
+"""What a call costs the host: every operator on empty tensors, so that there is nothing to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import spectrain_ext as st
+from spectrain_ext.benchmark.operations import OPERATIONS, ours
+from spectrain_ext.benchmark.rivals import rivals
+from spectrain_ext.benchmark.workloads import FP32, MIXED, Precision, Streams, Workload
+
+
+def _empty(count: int, precision: Precision = FP32) -> Streams:
+    return Streams(Workload("empty", ((0,),) * count, precision))
+
+
+def _note(benchmark: Any, group: str, name: str) -> None:
+    benchmark.group = group
+    benchmark.extra_info.update(group=group, name=name, torch=torch.__version__)
+
+
+_NAMES = [
+    (operation, name)
+    for operation in OPERATIONS
+    for calls in [{**ours(operation, _empty(1)), **rivals(operation, _empty(1))}]
+    for name in calls
+]
+
+
+@pytest.mark.parametrize("count", [1, 300])
+@pytest.mark.parametrize(
+    ("operation", "name"), _NAMES, ids=[f"{op.name}-{name}" for op, name in _NAMES]
+)
+def test_operation(benchmark: Any, operation: Any, name: str, count: int) -> None:
+    s = _empty(count)
+    benchmark({**ours(operation, s), **rivals(operation, s)}[name])
+    _note(benchmark, f"{operation.name}, {count} empty tensors", name)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS[5:], ids=lambda op: op.name)
+def test_mixed_precision(benchmark: Any, operation: Any) -> None:
+    benchmark(ours(operation, _empty(300, MIXED))["Plan"])
+    _note(benchmark, f"{operation.name}, 300 empty tensors, mixed", "Plan")
+
+
+def test_refresh(benchmark: Any) -> None:
+    """A training loop's gradients at the addresses that the last backward left."""
+    params = [torch.zeros(4, requires_grad=True) for _ in range(300)]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    plan = st.Plan(params, momentum_buffers=[torch.zeros_like(p) for p in params])
+    benchmark(plan.refresh)
+    _note(benchmark, "refresh, 300 gradients", "Plan")
+
+
+def test_making_a_plan(benchmark: Any) -> None:
+    s = _empty(300)
+    w, v = s["w"], s["v"]
+    benchmark(lambda: st.Plan(w, momentum_buffers=v))
+    _note(benchmark, "making a plan, 300 empty tensors", "Plan")
