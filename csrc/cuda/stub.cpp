@@ -7,8 +7,7 @@ namespace spectrain {
 namespace {
 const char* const kNoCuda =
     "spectrain_ext was built without CUDA; install a CUDA toolkit (nvcc on PATH or CUDA_HOME set) "
-    "and rebuild with SPECTRAIN_CUDA=1 pip install --no-cache-dir --force-reinstall --no-deps "
-    "spectrain_ext";
+    "and rebuild from the sources: SPECTRAIN_CUDA=1 pip install --force-reinstall --no-deps .";
 }
 
 bool cuda_built() { return false; }
