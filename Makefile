@@ -26,12 +26,12 @@ CXX_SOURCES := $(sort $(shell find csrc tests -type f \( $(CXX_SUFFIXES) \) 2>/d
 .DELETE_ON_ERROR:
 # two pips must not write to one environment at the same time
 .NOTPARALLEL:
-.PHONY: help install train test lint pytest bench nightly doctor clean FORCE
+.PHONY: help install train test lint pytest bench bench-host nightly doctor clean FORCE
 
 help:
 	@echo "make train    train a pipeline with every method and compare (ARGS=\"--help\" lists the options)"
 	@echo "make test     lint, types, tests"
-	@echo "make bench    benchmarks of the operators and of the pipeline"
+	@echo "make bench    every operator against its rivals (ARGS=\"--help\" lists the options), the pipeline's own cost"
 	@echo "make doctor   what was built, what this machine has, what is missing"
 	@echo "make nightly  all tests, those that take minutes too, with many more random cases"
 	@echo "make lint     ruff, mypy, clang-format"
@@ -62,6 +62,10 @@ nightly: $(VENV)/.extra-test $(VENV)/.extra-train
 		$(abspath $(BIN))/pytest $(WORKERS) -m 'nightly or not nightly' --timeout 3600 $(ARGS)
 
 bench: $(VENV)/.extra-bench
+	$(BIN)/spectrain bench $(ARGS)
+	$(MAKE) bench-host ARGS=
+
+bench-host: $(VENV)/.extra-bench
 	cd bench && $(abspath $(BIN))/pytest $(ARGS)
 
 # --- the environment: each step leaves a stamp, so that a second call does nothing -----------------------------------

@@ -13,7 +13,7 @@ DEVICE = "cuda"
 #: Elements of the workloads, as powers of two: the largest, of many tensors, small ones.
 EXPONENTS = (28, 26, 22, 18)
 MODELS = ("ResNet-50", "GPT-2 124M")
-CASE_S = 0.4
+CASE_S, SAMPLE_S = 0.4, 2e-3
 
 
 def part_operators(out: Path, budget_s: float) -> None:
@@ -39,7 +39,7 @@ def part_operators(out: Path, budget_s: float) -> None:
     ]
     report: Report | None = None
     for operations, workloads, compiles in steps:
-        settings = Settings(DEVICE, case_s=CASE_S, sample_s=2e-3, compile=compiles, until=end)
+        settings = Settings(DEVICE, case_s=CASE_S, sample_s=SAMPLE_S, compile=compiles, until=end)
         part = measure(operations, workloads, settings, lambda name: print(name, flush=True))
         if report is None:
             report = part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from spectrain_ext import Plan
 from spectrain_ext.benchmark.operations import Call
@@ -11,11 +12,16 @@ from spectrain_ext.benchmark.operations import Call
 LIMIT = 2**30
 
 
+def pair(elements: int, device: str) -> tuple[Tensor, Tensor]:
+    """What is copied, and where to; both are written, so that both are real memory."""
+    source = torch.zeros(elements, device=device).add_(1.0)
+    return source, torch.zeros_like(source).add_(2.0)
+
+
 def copies(nbytes: int, device: str = "cpu") -> tuple[int, dict[str, Call]]:
     """Several copies that move about `nbytes` (read and written): the bytes they do move, calls."""
     elements = max(1, min(nbytes, LIMIT) // 8)
-    a = torch.zeros(elements, device=device).add_(1.0)
-    b = torch.zeros_like(a)
+    a, b = pair(elements, device)
     half = elements // 2
     plan = Plan(a, stashed=b)
     calls: dict[str, Call] = {

@@ -26,7 +26,7 @@ def require_matplotlib() -> None:
 
 
 def draw(path: Path, report: Report) -> None:
-    """Draw the float32 rows of `report` into a PNG or SVG, by the name's ending.
+    """Draw the rows of the first precision in `report` into a PNG or SVG, by the name's ending.
 
     Left: GB/s over the bytes moved, this package's plans as marks, rivals as small dots, the best
     copy of the same run as the roof. Right: the largest workload, times as shares of the copy.
@@ -36,7 +36,7 @@ def draw(path: Path, report: Report) -> None:
 
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
-    rows = [row for row in report.rows if row.precision == "fp32"]
+    rows = [row for row in report.rows if row.precision == report.rows[0].precision]
     _roofline(left, rows)
     _shares(right, rows)
     about = report.environment

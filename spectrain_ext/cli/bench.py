@@ -157,7 +157,7 @@ def bench(
         json_path.write_text(report.to_json())
     if markdown_path is not None:
         markdown_path.write_text(text + "\n")
-    if picture is not None:
+    if picture is not None and report.rows:
         from spectrain_ext.benchmark.picture import draw
 
         draw(picture, report)

@@ -1,0 +1,189 @@
+"""The benchmark's own parts: shapes, bytes, rivals that compute the same, samples in turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from spectrain_ext.benchmark import clock, engine, rivals
+from spectrain_ext.benchmark import copies as copying
+from spectrain_ext.benchmark.operations import OPERATIONS, STAGE, Operation, applies, ours
+from spectrain_ext.benchmark.shapes import MODELS
+from spectrain_ext.benchmark.workloads import (
+    FP32,
+    MIXED,
+    PRECISIONS,
+    Precision,
+    Streams,
+    Workload,
+    model,
+    synthetic,
+    uneven,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "tensors"),
+    [  # as torchvision and Hugging Face's transformers count them
+        ("ResNet-50", 25_557_032, 161),
+        ("VGG16", 138_357_544, 32),
+        ("GPT-2 124M", 124_439_808, 148),
+        ("Llama-style 1B", 1_235_814_400, 146),
+    ],
+)
+def test_models_have_as_many_parameters_as_published(
+    name: str, parameters: int, tensors: int
+) -> None:
+    assert set(MODELS) >= {name}
+    work = model(name)
+    assert (work.elements, work.count) == (parameters, tensors)
+
+
+def test_bytes_per_weight_are_the_least_possible() -> None:
+    got = {}
+    for precision in (FP32, MIXED):
+        work = Workload("w", ((2, 5),), precision)
+        got[precision.name] = [op.bytes_moved(work) // 10 for op in OPERATIONS]
+    #                        predict_ ..         SGD       AdamW       stage
+    assert got["fp32"] == [12, 12, 8, 16, 16, 20, 24, 28, 28, 32, 36, 36]
+    assert got["mixed"] == [12, 10, 8, 16, 16, 18, 20, 22, 26, 28, 30, 30]
+
+
+@pytest.mark.parametrize(("count", "elements"), [(1, 7), (10, 160), (300, 2**14), (3000, 2**18)])
+def test_uneven_sizes_add_up(count: int, elements: int) -> None:
+    sizes = [math.prod(shape) for shape in uneven(count, elements)]
+    assert len(sizes) == count and sum(sizes) == elements and min(sizes) > 0
+
+
+def test_no_workload_of_more_tensors_than_elements() -> None:
+    names = [work.name for work in synthetic((1, 300), (4, 20))]
+    assert names == ["2^4", "2^20", "300 x, 2^20"]
+    with pytest.raises(ValueError, match="at least one for each of 300 tensors"):
+        uneven(300, 2)
+
+
+def _run(operation: Operation, work: Workload, pick: Callable[[Streams], Any]) -> Streams:
+    s = Streams(work)
+    for letter in operation.letters:
+        s[letter]  # every implementation starts from the same values
+    call = pick(s)
+    if call is not None:
+        call()
+    return s
+
+
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=lambda p: p.name)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda op: op.name)
+def test_rivals_compute_the_same(
+    operation: Operation, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A comparison with something else would be worth nothing."""
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
+    work = Workload("w", ((40,), (7, 3)), precision)
+    if not applies(operation, work):
+        return
+
+    def table(s: Streams) -> dict[str, Any]:
+        return {**ours(operation, s), **rivals.rivals(operation, s)}
+
+    expected = _run(operation, work, lambda s: table(s)["Plan"])
+    names = [name for name in table(Streams(work)) if name != "Plan"]
+    results = {name: _run(operation, work, lambda s, n=name: table(s)[n]) for name in names}
+    if precision.name != "bf16":
+
+        def compiled(s: Streams) -> None:
+            rivals.compiled(operation, [s])  # which runs it once
+
+        results["torch.compile"] = _run(operation, work, compiled)
+    assert results or operation is STAGE
+    for name, s in results.items():
+        for letter in operation.letters:
+            for a, b in zip(s[letter], expected[letter], strict=True):
+                message = f"{operation.name}, {name}, {letter}"
+                torch.testing.assert_close(a.detach(), b, msg=message)
+
+
+def test_an_operation_changes_what_it_writes_and_nothing_else() -> None:
+    work = Workload("w", ((40,),))
+    for operation in OPERATIONS:
+        before = Streams(work)
+        after = _run(operation, work, lambda s, op=operation: ours(op, s)["Plan"])
+        changed = {
+            letter
+            for letter in operation.letters
+            if not torch.equal(before[letter][0], after[letter][0])
+        }
+        assert changed == set(operation.writes)
+
+
+@pytest.mark.parametrize("name", ["copy: Tensor.copy_", "copy: Plan.stash", "copy: numpy"])
+def test_copies_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = copying.pair(100, "cpu")
+    monkeypatch.setattr(copying, "pair", lambda elements, device: (a, b))
+    nbytes, calls = copying.copies(800)
+    assert nbytes == 800 and not torch.equal(a, b)
+    calls[name]()
+    assert torch.equal(a, b)
+
+
+class Fake:
+    """A contestant whose samples are known."""
+
+    how, estimate = "clock", 0.0
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def sample(self) -> float:
+        self.log.append(self.name)
+        return float(len(self.log))
+
+
+def test_contestants_take_turns_each_round_from_another_one() -> None:
+    log: list[str] = []
+    field = {name: Fake(name, log) for name in "abc"}
+    times = clock.take_turns(field, budget_s=0.0, at_least=3, at_most=3)
+    assert "".join(log) == "abcbcacab"
+    assert times["a"].seconds == [1.0, 6.0, 8.0]
+    log.clear()
+    assert len(clock.take_turns(field, 0.0, at_least=1, at_most=9)["b"].seconds) == 1
+    assert len(clock.take_turns(field, 1e9, at_least=1, at_most=9)["b"].seconds) == 9
+
+
+def test_a_run_measures_every_implementation_and_copy() -> None:
+    work = [Workload("tiny", ((33,), (8,))), Workload("tiny", ((33,),), MIXED)]
+    told: list[str] = []
+    report = engine.measure(OPERATIONS, work, engine.Settings(case_s=0.0), told.append)
+    assert len(told) == len(report.cases()) == 20 and not report.left_out
+    for (operation, _, precision), case in report.cases().items():
+        kinds = [row.kind for row in case]
+        assert {"ours", "copy"} <= set(kinds) and kinds.count("copy") == 3
+        assert ("reference" in kinds) == (operation[:7] == "predict" and precision == "fp32")
+        copied = [row for row in case if row.kind == "copy"]
+        assert max(row.share or 0.0 for row in copied) == pytest.approx(1.0)
+        for row in case:
+            assert row.median_us >= row.best_us > 0 and row.samples >= 5
+            assert row.host_us is not None or row.kind in ("reference", "copy")
+    assert set(report.host_us) == {
+        "Plan.predict, 300 empty tensors",
+        "Plan.sgd_step_ + 1 prediction, 300 empty tensors",
+        "Plan.step_adam_ + 1 prediction, 300 empty tensors",
+        "Plan.refresh, 300 gradients",
+    }
+
+
+def test_what_does_not_fit_or_comes_too_late_is_named() -> None:
+    work = [Workload("large", ((2**20,),))]
+    small = engine.measure(OPERATIONS[:1], work, engine.Settings(memory_bytes=2**20))
+    assert not small.rows and "predict_, large, fp32: needs" in small.left_out[0]
+    late = engine.measure(OPERATIONS[:1], work, engine.Settings(until=0.0))
+    assert late.left_out == ["predict_, large, fp32: no time left"]
+
+
+def test_enough_sets_to_leave_the_cache() -> None:
+    assert engine.sets_needed(10, 100) == 41
+    assert engine.sets_needed(1000, 100) == 2
