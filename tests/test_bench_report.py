@@ -60,8 +60,10 @@ def test_spread() -> None:
 
 
 def test_json_comes_back() -> None:
-    before = report(row("Plan", 2.0), row("_foreach", 3.0, "rival"))
+    before = report(row("Plan", 2.0), row("_foreach", 4.0, "rival"))
     assert Report.from_json(before.to_json()) == before
+    rounded = Report.from_json(report(row("Plan", 1.23456789)).to_json())
+    assert rounded.rows[0].median_us == 1.2346
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "rows": [{}]}'])

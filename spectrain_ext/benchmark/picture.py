@@ -30,11 +30,16 @@ def draw(path: Path, report: Report) -> None:
 
     Left: GB/s over the bytes moved, this package's plans as marks, rivals as small dots, the best
     copy of the same run as the roof. Right: the largest workload, times as shares of the copy.
+
+    Raises:
+        ValueError: nothing was measured.
     """
+    if not report.rows:
+        raise ValueError("nothing was measured that could be drawn")
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    figure = Figure(figsize=(14.5, 5.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.1, 1))
     rows = [row for row in report.rows if row.precision == report.rows[0].precision]
     _roofline(left, rows)
@@ -89,14 +94,21 @@ def _shares(axes: Any, rows: list[Row]) -> None:
     at = {name: len(names) - 1 - i for i, name in enumerate(names)}
     best: dict[str, Row] = {}
     for row in rows:
-        if row.implementation in OURS:
-            if row.operation not in best or row.median_us < best[row.operation].median_us:
-                best[row.operation] = row
-        else:
-            axes.scatter(row.share, at[row.operation], s=18, color="#999999")
-            axes.annotate(
-                row.implementation, (row.share, at[row.operation]), fontsize=5, rotation=20
-            )
+        slower = row.operation in best and row.median_us >= best[row.operation].median_us
+        if row.implementation in OURS and not slower:
+            best[row.operation] = row
+    rivals = list(dict.fromkeys(r.implementation for r in rows if r.kind == "rival"))
+    for i, name in enumerate(rivals):
+        shown = [row for row in rows if row.implementation == name]
+        axes.scatter(
+            [row.share for row in shown],
+            [at[row.operation] for row in shown],
+            s=26,
+            marker=_MARKERS[1 + i % (len(_MARKERS) - 1)],
+            color=_COLOURS[1 + i % (len(_COLOURS) - 1)],
+            alpha=0.75,
+            label=name,
+        )
     axes.scatter(
         [row.share for row in best.values()],
         [at[name] for name in best],
@@ -110,4 +122,4 @@ def _shares(axes: Any, rows: list[Row]) -> None:
     axes.set(xlabel="share of the best copy's bandwidth", xlim=(0, None))
     axes.set_title(f"{largest.workload}: share of the copy (the bytes needed / time)", fontsize=9)
     axes.grid(alpha=0.25, axis="x")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))

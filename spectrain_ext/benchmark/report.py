@@ -69,8 +69,10 @@ class Report:
     left_out: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """The JSON of `from_json`."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        """The JSON of `from_json`: a line per row, times to five digits."""
+        head = {"format": FORMAT, **{k: v for k, v in asdict(self).items() if k != "rows"}}
+        rows = ",\n  ".join(json.dumps(_rounded(asdict(row))) for row in self.rows)
+        return f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -99,6 +101,10 @@ class Report:
         for row in self.rows:
             found.setdefault(row.case, []).append(row)
         return found
+
+
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in values.items()}
 
 
 def spread(seconds: Sequence[float]) -> tuple[float, float, float]:
@@ -140,12 +146,12 @@ def markdown(rows: Iterable[Row], *, copies: bool = False) -> str:
                 row.precision,
                 row.implementation + ("" if row.compile_s is None else _compiled(row.compile_s)),
                 f"{row.bytes / 1e6:.3g}",
-                _us(row.median_us),
+                microseconds(row.median_us),
                 f"{row.iqr_us / row.median_us:.0%}",
-                _us(row.best_us),
+                microseconds(row.best_us),
                 f"{row.gb_per_s:.1f}",
                 "" if row.share is None else f"{row.share:.0%}",
-                "" if row.host_us is None else _us(row.host_us),
+                "" if row.host_us is None else microseconds(row.host_us),
                 _number(times_rival(row, case), ".2f"),
             ]
             lines.append(f"| {' | '.join(cells)} |")
@@ -158,7 +164,8 @@ def host_table(host_us: dict[str, float]) -> str:
     return "\n".join([*lines, *(f"| {name} | {us:.2f} |" for name, us in host_us.items())])
 
 
-def _us(value: float) -> str:
+def microseconds(value: float) -> str:
+    """Three digits, more where the number has them before the point."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
