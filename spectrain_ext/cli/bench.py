@@ -191,7 +191,7 @@ def tables(report: Report) -> str:
     """The tables of a report, with the machine above them."""
     about = report.environment
     lines = [f"- {name}: {value}" for name, value in about.items()]
-    parts = ["\n".join(lines), markdown(report.rows), host_table(report.host_us)]
+    parts = ["\n".join(lines), markdown(report.rows, copies=True), host_table(report.host_us)]
     if report.left_out:
         parts.append("Left out:\n\n" + "\n".join(f"- {line}" for line in report.left_out))
     parts.append(targets.markdown(targets.verdicts(report)))
