@@ -342,7 +342,7 @@ class TestCudaWithoutADevice:
             ({"typestr": "<f2"}, TypeError, "float16 or bfloat16"),
             ({"typestr": "<i4"}, TypeError, "expected float32 or float64, got <i4"),
             ({"typestr": ">f4"}, TypeError, "expected float32 or float64, got >f4"),
-            ({"mask": object()}, TypeError, "mask"),
+            ({"mask": ...}, TypeError, "mask"),
             ({"strides": (8,)}, ValueError, "dense"),
             ({"strides": (6,)}, ValueError, "dense"),
             ({"strides": (4, 4)}, TypeError, "strides"),
