@@ -36,9 +36,7 @@ class TestNumber:
         assert number("x", torch.tensor(0.5)) == 0.5
         assert number("x", -3) == -3.0
 
-    @pytest.mark.parametrize(
-        "value", ["1", b"1", None, [1.0], 1j, ..., torch.ones(2)], ids=repr
-    )
+    @pytest.mark.parametrize("value", ["1", b"1", None, [1.0], 1j, ..., torch.ones(2)], ids=repr)
     def test_no_numbers(self, value: Any) -> None:
         for check in (number, non_negative, fraction):
             with pytest.raises(TypeError, match=r"^x: expected a number"):
