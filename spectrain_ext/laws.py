@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, SupportsFloat, TypeAlias, cast
 
 from spectrain_ext.numbers import Adam, Sgd, Term, non_negative
@@ -166,11 +167,13 @@ class SecondOrder:
         return [Term(1.0, rate * momentum, rate * gradient, numbers.root(numbers.step))]
 
 
+_linear = lru_cache(maxsize=256)(Linear)  # a training loop asks for the same few at every step
+
+
 def as_law(steps: Horizon, name: str = "steps") -> Law:
     """A number of steps as the linear law."""
     if isinstance(steps, (int, float)):
-        value = non_negative(name, steps)
-        return Linear(value)
+        return _linear(non_negative(name, steps))
     if hasattr(steps, "sgd"):
         return cast(Law, steps)
     return Linear(non_negative(name, steps))

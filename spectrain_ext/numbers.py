@@ -64,6 +64,14 @@ def fraction(name: str, value: SupportsFloat) -> float:
     return result
 
 
+def _check(numbers: object, names: tuple[str, ...]) -> None:
+    """Make attributes non-negative floats. Most are already: asking is cheaper than setting."""
+    for name in names:
+        value = getattr(numbers, name)
+        if type(value) is not float or not 0.0 <= value < math.inf:
+            object.__setattr__(numbers, name, non_negative(name, value))
+
+
 @dataclass(frozen=True, slots=True)
 class Sgd:
     """SGD with momentum as torch.optim.SGD has it, or with an averaged (EMA) momentum.
@@ -89,9 +97,9 @@ class Sgd:
     ema: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("lr", "momentum", "weight_decay"):
-            object.__setattr__(self, name, non_negative(name, getattr(self, name)))
-        object.__setattr__(self, "dampening", number("dampening", self.dampening))
+        _check(self, ("lr", "momentum", "weight_decay"))
+        if self.dampening != 0.0 or type(self.dampening) is not float:
+            object.__setattr__(self, "dampening", number("dampening", self.dampening))
         if self.nesterov and (self.momentum <= 0.0 or self.dampening != 0.0):
             raise ValueError("nesterov: needs momentum > 0 and dampening == 0")
         if self.ema and (self.dampening != 0.0 or not 0.0 < self.momentum < 1.0):
@@ -152,8 +160,7 @@ class Adam:
     mu_product: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            object.__setattr__(self, name, non_negative(name, getattr(self, name)))
+        _check(self, ("lr", "eps", "weight_decay"))
         try:
             first, second = self.betas
         except TypeError:

@@ -187,8 +187,9 @@ class Plan:
         """
         self._check_groups(groups, Sgd)
         with_momentum = groups[0].momentum != 0.0
-        if any((group.momentum != 0.0) != with_momentum for group in groups):
-            raise ValueError("momentum: expected it to be 0 in all groups of a plan, or in none")
+        for numbers in groups:
+            if (numbers.momentum != 0.0) is not with_momentum:
+                raise ValueError("momentum: expected it to be 0 in all groups, or in none")
         self._check_predict(predict)
         predictions = []
         for j, steps in enumerate(predict):
@@ -323,7 +324,10 @@ class Plan:
         return terms, tuple(eps)
 
     def _check_groups(self, groups: Sequence[Sgd] | Sequence[Adam], rule: type) -> None:
-        if isinstance(groups, str) or not isinstance(groups, Sequence):
+        # The common case first: asking for a Sequence takes longer than the rest.
+        if type(groups) is not list and (
+            isinstance(groups, str) or not isinstance(groups, Sequence)
+        ):
             raise TypeError(
                 f"groups: expected a sequence with the numbers of every group, got "
                 f"{type(groups).__name__}"
