@@ -1,0 +1,62 @@
+"""Memory stays constant however often plans are made, used and refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# In a process of its own: the highest memory use so far is that of these calls.
+_PROGRAM = """
+import resource
+import sys
+
+import torch
+import spectrain_ext as st
+
+torch.set_num_threads(1)
+w, v, g = ([torch.randn(n) for n in (3, 64)] for _ in range(3))
+out = [torch.empty_like(x) for x in w]
+plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
+single = torch.nn.Parameter(torch.randn(8))
+
+
+def use(calls):
+    for i in range(calls):
+        plan.predict(lr=0.1, steps=2.0)
+        plan.sgd_step_(lr=0.0, momentum=0.9, predict=(1.0,))
+        if i % 10 == 0:  # what looks at every array again
+            st.predict(w, v, lr=0.1, steps=1.0)
+            single.grad = torch.ones(8)
+            st.Plan(single, momentum_buffers=torch.zeros(8)).refresh()
+            try:
+                st.predict_(w, [v[0], v[0]], lr=0.1, steps=1.0)
+            except ValueError:
+                pass
+
+
+calls = int(sys.argv[1])
+use(2_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+use(calls)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def _growth(calls: int) -> int:
+    """KiB by which the memory of a process grows over so many rounds of calls."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(calls)], capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [20_000, pytest.param(1_000_000, marks=[pytest.mark.nightly, pytest.mark.timeout(2000)])],
+)
+def test_memory_does_not_grow(calls: int) -> None:
+    """One small object lost per call would be 64 bytes or more, 1.25 MiB over the short run."""
+    assert _growth(calls) < 1024
