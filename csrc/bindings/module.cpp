@@ -114,7 +114,6 @@ class PyPlan {
 
   void refresh() { arrays_.refresh(); }
   void set_gradients(const py::tuple& grads) { arrays_.set_gradients(grads); }
-  bool has_gradients() const { return arrays_.has_gradients(); }
   size_t n_outs() const { return arrays_.n_outs(); }
   size_t n_groups() const { return arrays_.plan->n_groups(); }
   py::tuple last_launch() const {
@@ -277,7 +276,6 @@ PYBIND11_MODULE(_C, m) {
       .def("adam_step_", &PyPlan::adam_step_, py::arg("settings"), py::arg("predictions"), stream)
       .def("refresh", &PyPlan::refresh)
       .def("set_gradients", &PyPlan::set_gradients, py::arg("grads"))
-      .def_property_readonly("has_gradients", &PyPlan::has_gradients)
       .def_property_readonly("n_outs", &PyPlan::n_outs)
       .def_property_readonly("n_groups", &PyPlan::n_groups)
       .def("last_launch", &PyPlan::last_launch);
