@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import ops_reference as ref
@@ -192,6 +193,28 @@ class TestStreams:
         thread.join()
         side.synchronize()
         assert bool((w == -1.0).all())
+
+    def test_two_threads_with_their_own_plans_and_streams(self) -> None:
+        """The same bits as one after the other."""
+
+        def run(seed: int, stream: torch.cuda.Stream) -> list[Tensor]:
+            gen = torch.Generator().manual_seed(seed)
+            sizes = (70_000, 3, 257)
+            w, g, v, out = ([torch.randn(n, generator=gen).cuda() for n in sizes] for _ in range(4))
+            torch.cuda.synchronize()
+            plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
+            with torch.cuda.stream(stream):
+                for step in range(100):
+                    plan.sgd_step_(lr=0.01, momentum=0.9, first_step=step == 0, predict=[2.0])
+            stream.synchronize()
+            return [t.cpu() for t in (*w, *v, *out)]
+
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        expected = [run(k, streams[k]) for k in (0, 1)]
+        with ThreadPoolExecutor(2) as pool:
+            got = list(pool.map(run, (0, 1), streams))
+        for k in (0, 1):
+            ref.assert_lists(got[k], expected[k], f"thread {k}", exact=True)
 
     def test_operators_do_not_synchronize(self) -> None:
         w, g, v, out = ([torch.randn(1000, device="cuda") for _ in range(50)] for _ in range(4))
