@@ -3,6 +3,24 @@
 from .actions import Action, Kind
 from .counting import Versions, count_versions
 from .cursor import Cursor, Extent
-from .one_f_one_b import one_f_one_b
+from .generators import GENERATORS, Generator, find_generator
+from .gpipe import gpipe
+from .one_f_one_b import asynchronous, flushing, one_f_one_b
+from .place import Place
 
-__all__ = ["Action", "Cursor", "Extent", "Kind", "Versions", "count_versions", "one_f_one_b"]
+__all__ = [
+    "GENERATORS",
+    "Action",
+    "Cursor",
+    "Extent",
+    "Generator",
+    "Kind",
+    "Place",
+    "Versions",
+    "asynchronous",
+    "count_versions",
+    "find_generator",
+    "flushing",
+    "gpipe",
+    "one_f_one_b",
+]
