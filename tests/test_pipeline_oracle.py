@@ -6,42 +6,17 @@ import hypothesis.strategies as hypothesis
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from oracle import Oracle, TanhChainOracle
 from pipeline_cases import (
     METHODS,
     Compared,
     batches,
-    close,
     every_method,
     float64,  # noqa: F401  # a fixture
-    mse,
     sgd,
     tanh_stages,
     torch_sgd,
 )
 from torch import nn
-
-
-@every_method
-def test_the_two_oracles_agree(method):
-    stages = tanh_stages(4)
-    general = Oracle(stages, torch_sgd(), mse, method)
-    layers = [[(m.weight.data, m.bias.data) for m in s if isinstance(m, nn.Linear)] for s in stages]
-    written_out = TanhChainOracle(layers, 0.05, 0.9, method)
-    data = batches(12)
-    for _ in range(2):
-        close(torch.stack(general.run(data)), torch.stack(written_out.run(data)))
-        for k, stage in enumerate(written_out.stages):
-            flat = [tensor for layer in stage for tensor in layer]
-            for found, expected in zip(general.params[k], flat, strict=True):
-                close(found.detach(), expected)
-
-
-def test_the_oracle_tells_the_methods_apart():
-    stages, data = tanh_stages(4), batches(12)
-    final = [Oracle(stages, torch_sgd(), mse, method).run(data)[-1] for method in METHODS]
-    for i, loss in enumerate(final):
-        assert all(abs(loss - other) > 1e-6 for other in final[:i])
 
 
 @every_method

@@ -1,0 +1,117 @@
+"""The weights s updates after a version, by every law, from what the version's optimizer holds.
+
+A version is a list of rows, one per parameter: the weight, the optimizer's state and its numbers.
+A parameter that has not been updated yet has no state, and is predicted to stay as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Row:
+    """One parameter of one version."""
+
+    weight: torch.Tensor
+    state: dict
+    group: dict  # the options of its parameter group, lr as the next update will have it
+    kind: type  # of the optimizer
+
+    @property
+    def velocity(self):
+        """SGD's momentum buffer, Adam's first moment; None before the first update."""
+        return self.state.get("exp_avg", self.state.get("momentum_buffer"))
+
+
+def rows_of(optimizer, params):
+    """The present version."""
+    rows = []
+    for p in params:
+        group = next(g for g in optimizer.param_groups if any(p is q for q in g["params"]))
+        state = {
+            name: v.clone() if torch.is_tensor(v) else v for name, v in optimizer.state[p].items()
+        }
+        group = {name: group[name] for name in optimizer.defaults}  # and nothing of a scheduler's
+        rows.append(Row(p.detach().clone(), state, group, type(optimizer)))
+    return rows
+
+
+def predict(law, versions, u, steps, lead=0, rates=None):
+    """The weights predicted from version u; ``rates``: per row, the lr of the coming updates."""
+    found = []
+    for r, row in enumerate(versions[u]):
+        before = versions[max(0, u - 1)][r]
+        coming = [row.group["lr"]] * steps if rates is None else rates[r]
+        if law == "difference":
+            found.append(row.weight + steps * (row.weight - before.weight))
+        elif row.velocity is None or (law == "second-order" and u == 0):
+            found.append(row.weight)
+        elif law == "linear":
+            found.append(row.weight - sum(coming) * direction(row))
+        elif law == "geometric":
+            found.append(adam_loop(row, coming) if adam(row) else no_more_gradients(row, coming))
+        elif law == "second-order":
+            found.append(second_order(row, before, steps, lead))
+    return found
+
+
+def direction(row, velocity=None):
+    """What an update subtracts per learning rate, had it this first moment and nothing else."""
+    velocity = row.velocity if velocity is None else velocity
+    return velocity * first(row, 0) / root(row, 0) if adam(row) else velocity
+
+
+def second_order(row, before, delay, lead):
+    """The momentum and its last change, written by the update itself: with that update's lr."""
+    earlier = torch.zeros_like(row.velocity) if before.velocity is None else before.velocity
+    change = row.velocity - earlier
+    moved = (delay + lead) * row.velocity + delay * (delay + 1) / 2 * change
+    return row.weight - before.group["lr"] * direction(row, moved)
+
+
+def no_more_gradients(row, coming):
+    """SGD goes on, and its gradients are zero: the optimizer itself says what then happens."""
+    weight = row.weight.clone().requires_grad_()
+    optimizer = row.kind([weight], **{**row.group, "lr": 0.0})
+    optimizer.state[weight]["momentum_buffer"] = row.velocity.clone()
+    for lr in coming:
+        optimizer.param_groups[0]["lr"] = lr
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    return weight.detach()
+
+
+def adam_loop(row, coming):
+    """Adam's first moment decays, the second stays, the bias corrections go on."""
+    weight, moment = row.weight.clone(), row.velocity.clone()
+    for ahead, lr in enumerate(coming, start=1):
+        moment *= row.group["betas"][0]
+        if row.group["decoupled_weight_decay"]:
+            weight *= 1 - lr * row.group["weight_decay"]
+        weight -= lr * moment * first(row, ahead) / root(row, ahead)
+    return weight
+
+
+def adam(row):
+    """Whether it is of Adam's family."""
+    return "betas" in row.group
+
+
+def first(row, ahead):
+    """Bias correction of the first moment, that many updates from now."""
+    beta, step = row.group["betas"][0], int(row.state["step"]) + ahead
+    decay = row.group.get("momentum_decay")
+    if decay is None:
+        return 1 / (1 - beta**step)
+    mus = [beta * (1 - 0.5 * 0.96 ** (i * decay)) for i in range(1, step + 2)]
+    return mus[-1] / (1 - math.prod(mus))  # NAdam: the part of its update that has the moment
+
+
+def root(row, ahead):
+    """The root of the second moment, its bias corrected, plus eps."""
+    step = int(row.state["step"]) + ahead
+    return (row.state["exp_avg_sq"] / (1 - row.group["betas"][1] ** step)).sqrt() + row.group["eps"]

@@ -1,0 +1,87 @@
+"""What every method is: which version a forward reads, how far ahead, and what its backward has.
+
+One row per method, written down from the papers' formulas. k is the stage, n the number of stages,
+w the microbatches that the stage may have in flight, m the microbatches of one update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A method: choices that hold for all stages, and rules ``(k, n, w, m) -> number``."""
+
+    schedule: str = "1f1b-async"
+    reads: str = "newest"  # or "entry": stage 0's version, "previous": of one minibatch earlier
+    law: str = "linear"  # "geometric", "second-order", "difference"
+    forward: Callable | str = lambda k, n, w, m: 0  # or "counted": the updates up to the backward
+    backward: str = "current"  # "predict", "stash"
+    backward_horizon: Callable = lambda k, n, w, m: 0
+    lead: Callable = lambda k, n, w, m: 0
+    once: bool = False  # a minibatch's microbatches share the weights of its first
+    future_rates: bool = False
+    averaged: bool = False  # needs v = mu*v + (1 - mu)*g
+    stages: int = 8  # at most
+
+
+def nearest(x):
+    """Half goes up."""
+    return math.floor(x + 0.5)
+
+
+def local(k, n, w, m):
+    """Updates between a microbatch's forward and its backward, at most: w - 1 microbatches."""
+    return -(-(w - 1) // m)
+
+
+SPECTRAIN = Definition(
+    forward=lambda k, n, w, m: nearest((k // 2 + n - k - 1) / m),
+    backward="predict",
+    backward_horizon=lambda k, n, w, m: nearest((k // 2) / m),
+)
+
+METHODS = {
+    "sync": Definition("gpipe"),
+    "gpipe": Definition("gpipe"),
+    "1f1b": Definition("1f1b"),
+    "vanilla": Definition(),
+    "pipedream": Definition(backward="stash"),
+    "pipedream-vertical-sync": Definition(reads="entry", backward="stash"),
+    "pipedream-2bw": Definition(reads="previous", backward="stash"),
+    "spectrain": SPECTRAIN,
+    "spectrain-local": Definition(forward="counted"),
+    "spectrain-stash": Definition(forward=local, backward="stash"),
+    "spectrain-ema": replace(SPECTRAIN, averaged=True),
+    "second-order": Definition(
+        law="second-order", forward=local, lead=lambda k, n, w, m: k, backward="stash"
+    ),
+    "pipeoptim": Definition(forward=local),
+    "xpipe": Definition(
+        forward=lambda k, n, w, m: nearest((n + m - k // 2 - 2) / m),
+        backward="predict",
+        backward_horizon=lambda k, n, w, m: nearest((m + k // 2 - 1) / m),
+        once=True,
+    ),
+    "msnag": Definition(law="geometric", forward=local),
+    "msnag-stash": Definition(law="geometric", forward=local, backward="stash"),
+    "lwp-v": Definition(forward=local),
+    "lwp-w": Definition(law="difference", forward=local),
+    "xgrad": Definition("gpipe", forward=lambda k, n, w, m: 1, backward="stash", stages=1),
+}
+
+
+def window_of(definition, window, k, n, m):
+    """Microbatches that stage k may have in flight; ``window`` is what the caller asked for."""
+    if definition.schedule == "gpipe":
+        return m
+    if definition.schedule == "1f1b":
+        return min(m, n - k)
+    if window is None or window == "classic":
+        return n - k
+    if window == "wide":
+        return 2 * (n - k) - 1
+    return window if isinstance(window, int) else window[k]
