@@ -18,4 +18,14 @@
 // 16 KiB of float32 per stream. The same number on both sides lets a host test walk the CUDA table.
 namespace spectrain {
 constexpr int kChunk = 4096;
+
+// A pointer to the memory that arrays have, as the type it has.
+template <class T>
+SPECTRAIN_HD T* global(T* p) {
+#if defined(__CUDA_ARCH__)
+  __builtin_assume(__isGlobal(p));  // else the compiler emits generic loads and stores
+#endif
+  return p;
 }
+
+}  // namespace spectrain

@@ -68,8 +68,8 @@ class Plan {
   // One setting per group. `first_step`: empty, or one flag per tensor (then the settings' own are
   // not used).
   void sgd_step_(const std::vector<Setting>&, const std::vector<uint8_t>& first_step,
-                 bool with_momentum, std::vector<Prediction>, void* stream);
-  void adam_step_(const std::vector<Setting>&, std::vector<Prediction>, void* stream);
+                 bool with_momentum, std::vector<Prediction>, const Gate&, void* stream);
+  void adam_step_(const std::vector<Setting>&, std::vector<Prediction>, const Gate&, void* stream);
 
   // Distances of the weights from every list of `outs`, in all of double: result[j*(n + 1) + i] is
   // |outs[j][i] - params[i]|^2, and the place behind the last tensor gets their sum. Entries of
@@ -123,6 +123,7 @@ class Plan {
   struct Call {
     Request request;
     std::vector<Setting> settings;
+    Gate gate = {};
   };
 
   const Tables& resolve(const Request& request);
@@ -133,7 +134,7 @@ class Plan {
   std::vector<Call> predict_calls(const Family&, const Terms&, const Column& out,
                                   Which which) const;
   void step(Request request, std::vector<Setting> settings, const Family&, std::vector<Prediction>,
-            void* stream);
+            const Gate&, void* stream);
   // All are resolved before the first one runs: what cannot be done leaves everything as it was.
   void run(const std::vector<Call>& calls, void* stream);
   void run_one(const Call& call, void* stream);

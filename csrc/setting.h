@@ -21,8 +21,8 @@ struct Term {
 
 // The step itself is a term, too: W' = keep*W - (momentum*v' + gradient*d) / D.
 struct Setting {
-  double sign = 1.0;          // -1: maximize; gradient scaling is folded in
-  double weight_decay = 0.0;  // L2: d = sign*g + weight_decay*W
+  double sign = 1.0;          // -1: maximize
+  double weight_decay = 0.0;  // L2: d = sign*factor*g + weight_decay*W, see gate.h
   double decay = 0.0;         // of the momentum: v' = decay*v + gain*d
   double gain = 1.0;
   double decay2 = 0.0;  // of Adam's second moment: u' = decay2*u + (1 - decay2)*d*d

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "config.h"
+#include "gate.h"
 
 namespace spectrain {
 
@@ -37,6 +38,7 @@ struct TableView {
   void* const* pointers;  // n_streams a row
   uint32_t n_rows, n_streams;
   uint32_t chunk_begin, chunk_end;  // what to work on; a launch may hold a part of a long table
+  Gate gate = {};
 
   SPECTRAIN_HD void* pointer(uint32_t row, uint32_t stream) const {
     return pointers[static_cast<uint64_t>(row) * n_streams + stream];

@@ -36,6 +36,7 @@ _ADAM = (
     "SymInt step, float beta1=0.9, float beta2=0.999, float eps=1e-8, float weight_decay=0, "
     "bool decoupled_weight_decay=False"
 )
+_GATE = "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip_factor=None"
 _HORIZON = 'float[] steps, str law="linear"'
 _OUTS = "outs, float[] horizons=[], str[]? laws=None"
 _PREDICT = f"Tensor[] params, Tensor[] momentum_buffers, *, {_RATE}, {_HORIZON}, {_SGD}"
@@ -58,10 +59,10 @@ SCHEMAS = (
     "sgd_step_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!)[] momentum_buffers, *, "
     f"{_RATE}, float momentum, float dampening=0, float weight_decay=0, bool nesterov=False, "
     "bool maximize=False, bool decoupled_weight_decay=False, bool ema=False, "
-    f"bool[]? first_step=None, Tensor(c!)[] {_OUTS}) -> ()",
+    f"bool[]? first_step=None, Tensor(c!)[] {_OUTS}, {_GATE}) -> ()",
     "adam_step_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!)[] exp_avgs, "
     f"Tensor(c!)[] exp_avg_sqs, *, {_RATE}, {_ADAM}, bool maximize=False, "
-    f"float? momentum_decay=None, float mu_product=1, Tensor(d!)[] {_OUTS}) -> ()",
+    f"float? momentum_decay=None, float mu_product=1, Tensor(d!)[] {_OUTS}, {_GATE}) -> ()",
     f"adam_predict({_ADAM_PREDICT}) -> Tensor[]",
     f"adam_predict.out({_ADAM_PREDICT}, Tensor(a!)[] outs) -> ()",
     f"extrapolate({_EXTRAPOLATE}) -> Tensor[]",

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from spectrain_ext._lists import Gradients, Lists, Role, Tensors, bump_versions
+from spectrain_ext._lists import Array, Gradients, Lists, Role, Tensors, bump_versions
 from spectrain_ext._tracing import traceable
 from spectrain_ext.laws import Horizon
 from spectrain_ext.numbers import Adam
@@ -179,6 +179,9 @@ def sgd_step_(
     ema: bool = False,
     first_step: bool | Sequence[bool] = False,
     predict: Sequence[tuple[Horizon, Tensors]] = (),
+    grad_scale: Array | None = None,
+    found_inf: Array | None = None,
+    clip_factor: Array | None = None,
     stream: Any = None,
 ) -> None:
     """One step of torch.optim.SGD that also writes predictions of the new weights, in one pass.
@@ -209,6 +212,12 @@ def sgd_step_(
         first_step: a bool, or one per tensor: the buffer becomes the gradient, as torch does when
             there is no buffer yet. The old content of the buffer is not used.
         predict: pairs of a horizon in updates, >= 0, and outputs like the parameters.
+        grad_scale, found_inf, clip_factor: one float32 element each, on the parameters' device,
+            which no host waits for: g is multiplied by clip_factor / grad_scale, and where
+            found_inf is not 0 nothing at all is written: not the weights, not the buffers (a
+            first step stays one), not the outs. The quotient is made in double and rounded to the
+            arithmetic type; torch's fused optimizers divide every gradient, which is the same to
+            the bit where the scale is a power of two, and to rounding otherwise.
         stream: CUDA stream; None: the current one.
     """
     lists = Lists(params, "params", writes=True)
@@ -230,6 +239,9 @@ def sgd_step_(
         ema=ema,
         first_step=first_step,
         predict=horizons,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        clip_factor=clip_factor,
         stream=stream,
     )
     _bump_stepped(g, stepped, outs)
@@ -252,6 +264,9 @@ def adam_step_(
     momentum_decay: float | None = None,
     mu_product: float = 1.0,
     predict: Sequence[tuple[Horizon, Tensors]] = (),
+    grad_scale: Array | None = None,
+    found_inf: Array | None = None,
+    clip_factor: Array | None = None,
     stream: Any = None,
 ) -> None:
     """One step of Adam, AdamW or NAdam that also writes predictions, in one pass over memory.
@@ -282,6 +297,8 @@ def adam_step_(
         predict: pairs of a horizon (a number of updates, or a law of `spectrain_ext.laws`) and
             outputs like the parameters, bfloat16 or float16 beside float32 ones. They are made from
             the values as they were stored.
+        grad_scale, found_inf, clip_factor: as in `sgd_step_`. A skipped step counts nowhere: the
+            next one has the same number.
         stream: CUDA stream; None: the current one.
     """
     lists = Lists(params, "params", writes=True)
@@ -300,7 +317,14 @@ def adam_step_(
         momentum_decay,
         mu_product,
     )
-    Plan.of(lists).step_adam_([numbers], horizons, stream=stream)
+    Plan.of(lists).step_adam_(
+        [numbers],
+        horizons,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        clip_factor=clip_factor,
+        stream=stream,
+    )
     _bump_stepped(g, [lists.params, m, u], outs)
 
 

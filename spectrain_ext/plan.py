@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias, cast
 
-from spectrain_ext._lists import Gradients, Lists, Role, Tensors, is_array
+from spectrain_ext._lists import Array, Gradients, Lists, Role, Tensors, is_array
 from spectrain_ext.laws import Horizon, Law, as_law, needs_momentum
 from spectrain_ext.numbers import Adam, Sgd, Term, non_negative
 
@@ -151,6 +151,9 @@ class Plan:
         ema: bool = False,
         first_step: bool | Sequence[bool] = False,
         predict: Sequence[Horizon | None] = (),
+        grad_scale: Array | None = None,
+        found_inf: Array | None = None,
+        clip_factor: Array | None = None,
         stream: Any = None,
     ) -> None:
         """One step of SGD that also writes predictions; see `spectrain_ext.sgd_step_`.
@@ -169,7 +172,15 @@ class Plan:
             decoupled_weight_decay,
             ema,
         )
-        self.step_sgd_([numbers] * self._n_groups, first_step, predict, stream=stream)
+        self.step_sgd_(
+            [numbers] * self._n_groups,
+            first_step,
+            predict,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            clip_factor=clip_factor,
+            stream=stream,
+        )
 
     # Any rule, with the numbers of every group.
 
@@ -179,6 +190,9 @@ class Plan:
         first_step: bool | Sequence[bool] = False,
         predict: Sequence[Horizon | None] = (),
         *,
+        grad_scale: Array | None = None,
+        found_inf: Array | None = None,
+        clip_factor: Array | None = None,
         stream: Any = None,
     ) -> None:
         """`sgd_step_` with the numbers of every parameter group, in one launch.
@@ -200,13 +214,17 @@ class Plan:
             law = as_law(steps, f"predict[{j}]")
             predictions.append((j, [_sgd_terms(law, numbers) for numbers in groups]))
         settings = [numbers.setting() for numbers in groups]
-        self._native.sgd_step_(settings, with_momentum, first_step, predictions, stream)
+        gate = (grad_scale, found_inf, clip_factor)
+        self._native.sgd_step_(settings, with_momentum, first_step, predictions, gate, stream)
 
     def step_adam_(
         self,
         groups: Sequence[Adam],
         predict: Sequence[Horizon | None] = (),
         *,
+        grad_scale: Array | None = None,
+        found_inf: Array | None = None,
+        clip_factor: Array | None = None,
         stream: Any = None,
     ) -> None:
         """One step of Adam, AdamW or NAdam, with the numbers of every group, in one launch.
@@ -221,7 +239,8 @@ class Plan:
                 law = as_law(steps, f"predict[{j}]")
                 predictions.append((j, [law.adam(numbers) for numbers in groups]))
         settings = [numbers.setting() for numbers in groups]
-        self._native.adam_step_(settings, predictions, stream)
+        gate = (grad_scale, found_inf, clip_factor)
+        self._native.adam_step_(settings, predictions, gate, stream)
 
     def predict_with(
         self,

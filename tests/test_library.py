@@ -56,7 +56,15 @@ _ARGUMENTS: dict[str, Callable[[bool], tuple[tuple[Any, ...], dict[str, Any]]]] 
     ),
     "adam_step_": lambda g: (
         (_list(g), _list(), _list(), _list()),
-        {"lr": 0.1, "step": 3, "outs": _list(), "horizons": [1.0]},
+        {
+            "lr": 0.1,
+            "step": 3,
+            "outs": _list(),
+            "horizons": [1.0],
+            "grad_scale": torch.tensor(4.0),
+            "found_inf": torch.zeros(1),
+            "clip_factor": torch.tensor(0.5),
+        },
     ),
     "adam_predict": lambda g: (
         (_list(g), _list(), _list()),
@@ -220,6 +228,16 @@ _CALLS: dict[str, Callable[[Lists], Any]] = {
     ),
     "sgd_step_ one without momentum": lambda x: st.sgd_step_(
         x[0][0], x[1][0], None, lr=0.1, momentum=0.0, maximize=True
+    ),
+    "sgd_step_ with scalars": lambda x: st.sgd_step_(
+        x[0],
+        x[1],
+        x[2],
+        lr=0.1,
+        momentum=0.9,
+        grad_scale=torch.full((1,), 3.0),
+        found_inf=torch.zeros(()),
+        clip_factor=x[3][0].sum(),
     ),
     "adam_step_": lambda x: st.adam_step_(
         x[0],

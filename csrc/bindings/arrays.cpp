@@ -262,16 +262,33 @@ py::value_error Arrays::overlap(size_t list, size_t i, size_t other_list, size_t
       Place{kept_[other_list].name, static_cast<py::ssize_t>(j), single_}.text());
 }
 
-void Arrays::check_gradient_overlap(const char* begin, int64_t bytes, size_t i) const {
-  const char* end = begin + bytes;
+// That nothing a call writes lies in the memory of what it only reads.
+void Arrays::check_read_only(const Borrowed& b, const Place& place) const {
+  const auto* begin = static_cast<const char*>(b.data);
+  const char* end = begin + b.size * size_of(b.dtype);
   auto next = std::upper_bound(written_.begin(), written_.end(), begin,
                                [](const char* at, const Written& w) { return at < w.begin; });
   if (next != written_.begin() && std::prev(next)->end > begin) --next;
   if (next == written_.end() || next->begin >= end || begin == end) return;
   throw py::value_error(
-      Place{grads_name_, static_cast<py::ssize_t>(i), single_}.text() +
-      ": expected memory that the step does not write, got an overlap with " +
+      place.text() + ": expected memory that the step does not write, got an overlap with " +
       Place{kept_[next->list].name, static_cast<py::ssize_t>(next->index), single_}.text());
+}
+
+const float* Arrays::scalar(py::handle array, const std::string& name, Loans& loans) const {
+  if (array.is_none() || params_.empty()) return nullptr;
+  const Place place{name, 0, true};
+  const Borrowed b = borrow(array, place, loans);
+  if (b.dtype != DType::float32 || b.size != 1) {
+    throw py::value_error(name + ": expected one element of float32, got " + name_of(b.dtype) +
+                          " of shape " + b.shape_text());
+  }
+  if (!(b.device == device_)) {
+    throw py::value_error(name + ": expected an array on " + device_text_ + ", the device of " +
+                          params_name_ + ", got " + b.device_text());
+  }
+  check_read_only(b, place);
+  return static_cast<const float*>(b.data);
 }
 
 Column Arrays::borrow_gradients(const py::tuple& grads, bool autograds, Loans& loans) const {
@@ -289,9 +306,7 @@ Column Arrays::borrow_gradients(const py::tuple& grads, bool autograds, Loans& l
     check(b, place, Role::grads, i);
     column.at[i] = b.data != nullptr ? b.data : &empty;
     column.dtype[i] = b.dtype;
-    if (column.at[i] != plan->grads.at[i]) {
-      check_gradient_overlap(static_cast<const char*>(b.data), b.size * size_of(b.dtype), i);
-    }
+    if (column.at[i] != plan->grads.at[i]) check_read_only(b, place);
   }
   return column;
 }

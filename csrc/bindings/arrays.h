@@ -34,6 +34,9 @@ class Arrays {
   // given, or none were given; else the same array's.
   void refresh();
 
+  // The element of an array of one float32 on the plan's device that a step reads; null for None.
+  const float* scalar(py::handle array, const std::string& name, Loans& loans) const;
+
   bool has(Role role) const;
   // What an operation that no kernel exists for was asked to do, in the arguments' names.
   std::string describe(const UnsupportedTypes& error) const;
@@ -55,7 +58,7 @@ class Arrays {
   void check_overlap();
   py::value_error overlap(size_t list, size_t i, size_t other_list, size_t j) const;
   Column borrow_gradients(const py::tuple& grads, bool autograds, Loans& loans) const;
-  void check_gradient_overlap(const char* begin, int64_t bytes, size_t i) const;
+  void check_read_only(const Borrowed& b, const Place& place) const;
   void take_gradients(const py::tuple& grads, bool autograds);
   py::tuple parameter_gradients() const;
 

@@ -37,6 +37,9 @@ Setting setting(const PySetting& given) {
   return s;
 }
 
+// grad_scale, found_inf, clip_factor: an array of one element each, or None
+using PyGate = std::tuple<py::object, py::object, py::object>;
+
 class PyPlan {
  public:
   PyPlan(const std::vector<std::tuple<int, std::string, bool, py::tuple>>& lists,
@@ -92,7 +95,7 @@ class PyPlan {
   }
 
   void sgd_step_(const std::vector<PySetting>& given, bool with_momentum, py::handle first_step,
-                 const PyPredictions& predictions, py::handle stream) {
+                 const PyPredictions& predictions, const PyGate& given_gate, py::handle stream) {
     if (with_momentum) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
     need_gradients();
     std::vector<Setting> settings = checked_settings(given);
@@ -100,16 +103,21 @@ class PyPlan {
     const std::vector<uint8_t> flags = first_step_flags(first_step, &first);
     for (Setting& s : settings) s.first_step = first;
     const auto wanted = checked_predictions(predictions);
-    run(stream,
-        [&](Plan& plan, void* s) { plan.sgd_step_(settings, flags, with_momentum, wanted, s); });
+    Loans loans{arrays_.first(), {}};
+    const Gate gate = checked_gate(given_gate, loans);
+    run(stream, [&](Plan& plan, void* s) {
+      plan.sgd_step_(settings, flags, with_momentum, wanted, gate, s);
+    });
   }
   void adam_step_(const std::vector<PySetting>& given, const PyPredictions& predictions,
-                  py::handle stream) {
+                  const PyGate& given_gate, py::handle stream) {
     need_state(true);
     need_gradients();
     const std::vector<Setting> settings = checked_settings(given);
     const auto wanted = checked_predictions(predictions);
-    run(stream, [&](Plan& plan, void* s) { plan.adam_step_(settings, wanted, s); });
+    Loans loans{arrays_.first(), {}};
+    const Gate gate = checked_gate(given_gate, loans);
+    run(stream, [&](Plan& plan, void* s) { plan.adam_step_(settings, wanted, gate, s); });
   }
 
   void refresh() { arrays_.refresh(); }
@@ -161,6 +169,12 @@ class PyPlan {
       wanted.push_back({out, checked(*arrays_.plan, terms(t))});
     }
     return wanted;
+  }
+
+  Gate checked_gate(const PyGate& given, Loans& loans) const {
+    return {arrays_.scalar(std::get<1>(given), "found_inf", loans),
+            arrays_.scalar(std::get<0>(given), "grad_scale", loans),
+            arrays_.scalar(std::get<2>(given), "clip_factor", loans)};
   }
 
   void need(Role role, const char* name, const char* why) const {
@@ -272,8 +286,9 @@ PYBIND11_MODULE(_C, m) {
       .def("distance_scratch", &PyPlan::distance_scratch)
       .def("distances", &PyPlan::distances, py::arg("result"), py::arg("scratch"), stream)
       .def("sgd_step_", &PyPlan::sgd_step_, py::arg("settings"), py::arg("with_momentum"),
-           py::arg("first_step"), py::arg("predictions"), stream)
-      .def("adam_step_", &PyPlan::adam_step_, py::arg("settings"), py::arg("predictions"), stream)
+           py::arg("first_step"), py::arg("predictions"), py::arg("gate"), stream)
+      .def("adam_step_", &PyPlan::adam_step_, py::arg("settings"), py::arg("predictions"),
+           py::arg("gate"), stream)
       .def("refresh", &PyPlan::refresh)
       .def("set_gradients", &PyPlan::set_gradients, py::arg("grads"))
       .def_property_readonly("n_outs", &PyPlan::n_outs)

@@ -147,15 +147,16 @@ struct Cpu {
   };
 
   // One block of one row: p points at its first element in every stream, q at the same as Acc.
-  static void block(const Args& given, unsigned flags, char* const (&p)[n_streams],
-                    Acc* const (&q)[n_streams], int n, Scratch& scratch) {
+  static void block(const Args& given, unsigned flags, factor_t<Acc> factor,
+                    char* const (&p)[n_streams], Acc* const (&q)[n_streams], int n,
+                    Scratch& scratch) {
     unroll<n_streams>([&](auto index) {
       constexpr int s = decltype(index)::value;
       if constexpr (stream<s>::source >= 0) memcpy(p[s], p[stream<s>::source], n * sizeof(type<s>));
       if constexpr (stream<s>::reads && !in_place<type<s>>) widen_block<type<s>>(q[s], p[s], n);
     });
     // Copies: a store in the loop might otherwise change what these refer to.
-    const auto step = Rule::step(given, flags);
+    const auto step = Rule::step(given, flags, factor);
     Acc* at[n_streams];
     for (int s = 0; s < n_streams; ++s) at[s] = q[s];
     [[maybe_unused]] Acc* const direction = scratch.direction;
@@ -219,6 +220,7 @@ struct Cpu {
   static void range(const Args& args, const TableView& table, uint32_t r, Range range,
                     bool stream_outputs, Scratch& scratch) {
     const unsigned flags = table.rows[r].flags;
+    const auto factor = gradient_factor<Rule>(table.gate);
     for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
       const int n = static_cast<int>(range.end - begin < kBlock ? range.end - begin : kBlock);
       char* p[n_streams];
@@ -232,7 +234,7 @@ struct Cpu {
         p[s] = stream<s>::reads ? at : scratch.staging[s].begin(at, past_cache);
         q[s] = in_place<type<s>> ? reinterpret_cast<Acc*>(p[s]) : scratch.wide[s];
       });
-      block(args, flags, p, q, n, scratch);
+      block(args, flags, factor, p, q, n, scratch);
       unroll<n_streams>([&](auto index) {
         constexpr int s = decltype(index)::value;
         if constexpr (!stream<s>::reads) scratch.staging[s].finish(n * sizeof(type<s>));
@@ -264,6 +266,7 @@ struct Cpu {
   }
 
   static void run(const TableView& table, Settings settings, const CpuOptions& options) {
+    if (table.gate.skips()) return;
     // Not a std::vector: nothing that another unit could be linked to may be left behind.
     auto* args = static_cast<Args*>(malloc(sizeof(Args) * settings.size));
     if (args == nullptr) abort();

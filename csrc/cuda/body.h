@@ -11,12 +11,13 @@ struct Lane {
   uint32_t block, thread, blocks, threads;
 };
 
-// 256 threads. A thread has two vectors of every stream in flight where they are small, else one.
+// 256 threads. A thread has two vectors of every stream in flight where they are small, else one;
+// and one where the numbers of a step are double and have to fit 64 registers, too.
 // Divisions (Adam) call a slow path whose registers must not spill: 128 of them then, 64 otherwise.
 struct LaunchPolicy {
   static constexpr int threads = 256;
-  static constexpr int unroll(int elements_of_all_streams) {
-    return elements_of_all_streams <= 12 ? 2 : 1;
+  static constexpr int unroll(int elements_of_all_streams, bool wide_step) {
+    return elements_of_all_streams <= 12 && !wide_step ? 2 : 1;
   }
   static constexpr int blocks_per_multiprocessor(bool divides) { return divides ? 2 : 4; }
 };
@@ -84,22 +85,14 @@ constexpr int narrowest() {
   }
 }
 
-template <class T>
-SPECTRAIN_HD T* global(void* pointer) {
-  T* p = static_cast<T*>(pointer);
-#if defined(__CUDA_ARCH__)
-  __builtin_assume(__isGlobal(p));  // else the compiler emits generic loads and stores
-#endif
-  return p;
-}
-
 template <class Rule, class Policy = LaunchPolicy>
 struct Body {
   using Acc = typename Rule::Acc;
   using Args = typename Rule::Args;
   static constexpr int n_streams = Rule::Streams::size;
   static constexpr int vector = 16 / narrowest<Rule>();
-  static constexpr int in_flight = Policy::unroll(vector * n_streams);
+  static constexpr int in_flight = Policy::unroll(
+      vector * n_streams, sizeof(Acc) == sizeof(double) && Rule::has_outs && !Rule::divides);
   template <int I>
   using stream = stream_t<Rule, I>;
   template <int I>
@@ -109,10 +102,11 @@ struct Body {
   const TableView& table;
   uint32_t row;
   unsigned flags;
+  factor_t<Acc> factor;
 
   template <int I>
   SPECTRAIN_HD type<I>* at(int64_t element) const {
-    return global<type<I>>(table.pointer(row, I)) + element;
+    return global(static_cast<type<I>*>(table.pointer(row, I))) + element;
   }
 
   template <int N>
@@ -139,7 +133,7 @@ struct Body {
         constexpr int s = decltype(index)::value;
         if constexpr (stream<s>::reads) x[s] = widen(packs.template get<s>().element[e]);
       });
-      Rule::apply(Rule::step(args, flags), x);
+      Rule::apply(Rule::step(args, flags, factor), x);
       unroll<n_streams>([&](auto index) {
         constexpr int s = decltype(index)::value;
         if constexpr (stream<s>::writes && stream<s>::source < 0) {
@@ -180,7 +174,7 @@ struct Body {
         }
         out.element[e] = Narrow<T>::from(w);
       }
-      out.store(global<T>(table.pointer(row, n_streams + j)) + element);
+      out.store(global(static_cast<T*>(table.pointer(row, n_streams + j))) + element);
     }
   }
 
@@ -207,12 +201,14 @@ struct Body {
   }
 
   SPECTRAIN_HD static void run(const Args* settings, const TableView& table, const Lane& lane) {
+    if (table.gate.skips()) return;
+    const auto factor = gradient_factor<Rule>(table.gate);
     for (uint64_t chunk = table.chunk_begin + static_cast<uint64_t>(lane.block);
          chunk < table.chunk_end; chunk += lane.blocks) {
       const uint32_t r = table.find_row(static_cast<uint32_t>(chunk));
       const Row& row = table.rows[r];
       const Range range = table.range(row, static_cast<uint32_t>(chunk));
-      const Body body{settings[row.setting], table, r, row.flags};
+      const Body body{settings[row.setting], table, r, row.flags, factor};
       int64_t begin = range.begin;
       if ((row.flags & kAligned) != 0) {
         const int64_t aligned = begin == 0 ? row.head : begin;

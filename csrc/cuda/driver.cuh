@@ -16,6 +16,7 @@ template <class Args, size_t Bytes>
 struct ParameterTable {
   uint32_t n_rows, n_streams, chunk_begin, chunk_end;
   uint32_t rows_at, pointers_at;  // in bytes
+  Gate gate;
   alignas(16) unsigned char storage[Bytes];
 
   static size_t bytes(const TableView& view, int n_settings) {
@@ -31,6 +32,7 @@ struct ParameterTable {
     n_streams = view.n_streams;
     chunk_begin = view.chunk_begin;
     chunk_end = view.chunk_end;
+    gate = view.gate;
     rows_at = static_cast<uint32_t>(settings_bytes(settings.size));
     pointers_at = rows_at + static_cast<uint32_t>(n_rows * sizeof(Row));
     for (int i = 0; i < settings.size; ++i) {
@@ -46,7 +48,8 @@ struct ParameterTable {
             n_rows,
             n_streams,
             chunk_begin,
-            chunk_end};
+            chunk_end,
+            gate};
   }
 };
 

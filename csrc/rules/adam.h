@@ -2,7 +2,7 @@
 // predictions in the same pass, and the predictions alone. The three differ in their coefficients
 // only.
 //
-//   d  = sign*g + weight_decay*W
+//   d  = sign*factor*g + weight_decay*W
 //   m' = decay*m + (1 - decay)*d,  u' = decay2*u + (1 - decay2)*d*d
 //   W' = keep*W - (momentum*m' + gradient*d) / (sqrt(u')*root + eps)
 #pragma once
@@ -55,7 +55,12 @@ struct AdamStep {
              Coefficients<Acc>::make(s.step)},
             Predictions<Acc, kMaxTerms>::make(s)};
   }
-  SPECTRAIN_HD static Step step(const Args& a, unsigned /*flags*/) { return a.step; }
+  static constexpr int kGradient = kGrad;
+  SPECTRAIN_HD static Step step(const Args& a, unsigned /*flags*/, Acc factor) {
+    Step step = a.step;
+    step.direction = step.direction.scaled(factor);
+    return step;
+  }
   SPECTRAIN_HD static void apply(const Step& a, Acc (&x)[4]) {
     const Acc d = a.direction(x[kGrad], x[kParam]);
     x[kMomentum] = multiply_add(a.decay, x[kMomentum], a.gain * d);
@@ -92,7 +97,8 @@ struct AdamPredict {
     return {static_cast<Acc>(s.eps), Predictions<Acc, kMaxTerms>::make(s)};
   }
   struct Step {};
-  SPECTRAIN_HD static Step step(const Args&, unsigned /*flags*/) { return {}; }
+  static constexpr int kGradient = -1;
+  SPECTRAIN_HD static Step step(const Args&, unsigned /*flags*/, Acc) { return {}; }
   SPECTRAIN_HD static void apply(const Step&, Acc (&)[3]) {}
 
   static constexpr bool has_outs = true;

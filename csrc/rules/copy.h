@@ -14,7 +14,9 @@ struct Copy : NoOuts {
   using Streams = StreamList<In<Bits>, CopyOf<Bits, kSource>>;
   struct Args {};
   SPECTRAIN_HD static Args make(const Setting&) { return {}; }
-  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/) { return a; }
+  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, factor_t<Acc>) {
+    return a;
+  }
   SPECTRAIN_HD static void apply(const Args&, Acc (&)[2]) {}
 };
 
@@ -25,7 +27,9 @@ struct Cast : NoOuts {
   using Streams = StreamList<In<W>, Out<Out_>>;
   struct Args {};
   SPECTRAIN_HD static Args make(const Setting&) { return {}; }
-  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/) { return a; }
+  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, factor_t<Acc>) {
+    return a;
+  }
   SPECTRAIN_HD static void apply(const Args&, Acc (&x)[2]) { x[kTarget] = x[kSource]; }
 };
 

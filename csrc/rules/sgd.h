@@ -1,7 +1,7 @@
 // SGD with momentum (torch.optim.SGD's arithmetic; with an averaging gain, EMA momentum): the step,
 // which writes any number of predictions in the same pass, and the predictions alone.
 //
-//   d  = sign*g + weight_decay*W
+//   d  = sign*factor*g + weight_decay*W
 //   v' = decay*v + gain*d
 //   W' = keep*W - momentum*v' - gradient*d        (and the same form, from W', for every
 //   prediction)
@@ -18,6 +18,7 @@ struct SgdDirection {
   SPECTRAIN_HD static SgdDirection make(const Setting& s) {
     return {static_cast<Acc>(s.sign), static_cast<Acc>(s.weight_decay)};
   }
+  SPECTRAIN_HD SgdDirection scaled(Acc factor) const { return {sign * factor, weight_decay}; }
   SPECTRAIN_HD Acc operator()(Acc g, Acc w) const {
     const Acc d = sign * g;
     return weight_decay != Acc(0) ? multiply_add(weight_decay, w, d) : d;  // 0*inf would be NaN
@@ -58,8 +59,10 @@ struct SgdMomentum {
              Coefficients<Acc>::make(s.step), s.first_step},
             Predictions<Acc, kMaxOuts>::make(s)};
   }
-  SPECTRAIN_HD static Step step(const Args& a, unsigned flags) {
+  static constexpr int kGradient = kGrad;
+  SPECTRAIN_HD static Step step(const Args& a, unsigned flags, Acc factor) {
     Step step = a.step;
+    step.direction = step.direction.scaled(factor);
     step.first = step.first || (flags & kFirstStep) != 0;
     return step;
   }
@@ -96,7 +99,10 @@ struct SgdPlain : NoOuts {
     return {SgdDirection<Acc>::make(s), static_cast<Acc>(s.step.keep),
             static_cast<Acc>(s.step.gradient)};
   }
-  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/) { return a; }
+  static constexpr int kGradient = kGrad;
+  SPECTRAIN_HD static Args step(const Args& a, unsigned /*flags*/, Acc factor) {
+    return {a.direction.scaled(factor), a.keep, a.gradient};
+  }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[2]) {
     const Acc kept = a.keep == Acc(1) ? x[kParam] : a.keep * x[kParam];
     x[kParam] = multiply_add(-a.gradient, a.direction(x[kGrad], x[kParam]), kept);
@@ -114,7 +120,7 @@ struct SgdPredict : NoOuts {
     Coefficients<Acc> term;
   };
   SPECTRAIN_HD static Args make(const Setting& s) { return {Coefficients<Acc>::make(s.terms[0])}; }
-  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/) { return a; }
+  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, Acc) { return a; }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
     x[kOut] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));
   }
@@ -128,7 +134,7 @@ struct SgdStashPredict : NoOuts {
   using Streams = StreamList<InOut<W>, In<V>, CopyOf<W, kParam>>;
   using Args = typename SgdPredict<W, V, W>::Args;
   SPECTRAIN_HD static Args make(const Setting& s) { return SgdPredict<W, V, W>::make(s); }
-  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/) { return a; }
+  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, Acc) { return a; }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
     x[kParam] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));
   }

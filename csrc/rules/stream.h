@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../config.h"
+#include "../gate.h"
 #include "../scalar.h"
 
 namespace spectrain {
@@ -56,8 +58,9 @@ SPECTRAIN_HD void unroll(F&& f) {
 }
 
 // What a rule is. It has Args, made from a Setting; a Step, what `apply` needs of them for one row,
-// small enough to stay in registers; and `apply(step, x)`, the update of one element of every
-// stream.
+// small enough to stay in registers, made by `step(args, flags, factor)` of the row's flags and of
+// what gradients are multiplied by; `apply(step, x)`, the update of one element of every stream;
+// and kGradient, the stream that gradients are, negative where there are none.
 //
 // A rule without extra outputs has its Args for a Step. One with them has, beside has_outs = true:
 // `predictions` among its Args; OutType; kDirection, the stream in whose place `apply` leaves what
@@ -66,7 +69,21 @@ SPECTRAIN_HD void unroll(F&& f) {
 struct NoOuts {
   static constexpr bool has_outs = false;
   static constexpr bool divides = false;
+  static constexpr int kGradient = -1;
 };
+
+// The type of that factor: the arithmetic type, where Acc is not mere bits.
+template <class Acc>
+using factor_t = std::conditional_t<sizeof(Acc) == sizeof(double), double, float>;
+
+template <class Rule>
+SPECTRAIN_HD factor_t<typename Rule::Acc> gradient_factor(const Gate& gate) {
+  if constexpr (Rule::kGradient >= 0) {
+    return static_cast<factor_t<typename Rule::Acc>>(gate.factor());
+  } else {
+    return 1;
+  }
+}
 
 // Whether a rule's predictions need what `apply` left in the place of stream kDirection.
 template <class Rule, bool HasOuts = Rule::has_outs>

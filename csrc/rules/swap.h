@@ -12,7 +12,9 @@ struct Swap : NoOuts {
   using Streams = StreamList<InOut<Bits>, InOut<Bits>>;
   struct Args {};
   SPECTRAIN_HD static Args make(const Setting&) { return {}; }
-  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/) { return a; }
+  SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, factor_t<Acc>) {
+    return a;
+  }
   SPECTRAIN_HD static void apply(const Args&, Acc (&x)[2]) {
     const Acc a = x[0];
     x[0] = x[1];

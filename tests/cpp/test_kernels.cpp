@@ -156,6 +156,7 @@ struct Case {
   std::vector<int> offsets;       // elements, one per row: the same misalignment in every stream
   bool skewed;                    // or a different one in every stream: never aligned together
   std::vector<Setting> settings;  // two groups, which rows take in turn
+  Gate gate = {};
 };
 
 // One engine's copy of all streams: an allocation each, the sanitizer's guard band around it.
@@ -206,6 +207,15 @@ std::vector<Row> make_rows(const Case& c, const Memory& m, uint32_t* n_chunks) {
   return rows;
 }
 
+void expect_untouched(const Case& c, const Memory& memory, uint64_t seed, const char* engine) {
+  const Memory before = make_memory(c, seed);
+  for (size_t p = 0; p < memory.pointers.size(); ++p) {
+    ++comparisons;
+    if (memcmp(before.pointers[p], memory.pointers[p], memory.bytes[p]) == 0) continue;
+    if (++failures <= 10) std::printf("%s: '%s' wrote\n", name_of(c.key.operation), engine);
+  }
+}
+
 void check(const Case& c, uint64_t seed) {
   const bool bits_only = c.key.operation == Operation::copy || c.key.operation == Operation::swap;
   const Settings settings{c.settings.data(), static_cast<int>(c.settings.size())};
@@ -220,7 +230,8 @@ void check(const Case& c, uint64_t seed) {
                          static_cast<uint32_t>(rows.size()),
                          static_cast<uint32_t>(c.streams.size()),
                          0,
-                         n_chunks};
+                         n_chunks,
+                         c.gate};
     grid_blocks = engine.blocks;
     const CpuKernel kernel = engine.find(c.key);
     if (kernel == nullptr) {
@@ -229,6 +240,7 @@ void check(const Case& c, uint64_t seed) {
       return;
     }
     kernel(view, settings, engine.options);
+    if (c.gate.skips()) expect_untouched(c, memory, seed, engine.name);
     if (reference_name == nullptr) {
       reference = std::move(memory);
       reference_name = engine.name;
@@ -331,6 +343,8 @@ void check_all() {
       {f32, bf16, f32, bf16}, {f32, f16, f32, f16},     {f32, f32, f32, bf16},
       {f32, f32, f32, f16},   {f32, bf16, f32, f32},    {f32, f16, f32, f32},
   };
+  const float zero = 0.0f, one = 1.0f, scale = 3.7f, clip = 0.3f;
+  const Gate scaling[] = {{}, {&zero, &scale, &clip}, {nullptr, &scale, nullptr}};
   uint64_t seed = 1;
   for (const auto& [w, g, s, o] : types) {
     for (const auto& row_sizes : sizes) {
@@ -348,6 +362,10 @@ void check_all() {
           }
           c.key = {op, w, g, s, o};
           c.streams = std::move(streams);
+          c.gate = scaling[variant];
+          check(c, ++seed);
+          if (variant != 0) return;
+          c.gate = {&one};
           check(c, ++seed);
         };
         if (g == w && o == w) {
