@@ -2,7 +2,7 @@
 
 import torch as _torch  # noqa: F401  # before _C, so that both use the OpenMP runtime torch brings
 
-from spectrain_ext import laws, optim
+from spectrain_ext import laws, optim, partitioning
 from spectrain_ext import library as _library  # noqa: F401  # registers torch.ops.spectrain
 from spectrain_ext._C import build_info as _build_info
 from spectrain_ext.errors import OrderingError, StageError
@@ -20,6 +20,7 @@ from spectrain_ext.ops import (
     stash_predict_,
     swap_,
 )
+from spectrain_ext.partitioning import partition
 from spectrain_ext.pipeline import Pipeline
 from spectrain_ext.plan import Plan
 
@@ -39,6 +40,8 @@ __all__ = [
     "laws",
     "methods",
     "optim",
+    "partition",
+    "partitioning",
     "predict",
     "predict_",
     "restore_",

@@ -1,0 +1,268 @@
+"""Cut: where a sequence of blocks is divided so that the slowest stage is as fast as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from spectrain_ext.partitioning.profile import Profile
+
+# (stage k, number of stages) -> how many
+StageCount = Callable[[int, int], int]
+
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class StageEstimate:
+    """What a stage will cost, by the profile.
+
+    Attributes:
+        blocks: the half-open range of its blocks.
+        compute_seconds: forward and backward of one microbatch.
+        transfer_seconds: activations and gradients through both its edges; 0 without a bandwidth.
+        parameter_bytes: of its parameters, once.
+        memory_bytes: all copies of the parameters, and what its window of microbatches keeps.
+    """
+
+    blocks: range
+    compute_seconds: float
+    transfer_seconds: float
+    parameter_bytes: int
+    memory_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Compute and transfer, one after the other."""
+        return self.compute_seconds + self.transfer_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A division of blocks into stages.
+
+    Attributes:
+        ends: per stage, the index after its last block.
+        stages: an estimate per stage.
+    """
+
+    ends: tuple[int, ...]
+    stages: tuple[StageEstimate, ...]
+
+    @property
+    def bottleneck(self) -> int:
+        """Index of the slowest stage; the first one of several."""
+        return max(range(len(self.stages)), key=lambda k: (self.stages[k].seconds, -k))
+
+    @property
+    def balance(self) -> float:
+        """The mean stage's time over the slowest one's: 1 when all are equal."""
+        slowest = self.stages[self.bottleneck].seconds
+        total = sum(stage.seconds for stage in self.stages)
+        return total / len(self.stages) / slowest if slowest else 1.0
+
+    def __str__(self) -> str:
+        rows = [f"{'stage':>5} {'blocks':>9} {'ms':>9} {'transfer':>9} {'MiB':>9}"]
+        for k, stage in enumerate(self.stages):
+            blocks = f"{stage.blocks.start}..{stage.blocks.stop - 1}"
+            rows.append(
+                f"{k:>5} {blocks:>9} {1e3 * stage.compute_seconds:>9.3f} "
+                f"{1e3 * stage.transfer_seconds:>9.3f} {stage.memory_bytes / 2**20:>9.1f}"
+            )
+        rows.append(f"slowest: stage {self.bottleneck}; balance {100 * self.balance:.0f} %")
+        return "\n".join(rows)
+
+
+def classic_window(k: int, n: int) -> int:
+    """Microbatches that stage k of n has in flight under one-forward-one-backward."""
+    return n - k
+
+
+def cut(
+    profile: Profile,
+    n_stages: int,
+    *,
+    bandwidth: float | None = None,
+    memory_limit: int | Sequence[int] | None = None,
+    weight_copies: int | StageCount = 4,
+    window: int | StageCount = classic_window,
+) -> Cut:
+    """Return the division whose slowest stage is fastest; of those the most even one.
+
+    A stage's time is that of its blocks and, with a ``bandwidth``, of what passes its two edges: an
+    activation one way and a gradient of the same size the other. Its memory is ``weight_copies``
+    times its parameters and ``window`` times what its blocks keep for their backwards.
+
+    Args:
+        profile: measured by ``measure``, or made up.
+        n_stages: at least 1.
+        bandwidth: bytes per second between neighbouring stages. None: transfers are free, as
+            where they run beside the computation.
+        memory_limit: bytes that a stage may take, or one number per stage.
+        weight_copies: weights, gradients, optimizer state and kept versions, counted in copies of
+            the parameters; by default true weights, working weights, gradients and momentum. A
+            number, or a function of (k, n_stages).
+        window: microbatches a stage has in flight, likewise.
+
+    Raises:
+        ValueError: an argument out of range, fewer places to cut than needed (the message names
+            what is shared between blocks), or a memory limit that no division keeps.
+
+    The search is exact, by dynamic programming: ``O(n_stages * blocks**2)``.
+    """
+    blocks = len(profile.blocks)
+    if not 1 <= n_stages <= blocks:
+        raise ValueError(f"n_stages: expected 1 to {blocks} (the blocks), got {n_stages}")
+    if bandwidth is not None and not bandwidth > 0:
+        raise ValueError(f"bandwidth: expected more than 0 bytes per second, got {bandwidth}")
+    limits = _limits(memory_limit, n_stages)
+    places = _places(profile, n_stages)
+    costs = _Costs(profile, n_stages, bandwidth, weight_copies, window)
+
+    def within(start: int, end: int, k: int) -> bool:
+        limit = limits[k]
+        return limit is None or costs.memory(start, end, k) <= limit
+
+    def slowest(start: int, end: int, k: int) -> float:
+        return costs.seconds(start, end) if within(start, end, k) else _NEVER
+
+    best, _ = _search(places, n_stages, slowest, max)
+    if best == _NEVER:
+        raise ValueError(_too_little_memory(costs, places, limits, n_stages))
+
+    def unevenness(start: int, end: int, k: int) -> float:
+        seconds = costs.seconds(start, end)
+        return seconds**2 if seconds <= best and within(start, end, k) else _NEVER
+
+    _, ends = _search(places, n_stages, unevenness, lambda a, b: a + b)
+    starts = (0, *ends[:-1])
+    return Cut(
+        ends,
+        tuple(costs.estimate(s, e, k) for k, (s, e) in enumerate(zip(starts, ends, strict=True))),
+    )
+
+
+class _Costs:
+    """Time and memory of any stage, each in O(1)."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        n: int,
+        bandwidth: float | None,
+        weight_copies: int | StageCount,
+        window: int | StageCount,
+    ) -> None:
+        blocks = profile.blocks
+        self._seconds = [0.0, *accumulate(block.seconds for block in blocks)]
+        self._parameters = [0, *accumulate(block.parameter_bytes for block in blocks)]
+        self._saved = [0, *accumulate(block.saved_bytes for block in blocks)]
+        # bytes that cross the place before each block; none before the first and after the last
+        self._edges = [0, *(block.output_bytes for block in blocks[:-1]), 0]
+        self._per_byte = 0.0 if bandwidth is None else 2.0 / bandwidth
+        self._copies = _counts(weight_copies, n, "weight_copies")
+        self._windows = _counts(window, n, "window")
+
+    def transfer(self, start: int, end: int) -> float:
+        return self._per_byte * (self._edges[start] + self._edges[end])
+
+    def seconds(self, start: int, end: int) -> float:
+        return self._seconds[end] - self._seconds[start] + self.transfer(start, end)
+
+    def memory(self, start: int, end: int, k: int) -> int:
+        parameters = self._parameters[end] - self._parameters[start]
+        saved = self._saved[end] - self._saved[start]
+        return self._copies[k] * parameters + self._windows[k] * saved
+
+    def estimate(self, start: int, end: int, k: int) -> StageEstimate:
+        return StageEstimate(
+            range(start, end),
+            self._seconds[end] - self._seconds[start],
+            self.transfer(start, end),
+            self._parameters[end] - self._parameters[start],
+            self.memory(start, end, k),
+        )
+
+
+def _search(
+    places: list[int],
+    n: int,
+    cost: Callable[[int, int, int], float],
+    join: Callable[[float, float], float],
+) -> tuple[float, tuple[int, ...]]:
+    """Return the least joined cost of n stages, and their ends (the earliest of equal ones)."""
+    last = len(places) - 1
+    # least[q]: of the first k stages, ending at places[q]
+    least = [0.0] + [_NEVER] * last
+    choices: list[list[int]] = []
+    for k in range(n):
+        now = [_NEVER] * (last + 1)
+        chosen = [0] * (last + 1)
+        for q in range(k + 1, last + 1):
+            for p in range(k, q):
+                if least[p] == _NEVER:
+                    continue
+                joined = join(least[p], cost(places[p], places[q], k))
+                if joined < now[q]:
+                    now[q], chosen[q] = joined, p
+        least = now
+        choices.append(chosen)
+    ends = []
+    q = last
+    for chosen in reversed(choices):
+        ends.append(places[q])
+        q = chosen[q]
+    return least[last], tuple(reversed(ends))
+
+
+def _places(profile: Profile, n: int) -> list[int]:
+    """Block indices that a stage may begin or end at."""
+    blocks = len(profile.blocks)
+    for tie in profile.ties:
+        if not 0 <= tie.first < tie.last < blocks:
+            raise ValueError(
+                f"profile: a tie between blocks {tie.first} and {tie.last} of {blocks}"
+            )
+    inner = [
+        place
+        for place in range(1, blocks)
+        if not any(tie.first < place <= tie.last for tie in profile.ties)
+    ]
+    if len(inner) < n - 1:
+        shared = "; ".join(tie.what for tie in profile.ties)
+        raise ValueError(
+            f"n_stages: {n} stages need {n - 1} places to cut, and blocks that share something "
+            f"leave {len(inner)}: {shared}"
+        )
+    return [0, *inner, blocks]
+
+
+def _limits(memory_limit: int | Sequence[int] | None, n: int) -> list[int | None]:
+    if memory_limit is None:
+        return [None] * n
+    if isinstance(memory_limit, Sequence):
+        if len(memory_limit) != n:
+            raise ValueError(f"memory_limit: expected one per stage ({n}), got {len(memory_limit)}")
+        return list(memory_limit)
+    return [memory_limit] * n
+
+
+def _counts(given: int | StageCount, n: int, name: str) -> list[int]:
+    counts = [given(k, n) if callable(given) else given for k in range(n)]
+    for k, count in enumerate(counts):
+        if count < 1:
+            raise ValueError(f"{name}: expected at least 1, got {count} for stage {k} of {n}")
+    return counts
+
+
+def _too_little_memory(costs: _Costs, places: list[int], limits: list[int | None], n: int) -> str:
+    def needed(start: int, end: int, k: int) -> float:
+        limit = limits[k]
+        return 0.0 if limit is None else costs.memory(start, end, k) / max(limit, 1)
+
+    share, ends = _search(places, n, needed, max)
+    return (
+        f"memory_limit: no division into {n} stages keeps it; the one that comes closest (ends "
+        f"{list(ends)}) has a stage that takes {100 * share:.0f} % of its limit"
+    )

@@ -1,0 +1,202 @@
+"""Profile: what a cut is decided by, the time and the bytes of every block; measured or given."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from spectrain_ext.batch import Value
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProfile:
+    """One block.
+
+    Attributes:
+        seconds: of one forward and backward.
+        output_bytes: of the tensors that it hands to the next block.
+        parameter_bytes: of its parameters, each counted once.
+        saved_bytes: of what autograd keeps from its forward to its backward, without parameters.
+        name: for messages.
+    """
+
+    seconds: float
+    output_bytes: int = 0
+    parameter_bytes: int = 0
+    saved_bytes: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("seconds", "output_bytes", "parameter_bytes", "saved_bytes"):
+            value = getattr(self, field)
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{field}: expected a finite number of at least 0, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """What two blocks share, so that they must be on one stage.
+
+    Attributes:
+        first: index of the earlier block.
+        last: index of the later one.
+        what: names both places, for messages.
+    """
+
+    first: int
+    last: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """All that a cut depends on: the same profile gives the same cut, everywhere.
+
+    Attributes:
+        blocks: in the order of the model.
+        input_bytes: of what the first block is given.
+        ties: blocks that share something.
+    """
+
+    blocks: tuple[BlockProfile, ...]
+    input_bytes: int = 0
+    ties: tuple[Tie, ...] = ()
+
+
+def measure(
+    blocks: Sequence[nn.Module],
+    example_input: Value,
+    *,
+    repeats: int = 5,
+    ties: tuple[Tie, ...] = (),
+) -> Profile:
+    """Run every block forward and backward, and return the medians.
+
+    Args:
+        blocks: the model's blocks; each is run where its parameters are and as it is set (training
+            or evaluation).
+        example_input: what the first block takes, a tensor or a tuple of tensors: a microbatch.
+        repeats: timed runs of each block, after one that is not counted.
+        ties: passed on.
+
+    Returns:
+        The profile. Parameters, gradients, module buffers and the generators of random numbers are
+        as they were.
+
+    Raises:
+        TypeError: a block that returns something else than a tensor or a tuple of tensors.
+        ValueError: ``repeats`` below 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats: expected at least 1, got {repeats}")
+    value = _checked(example_input, "example_input")
+    input_bytes = _bytes(value)
+    found: list[BlockProfile] = []
+    devices = {t.device.index for b in blocks for t in b.parameters() if t.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)):
+        for index, block in enumerate(blocks):
+            with _untouched(block):
+                profile, value = _measured(block, value, index, repeats)
+            found.append(profile)
+    return Profile(tuple(found), input_bytes, ties)
+
+
+def _measured(
+    block: nn.Module, value: Value, index: int, repeats: int
+) -> tuple[BlockProfile, Value]:
+    device = next((p.device for p in block.parameters()), None)
+    if device is not None:
+        value = _each(value, lambda tensor: tensor.to(device))
+    saved: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    # The first run is not timed: it counts, and warms what is cached.
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        _, output = _forward_backward(block, value, index)
+    seconds = [_forward_backward(block, value, index)[0] for _ in range(repeats)]
+    profile = BlockProfile(
+        statistics.median(seconds),
+        _bytes(output),
+        sum(p.nbytes for p in block.parameters()),
+        sum(saved.values()),
+        f"{index}: {type(block).__name__}",
+    )
+    return profile, output
+
+
+def _forward_backward(block: nn.Module, value: Value, index: int) -> tuple[float, Value]:
+    def entered(tensor: Tensor) -> Tensor:
+        # Nobody asks for the gradient of the batch. A clone, because a layer may work in place.
+        leaf = tensor.detach()
+        return leaf.requires_grad_(index > 0 and leaf.is_floating_point()).clone()
+
+    given = _each(value, entered)
+    with torch.enable_grad():
+        _wait(given)
+        start = time.perf_counter()
+        output = _checked(block(given), f"block {index}")
+        roots = [t for t in _tensors(output) if t.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        _wait(output)
+        elapsed = time.perf_counter() - start
+    return elapsed, _each(output, Tensor.detach)
+
+
+@contextmanager
+def _untouched(block: nn.Module) -> Iterator[None]:
+    """Put gradients and module buffers back afterwards."""
+    gradients = [(p, p.grad) for p in block.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
+    for p, _ in gradients:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _tensors(value: Value) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _each(value: Value, apply: Callable[[Tensor], Tensor]) -> Value:
+    if isinstance(value, tuple):
+        return tuple(apply(tensor) for tensor in value)
+    return apply(value)
+
+
+def _bytes(value: Value) -> int:
+    return sum(tensor.nbytes for tensor in _tensors(value))
+
+
+def _wait(value: Value) -> None:
+    for device in {tensor.device for tensor in _tensors(value)}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _checked(value: object, what: str) -> Value:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, tuple) and value and all(isinstance(t, Tensor) for t in value):
+        return value
+    raise TypeError(
+        f"{what}: expected a tensor or a tuple of tensors, got a {type(value).__name__}"
+    )

@@ -1,0 +1,142 @@
+"""The cut against brute force, and its report."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from spectrain_ext.partitioning import BlockProfile, Profile, Tie, cut
+
+blocks = some.builds(
+    BlockProfile,
+    seconds=some.integers(0, 20).map(float),
+    output_bytes=some.integers(0, 10),
+    parameter_bytes=some.integers(0, 10),
+    saved_bytes=some.integers(0, 10),
+)
+
+
+@some.composite
+def cases(draw):
+    found = draw(some.lists(blocks, min_size=1, max_size=8))
+    pairs = some.tuples(*[some.integers(0, len(found) - 1)] * 2).filter(lambda p: p[0] < p[1])
+    pairs = draw(some.lists(pairs, max_size=2)) if len(found) > 1 else []
+    ties = tuple(Tie(a, b, f"{a} and {b}") for a, b in pairs)
+    return (
+        Profile(tuple(found), ties=ties),
+        draw(some.integers(1, len(found))),
+        draw(some.sampled_from([None, 1.0, 4.0])),
+        draw(some.none() | some.integers(0, 120)),
+        draw(some.integers(1, 4)),
+    )
+
+
+def brute_force(profile, n, bandwidth, limit, copies):
+    """The least bottleneck of all divisions that are allowed, None if there is none."""
+    best = None
+    count = len(profile.blocks)
+    for inner in combinations(range(1, count), n - 1):
+        if any(tie.first < end <= tie.last for tie in profile.ties for end in inner):
+            continue
+        places = [0, *inner, count]
+        times = []
+        for k in range(n):
+            stage = profile.blocks[places[k] : places[k + 1]]
+            seconds = sum(block.seconds for block in stage)
+            memory = copies * sum(b.parameter_bytes for b in stage)
+            memory += (n - k) * sum(b.saved_bytes for b in stage)
+            if limit is not None and memory > limit:
+                break
+            if bandwidth is not None:
+                for edge in (places[k], places[k + 1]):
+                    if 0 < edge < count:
+                        seconds += 2 * profile.blocks[edge - 1].output_bytes / bandwidth
+            times.append(seconds)
+        else:
+            uneven = sum(t**2 for t in times)
+            if best is None or (max(times), uneven) < best:
+                best = (max(times), uneven)
+    return best
+
+
+@given(cases())
+def test_it_is_the_best_division(case):
+    profile, n, bandwidth, limit, copies = case
+    expected = brute_force(*case)
+
+    def run():
+        return cut(profile, n, bandwidth=bandwidth, memory_limit=limit, weight_copies=copies)
+
+    if expected is None:
+        with pytest.raises(ValueError, match=r"^(memory_limit|n_stages): "):
+            run()
+        return
+    found = run()
+    times = [stage.seconds for stage in found.stages]
+    assert (max(times), sum(t**2 for t in times)) == pytest.approx(expected)
+    assert found == run()
+    assert [stage.blocks.stop for stage in found.stages] == list(found.ends)
+    assert all(len(stage.blocks) for stage in found.stages)
+    assert limit is None or all(stage.memory_bytes <= limit for stage in found.stages)
+
+
+def profile_of(*seconds, **more):
+    return Profile(tuple(BlockProfile(s, **more) for s in seconds))
+
+
+def test_report():
+    found = cut(profile_of(0.001, 0.001, 0.004, output_bytes=1000), 2, bandwidth=1e6)
+    assert found.ends == (2, 3)
+    assert found.bottleneck == 1
+    assert [stage.seconds for stage in found.stages] == pytest.approx([0.004, 0.006])
+    assert found.balance == pytest.approx(5 / 6)
+    assert str(found).splitlines() == [
+        "stage    blocks        ms  transfer       MiB",
+        "    0      0..1     2.000     2.000       0.0",
+        "    1      2..2     4.000     2.000       0.0",
+        "slowest: stage 1; balance 83 %",
+    ]
+
+
+def test_of_equal_bottlenecks_the_most_even_division():
+    assert cut(profile_of(9, 1, 1, 1, 1), 3).ends == (1, 3, 5)
+
+
+def test_memory_moves_the_cut():
+    profile = profile_of(1, 1, 1, 1, saved_bytes=10)
+    assert cut(profile, 2).ends == (2, 4)
+    # the first stage keeps two microbatches, the last one only one
+    assert cut(profile, 2, memory_limit=30).ends == (1, 4)
+    assert cut(profile, 2, memory_limit=[60, 10]).ends == (3, 4)
+    assert cut(profile, 2, memory_limit=20, window=1).ends == (2, 4)
+    with pytest.raises(ValueError, match=r"memory_limit: .*ends \[1, 4\].* 103 % of its limit"):
+        cut(profile, 2, memory_limit=29)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"n_stages": 3}, r"n_stages: expected 1 to 2 \(the blocks\), got 3"),
+        ({"n_stages": 0}, "n_stages: expected 1 to 2"),
+        ({"bandwidth": 0.0}, "bandwidth: expected more than 0"),
+        ({"memory_limit": [1]}, r"memory_limit: expected one per stage \(2\), got 1"),
+        ({"weight_copies": 0}, "weight_copies: expected at least 1, got 0 for stage 0 of 2"),
+        ({"window": lambda k, n: 1 - k}, "window: expected at least 1, got 0 for stage 1 of 2"),
+    ],
+    ids=["many", "none", "bandwidth", "limits", "copies", "window"],
+)
+def test_bad_arguments(changed, why):
+    with pytest.raises(ValueError, match=why):
+        cut(profile_of(1, 1), **{"n_stages": 2, **changed})
+
+
+def test_bad_profiles():
+    with pytest.raises(ValueError, match="seconds: expected a finite number of at least 0, got -1"):
+        BlockProfile(-1.0)
+    with pytest.raises(ValueError, match=r"seconds: expected a finite number.* got nan"):
+        BlockProfile(float("nan"))
+    with pytest.raises(ValueError, match="profile: a tie between blocks 0 and 2 of 2"):
+        cut(Profile((BlockProfile(1), BlockProfile(1)), ties=(Tie(0, 2, "x"),)), 2)
