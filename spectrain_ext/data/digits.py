@@ -30,4 +30,7 @@ def load_digits() -> Split:
     targets = torch.tensor(bunch.target.tolist(), dtype=torch.int64)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(_SPLIT_SEED))
     train, test = order[:_TRAIN_SAMPLES], order[_TRAIN_SAMPLES:]
-    return Split("digits", inputs[train], targets[train], inputs[test], targets[test], classes=10)
+    return Split(
+        *("digits", "features", inputs[train], targets[train], inputs[test], targets[test]),
+        classes=10,
+    )

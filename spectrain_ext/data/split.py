@@ -1,22 +1,60 @@
 """A data set cut into a part to train on and a part to test with."""
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
+
+Kind = Literal["features", "images", "text"]
+
+
+def _as_stored(inputs: Tensor) -> Tensor:
+    return inputs
 
 
 @dataclass(frozen=True)
 class Split:
-    """Inputs are float32 ``(samples, features)``, targets int64 class numbers ``(samples,)``."""
+    """Inputs and targets, as they are stored, and how to make a model's input of them.
+
+    ======== ================================ =================== ==========================
+    kind     inputs                           targets             a model's input
+    ======== ================================ =================== ==========================
+    features float32 (samples, features)      int64 (samples,)    the same
+    images   uint8 (samples, 3, rows, cols)   int64 (samples,)    float32, the same shape
+    text     int64 (samples, length)          int64, the same     the same
+    ======== ================================ =================== ==========================
+
+    Attributes:
+        name: what to call it in tables and pictures.
+        kind: what a sample is.
+        classes: number of different targets; of a text its vocabulary.
+        prepare: makes a model's input of stored inputs.
+        fingerprint: hash of the content it was read from, "" where the content is always the same.
+    """
 
     name: str
+    kind: Kind
     train_inputs: Tensor
     train_targets: Tensor
     test_inputs: Tensor
     test_targets: Tensor
     classes: int
+    prepare: Callable[[Tensor], Tensor] = _as_stored
+    fingerprint: str = ""
 
     @property
     def features(self) -> int:
         """Number of values in one input."""
-        return self.train_inputs.shape[1]
+        return self.train_inputs[0].numel()
+
+    def first(self, train_samples: int | None, test_samples: int | None) -> "Split":
+        """The same with at most so many samples, the first ones; None: all."""
+        return dataclasses.replace(
+            self,
+            train_inputs=self.train_inputs[:train_samples],
+            train_targets=self.train_targets[:train_samples],
+            test_inputs=self.test_inputs[:test_samples],
+            test_targets=self.test_targets[:test_samples],
+        )

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.models.partition import cut_evenly
+from spectrain_ext.models.seeding import seeded
 
 _BLOCKS = 6
 
@@ -24,22 +25,31 @@ class ResidualBlock(nn.Module):
 
 
 def residual_mlp(
-    stages: int, *, features: int = 64, width: int = 64, classes: int = 10, seed: int = 0
+    stages: int,
+    *,
+    features: int = 64,
+    width: int = 64,
+    depth: int | None = None,
+    classes: int = 10,
+    seed: int = 0,
 ) -> list[nn.Module]:
     """Return the model as a list of ``stages`` modules, to be called one after another.
 
-    Its layers are a Linear, six residual blocks, and a LayerNorm with a Linear: eight stages of one
-    layer each. Fewer stages cut the same model (with the same initial weights) into longer parts;
-    more than eight add one block for each.
+    Its layers are a Linear, ``depth`` residual blocks, and a LayerNorm with a Linear. Fewer stages
+    than layers cut the same model (with the same initial weights) into longer parts. Without a
+    ``depth`` there are six blocks, eight stages of one layer each; more stages add one block for
+    each.
 
     The initial weights are torch's defaults, a function of ``seed`` and the sizes alone: torch's
     global random state is left as it was.
+
+    Raises:
+        ValueError: no stage, or more stages than layers.
     """
     if stages < 1:
         raise ValueError(f"stages must be at least 1, got {stages}")
-    blocks = max(_BLOCKS, stages - 2)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    blocks = max(_BLOCKS, stages - 2) if depth is None else depth
+    with seeded(seed):
         layers: list[nn.Module] = [nn.Linear(features, width)]
         layers += [ResidualBlock(width) for _ in range(blocks)]
         layers.append(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes)))

@@ -1,0 +1,97 @@
+"""VGG (arXiv 1409.1556), with or without batch normalization, in torchvision's architecture.
+
+Written out because torchvision has it in one width only, and works with one build of torch only.
+Width 64 has the parameters of ``torchvision.models.vgg16`` in their order, so that its weights fit.
+"""
+
+from torch import nn
+
+from spectrain_ext.models.partition import cut_evenly
+from spectrain_ext.models.seeding import seeded
+
+# Convolutions in each of the five groups, and their width as a multiple of the first group's.
+_GROUPS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+_MULTIPLES = (1, 2, 4, 8, 8)
+_HIDDEN = 64  # units of the head per unit of width: 4,096 in the original
+
+
+def vgg(
+    stages: int,
+    *,
+    depth: int = 16,
+    width: int = 64,
+    channels: int = 3,
+    classes: int = 10,
+    batch_norm: bool = True,
+    pool: int = 7,
+    dropout: float = 0.5,
+    seed: int = 0,
+) -> list[nn.Module]:
+    """Return VGG as a list of ``stages`` modules on images ``(batch, channels, height, width)``.
+
+    Its layers, between which it can be cut, are a convolution with all that follows it, and a
+    Linear with what follows it: ``depth`` layers.
+
+    Args:
+        stages: parts, at most ``depth``.
+        depth: 11, 13, 16 or 19 layers with weights.
+        width: channels of the first group; the original has 64.
+        channels: of an image.
+        classes: size of the output ``(batch, classes)``.
+        batch_norm: normalize after every convolution, as ``vgg16_bn`` does.
+        pool: height and width that the head sees. The original's 7 suits images of 224 pixels; of
+            images of 32 pixels one by one is left, of which 7 by 7 would hold 49 copies.
+        dropout: of the head's two hidden layers.
+        seed: decides the initial weights, which are torchvision's distributions.
+
+    Raises:
+        ValueError: another depth, or more stages than layers.
+    """
+    if depth not in _GROUPS:
+        raise ValueError(f"depth of VGG must be one of {', '.join(map(str, _GROUPS))}, got {depth}")
+    with seeded(seed):
+        layers = _convolutions(depth, width, channels, batch_norm)
+        layers += _head(8 * width, pool, _HIDDEN * width, classes, dropout)
+        for layer in layers:
+            for module in layer.modules():
+                _initialize(module)
+    return cut_evenly(layers, stages)
+
+
+def _convolutions(depth: int, width: int, channels: int, batch_norm: bool) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for count, multiple in zip(_GROUPS[depth], _MULTIPLES, strict=True):
+        for position in range(count):
+            layer: list[nn.Module] = [nn.Conv2d(channels, multiple * width, 3, padding=1)]
+            channels = multiple * width
+            if batch_norm:
+                layer.append(nn.BatchNorm2d(channels))
+            layer.append(nn.ReLU(inplace=True))
+            if position == count - 1:
+                layer.append(nn.MaxPool2d(2))
+            layers.append(nn.Sequential(*layer))
+    return layers
+
+
+def _head(channels: int, pool: int, hidden: int, classes: int, dropout: float) -> list[nn.Module]:
+    return [
+        nn.Sequential(
+            nn.AdaptiveAvgPool2d(pool),
+            nn.Flatten(),
+            nn.Linear(channels * pool**2, hidden),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+        ),
+        nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(inplace=True), nn.Dropout(dropout)),
+        nn.Linear(hidden, classes),
+    ]
+
+
+def _initialize(module: nn.Module) -> None:
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        assert module.bias is not None
+        nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, 0.0, 0.01)
+        nn.init.zeros_(module.bias)
