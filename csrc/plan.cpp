@@ -189,7 +189,8 @@ void Plan::run_one(const Call& call, void* stream) {
                          static_cast<uint32_t>(table.widths.size()),
                          0,
                          table.n_chunks,
-                         call.gate};
+                         call.gate,
+                         call.zero_grad};
     last_rows_ += rows.n_rows;
     if (device_.cuda) {
       last_launches_ += launch_cuda(table.cuda, rows, settings, device_.index, stream);
@@ -262,7 +263,7 @@ void Plan::extrapolate(double steps, const Column& out, void* stream) {
 }
 
 void Plan::step(Request request, std::vector<Setting> settings, const Family& family,
-                std::vector<Prediction> predictions, const Gate& gate, void* stream) {
+                std::vector<Prediction> predictions, const StepOptions& options, void* stream) {
   const bool all_gradients =
       std::all_of(grads.at.begin(), grads.at.end(), [](const void* g) { return g != nullptr; });
   request.which = all_gradients ? Which::all : Which::with_gradient;
@@ -296,8 +297,9 @@ void Plan::step(Request request, std::vector<Setting> settings, const Family& fa
     }
     if (!all_gradients) later.push_back(copy_call(params, out, Which::without_gradient));
   }
-  for (Call& call : later) call.gate = gate.skip_only();
-  later.insert(later.begin(), Call{std::move(request), std::move(settings), gate});
+  for (Call& call : later) call.gate = options.gate.skip_only();
+  later.insert(later.begin(),
+               Call{std::move(request), std::move(settings), options.gate, options.zero_grad});
   run(later, stream);
 }
 
@@ -354,22 +356,22 @@ void Plan::distances(double* result, void* scratch, void* stream) {
 }
 
 void Plan::sgd_step_(const std::vector<Setting>& settings, const std::vector<uint8_t>& first_step,
-                     bool with_momentum, std::vector<Prediction> predictions, const Gate& gate,
-                     void* stream) {
+                     bool with_momentum, std::vector<Prediction> predictions,
+                     const StepOptions& options, void* stream) {
   if (!with_momentum) {
-    return step({Operation::sgd_plain, {&params, &grads}, Which::all, {}}, settings, {}, {}, gate,
-                stream);
+    return step({Operation::sgd_plain, {&params, &grads}, Which::all, {}}, settings, {}, {},
+                options, stream);
   }
   step({Operation::sgd_momentum, {&params, &grads, &momentum}, Which::all, first_step}, settings,
-       {}, std::move(predictions), gate, stream);
+       {}, std::move(predictions), options, stream);
 }
 
 void Plan::adam_step_(const std::vector<Setting>& settings, std::vector<Prediction> predictions,
-                      const Gate& gate, void* stream) {
+                      const StepOptions& options, void* stream) {
   Family family{true, {}};
   for (const Setting& s : settings) family.eps.push_back(s.eps);
   step({Operation::adam_step, {&params, &grads, &momentum, &second}, Which::all, {}}, settings,
-       family, std::move(predictions), gate, stream);
+       family, std::move(predictions), options, stream);
 }
 
 }  // namespace spectrain

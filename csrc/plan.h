@@ -65,11 +65,17 @@ class Plan {
   void copy(const Column& from, const Column& to, void* stream);
   void swap_(void* stream);
 
+  // What a step does beside its numbers.
+  struct StepOptions {
+    Gate gate = {};
+    bool zero_grad = false;  // the caller has made sure that gradients may be written
+  };
   // One setting per group. `first_step`: empty, or one flag per tensor (then the settings' own are
   // not used).
   void sgd_step_(const std::vector<Setting>&, const std::vector<uint8_t>& first_step,
-                 bool with_momentum, std::vector<Prediction>, const Gate&, void* stream);
-  void adam_step_(const std::vector<Setting>&, std::vector<Prediction>, const Gate&, void* stream);
+                 bool with_momentum, std::vector<Prediction>, const StepOptions&, void* stream);
+  void adam_step_(const std::vector<Setting>&, std::vector<Prediction>, const StepOptions&,
+                  void* stream);
 
   // Distances of the weights from every list of `outs`, in all of double: result[j*(n + 1) + i] is
   // |outs[j][i] - params[i]|^2, and the place behind the last tensor gets their sum. Entries of
@@ -124,6 +130,7 @@ class Plan {
     Request request;
     std::vector<Setting> settings;
     Gate gate = {};
+    bool zero_grad = false;
   };
 
   const Tables& resolve(const Request& request);
@@ -134,7 +141,7 @@ class Plan {
   std::vector<Call> predict_calls(const Family&, const Terms&, const Column& out,
                                   Which which) const;
   void step(Request request, std::vector<Setting> settings, const Family&, std::vector<Prediction>,
-            const Gate&, void* stream);
+            const StepOptions&, void* stream);
   // All are resolved before the first one runs: what cannot be done leaves everything as it was.
   void run(const std::vector<Call>& calls, void* stream);
   void run_one(const Call& call, void* stream);

@@ -39,6 +39,7 @@ struct TableView {
   uint32_t n_rows, n_streams;
   uint32_t chunk_begin, chunk_end;  // what to work on; a launch may hold a part of a long table
   Gate gate = {};
+  bool zero_grad = false;  // gradients are set to zero after they were read, or the step skipped
 
   SPECTRAIN_HD void* pointer(uint32_t row, uint32_t stream) const {
     return pointers[static_cast<uint64_t>(row) * n_streams + stream];

@@ -9,6 +9,8 @@ The schemas take lists of tensors, and numbers that a schema can hold:
 - What `.out` forms write is called `outs`: torch.compile has ideas of its own about `out`.
 - The predictions of a step are `horizons` and `outs`, prediction after prediction. With `laws` each
   has a law, "name/count" where it takes `count` entries of `horizons` and not one.
+- No schema says that an argument is written in some calls only: there is no `zero_grad`, which
+  becomes an operation of its own in a graph.
 - `first_step` has one entry per tensor; without it, none is the first.
 
 They write what their schemas say, bump its version counters, and record nothing for autograd. In a
@@ -247,6 +249,13 @@ def _adam(betas: tuple[float, float] = (0.9, 0.999), **numbers: Any) -> dict[str
     return {"beta1": betas[0], "beta2": betas[1], **numbers}
 
 
+def _zero(grads: list[Tensor | None], wanted: bool) -> None:
+    if wanted:
+        for grad in grads:
+            if grad is not None:
+                grad.zero_()
+
+
 def _check(stream: Any) -> None:
     if stream is not None:
         raise ValueError("stream: a compiled function works on the current one, expected None")
@@ -334,17 +343,19 @@ def sgd_step_(
     lr: Any,
     first_step: bool | Sequence[bool] = False,
     predict: Sequence[tuple[Horizon, Any]] = (),
+    zero_grad: bool = False,
     stream: Any = None,
     **numbers: Any,
 ) -> None:
     """`spectrain_ext.sgd_step_` in a graph."""
     _check(stream)
-    params = _list(params)
+    params, grads = _list(params), _list(grads)
     buffers = [] if momentum_buffers is None else _list(momentum_buffers)
     first = [first_step] * len(params) if isinstance(first_step, bool) else list(first_step)
     numbers = {**_rate(lr), **_predict_arguments(predict), **numbers}
     with torch.no_grad():
-        _ops.sgd_step_(params, _list(grads), buffers, first_step=first, **numbers)
+        _ops.sgd_step_(params, grads, buffers, first_step=first, **numbers)
+        _zero(grads, zero_grad)
 
 
 def adam_step_(
@@ -355,15 +366,18 @@ def adam_step_(
     *,
     lr: Any,
     predict: Sequence[tuple[Horizon, Any]] = (),
+    zero_grad: bool = False,
     stream: Any = None,
     **numbers: Any,
 ) -> None:
     """`spectrain_ext.adam_step_` in a graph."""
     _check(stream)
-    lists = (_list(params), _list(grads), _list(exp_avgs), _list(exp_avg_sqs))
+    grads = _list(grads)
+    lists = (_list(params), grads, _list(exp_avgs), _list(exp_avg_sqs))
     numbers = {**_rate(lr), **_predict_arguments(predict), **_adam(**numbers)}
     with torch.no_grad():
         _ops.adam_step_(*lists, **numbers)
+        _zero(grads, zero_grad)
 
 
 def adam_predict(

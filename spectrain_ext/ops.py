@@ -182,6 +182,7 @@ def sgd_step_(
     grad_scale: Array | None = None,
     found_inf: Array | None = None,
     clip_factor: Array | None = None,
+    zero_grad: bool = False,
     stream: Any = None,
 ) -> None:
     """One step of torch.optim.SGD that also writes predictions of the new weights, in one pass.
@@ -218,10 +219,13 @@ def sgd_step_(
             first step stays one), not the outs. The quotient is made in double and rounded to the
             arithmetic type; torch's fused optimizers divide every gradient, which is the same to
             the bit where the scale is a power of two, and to rounding otherwise.
+        zero_grad: set the gradients to zero in the same pass, after the step and its predictions
+            have read them; also where found_inf skips the step, since the next backward
+            accumulates into them. They must then have memory of their own.
         stream: CUDA stream; None: the current one.
     """
     lists = Lists(params, "params", writes=True)
-    g = lists.add(Role.GRADS, "grads", grads, writes=False)
+    g = lists.add(Role.GRADS, "grads", grads, writes=zero_grad)
     stepped: list[tuple[object, ...]] = [lists.params]
     if momentum_buffers is not None:
         v = lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
@@ -242,9 +246,10 @@ def sgd_step_(
         grad_scale=grad_scale,
         found_inf=found_inf,
         clip_factor=clip_factor,
+        zero_grad=zero_grad,
         stream=stream,
     )
-    _bump_stepped(g, stepped, outs)
+    _bump_stepped(g, [*stepped, *([g] if zero_grad else [])], outs)
 
 
 @traceable
@@ -267,6 +272,7 @@ def adam_step_(
     grad_scale: Array | None = None,
     found_inf: Array | None = None,
     clip_factor: Array | None = None,
+    zero_grad: bool = False,
     stream: Any = None,
 ) -> None:
     """One step of Adam, AdamW or NAdam that also writes predictions, in one pass over memory.
@@ -299,10 +305,11 @@ def adam_step_(
             the values as they were stored.
         grad_scale, found_inf, clip_factor: as in `sgd_step_`. A skipped step counts nowhere: the
             next one has the same number.
+        zero_grad: as in `sgd_step_`.
         stream: CUDA stream; None: the current one.
     """
     lists = Lists(params, "params", writes=True)
-    g = lists.add(Role.GRADS, "grads", grads, writes=False)
+    g = lists.add(Role.GRADS, "grads", grads, writes=zero_grad)
     m = lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
     u = lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
     horizons, outs = _add_outs(lists, predict)
@@ -323,9 +330,10 @@ def adam_step_(
         grad_scale=grad_scale,
         found_inf=found_inf,
         clip_factor=clip_factor,
+        zero_grad=zero_grad,
         stream=stream,
     )
-    _bump_stepped(g, [lists.params, m, u], outs)
+    _bump_stepped(g, [lists.params, m, u, *([g] if zero_grad else [])], outs)
 
 
 @traceable

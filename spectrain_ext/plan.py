@@ -154,6 +154,7 @@ class Plan:
         grad_scale: Array | None = None,
         found_inf: Array | None = None,
         clip_factor: Array | None = None,
+        zero_grad: bool = False,
         stream: Any = None,
     ) -> None:
         """One step of SGD that also writes predictions; see `spectrain_ext.sgd_step_`.
@@ -179,6 +180,7 @@ class Plan:
             grad_scale=grad_scale,
             found_inf=found_inf,
             clip_factor=clip_factor,
+            zero_grad=zero_grad,
             stream=stream,
         )
 
@@ -193,6 +195,7 @@ class Plan:
         grad_scale: Array | None = None,
         found_inf: Array | None = None,
         clip_factor: Array | None = None,
+        zero_grad: bool = False,
         stream: Any = None,
     ) -> None:
         """`sgd_step_` with the numbers of every parameter group, in one launch.
@@ -214,8 +217,8 @@ class Plan:
             law = as_law(steps, f"predict[{j}]")
             predictions.append((j, [_sgd_terms(law, numbers) for numbers in groups]))
         settings = [numbers.setting() for numbers in groups]
-        gate = (grad_scale, found_inf, clip_factor)
-        self._native.sgd_step_(settings, with_momentum, first_step, predictions, gate, stream)
+        options = (grad_scale, found_inf, clip_factor, zero_grad)
+        self._native.sgd_step_(settings, with_momentum, first_step, predictions, options, stream)
 
     def step_adam_(
         self,
@@ -225,6 +228,7 @@ class Plan:
         grad_scale: Array | None = None,
         found_inf: Array | None = None,
         clip_factor: Array | None = None,
+        zero_grad: bool = False,
         stream: Any = None,
     ) -> None:
         """One step of Adam, AdamW or NAdam, with the numbers of every group, in one launch.
@@ -239,8 +243,8 @@ class Plan:
                 law = as_law(steps, f"predict[{j}]")
                 predictions.append((j, [law.adam(numbers) for numbers in groups]))
         settings = [numbers.setting() for numbers in groups]
-        gate = (grad_scale, found_inf, clip_factor)
-        self._native.adam_step_(settings, predictions, gate, stream)
+        options = (grad_scale, found_inf, clip_factor, zero_grad)
+        self._native.adam_step_(settings, predictions, options, stream)
 
     def predict_with(
         self,

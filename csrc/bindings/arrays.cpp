@@ -262,20 +262,48 @@ py::value_error Arrays::overlap(size_t list, size_t i, size_t other_list, size_t
       Place{kept_[other_list].name, static_cast<py::ssize_t>(j), single_}.text());
 }
 
-// That nothing a call writes lies in the memory of what it only reads.
-void Arrays::check_read_only(const Borrowed& b, const Place& place) const {
+// That nothing of `others`, which a call writes, lies in the memory of what it only reads.
+void Arrays::check_apart(const Borrowed& b, const Place& place,
+                         const std::vector<Written>& others) const {
   const auto* begin = static_cast<const char*>(b.data);
   const char* end = begin + b.size * size_of(b.dtype);
-  auto next = std::upper_bound(written_.begin(), written_.end(), begin,
+  auto next = std::upper_bound(others.begin(), others.end(), begin,
                                [](const char* at, const Written& w) { return at < w.begin; });
-  if (next != written_.begin() && std::prev(next)->end > begin) --next;
-  if (next == written_.end() || next->begin >= end || begin == end) return;
-  throw py::value_error(
-      place.text() + ": expected memory that the step does not write, got an overlap with " +
-      Place{kept_[next->list].name, static_cast<py::ssize_t>(next->index), single_}.text());
+  if (next != others.begin() && std::prev(next)->end > begin) --next;
+  if (next == others.end() || next->begin >= end || begin == end) return;
+  const std::string& name = &others == &writable_gradients_ ? grads_name_ : kept_[next->list].name;
+  throw py::value_error(place.text() +
+                        ": expected memory that the step does not write, got an overlap with " +
+                        Place{name, static_cast<py::ssize_t>(next->index), single_}.text());
 }
 
-const float* Arrays::scalar(py::handle array, const std::string& name, Loans& loans) const {
+void Arrays::check_gradients_writable() {
+  if (gradients_writable_) return;
+  std::vector<Written> spans;
+  Loans loans{first(), {}};
+  for (size_t i = 0; i < grads_.size(); ++i) {
+    const py::handle grad = PyTuple_GET_ITEM(grads_.ptr(), static_cast<py::ssize_t>(i));
+    if (grad.is_none()) continue;
+    const Borrowed b =
+        borrow(grad, {grads_name_, static_cast<py::ssize_t>(i), single_, true}, loans);
+    const auto* begin = static_cast<const char*>(b.data);
+    if (b.size > 0) spans.push_back({begin, begin + b.size * size_of(b.dtype), 0, i});
+  }
+  std::stable_sort(spans.begin(), spans.end(),
+                   [](const Written& a, const Written& b) { return a.begin < b.begin; });
+  for (size_t k = 1; k < spans.size(); ++k) {
+    if (spans[k].begin >= spans[k - 1].end) continue;
+    const auto [first, second] = std::minmax(spans[k - 1].index, spans[k].index);
+    throw py::value_error(Place{grads_name_, static_cast<py::ssize_t>(second), single_}.text() +
+                          ": is set to zero, expected memory of its own, got an overlap with " +
+                          Place{grads_name_, static_cast<py::ssize_t>(first), single_}.text());
+  }
+  writable_gradients_ = std::move(spans);
+  gradients_writable_ = true;
+}
+
+const float* Arrays::scalar(py::handle array, const std::string& name, bool zero_grad,
+                            Loans& loans) const {
   if (array.is_none() || params_.empty()) return nullptr;
   const Place place{name, 0, true};
   const Borrowed b = borrow(array, place, loans);
@@ -287,7 +315,8 @@ const float* Arrays::scalar(py::handle array, const std::string& name, Loans& lo
     throw py::value_error(name + ": expected an array on " + device_text_ + ", the device of " +
                           params_name_ + ", got " + b.device_text());
   }
-  check_read_only(b, place);
+  check_apart(b, place, written_);
+  if (zero_grad) check_apart(b, place, writable_gradients_);
   return static_cast<const float*>(b.data);
 }
 
@@ -306,7 +335,7 @@ Column Arrays::borrow_gradients(const py::tuple& grads, bool autograds, Loans& l
     check(b, place, Role::grads, i);
     column.at[i] = b.data != nullptr ? b.data : &empty;
     column.dtype[i] = b.dtype;
-    if (column.at[i] != plan->grads.at[i]) check_read_only(b, place);
+    if (column.at[i] != plan->grads.at[i]) check_apart(b, place, written_);
   }
   return column;
 }
@@ -326,6 +355,7 @@ void Arrays::take_gradients(const py::tuple& grads, bool autograds) {
   grads_ = grads;
   gradient_loans_ = std::move(loans);
   gradients_known_ = true;
+  gradients_writable_ = false;
   if (column.at != plan->grads.at || column.dtype != plan->grads.dtype) {
     plan->grads = std::move(column);
     plan->gradients_changed();

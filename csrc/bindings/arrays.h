@@ -35,7 +35,11 @@ class Arrays {
   void refresh();
 
   // The element of an array of one float32 on the plan's device that a step reads; null for None.
-  const float* scalar(py::handle array, const std::string& name, Loans& loans) const;
+  // `zero_grad`: the step writes the gradients, too, which have been checked for that.
+  const float* scalar(py::handle array, const std::string& name, bool zero_grad,
+                      Loans& loans) const;
+  // That a call may write the gradients: each is writable and has memory of its own.
+  void check_gradients_writable();
 
   bool has(Role role) const;
   // What an operation that no kernel exists for was asked to do, in the arguments' names.
@@ -53,12 +57,17 @@ class Arrays {
     int ndim;
     size_t at;  // into extents_: ndim sizes, then ndim strides
   };
+  // Memory that operators write: an array of kept_[list].
+  struct Written {
+    const char *begin, *end;
+    size_t list, index;
+  };
   void check(const Borrowed& b, const Place& place, Role role, size_t i) const;
   Column* column_of(Role role, size_t* outs) const;
   void check_overlap();
   py::value_error overlap(size_t list, size_t i, size_t other_list, size_t j) const;
   Column borrow_gradients(const py::tuple& grads, bool autograds, Loans& loans) const;
-  void check_read_only(const Borrowed& b, const Place& place) const;
+  void check_apart(const Borrowed& b, const Place& place, const std::vector<Written>& others) const;
   void take_gradients(const py::tuple& grads, bool autograds);
   py::tuple parameter_gradients() const;
 
@@ -67,12 +76,10 @@ class Arrays {
   std::string params_name_, grads_name_ = "grads";
   std::vector<ArrayList> kept_;  // owns references; of the gradients only the name
   Loans loans_, gradient_loans_;
-  // The memory that operators write, in order of addresses.
-  struct Written {
-    const char *begin, *end;
-    size_t list, index;
-  };
+  // In order of addresses.
   std::vector<Written> written_;
+  std::vector<Written> writable_gradients_;  // as check_gradients_writable found them
+  bool gradients_writable_ = false;
   std::vector<Layout> layouts_;
   std::vector<int64_t> extents_;
   Device device_;

@@ -37,8 +37,8 @@ Setting setting(const PySetting& given) {
   return s;
 }
 
-// grad_scale, found_inf, clip_factor: an array of one element each, or None
-using PyGate = std::tuple<py::object, py::object, py::object>;
+// grad_scale, found_inf, clip_factor: an array of one element each, or None; zero_grad
+using PyOptions = std::tuple<py::object, py::object, py::object, bool>;
 
 class PyPlan {
  public:
@@ -95,7 +95,8 @@ class PyPlan {
   }
 
   void sgd_step_(const std::vector<PySetting>& given, bool with_momentum, py::handle first_step,
-                 const PyPredictions& predictions, const PyGate& given_gate, py::handle stream) {
+                 const PyPredictions& predictions, const PyOptions& given_options,
+                 py::handle stream) {
     if (with_momentum) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
     need_gradients();
     std::vector<Setting> settings = checked_settings(given);
@@ -104,20 +105,20 @@ class PyPlan {
     for (Setting& s : settings) s.first_step = first;
     const auto wanted = checked_predictions(predictions);
     Loans loans{arrays_.first(), {}};
-    const Gate gate = checked_gate(given_gate, loans);
+    const Plan::StepOptions options = checked_options(given_options, loans);
     run(stream, [&](Plan& plan, void* s) {
-      plan.sgd_step_(settings, flags, with_momentum, wanted, gate, s);
+      plan.sgd_step_(settings, flags, with_momentum, wanted, options, s);
     });
   }
   void adam_step_(const std::vector<PySetting>& given, const PyPredictions& predictions,
-                  const PyGate& given_gate, py::handle stream) {
+                  const PyOptions& given_options, py::handle stream) {
     need_state(true);
     need_gradients();
     const std::vector<Setting> settings = checked_settings(given);
     const auto wanted = checked_predictions(predictions);
     Loans loans{arrays_.first(), {}};
-    const Gate gate = checked_gate(given_gate, loans);
-    run(stream, [&](Plan& plan, void* s) { plan.adam_step_(settings, wanted, gate, s); });
+    const Plan::StepOptions options = checked_options(given_options, loans);
+    run(stream, [&](Plan& plan, void* s) { plan.adam_step_(settings, wanted, options, s); });
   }
 
   void refresh() { arrays_.refresh(); }
@@ -171,10 +172,13 @@ class PyPlan {
     return wanted;
   }
 
-  Gate checked_gate(const PyGate& given, Loans& loans) const {
-    return {arrays_.scalar(std::get<1>(given), "found_inf", loans),
-            arrays_.scalar(std::get<0>(given), "grad_scale", loans),
-            arrays_.scalar(std::get<2>(given), "clip_factor", loans)};
+  Plan::StepOptions checked_options(const PyOptions& given, Loans& loans) {
+    const auto& [grad_scale, found_inf, clip_factor, zero_grad] = given;
+    if (zero_grad) arrays_.check_gradients_writable();
+    const Gate gate{arrays_.scalar(found_inf, "found_inf", zero_grad, loans),
+                    arrays_.scalar(grad_scale, "grad_scale", zero_grad, loans),
+                    arrays_.scalar(clip_factor, "clip_factor", zero_grad, loans)};
+    return {gate, zero_grad};
   }
 
   void need(Role role, const char* name, const char* why) const {
@@ -286,9 +290,9 @@ PYBIND11_MODULE(_C, m) {
       .def("distance_scratch", &PyPlan::distance_scratch)
       .def("distances", &PyPlan::distances, py::arg("result"), py::arg("scratch"), stream)
       .def("sgd_step_", &PyPlan::sgd_step_, py::arg("settings"), py::arg("with_momentum"),
-           py::arg("first_step"), py::arg("predictions"), py::arg("gate"), stream)
+           py::arg("first_step"), py::arg("predictions"), py::arg("options"), stream)
       .def("adam_step_", &PyPlan::adam_step_, py::arg("settings"), py::arg("predictions"),
-           py::arg("gate"), stream)
+           py::arg("options"), stream)
       .def("refresh", &PyPlan::refresh)
       .def("set_gradients", &PyPlan::set_gradients, py::arg("grads"))
       .def_property_readonly("n_outs", &PyPlan::n_outs)

@@ -249,6 +249,9 @@ struct Cpu {
           staging.finish(n * sizeof(T));
         }
       }
+      if constexpr (Rule::kGradient >= 0) {
+        if (table.zero_grad) memset(p[Rule::kGradient], 0, n * sizeof(type<Rule::kGradient>));
+      }
     }
   }
 
@@ -265,8 +268,21 @@ struct Cpu {
     if (stream_outputs) stream_fence();
   }
 
+  // What a skipped step does to its gradients, all the same.
+  static void zero(const TableView& table) {
+    if constexpr (Rule::kGradient >= 0) {
+      for (uint32_t r = 0; r < table.n_rows; ++r) {
+        memset(table.pointer(r, Rule::kGradient), 0,
+               static_cast<size_t>(table.rows[r].size) * sizeof(type<Rule::kGradient>));
+      }
+    }
+  }
+
   static void run(const TableView& table, Settings settings, const CpuOptions& options) {
-    if (table.gate.skips()) return;
+    if (table.gate.skips()) {
+      if (table.zero_grad) zero(table);
+      return;
+    }
     // Not a std::vector: nothing that another unit could be linked to may be left behind.
     auto* args = static_cast<Args*>(malloc(sizeof(Args) * settings.size));
     if (args == nullptr) abort();

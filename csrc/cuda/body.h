@@ -149,6 +149,9 @@ struct Body {
       }
     });
     if constexpr (Rule::has_outs) predictions<N>(packs, direction, element);
+    if constexpr (Rule::kGradient >= 0) {
+      if (table.zero_grad) Pack<type<Rule::kGradient>, N>{}.store(at<Rule::kGradient>(element));
+    }
   }
 
   // Every extra output, from the values as they were stored.
@@ -200,8 +203,25 @@ struct Body {
     }
   }
 
+  // What a skipped step does to its gradients, all the same. It is rare: no vectors.
+  SPECTRAIN_HD static void zero(const TableView& table, const Lane& lane) {
+    using T = type<Rule::kGradient>;
+    for (uint64_t chunk = table.chunk_begin + static_cast<uint64_t>(lane.block);
+         chunk < table.chunk_end; chunk += lane.blocks) {
+      const uint32_t r = table.find_row(static_cast<uint32_t>(chunk));
+      const Range range = table.range(table.rows[r], static_cast<uint32_t>(chunk));
+      T* to = global(static_cast<T*>(table.pointer(r, Rule::kGradient)));
+      for (int64_t i = range.begin + lane.thread; i < range.end; i += lane.threads) to[i] = T{};
+    }
+  }
+
   SPECTRAIN_HD static void run(const Args* settings, const TableView& table, const Lane& lane) {
-    if (table.gate.skips()) return;
+    if (table.gate.skips()) {
+      if constexpr (Rule::kGradient >= 0) {
+        if (table.zero_grad) zero(table, lane);
+      }
+      return;
+    }
     const auto factor = gradient_factor<Rule>(table.gate);
     for (uint64_t chunk = table.chunk_begin + static_cast<uint64_t>(lane.block);
          chunk < table.chunk_end; chunk += lane.blocks) {

@@ -17,6 +17,7 @@ struct ParameterTable {
   uint32_t n_rows, n_streams, chunk_begin, chunk_end;
   uint32_t rows_at, pointers_at;  // in bytes
   Gate gate;
+  bool zero_grad;
   alignas(16) unsigned char storage[Bytes];
 
   static size_t bytes(const TableView& view, int n_settings) {
@@ -33,6 +34,7 @@ struct ParameterTable {
     chunk_begin = view.chunk_begin;
     chunk_end = view.chunk_end;
     gate = view.gate;
+    zero_grad = view.zero_grad;
     rows_at = static_cast<uint32_t>(settings_bytes(settings.size));
     pointers_at = rows_at + static_cast<uint32_t>(n_rows * sizeof(Row));
     for (int i = 0; i < settings.size; ++i) {
@@ -49,7 +51,8 @@ struct ParameterTable {
             n_streams,
             chunk_begin,
             chunk_end,
-            gate};
+            gate,
+            zero_grad};
   }
 };
 
