@@ -11,6 +11,8 @@ The schemas take lists of tensors, and numbers that a schema can hold:
   has a law, "name/count" where it takes `count` entries of `horizons` and not one.
 - No schema says that an argument is written in some calls only: there is no `zero_grad`, which
   becomes an operation of its own in a graph.
+- The `others` of `distance` are `count` lists, one behind the other. Its result has a row for each,
+  a column for every tensor and one for the whole list.
 - `first_step` has one entry per tensor; without it, none is the first.
 
 They write what their schemas say, bump its version counters, and record nothing for autograd. In a
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import ops
+from spectrain_ext._distances import distances
 from spectrain_ext._lists import bump_versions
 from spectrain_ext.laws import FutureRates, Geometric, Horizon, Linear, SecondOrder
 
@@ -69,6 +72,7 @@ SCHEMAS = (
     f"adam_predict.out({_ADAM_PREDICT}, Tensor(a!)[] outs) -> ()",
     f"extrapolate({_EXTRAPOLATE}) -> Tensor[]",
     f"extrapolate.out({_EXTRAPOLATE}, Tensor(a!)[] outs) -> ()",
+    "distance(Tensor[] params, Tensor[] others, *, SymInt count) -> Tensor",
 )
 
 
@@ -155,6 +159,13 @@ def _kernel(name: str) -> Callable[..., Any]:
     return kernel
 
 
+def _distance(params: Sequence[Tensor], others: Sequence[Tensor], *, count: int) -> Tensor:
+    n = len(params)
+    if len(others) != count * n:
+        raise ValueError(f"others: expected {count} times {n} tensors, got {len(others)}")
+    return distances(params, [others[j * n : (j + 1) * n] for j in range(count)], None)
+
+
 def _bumping(overload: Any) -> Callable[..., None]:
     """Bump what the schema marks while a graph is traced, whose kernels do not run then.
 
@@ -185,8 +196,20 @@ def _new_like(params: Sequence[Tensor], *_: Any, **__: Any) -> list[Tensor]:
     return [torch.empty_like(p, requires_grad=False) for p in params]
 
 
+def _new_norms(params: Sequence[Tensor], _: Sequence[Tensor], *, count: int) -> Tensor:
+    device = params[0].device if params else None
+    return torch.empty(count, len(params) + 1, dtype=torch.float64, device=device)
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     return None
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "()": _nothing,
+    "Tensor[]": _new_like,
+    "Tensor": _new_norms,
+}
 
 
 def _register() -> torch.library.Library:
@@ -197,14 +220,15 @@ def _register() -> torch.library.Library:
         # computes the copy of a gradient anew for a second operator: from weights that the first
         # has changed by then. It keeps the strides of all that these operators met anyhow.
         library.define(schema, tags=(torch.Tag.flexible_layout,))
-        library.impl(name, _kernel(name.removesuffix(".out")), "CompositeExplicitAutograd")
+        kernel = _distance if name == "distance" else _kernel(name.removesuffix(".out"))
+        library.impl(name, kernel, "CompositeExplicitAutograd")
         # Nothing is recorded, as by the eager operators: no graph holds a prediction.
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        if not schema.endswith("Tensor[]"):
+        if schema.endswith("()"):
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.spectrain, packet), overload or "default")
             library.impl(name, _bumping(operator), "ADInplaceOrView", with_keyset=True)
-        fake = _new_like if schema.endswith("Tensor[]") else _nothing
+        fake = _FAKES[schema.rpartition(" ")[2]]
         torch.library.register_fake(f"spectrain::{name}", fake, lib=library)
     return library
 
@@ -403,3 +427,12 @@ def extrapolate(
     """`spectrain_ext.extrapolate` in a graph."""
     _check(stream)
     return _result(_ops.extrapolate, params, out, previous, steps=steps)
+
+
+def distance(params: Any, others: Sequence[Any], *, stream: Any = None) -> tuple[Tensor, Tensor]:
+    """`spectrain_ext.distance` in a graph."""
+    _check(stream)
+    with torch.no_grad():
+        flat = [t for other in others for t in _list(other)]
+        norms = _ops.distance(_list(params), flat, count=len(others))
+    return norms[:, :-1], norms[:, -1]

@@ -76,6 +76,7 @@ _ARGUMENTS: dict[str, Callable[[bool], tuple[tuple[Any, ...], dict[str, Any]]]] 
     ),
     "extrapolate": lambda g: ((_list(g), _list()), {"steps": 2.0}),
     "extrapolate.out": lambda g: ((_list(g), _list()), {"steps": 2.0, "outs": _list()}),
+    "distance": lambda g: ((_list(g), [*_list(), *_list(), *_list()]), {"count": 3}),
 }
 
 
@@ -110,7 +111,7 @@ def test_what_the_schema_marks_is_written_and_bumped_and_nothing_else(name: str)
     }
     before = {key: [t.clone() for t in lists] for key, (lists, _) in given.items()}
     overload(*args, **kwargs)
-    assert any(written for _, written in given.values()) != (name in _NEW)
+    assert any(written for _, written in given.values()) != (name in (*_NEW, "distance"))
     for key, (lists, written) in given.items():
         for i, (t, was) in enumerate(zip(lists, before[key], strict=True)):
             assert t._version == int(written), f"{key}[{i}]"
@@ -191,6 +192,11 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"outs|steps"):
             _ops.sgd_step_(w, g, v, lr=0.1, momentum=0.9, outs=outs, **predictions)
 
+    @pytest.mark.parametrize("count", [0, 2])
+    def test_others_that_do_not_match_their_count(self, count: int) -> None:
+        with pytest.raises(ValueError, match=f"others: expected {count} times 1 tensors, got 1"):
+            _ops.distance([torch.zeros(3)], [torch.zeros(3)], count=count)
+
     def test_an_operators_own_errors(self) -> None:
         with pytest.raises(ValueError, match=r"momentum_buffers\[0\]: expected shape"):
             _ops.predict_([torch.zeros(3)], [torch.zeros(4)], lr=0.1, steps=[1.0])
@@ -254,6 +260,9 @@ _CALLS: dict[str, Callable[[Lists], Any]] = {
     "adam_predict": lambda x: st.adam_predict(x[0], x[1], x[2], lr=0.1, step=2, steps=3.0),
     "extrapolate": lambda x: st.extrapolate(x[0], x[1], steps=2.0),
     "extrapolate out": lambda x: st.extrapolate(x[0], x[1], steps=2.0, out=x[2]),
+    "distance": lambda x: st.distance(x[0], [x[1], x[2]]),
+    "distance one": lambda x: st.distance(x[0][1], [x[1][1]]),
+    "distance none": lambda x: st.distance(x[0], []),
 }
 _GEOMETRIC = Geometric(3.0)
 
