@@ -6,8 +6,7 @@ from itertools import islice
 
 import pytest
 
-from spectrain_ext.method import find_method, methods
-from spectrain_ext.schedule import Action, Cursor, Extent, Kind, count_versions, one_f_one_b
+from spectrain_ext.schedule import Action, Cursor, Extent, Kind, one_f_one_b
 
 SHORT = {Kind.FORWARD: "F", Kind.BACKWARD: "b", Kind.UPDATE: "u"}
 
@@ -88,28 +87,3 @@ def test_every_receive_has_its_send(stages):
     assert of(0, Kind.SEND_GRADIENT) == of(stages - 1, Kind.SEND_ACTIVATION) == []
     assert len(of(0, Kind.PULL)) == 7
     assert len(of(stages - 1, Kind.LOSS)) == 14
-
-
-@pytest.mark.parametrize("name", methods())
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
-def test_counted_versions_are_the_definition(name, n):
-    method = find_method(name)
-    for k in range(n):
-        window = method.window(k, n)
-        versions = count_versions(finite(k, n, window, 20))
-        assert sorted(versions) == list(range(20))
-        for i, (forward, backward) in versions.items():
-            expected = i if name == "sync" else max(0, i - (n - k) + 1)
-            assert (forward, backward) == (expected, i)
-
-
-def test_the_local_horizon_is_the_counted_distance():
-    method, n = find_method("spectrain-stash"), 6
-    for k in range(n):
-        forward, backward = count_versions(finite(k, n, n - k, 30))[20]
-        assert method.forward_horizon(k, n) == backward - forward
-
-
-def test_a_backward_needs_a_forward():
-    with pytest.raises(ValueError, match="minibatch 3: its backward comes before its forward"):
-        count_versions([Action(Kind.LOAD_BACKWARD, 3)])

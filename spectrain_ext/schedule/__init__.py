@@ -1,26 +1,52 @@
 """Schedules are data: generators write actions, the executor runs them, a count checks them."""
 
+from ..errors import ScheduleError
 from .actions import Action, Kind
-from .counting import Versions, count_versions
+from .counting import Met, follow, open_ledgers, read, updates_between
 from .cursor import Cursor, Extent
 from .generators import GENERATORS, Generator, find_generator
 from .gpipe import gpipe
+from .interleaving import interleave
+from .ledger import Count, Ledger, Reading, Rules
+from .levels import simulate_repeating
 from .one_f_one_b import asynchronous, flushing, one_f_one_b
 from .place import Place
+from .simulation import Durations, Lane, Span, Summary, simulate, summarize
+from .turns import streams, turns
+from .validation import validate
 
 __all__ = [
     "GENERATORS",
     "Action",
+    "Count",
     "Cursor",
+    "Durations",
     "Extent",
     "Generator",
     "Kind",
+    "Lane",
+    "Ledger",
+    "Met",
     "Place",
-    "Versions",
+    "Reading",
+    "Rules",
+    "ScheduleError",
+    "Span",
+    "Summary",
     "asynchronous",
-    "count_versions",
     "find_generator",
     "flushing",
+    "follow",
     "gpipe",
+    "interleave",
     "one_f_one_b",
+    "open_ledgers",
+    "read",
+    "simulate",
+    "simulate_repeating",
+    "streams",
+    "summarize",
+    "turns",
+    "updates_between",
+    "validate",
 ]

@@ -32,3 +32,8 @@ class Action(NamedTuple):
     kind: Kind
     minibatch: int
     microbatch: int = 0
+
+    def __str__(self) -> str:
+        whole = self.kind is Kind.PULL or self.kind is Kind.UPDATE
+        part = "" if whole else f", microbatch {self.microbatch}"
+        return f"{self.kind.value} of minibatch {self.minibatch}{part}"

@@ -1,0 +1,137 @@
+"""Interleaving: all stages of a schedule run against each other, computing nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..errors import ScheduleError
+from .actions import Action, Kind
+from .turns import turns
+
+_FORWARD, _UPDATE = Kind.FORWARD, Kind.UPDATE
+_RUN = 4096  # turns after which a stage that waits for nobody lets the others go on
+
+
+class _Stage:
+    """One stage's turns, and what its neighbours have sent it: their turns, in order."""
+
+    def __init__(self, turns: Iterator[Action], last: bool, first: bool) -> None:
+        self.turns = turns
+        self.activations: deque[Action] | None = None if first else deque()
+        self.gradients: deque[Action] | None = None if last else deque()
+        self.waiting: Action | None = None
+        self.finished = False
+
+
+def interleave(
+    actions: Sequence[Iterable[Action]], minibatches: int | None = None
+) -> Iterator[tuple[int, list[Action]]]:
+    """The turns of all stages in an order in which they can run, as (stage, some of its turns).
+
+    Sends wait for nobody; a receive waits for its send. What can run does not depend on the order
+    that is chosen, so that a schedule which ends here ends on any machine.
+
+    Args:
+        actions: of every stage; finite, or endless with ``minibatches``. Read lazily: no more is
+            kept than what is on its way from one stage to the next.
+        minibatches: the length of the run.
+
+    Raises:
+        ScheduleError: a receive has no send, or a send no receive; the two ends of an edge differ
+            in their order; stages wait for each other for ever; or ``turns`` raises it.
+    """
+    n = len(actions)
+    stages = [_Stage(turns(actions[k], k, n, minibatches), k == n - 1, k == 0) for k in range(n)]
+    # Down and up again: activations travel the whole way in one sweep, and so do gradients.
+    sweep = [*range(n), *range(n - 2, 0, -1)]
+    progress = True
+    while progress:
+        progress = False
+        for k in sweep:
+            run = _advance(stages, k)
+            if run:
+                progress = True
+                yield k, run
+    for k, stage in enumerate(stages):
+        if not stage.finished:
+            raise _stuck(stages, k)
+    for k, stage in enumerate(stages):
+        for edge, kind in (
+            (stage.activations, Kind.RECEIVE_ACTIVATION),
+            (stage.gradients, Kind.RECEIVE_GRADIENT),
+        ):
+            if edge:
+                missing = Action(kind, *edge[0][1:])
+                raise ScheduleError(k, missing, "missing: it has been sent")
+
+
+def _advance(stages: list[_Stage], k: int) -> list[Action]:
+    """What stage k can do until it has to wait."""
+    stage = stages[k]
+    to_next = stages[k + 1].activations if stage.gradients is not None else None
+    to_previous = stages[k - 1].gradients if stage.activations is not None else None
+    run: list[Action] = []
+    turn = stage.waiting or next(stage.turns, None)
+    stage.waiting = None
+    while turn is not None:
+        kind = turn[0]
+        if kind is _UPDATE:
+            run.append(turn)
+            turn = next(stage.turns, None)
+            continue
+        if kind is _FORWARD:
+            inputs, outputs = stage.activations, to_next
+        else:
+            inputs, outputs = stage.gradients, to_previous
+        if inputs is not None:
+            if not inputs:
+                stage.waiting = turn
+                return run
+            sent = inputs.popleft()
+            if sent != turn:
+                raise _out_of_order(k, turn, sent)
+        if outputs is not None:
+            outputs.append(turn)
+        run.append(turn)
+        if len(run) >= _RUN:
+            return run
+        turn = next(stage.turns, None)
+    stage.finished = True
+    return run
+
+
+def _receive(turn: Action) -> Action:
+    kind = Kind.RECEIVE_ACTIVATION if turn.kind is _FORWARD else Kind.RECEIVE_GRADIENT
+    return Action(kind, *turn[1:])
+
+
+def _sender(k: int, turn: Action) -> int:
+    return k - 1 if turn.kind is _FORWARD else k + 1
+
+
+def _out_of_order(k: int, turn: Action, sent: Action) -> ScheduleError:
+    return ScheduleError(
+        k,
+        _receive(turn),
+        f"stage {_sender(k, turn)} sends minibatch {sent.minibatch}, microbatch "
+        f"{sent.microbatch} before it or instead of it",
+    )
+
+
+def _stuck(stages: list[_Stage], k: int) -> ScheduleError:
+    """Why stage k waits for ever: the stage at the end of the chain of those that wait."""
+    turn = stages[k].waiting
+    assert turn is not None
+    sender = _sender(k, turn)
+    other = stages[sender].waiting
+    if other is None:
+        return ScheduleError(k, _receive(turn), f"stage {sender} ends without sending it")
+    if _sender(sender, other) != k:
+        return _stuck(stages, sender)
+    return ScheduleError(
+        k,
+        _receive(turn),
+        f"a deadlock: stage {sender}, which sends it, waits at {_receive(other)}, which stage {k} "
+        "sends later",
+    )

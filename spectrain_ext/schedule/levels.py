@@ -1,0 +1,189 @@
+"""Levels: the simulation of a schedule that repeats, vectorized over stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ScheduleError
+from .actions import Action, Kind
+from .generators import Generator
+from .simulation import Durations, Summary, period_of
+from .turns import streams, turns
+
+_UNKNOWN = np.inf
+
+
+def simulate_repeating(
+    schedule: str | Generator,
+    windows: Sequence[int],
+    microbatches: int,
+    minibatches: int,
+    durations: Durations,
+) -> Summary:
+    """What ``simulate`` comes to, for a schedule whose actions repeat with the minibatch.
+
+    From a stage's first update on, what it does up to the next must be the same for every
+    minibatch, as it is for the schedules in ``GENERATORS``: three minibatches of every stage are
+    read, and taken for the rest. Then all stages take a step at once, those that can. Schedules
+    that flush come to a point where every further minibatch takes as long as the last, and are not
+    followed beyond.
+
+    Args:
+        schedule: a name in ``GENERATORS``, or a generator.
+        windows: the window of each stage.
+        microbatches: parts per minibatch.
+        minibatches: the length of the run, at least 1.
+        durations: of every stage.
+
+    Raises:
+        ValueError: the schedule does not repeat, or an argument is out of range.
+        ScheduleError: it cannot be run.
+    """
+    n = len(windows)
+    if minibatches < 1:
+        raise ValueError(f"minibatches: expected at least 1, got {minibatches}")
+    if len(durations.forward) != n:
+        raise ValueError(f"durations: expected {n} stages, got {len(durations.forward)}")
+    cycles = [
+        _cycle(actions, k, n, microbatches)
+        for k, actions in enumerate(streams(schedule, windows, microbatches))
+    ]
+    state = _State(n, durations)
+    if all(np.array_equal(cycle.first, cycle.later) for cycle in cycles):
+        updates = _flushing(state, cycles, microbatches, minibatches)
+    else:
+        updates = _run(state, _order(cycles, microbatches, minibatches), microbatches)
+    d = durations
+    makespan = float(state.last)
+    work = [
+        minibatches * (microbatches * sum(each) + update)
+        for *each, update in zip(
+            d.load_forward, d.forward, d.load_backward, d.backward, d.update, strict=True
+        )
+    ]
+    return Summary(makespan, period_of(updates), tuple(w / (makespan or 1.0) for w in work))
+
+
+class _Cycle(NamedTuple):
+    """A stage's turns: 4*part, + 1 for a backward, + 2 for one that an update follows.
+
+    Attributes:
+        first: up to its first update.
+        later: between any two later ones, as for minibatch 0.
+    """
+
+    first: NDArray[np.int64]
+    later: NDArray[np.int64]
+
+
+def _cycle(actions: Iterator[Action], k: int, n: int, microbatches: int) -> _Cycle:
+    found = turns(actions, k, n)
+    first, second, third = (_until_update(found, i, microbatches) for i in range(3))
+    later = second - 4 * microbatches
+    if not np.array_equal(third - 8 * microbatches, later):
+        raise ValueError(f"schedule: the actions of stage {k} do not repeat with the minibatch")
+    return _Cycle(first, later)
+
+
+def _until_update(found: Iterator[Action], i: int, microbatches: int) -> NDArray[np.int64]:
+    codes: list[int] = []
+    for kind, minibatch, j in found:
+        if kind is Kind.UPDATE:
+            if minibatch != i or not codes or not codes[-1] & 1:
+                break
+            codes[-1] += 2
+            return np.array(codes, dtype=np.int64)
+        codes.append(4 * (minibatch * microbatches + j) + (kind is Kind.BACKWARD))
+    raise ValueError(f"schedule: expected backwards and then the update of minibatch {i}")
+
+
+def _order(cycles: Sequence[_Cycle], microbatches: int, minibatches: int) -> NDArray[np.int64]:
+    """The turns of all stages in a run of some minibatches: stages x turns."""
+    starts: NDArray[np.int64] = 4 * microbatches * np.arange(1, minibatches)[:, None]
+    end = 4 * microbatches * minibatches
+    rows = [np.concatenate([first, (later + starts).ravel()]) for first, later in cycles]
+    rows = [row[row < end] for row in rows]
+    for k, row in enumerate(rows):
+        if len(row) != 2 * microbatches * minibatches:
+            raise ValueError(f"schedule: stage {k} does not do every microbatch once")
+    return np.stack(rows)
+
+
+class _State:
+    """When all stages and edges are free."""
+
+    def __init__(self, n: int, d: Durations) -> None:
+        def both(forward: Iterable[float], backward: Iterable[float]) -> NDArray[np.float64]:
+            return np.array([list(forward), list(backward)])
+
+        self.load = both(d.load_forward, d.load_backward)
+        self.compute = both(d.forward, d.backward)
+        self.send = both(d.activation, d.gradient)
+        self.send[0, -1] = self.send[1, 0] = 0.0  # nobody is there
+        self.update = np.array(d.update)
+        self.free = np.zeros(n)
+        self.edge_free = np.zeros((2, n))
+        self.last = 0.0
+
+
+def _run(state: _State, order: NDArray[np.int64], microbatches: int) -> list[float]:
+    """Run the turns; returns when stage 0 has ended its updates."""
+    n, length = order.shape
+    stages = np.arange(n)
+    # What arrives at each stage, activations and gradients, and one row for what nobody receives.
+    arrivals = np.full((2, n + 2, length // 2), _UNKNOWN)
+    arrivals[0, 1] = arrivals[1, n] = 0.0  # batches; the last stage's own losses
+    position = np.zeros(n, dtype=np.int64)
+    updates: list[float] = []
+    unfinished = stages
+    while len(unfinished):
+        code = order[unfinished, position[unfinished]]
+        backward, part = code & 1, code >> 2
+        arrival = arrivals[backward, unfinished + 1, part]
+        ready = arrival < _UNKNOWN
+        k = unfinished[ready]
+        if not len(k):
+            raise _deadlock(int(unfinished[0]), int(code[0]), microbatches)
+        code, backward, part = code[ready], backward[ready], part[ready]
+        end = np.maximum(state.free[k] + state.load[backward, k], arrival[ready])
+        end += state.compute[backward, k]
+        sent = np.maximum(end, state.edge_free[backward, k]) + state.send[backward, k]
+        state.edge_free[backward, k] = sent
+        arrivals[backward, k + 2 - 2 * backward, part] = sent
+        followed = (code & 2).astype(bool)
+        end[followed] += state.update[k[followed]]
+        state.free[k] = end
+        if k[0] == 0 and followed[0]:
+            updates.append(float(end[0]))
+        position[k] += 1
+        if position[k].max() == length:
+            unfinished = stages[position < length]
+    state.last = max(float(state.free.max()), float(state.edge_free.max()))
+    return updates
+
+
+def _flushing(
+    state: _State, cycles: Sequence[_Cycle], microbatches: int, minibatches: int
+) -> list[float]:
+    """Run minibatches one by one, until the next would differ from the last only in its time."""
+    order = _order(cycles, microbatches, 1)
+    updates: list[float] = []
+    while len(updates) < minibatches:
+        before = np.concatenate([state.free, state.edge_free.ravel()])
+        updates += _run(state, order, microbatches)
+        shifts = np.concatenate([state.free, state.edge_free.ravel()]) - before
+        if len(updates) > 1 and np.allclose(shifts, shifts[0], rtol=1e-12, atol=0.0):
+            left = minibatches - len(updates)
+            state.last += left * float(shifts[0])
+            updates += [updates[-1] + i * float(shifts[0]) for i in range(1, left + 1)]
+    return updates
+
+
+def _deadlock(stage: int, code: int, microbatches: int) -> ScheduleError:
+    kind = Kind.RECEIVE_GRADIENT if code & 1 else Kind.RECEIVE_ACTIVATION
+    action = Action(kind, *divmod(code >> 2, microbatches))
+    return ScheduleError(stage, action, "never arrives: no stage can go on")

@@ -1,0 +1,252 @@
+"""Simulation: when every action of a schedule runs, given how long each takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from .actions import Action, Kind
+from .counting import open_ledgers
+from .interleaving import interleave
+from .ledger import Rules
+
+#: What a stage computes, and its copies to either neighbour; each lane does one thing at a time.
+Lane = Literal["compute", "to next", "to previous"]
+PerStage = float | Sequence[float]
+
+
+class Span(NamedTuple):
+    """One action of a stage, from its start to its end.
+
+    Attributes:
+        stage: whose action it is.
+        lane: what is busy with it.
+        kind: the action: a forward, backward, update, a send, or a load where loads take time.
+        minibatch: of which minibatch.
+        microbatch: and microbatch.
+        start: when it begins, 0 for the first.
+        end: when it ends.
+        version: updates in the weights that it computes with, after an update those that it made;
+            None for a send.
+        ahead: by how many updates these weights are predicted further.
+    """
+
+    stage: int
+    lane: Lane
+    kind: Kind
+    minibatch: int
+    microbatch: int
+    start: float
+    end: float
+    version: int | None
+    ahead: int = 0
+
+
+@dataclass(frozen=True)
+class Durations:
+    """How long everything takes, in any unit, one value per stage.
+
+    Attributes:
+        forward: of one microbatch.
+        backward: of one microbatch.
+        update: of one minibatch.
+        load_forward: to have the forward's weights, as by predicting them.
+        load_backward: to have the backward's weights.
+        activation: to send an activation to the next stage; the last stage's is not used.
+        gradient: to send a gradient to the previous stage; the first stage's is not used.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    update: tuple[float, ...]
+    load_forward: tuple[float, ...]
+    load_backward: tuple[float, ...]
+    activation: tuple[float, ...]
+    gradient: tuple[float, ...]
+
+    @classmethod
+    def of(
+        cls,
+        stages: int,
+        *,
+        forward: PerStage = 1.0,
+        backward: PerStage = 1.0,
+        update: PerStage = 0.0,
+        load_forward: PerStage = 0.0,
+        load_backward: PerStage = 0.0,
+        activation: PerStage = 0.0,
+        gradient: PerStage = 0.0,
+    ) -> Durations:
+        """Durations of a pipeline; a single number is that of every stage.
+
+        Raises:
+            ValueError: one is negative or not finite, or there are not as many as stages.
+        """
+        given = {
+            "forward": forward,
+            "backward": backward,
+            "update": update,
+            "load_forward": load_forward,
+            "load_backward": load_backward,
+            "activation": activation,
+            "gradient": gradient,
+        }
+        return cls(**{name: _per_stage(name, value, stages) for name, value in given.items()})
+
+
+def _per_stage(name: str, value: PerStage, stages: int) -> tuple[float, ...]:
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * stages
+    if len(values) != stages:
+        raise ValueError(f"{name}: expected one duration per stage, {stages}, got {len(values)}")
+    for k, duration in enumerate(values):
+        if not 0 <= duration < float("inf"):
+            raise ValueError(
+                f"{name}: expected a duration of at least 0 for stage {k}, got {duration}"
+            )
+    return values
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a simulation comes to.
+
+    Attributes:
+        makespan: the end of the last action.
+        period: mean time from one update of stage 0 to the next, over the middle third of the run;
+            over all of it where that has no two updates, and 0 where there are no two at all.
+        busy: per stage, the share of the makespan in which it computes, loads or updates.
+    """
+
+    makespan: float
+    period: float
+    busy: tuple[float, ...]
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """Per stage, the share of the makespan in which it does nothing."""
+        return tuple(1.0 - share for share in self.busy)
+
+
+def simulate(
+    actions: Sequence[Iterable[Action]],
+    durations: Durations,
+    *,
+    minibatches: int | None = None,
+    rules: Sequence[Rules] | None = None,
+) -> Iterator[Span]:
+    """The spans of every action of every stage, lazily, each stage's in order.
+
+    A stage begins an action when it has ended the one before and, for a forward or a backward, its
+    input has arrived. Weights are loaded before the input is waited for. A send begins when its
+    value has been computed and the send before it on the same edge has ended; the stage goes on
+    meanwhile. Batches are there from the start.
+
+    Args:
+        actions: of every stage; finite, or endless with ``minibatches``.
+        durations: of every stage.
+        minibatches: the length of the run.
+        rules: which weights the method has every stage compute with; None: the newest.
+
+    Raises:
+        ScheduleError: the schedule cannot be run.
+        ValueError: ``durations`` are for another number of stages.
+    """
+    n = len(actions)
+    if len(durations.forward) != n:
+        raise ValueError(f"durations: expected {n} stages, got {len(durations.forward)}")
+    ledgers = open_ledgers(n, rules)
+    clocks = [_Clock(k, n, durations) for k in range(n)]
+    for k, run in interleave(actions, minibatches):
+        readings = ledgers[k].enter(run)
+        clock = clocks[k]
+        next_clock = clocks[k + 1] if k + 1 < n else None
+        previous = clocks[k - 1] if k else None
+        for turn, (version, ahead) in zip(run, readings, strict=True):
+            kind, i, j = turn
+            if kind is Kind.UPDATE:
+                yield Span(k, "compute", kind, i, j, *clock.update(), version, ahead)
+                continue
+            forward = kind is Kind.FORWARD
+            loaded, computed, sent = clock.turn(forward)
+            if loaded[0] < loaded[1]:
+                load = Kind.LOAD_FORWARD if forward else Kind.LOAD_BACKWARD
+                yield Span(k, "compute", load, i, j, *loaded, version, ahead)
+            yield Span(k, "compute", kind, i, j, *computed, version, ahead)
+            neighbour = next_clock if forward else previous
+            if neighbour is not None:
+                if forward:
+                    neighbour.activations.append(sent[1])
+                    yield Span(k, "to next", Kind.SEND_ACTIVATION, i, j, *sent, None)
+                else:
+                    neighbour.gradients.append(sent[1])
+                    yield Span(k, "to previous", Kind.SEND_GRADIENT, i, j, *sent, None)
+    for ledger in ledgers:
+        ledger.close(minibatches)
+
+
+_Interval = tuple[float, float]
+
+
+class _Clock:
+    """When a stage and its two outgoing edges are free, and when what was sent to it arrives."""
+
+    def __init__(self, k: int, n: int, durations: Durations) -> None:
+        self.activations: deque[float] = deque()
+        self.gradients: deque[float] = deque()
+        self._now = self._next_free = self._previous_free = 0.0
+        self._first, self._last = k == 0, k == n - 1
+        d = durations
+        self._forward = d.load_forward[k], d.forward[k], d.activation[k]
+        self._backward = d.load_backward[k], d.backward[k], d.gradient[k]
+        self._update = d.update[k]
+
+    def turn(self, forward: bool) -> tuple[_Interval, _Interval, _Interval]:
+        """The load, the computation and the send of a forward or a backward."""
+        load, compute, send = self._forward if forward else self._backward
+        begun = self._now
+        loaded = begun + load
+        start = loaded
+        if forward:
+            if not self._first:
+                start = max(loaded, self.activations.popleft())
+        elif not self._last:
+            start = max(loaded, self.gradients.popleft())
+        self._now = end = start + compute
+        sending = max(end, self._next_free if forward else self._previous_free)
+        sent = sending + send
+        if forward:
+            self._next_free = sent
+        else:
+            self._previous_free = sent
+        return (begun, loaded), (start, end), (sending, sent)
+
+    def update(self) -> _Interval:
+        """The update."""
+        start, self._now = self._now, self._now + self._update
+        return start, self._now
+
+
+def summarize(spans: Iterable[Span]) -> Summary:
+    """What the spans of a simulation, or of a real run, come to."""
+    busy: list[float] = []
+    updates: list[float] = []
+    makespan = 0.0
+    for span in spans:
+        makespan = max(makespan, span.end)
+        if span.lane != "compute":
+            continue
+        busy.extend([0.0] * (span.stage + 1 - len(busy)))
+        busy[span.stage] += span.end - span.start
+        if span.kind is Kind.UPDATE and span.stage == 0:
+            updates.append(span.end)
+    return Summary(makespan, period_of(updates), tuple(time / (makespan or 1.0) for time in busy))
+
+
+def period_of(updates: Sequence[float]) -> float:
+    """The mean time between a stage's updates, given when they end; see ``Summary``."""
+    first, last = len(updates) // 3, 2 * len(updates) // 3
+    if last <= first:
+        first, last = 0, len(updates) - 1
+    return (updates[last] - updates[first]) / (last - first) if last > first else 0.0

@@ -1,0 +1,215 @@
+"""Validation: what every schedule must keep to, broken in every way."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from spectrain_ext.schedule import GENERATORS, Action, Kind, ScheduleError, streams, turns, validate
+
+
+def finite(name, windows, minibatches, microbatches=1):
+    """Every stage's actions, as lists."""
+    found = []
+    for actions in streams(name, windows, microbatches):
+        found.append([])
+        for action in actions:
+            if action.minibatch < minibatches:
+                found[-1].append(action)
+            if action == (Kind.UPDATE, minibatches - 1, 0):
+                break
+    return found
+
+
+@some.composite
+def runs(draw):
+    name = draw(some.sampled_from(sorted(GENERATORS)))
+    windows, least = [], 1
+    for _ in range(draw(some.integers(1, 6))):
+        least = draw(some.integers(least, least + 3))
+        windows.insert(0, least)
+    return name, windows, draw(some.integers(1, 4)), draw(some.integers(0, 8))
+
+
+@given(runs())
+def test_what_the_generators_make_is_valid(run):
+    name, windows, microbatches, minibatches = run
+    endless = streams(name, windows, microbatches)
+    limits = windows if name == "1f1b-async" else None
+    found = validate(endless, minibatches=minibatches, microbatches=microbatches, windows=limits)
+    assert [count.updates for count in found] == [minibatches] * len(windows)
+    if minibatches:
+        assert validate(finite(name, windows, minibatches, microbatches)) == found
+
+
+@given(runs(), some.data())
+def test_an_action_that_is_missing_is_found(run, data):
+    name, windows, microbatches, minibatches = run
+    actions = finite(name, windows, minibatches + 1, microbatches)
+    k = data.draw(some.integers(0, len(windows) - 1))
+    at = data.draw(some.integers(0, len(actions[k]) - 1))
+    del actions[k][at]
+    with pytest.raises(ScheduleError):
+        validate(actions, minibatches=minibatches + 1, microbatches=microbatches)
+
+
+@given(runs(), some.data())
+def test_an_action_that_comes_twice_is_found(run, data):
+    name, windows, microbatches, minibatches = run
+    actions = finite(name, windows, minibatches + 1, microbatches)
+    k = data.draw(some.integers(0, len(windows) - 1))
+    at = data.draw(some.integers(0, len(actions[k]) - 1))
+    to = data.draw(some.integers(0, len(actions[k])))
+    actions[k].insert(to, actions[k][at])
+    with pytest.raises(ScheduleError):
+        validate(actions)
+
+
+def check(actions, *expected, **limits):
+    with pytest.raises(ScheduleError) as raised:
+        validate(actions, **limits)
+    for text in expected:
+        assert text in str(raised.value)
+    return raised.value
+
+
+def test_a_missing_receive():
+    actions = finite("1f1b-async", [3, 2, 1], 6)
+    actions[1].remove(Action(Kind.RECEIVE_ACTIVATION, 4))
+    error = check(
+        actions, "stage 1, receive activation of minibatch 4, microbatch 0: missing: found forward"
+    )
+    assert error.stage == 1
+    assert error.action == Action(Kind.RECEIVE_ACTIVATION, 4)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.action, copy.reason) == (str(error), error.action, error.reason)
+
+
+def test_a_missing_send():
+    actions = finite("1f1b-async", [3, 2, 1], 6)
+    actions[2].remove(Action(Kind.SEND_GRADIENT, 5))
+    check(actions, "stage 2, send gradient of minibatch 5", "missing: found update of minibatch 5")
+
+
+def test_a_microbatch_that_is_not_sent_on():
+    actions = finite("1f1b-async", [2, 1], 6)
+    actions[0] = [a for a in actions[0] if a.minibatch < 5]
+    check(actions, "stage 1, receive activation of minibatch 5", "stage 0 ends without sending it")
+
+
+def test_a_microbatch_that_is_not_received():
+    actions = finite("1f1b-async", [2, 1], 6)
+    actions[1] = [a for a in actions[1] if a.minibatch < 5]
+    check(actions, "stage 0, receive gradient of minibatch 5", "stage 1 ends without sending it")
+
+
+def test_another_order_at_the_other_end_of_an_edge():
+    actions = finite("gpipe", [1, 1], 1, 2)
+    turn = [
+        Action(Kind.LOAD_FORWARD, 0, 1),
+        Action(Kind.RECEIVE_ACTIVATION, 0, 1),
+        Action(Kind.FORWARD, 0, 1),
+        Action(Kind.LOSS, 0, 1),
+    ]
+    assert actions[1][4:8] == turn
+    actions[1] = turn + actions[1][:4] + actions[1][8:]
+    check(
+        actions,
+        "stage 1, receive activation of minibatch 0, microbatch 1",
+        "stage 0 sends minibatch 0, microbatch 0",
+    )
+
+
+def test_a_deadlock_of_windows():
+    check(
+        streams("1f1b-async", [1, 2]),
+        "stage 0, receive gradient of minibatch 0, microbatch 0: a deadlock",
+        "stage 1, which sends it, waits at receive activation of minibatch 1, microbatch 0, which "
+        "stage 0 sends later",
+        minibatches=9,
+    )
+    # The stages behind it wait as well: the cause is named, not they.
+    error = check(streams("1f1b-async", [4, 4, 1, 2]), "a deadlock", minibatches=9)
+    assert error.stage == 2
+    # With one minibatch there is nothing to wait for.
+    validate(streams("1f1b-async", [1, 2]), minibatches=1)
+
+
+def test_a_window_that_is_exceeded():
+    check(
+        streams("1f1b-async", [3, 2]),
+        "stage 0, forward of minibatch 2, microbatch 0: the window allows 2",
+        minibatches=9,
+        windows=[2, 2],
+    )
+
+
+def test_backward_before_forward_and_twice():
+    actions = finite("1f1b-async", [1], 3)
+    turn = [Action(Kind.LOAD_BACKWARD, 2), Action(Kind.BACKWARD, 2)]
+    check([turn + actions[0]], "stage 0, backward of minibatch 2", "expected its forward before it")
+    at = actions[0].index(Action(Kind.UPDATE, 2))
+    check([actions[0][:at] + turn + actions[0][at:]], "backward of minibatch 2", "found again")
+    check([actions[0] + turn], "found again: the minibatch has had its update")
+
+
+def test_updates():
+    actions = finite("1f1b-async", [1], 3, 2)[0]
+    early = list(actions)
+    early.remove(Action(Kind.UPDATE, 0))
+    early.insert(early.index(Action(Kind.LOAD_BACKWARD, 0, 1)), Action(Kind.UPDATE, 0))
+    check([early], "stage 0, update of minibatch 0: expected backward of minibatch 0, microbatch 1")
+    swapped = [a._replace(minibatch=1) if a == Action(Kind.UPDATE, 0) else a for a in actions]
+    check([swapped], "stage 0, update of minibatch 1: expected update of minibatch 0 first")
+    check([actions[:-1]], "stage 0, update of minibatch 2: missing at the end")
+    check([actions], "update of minibatch 3: missing at the end", minibatches=4)
+
+
+def test_the_number_of_microbatches():
+    actions = finite("gpipe", [1, 1], 3, 2)
+    check(actions, "expected forward of minibatch 0, microbatch 2 before it", microbatches=3)
+    check(
+        actions,
+        "forward of minibatch 0, microbatch 1: expected microbatches 0 to 0 only",
+        microbatches=1,
+    )
+
+
+def test_a_forward_without_its_pull_or_load():
+    actions = finite("1f1b-async", [1], 2)[0]
+    check([actions[1:]], "stage 0, load forward weights of minibatch 0", "expected pull of")
+    check([[actions[0], *actions[2:]]], "stage 0, load forward weights of minibatch 0", "missing")
+    check([actions[3:]], "forward of minibatch 0", "expected the load of its weights before it")
+
+
+def test_an_endless_stream_that_never_updates():
+    def idle():
+        i = 0
+        while True:
+            yield Action(Kind.PULL, i)
+            yield Action(Kind.LOAD_FORWARD, i)
+            yield Action(Kind.RECEIVE_ACTIVATION, i)
+            yield Action(Kind.FORWARD, i)
+            yield Action(Kind.LOSS, i)
+            i += 1
+
+    check([idle()], "expected the update of minibatch 1 before it", minibatches=2)
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="windows: expected one per stage, 2, got 3"):
+        validate(streams("gpipe", [1, 1]), windows=[1, 1, 1], minibatches=1)
+    with pytest.raises(ValueError, match=r"windows\[1\]: expected at least 1 microbatch, got 0"):
+        streams("1f1b-async", [2, 0])
+    with pytest.raises(ValueError, match="microbatches: expected at least 1, got 0"):
+        streams("1f1b-async", [2, 1], 0)
+
+
+def test_turns_are_the_forwards_backwards_and_updates():
+    actions = finite("1f1b-async", [3, 2, 1], 4, 2)
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
+    for k in range(3):
+        assert list(turns(actions[k], k, 3)) == [a for a in actions[k] if a.kind in kinds]
