@@ -20,10 +20,10 @@ char* offset(void* pointer, int64_t bytes) { return static_cast<char*>(pointer) 
 
 // Elements until every stream is 16-byte aligned, or -1 if they never are together. Eight elements
 // are the period of the narrowest type.
-int aligned_head(void* const* pointers, const std::vector<int>& widths) {
+int aligned_head(void* const* pointers, const std::vector<int>& widths, size_t n_streams) {
   for (int head = 0; head < 8; ++head) {
     bool aligned = true;
-    for (size_t s = 0; s < widths.size(); ++s) {
+    for (size_t s = 0; s < n_streams; ++s) {
       aligned &= reinterpret_cast<uintptr_t>(offset(pointers[s], head * widths[s])) % 16 == 0;
     }
     if (aligned) return head;
@@ -125,6 +125,7 @@ Plan::Table& Plan::table_for(Tables& tables, const Request& request, size_t item
   Table table;
   table.key = key;
   for (const Column* column : request.streams) table.widths.push_back(size_of(column->dtype[item]));
+  if (request.positions) table.widths.push_back(1);  // an element further is a position further
   if (device_.cuda) {
     table.cuda = find_cuda_kernel(key);
     if (table.cuda.launch == nullptr) throw UnsupportedTypes(item, key);
@@ -138,9 +139,11 @@ Plan::Table& Plan::table_for(Tables& tables, const Request& request, size_t item
 
 Plan::Tables Plan::build(const Request& request) const {
   Tables tables;
-  const size_t n_streams = request.streams.size();
+  const size_t n_arrays = request.streams.size();
+  const size_t n_streams = n_arrays + (request.positions ? 1 : 0);
   std::vector<void*> at(n_streams);
-  for (size_t i = 0; i < sizes_.size(); ++i) {
+  int64_t position = 0;
+  for (size_t i = 0; i < sizes_.size(); position += sizes_[i++]) {
     if (sizes_[i] == 0) continue;
     if (request.which != Which::all &&
         (grads.at[i] != nullptr) != (request.which == Which::with_gradient)) {
@@ -152,10 +155,10 @@ Plan::Tables Plan::build(const Request& request) const {
     bool follows = !table.rows.empty() && table.rows.back().flags == row.flags &&
                    table.rows.back().setting == row.setting;
     for (size_t s = 0; s < n_streams; ++s) {
-      at[s] = request.streams[s]->at[i];
+      at[s] = s < n_arrays ? request.streams[s]->at[i] : reinterpret_cast<void*>(position);
       follows = follows && offset(table.pointers[table.pointers.size() - n_streams + s],
                                   table.rows.back().size * table.widths[s]) == at[s];
-      table.bytes += row.size * table.widths[s];
+      if (s < n_arrays) table.bytes += row.size * table.widths[s];
     }
     if (follows) {
       table.rows.back().size += row.size;
@@ -168,7 +171,7 @@ Plan::Tables Plan::build(const Request& request) const {
     uint64_t n_chunks = 0;
     for (size_t r = 0; r < table.rows.size(); ++r) {
       Row& row = table.rows[r];
-      const int head = aligned_head(&table.pointers[r * n_streams], table.widths);
+      const int head = aligned_head(&table.pointers[r * n_streams], table.widths, n_arrays);
       if (head >= 0) row.flags |= kAligned;
       row.head = static_cast<uint8_t>(std::max(head, 0));
       row.first_chunk = static_cast<uint32_t>(n_chunks);
@@ -190,6 +193,7 @@ void Plan::run_one(const Call& call, void* stream) {
                          0,
                          table.n_chunks,
                          call.gate,
+                         call.rounding,
                          call.zero_grad};
     last_rows_ += rows.n_rows;
     if (device_.cuda) {
@@ -272,6 +276,7 @@ void Plan::step(Request request, std::vector<Setting> settings, const Family& fa
   // then, so that predictions which need it come first.
   std::stable_partition(predictions.begin(), predictions.end(),
                         [](const Prediction& p) { return needs_gradient(p.terms); });
+  request.positions = options.rounding.stochastic;
   const size_t n_state = request.streams.size();
   std::vector<Call> later;
   for (const Prediction& p : predictions) {
@@ -298,8 +303,8 @@ void Plan::step(Request request, std::vector<Setting> settings, const Family& fa
     if (!all_gradients) later.push_back(copy_call(params, out, Which::without_gradient));
   }
   for (Call& call : later) call.gate = options.gate.skip_only();
-  later.insert(later.begin(),
-               Call{std::move(request), std::move(settings), options.gate, options.zero_grad});
+  later.insert(later.begin(), Call{std::move(request), std::move(settings), options.gate,
+                                   options.rounding, options.zero_grad});
   run(later, stream);
 }
 

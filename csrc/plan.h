@@ -68,6 +68,7 @@ class Plan {
   // What a step does beside its numbers.
   struct StepOptions {
     Gate gate = {};
+    Rounding rounding = {};  // stochastic: all weights must be bfloat16
     bool zero_grad = false;  // the caller has made sure that gradients may be written
   };
   // One setting per group. `first_step`: empty, or one flag per tensor (then the settings' own are
@@ -114,9 +115,11 @@ class Plan {
     std::vector<const Column*> streams;
     Which which = Which::all;
     std::vector<uint8_t> first_step;
+    // Behind the streams of a row the position of its first element among all items' elements.
+    bool positions = false;
     bool operator==(const Request& other) const {
       return operation == other.operation && streams == other.streams && which == other.which &&
-             first_step == other.first_step;
+             first_step == other.first_step && positions == other.positions;
     }
   };
   struct Resolved {
@@ -130,6 +133,7 @@ class Plan {
     Request request;
     std::vector<Setting> settings;
     Gate gate = {};
+    Rounding rounding = {};
     bool zero_grad = false;
   };
 

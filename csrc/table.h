@@ -12,6 +12,7 @@
 
 #include "config.h"
 #include "gate.h"
+#include "rules/rounding.h"
 
 namespace spectrain {
 
@@ -39,10 +40,17 @@ struct TableView {
   uint32_t n_rows, n_streams;
   uint32_t chunk_begin, chunk_end;  // what to work on; a launch may hold a part of a long table
   Gate gate = {};
+  Rounding rounding = {};  // stochastic: the last pointer of a row is its first element's position
   bool zero_grad = false;  // gradients are set to zero after they were read, or the step skipped
 
   SPECTRAIN_HD void* pointer(uint32_t row, uint32_t stream) const {
     return pointers[static_cast<uint64_t>(row) * n_streams + stream];
+  }
+
+  // The generator's state at the element of a row, where rounding is stochastic.
+  SPECTRAIN_HD uint64_t random_state(uint32_t row, int64_t element) const {
+    const auto first = reinterpret_cast<uintptr_t>(pointer(row, n_streams - 1));
+    return rounding.state(static_cast<uint64_t>(first) + static_cast<uint64_t>(element));
   }
 
   // The row a chunk belongs to, by bisection: the last one whose first chunk is not behind it.

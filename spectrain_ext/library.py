@@ -41,7 +41,10 @@ _ADAM = (
     "SymInt step, float beta1=0.9, float beta2=0.999, float eps=1e-8, float weight_decay=0, "
     "bool decoupled_weight_decay=False"
 )
-_GATE = "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip_factor=None"
+_GATE = (
+    "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip_factor=None, "
+    "SymInt? rounding_seed=None"
+)
 _HORIZON = 'float[] steps, str law="linear"'
 _OUTS = "outs, float[] horizons=[], str[]? laws=None"
 _PREDICT = f"Tensor[] params, Tensor[] momentum_buffers, *, {_RATE}, {_HORIZON}, {_SGD}"

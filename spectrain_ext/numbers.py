@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import index
 from typing import NamedTuple, SupportsFloat, TypeAlias
 
 
@@ -62,6 +63,23 @@ def fraction(name: str, value: SupportsFloat) -> float:
     if result >= 1.0:
         raise ValueError(f"{name}: expected a number in [0, 1), got {result!r}")
     return result
+
+
+def seed(value: int | None) -> int | None:
+    """Return the 64 bits of a rounding seed, as an unsigned number; None stays None.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it has more than 64 bits.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"rounding_seed: expected an int or None, got {value!r}")
+    number = index(value)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"rounding_seed: expected an int of 64 bits, got {number}")
+    return number % 2**64
 
 
 def _check(numbers: object, names: tuple[str, ...]) -> None:

@@ -183,6 +183,7 @@ def sgd_step_(
     found_inf: Array | None = None,
     clip_factor: Array | None = None,
     zero_grad: bool = False,
+    rounding_seed: int | None = None,
     stream: Any = None,
 ) -> None:
     """One step of torch.optim.SGD that also writes predictions of the new weights, in one pass.
@@ -222,6 +223,12 @@ def sgd_step_(
         zero_grad: set the gradients to zero in the same pass, after the step and its predictions
             have read them; also where found_inf skips the step, since the next backward
             accumulates into them. They must then have memory of their own.
+        rounding_seed: round bfloat16 weights stochastically, up or down with a probability
+            proportional to the distance: updates that round to nearest would lose are kept on
+            average, without a float32 master. Buffers and predictions are rounded to nearest, the
+            latter from W as it was rounded. The bits depend on the seed, an int of 64 bits, and on
+            the element's place in the memory of all tensors of the call, one behind the other,
+            alone: the same on every device. Give every step another seed.
         stream: CUDA stream; None: the current one.
     """
     lists = Lists(params, "params", writes=True)
@@ -247,6 +254,7 @@ def sgd_step_(
         found_inf=found_inf,
         clip_factor=clip_factor,
         zero_grad=zero_grad,
+        rounding_seed=rounding_seed,
         stream=stream,
     )
     _bump_stepped(g, [*stepped, *([g] if zero_grad else [])], outs)
@@ -273,6 +281,7 @@ def adam_step_(
     found_inf: Array | None = None,
     clip_factor: Array | None = None,
     zero_grad: bool = False,
+    rounding_seed: int | None = None,
     stream: Any = None,
 ) -> None:
     """One step of Adam, AdamW or NAdam that also writes predictions, in one pass over memory.
@@ -305,7 +314,7 @@ def adam_step_(
             the values as they were stored.
         grad_scale, found_inf, clip_factor: as in `sgd_step_`. A skipped step counts nowhere: the
             next one has the same number.
-        zero_grad: as in `sgd_step_`.
+        zero_grad, rounding_seed: as in `sgd_step_`.
         stream: CUDA stream; None: the current one.
     """
     lists = Lists(params, "params", writes=True)
@@ -331,6 +340,7 @@ def adam_step_(
         found_inf=found_inf,
         clip_factor=clip_factor,
         zero_grad=zero_grad,
+        rounding_seed=rounding_seed,
         stream=stream,
     )
     _bump_stepped(g, [lists.params, m, u, *([g] if zero_grad else [])], outs)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 from spectrain_ext._lists import Array, Gradients, Lists, Role, Tensors, is_array
 from spectrain_ext.laws import Horizon, Law, as_law, needs_momentum
-from spectrain_ext.numbers import Adam, Sgd, Term, non_negative
+from spectrain_ext.numbers import Adam, Sgd, Term, non_negative, seed
 
 Terms: TypeAlias = list[list[Term]]  # of every parameter group
 
@@ -155,6 +155,7 @@ class Plan:
         found_inf: Array | None = None,
         clip_factor: Array | None = None,
         zero_grad: bool = False,
+        rounding_seed: int | None = None,
         stream: Any = None,
     ) -> None:
         """One step of SGD that also writes predictions; see `spectrain_ext.sgd_step_`.
@@ -181,6 +182,7 @@ class Plan:
             found_inf=found_inf,
             clip_factor=clip_factor,
             zero_grad=zero_grad,
+            rounding_seed=rounding_seed,
             stream=stream,
         )
 
@@ -196,6 +198,7 @@ class Plan:
         found_inf: Array | None = None,
         clip_factor: Array | None = None,
         zero_grad: bool = False,
+        rounding_seed: int | None = None,
         stream: Any = None,
     ) -> None:
         """`sgd_step_` with the numbers of every parameter group, in one launch.
@@ -217,7 +220,7 @@ class Plan:
             law = as_law(steps, f"predict[{j}]")
             predictions.append((j, [_sgd_terms(law, numbers) for numbers in groups]))
         settings = [numbers.setting() for numbers in groups]
-        options = (grad_scale, found_inf, clip_factor, zero_grad)
+        options = (grad_scale, found_inf, clip_factor, zero_grad, seed(rounding_seed))
         self._native.sgd_step_(settings, with_momentum, first_step, predictions, options, stream)
 
     def step_adam_(
@@ -229,6 +232,7 @@ class Plan:
         found_inf: Array | None = None,
         clip_factor: Array | None = None,
         zero_grad: bool = False,
+        rounding_seed: int | None = None,
         stream: Any = None,
     ) -> None:
         """One step of Adam, AdamW or NAdam, with the numbers of every group, in one launch.
@@ -243,7 +247,7 @@ class Plan:
                 law = as_law(steps, f"predict[{j}]")
                 predictions.append((j, [law.adam(numbers) for numbers in groups]))
         settings = [numbers.setting() for numbers in groups]
-        options = (grad_scale, found_inf, clip_factor, zero_grad)
+        options = (grad_scale, found_inf, clip_factor, zero_grad, seed(rounding_seed))
         self._native.adam_step_(settings, predictions, options, stream)
 
     def predict_with(

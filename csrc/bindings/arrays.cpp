@@ -277,6 +277,17 @@ void Arrays::check_apart(const Borrowed& b, const Place& place,
                         Place{name, static_cast<py::ssize_t>(next->index), single_}.text());
 }
 
+void Arrays::check_rounding() const {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const DType dtype = plan->params.dtype[i];
+    if (dtype == DType::bfloat16) continue;
+    throw py::value_error(
+        "rounding_seed: expected bfloat16 weights, which are rounded stochastically, got " +
+        std::string(name_of(dtype)) + " in " +
+        Place{params_name_, static_cast<py::ssize_t>(i), single_}.text());
+  }
+}
+
 void Arrays::check_gradients_writable() {
   if (gradients_writable_) return;
   std::vector<Written> spans;

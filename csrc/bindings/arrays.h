@@ -38,6 +38,8 @@ class Arrays {
   // `zero_grad`: the step writes the gradients, too, which have been checked for that.
   const float* scalar(py::handle array, const std::string& name, bool zero_grad,
                       Loans& loans) const;
+  // That all parameters are bfloat16, which stochastic rounding is for.
+  void check_rounding() const;
   // That a call may write the gradients: each is writable and has memory of its own.
   void check_gradients_writable();
 

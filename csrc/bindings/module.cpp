@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "../cuda/launch.h"
 #include "arrays.h"
 
@@ -37,8 +39,9 @@ Setting setting(const PySetting& given) {
   return s;
 }
 
-// grad_scale, found_inf, clip_factor: an array of one element each, or None; zero_grad
-using PyOptions = std::tuple<py::object, py::object, py::object, bool>;
+// grad_scale, found_inf, clip_factor: an array of one element each, or None; zero_grad;
+// rounding_seed
+using PyOptions = std::tuple<py::object, py::object, py::object, bool, std::optional<uint64_t>>;
 
 class PyPlan {
  public:
@@ -173,12 +176,13 @@ class PyPlan {
   }
 
   Plan::StepOptions checked_options(const PyOptions& given, Loans& loans) {
-    const auto& [grad_scale, found_inf, clip_factor, zero_grad] = given;
+    const auto& [grad_scale, found_inf, clip_factor, zero_grad, seed] = given;
+    if (seed) arrays_.check_rounding();
     if (zero_grad) arrays_.check_gradients_writable();
     const Gate gate{arrays_.scalar(found_inf, "found_inf", zero_grad, loans),
                     arrays_.scalar(grad_scale, "grad_scale", zero_grad, loans),
                     arrays_.scalar(clip_factor, "clip_factor", zero_grad, loans)};
-    return {gate, zero_grad};
+    return {gate, seed ? Rounding::seeded(*seed) : Rounding{}, zero_grad};
   }
 
   void need(Role role, const char* name, const char* why) const {

@@ -15,6 +15,7 @@
 
 #include "../instances.h"
 #include "../rules/distance.h"
+#include "../rules/rounding.h"
 
 #define SPECTRAIN_CONCAT_(a, b) a##b
 #define SPECTRAIN_CONCAT(a, b) SPECTRAIN_CONCAT_(a, b)
@@ -124,6 +125,14 @@ void narrow_block(char* to, const float* from, int n) {
   for (int i = begin; i < n; ++i) bits[i] = Narrow<T>::from(from[i]).bits;
 }
 
+void round_block(char* to, const float* from, int n, uint64_t state) {
+  auto* bits = reinterpret_cast<uint16_t*>(to);
+#pragma omp simd
+  for (int i = 0; i < n; ++i) {
+    bits[i] = round_stochastically(from[i], state + static_cast<uint64_t>(i) * Rounding::kStep);
+  }
+}
+
 template <class Rule>
 struct Cpu {
   using Acc = typename Rule::Acc;
@@ -146,10 +155,11 @@ struct Cpu {
     alignas(64) Acc direction[KeepsDirection<Rule>::value ? kBlock : 1];
   };
 
-  // One block of one row: p points at its first element in every stream, q at the same as Acc.
+  // One block of one row: p points at its first element in every stream, q at the same as Acc, and
+  // `rounding` starts there.
   static void block(const Args& given, unsigned flags, factor_t<Acc> factor,
-                    char* const (&p)[n_streams], Acc* const (&q)[n_streams], int n,
-                    Scratch& scratch) {
+                    [[maybe_unused]] const Rounding& rounding, char* const (&p)[n_streams],
+                    Acc* const (&q)[n_streams], int n, Scratch& scratch) {
     unroll<n_streams>([&](auto index) {
       constexpr int s = decltype(index)::value;
       if constexpr (stream<s>::source >= 0) memcpy(p[s], p[stream<s>::source], n * sizeof(type<s>));
@@ -177,7 +187,12 @@ struct Cpu {
     unroll<n_streams>([&](auto index) {
       constexpr int s = decltype(index)::value;
       if constexpr (stream<s>::writes && stream<s>::source < 0 && !in_place<type<s>>) {
-        narrow_block<type<s>>(p[s], q[s], n);
+        bool rounded = false;
+        if constexpr (s == 0 && rounds_weights<Rule>()) {
+          rounded = rounding.stochastic;
+          if (rounded) round_block(p[s], q[s], n, rounding.start);
+        }
+        if (!rounded) narrow_block<type<s>>(p[s], q[s], n);
         // Predictions are made from the values as they were stored.
         if constexpr (Rule::has_outs) widen_block<type<s>>(q[s], p[s], n);
       }
@@ -234,7 +249,9 @@ struct Cpu {
         p[s] = stream<s>::reads ? at : scratch.staging[s].begin(at, past_cache);
         q[s] = in_place<type<s>> ? reinterpret_cast<Acc*>(p[s]) : scratch.wide[s];
       });
-      block(args, flags, factor, p, q, n, scratch);
+      Rounding rounding = table.rounding;
+      if (rounding.stochastic) rounding.start = table.random_state(r, begin);
+      block(args, flags, factor, rounding, p, q, n, scratch);
       unroll<n_streams>([&](auto index) {
         constexpr int s = decltype(index)::value;
         if constexpr (!stream<s>::reads) scratch.staging[s].finish(n * sizeof(type<s>));

@@ -120,6 +120,10 @@ struct Body {
   template <int N>
   SPECTRAIN_HD void finish(Packs<Rule, N>& packs, int64_t element) const {
     Acc direction[N] = {};
+    [[maybe_unused]] uint64_t random = 0;
+    if constexpr (rounds_weights<Rule>()) {
+      if (table.rounding.stochastic) random = table.random_state(row, element);
+    }
     unroll<n_streams>([&](auto index) {
       constexpr int s = decltype(index)::value;
       if constexpr (stream<s>::source >= 0) {
@@ -138,6 +142,12 @@ struct Body {
         constexpr int s = decltype(index)::value;
         if constexpr (stream<s>::writes && stream<s>::source < 0) {
           packs.template get<s>().element[e] = Narrow<type<s>>::from(x[s]);
+          if constexpr (s == 0 && rounds_weights<Rule>()) {
+            if (table.rounding.stochastic) {
+              packs.template get<s>().element[e] = {round_stochastically(x[s], random)};
+              random += Rounding::kStep;
+            }
+          }
         }
       });
       if constexpr (KeepsDirection<Rule>::value) direction[e] = x[Rule::kDirection];

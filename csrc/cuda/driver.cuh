@@ -17,6 +17,7 @@ struct ParameterTable {
   uint32_t n_rows, n_streams, chunk_begin, chunk_end;
   uint32_t rows_at, pointers_at;  // in bytes
   Gate gate;
+  Rounding rounding;
   bool zero_grad;
   alignas(16) unsigned char storage[Bytes];
 
@@ -34,6 +35,7 @@ struct ParameterTable {
     chunk_begin = view.chunk_begin;
     chunk_end = view.chunk_end;
     gate = view.gate;
+    rounding = view.rounding;
     zero_grad = view.zero_grad;
     rows_at = static_cast<uint32_t>(settings_bytes(settings.size));
     pointers_at = rows_at + static_cast<uint32_t>(n_rows * sizeof(Row));
@@ -52,6 +54,7 @@ struct ParameterTable {
             chunk_begin,
             chunk_end,
             gate,
+            rounding,
             zero_grad};
   }
 };

@@ -158,6 +158,7 @@ struct Case {
   bool skewed;                    // or a different one in every stream: never aligned together
   std::vector<Setting> settings;  // two groups, which rows take in turn
   Gate gate = {};
+  Rounding rounding = {};
   bool zero_grad = false;
 };
 
@@ -209,6 +210,20 @@ std::vector<Row> make_rows(const Case& c, const Memory& m, uint32_t* n_chunks) {
   return rows;
 }
 
+// What stochastic rounding needs behind the streams of every row: where its elements start.
+std::vector<void*> with_positions(const Case& c, const Memory& m) {
+  if (!c.rounding.stochastic) return m.pointers;
+  std::vector<void*> pointers;
+  uintptr_t position = (uintptr_t{1} << 33) + 3;
+  for (size_t r = 0; r < c.sizes.size(); ++r) {
+    const auto row = m.pointers.begin() + static_cast<ptrdiff_t>(r * c.streams.size());
+    pointers.insert(pointers.end(), row, row + static_cast<ptrdiff_t>(c.streams.size()));
+    pointers.push_back(reinterpret_cast<void*>(position));
+    position += c.sizes[r];
+  }
+  return pointers;
+}
+
 void expect_untouched(const Case& c, const Memory& memory, uint64_t seed, const char* engine) {
   const Memory before = make_memory(c, seed);
   for (size_t p = 0; p < memory.pointers.size(); ++p) {
@@ -239,13 +254,15 @@ void check(const Case& c, uint64_t seed) {
     Memory memory = make_memory(c, seed);
     uint32_t n_chunks = 0;
     const std::vector<Row> rows = make_rows(c, memory, &n_chunks);
+    const std::vector<void*> pointers = with_positions(c, memory);
     const TableView view{rows.data(),
-                         memory.pointers.data(),
+                         pointers.data(),
                          static_cast<uint32_t>(rows.size()),
-                         static_cast<uint32_t>(c.streams.size()),
+                         static_cast<uint32_t>(pointers.size() / rows.size()),
                          0,
                          n_chunks,
                          c.gate,
+                         c.rounding,
                          c.zero_grad};
     grid_blocks = engine.blocks;
     const CpuKernel kernel = engine.find(c.key);
@@ -380,7 +397,12 @@ void check_all() {
           c.streams = std::move(streams);
           c.gate = scaling[variant];
           c.zero_grad = variant == 1 && roles(op)[1] == 'g';
+          c.rounding = {};
           check(c, ++seed);
+          if (roles(op)[1] == 'g' && w == bf16) {
+            c.rounding = Rounding::seeded(seed);
+            check(c, ++seed);
+          }
           if (variant == 2) return;
           c.gate = {&one};
           check(c, ++seed);
