@@ -2,6 +2,7 @@
 
 from ..errors import ScheduleError
 from .actions import Action, Kind
+from .compute_csv import read_csv, write_csv
 from .counting import Met, follow, open_ledgers, read, updates_between
 from .cursor import Cursor, Extent
 from .generators import GENERATORS, Generator, find_generator
@@ -11,6 +12,7 @@ from .ledger import Count, Ledger, Reading, Rules
 from .levels import simulate_repeating
 from .one_f_one_b import asynchronous, flushing, one_f_one_b
 from .place import Place
+from .rounds import Horizons, count_horizons
 from .simulation import Durations, Lane, Span, Summary, simulate, summarize
 from .turns import streams, turns
 from .validation import validate
@@ -23,6 +25,7 @@ __all__ = [
     "Durations",
     "Extent",
     "Generator",
+    "Horizons",
     "Kind",
     "Lane",
     "Ledger",
@@ -34,6 +37,7 @@ __all__ = [
     "Span",
     "Summary",
     "asynchronous",
+    "count_horizons",
     "find_generator",
     "flushing",
     "follow",
@@ -42,6 +46,7 @@ __all__ = [
     "one_f_one_b",
     "open_ledgers",
     "read",
+    "read_csv",
     "simulate",
     "simulate_repeating",
     "streams",
@@ -49,4 +54,5 @@ __all__ = [
     "turns",
     "updates_between",
     "validate",
+    "write_csv",
 ]

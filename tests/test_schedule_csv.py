@@ -1,0 +1,190 @@
+"""CSV files: round trips, torch's own schedules, and files that cannot be run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from spectrain_ext.schedule import (
+    GENERATORS,
+    Action,
+    Kind,
+    ScheduleError,
+    read_csv,
+    streams,
+    validate,
+)
+from spectrain_ext.schedule import write_csv as write
+
+
+def finite(name, windows, minibatches, microbatches=1):
+    found = []
+    for actions in streams(name, windows, microbatches):
+        found.append([])
+        for action in actions:
+            if action.minibatch < minibatches:
+                found[-1].append(action)
+            if action == (Kind.UPDATE, minibatches - 1, 0):
+                break
+    return found
+
+
+@some.composite
+def runs(draw):
+    name = draw(some.sampled_from(sorted(GENERATORS)))
+    windows, least = [], 1
+    for _ in range(draw(some.integers(1, 5))):
+        least = draw(some.integers(least, least + 3))
+        windows.insert(0, least)
+    return name, windows, draw(some.integers(1, 6)), draw(some.integers(1, 4))
+
+
+@given(run=runs())
+def test_round_trip(run, tmp_path_factory):
+    name, windows, minibatches, microbatches = run
+    path = tmp_path_factory.mktemp("csv") / "schedule.csv"
+    actions = finite(name, windows, minibatches, microbatches)
+    write(path, actions, microbatches=microbatches)
+    assert read_csv(path, microbatches=microbatches) == actions
+    text = path.read_bytes()
+    write(
+        path,
+        streams(name, windows, microbatches),
+        microbatches=microbatches,
+        minibatches=minibatches,
+    )
+    assert path.read_bytes() == text
+
+
+def test_the_format(tmp_path):
+    path = tmp_path / "schedule.csv"
+    write(path, streams("1f1b", [2, 1], 3), microbatches=3, minibatches=1)
+    assert path.read_text().splitlines() == ["0F0,0F1,0B0,0F2,0B1,0B2", "1F0,1B0,1F1,1B1,1F2,1B2"]
+
+
+def given_file(tmp_path, text):
+    path = tmp_path / "schedule.csv"
+    path.write_text(text)
+    return path
+
+
+def exported(name, n, m, path):
+    """What torch itself writes of its schedule of that name."""
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    single = getattr(torch_schedules, name)
+    if not hasattr(single, "_get_pipeline_order"):
+        pytest.skip("this torch does not export its single-stage schedules")
+    schedule = object.__new__(single)
+    schedule._num_stages, schedule._n_microbatches = n, m
+    exporting = object.__new__(torch_schedules.PipelineScheduleMulti)
+    exporting.pipeline_order = schedule._get_pipeline_order()
+    exporting._dump_csv(path)
+    return path
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_gpipe_as_torch_exports_it(n, tmp_path):
+    path = exported("ScheduleGPipe", n, 2 * n, tmp_path / "schedule.csv")
+    assert read_csv(path) == finite("gpipe", [2 * n] * n, 1, 2 * n)
+    assert len(validate(read_csv(path, microbatches=2), microbatches=2)) == n
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_1f1b_as_torch_exports_it(n, tmp_path):
+    """torch 2.13 counts the last stage's forwards from 1, which nothing can run: that is found."""
+    path = exported("Schedule1F1B", n, 2 * n, tmp_path / "schedule.csv")
+    rows = path.read_text().splitlines()
+    cells = rows[-1].split(",")
+    if f"{n - 1}F0" not in cells:
+        with pytest.raises(ScheduleError, match=f"stage {n - 1}, "):
+            read_csv(path)
+        for number in range(2 * n):
+            cells[cells.index(f"{n - 1}F{number + 1}")] = f"{n - 1}F{number}"
+        path.write_text("\n".join([*rows[:-1], ",".join(cells)]))
+    assert read_csv(path) == finite("1f1b", [2 * n] * n, 1, 2 * n)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_torch_takes_ours(name, tmp_path):
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    n, m = 3, 5
+    path = tmp_path / "schedule.csv"
+    write(path, streams(name, [m] * n, m), microbatches=m, minibatches=1)
+    loading = object.__new__(torch_schedules.PipelineScheduleMulti)
+    loading.pipeline_order, loading._stages = {}, []
+    loading.pp_group_size, loading._num_stages, loading._n_microbatches = n, n, m
+    loading._load_csv(path)
+    assert loading.stage_index_to_group_rank == {k: k for k in range(n)}
+    assert [str(cell) for cell in loading.pipeline_order[2][:2]] == [
+        "2F0",
+        "2F1" if name == "gpipe" else "2B0",
+    ]
+
+
+def test_idle_cells_and_data_parallel_ones_are_left_out(tmp_path):
+    path = given_file(tmp_path, "0UNSHARD,0F0,,,0B0,0REDUCE_GRAD\n,1F0,1B0,,\n")
+    assert read_csv(path) == finite("gpipe", [1, 1], 1)
+
+
+def test_communication_is_read_and_checked(tmp_path):
+    text = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n" + (
+        "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
+    )
+    assert read_csv(given_file(tmp_path, text)) == finite("1f1b", [2, 1], 1, 2)
+
+    def check(missing, expected, replacement=""):
+        broken = text.replace(missing, replacement)
+        assert broken != text
+        with pytest.raises(ScheduleError) as raised:
+            read_csv(given_file(tmp_path, broken))
+        assert str(raised.value).startswith(expected)
+        return raised.value
+
+    error = check("1RECV_F1,", "stage 1, receive activation of minibatch 0, microbatch 1: missing")
+    assert (error.stage, error.action) == (1, Action(Kind.RECEIVE_ACTIVATION, 0, 1))
+    check("0RECV_B0,0B0", "stage 0, receive gradient of minibatch 0", "0B0,0RECV_B0")
+    check("0SEND_F0,", "stage 0, send activation of minibatch 0, microbatch 0: missing")
+    check(
+        "1RECV_F0,1RECV_F1",
+        "stage 1, receive activation of minibatch 0, microbatch 1: stage 0 sends minibatch 0, "
+        "microbatch 0 at this point",
+        "1RECV_F1,1RECV_F0",
+    )
+    check(
+        "0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1",
+        "stage 1, receive activation of minibatch 0, microbatch 1: stage 0 sends nothing further",
+        "0RECV_B0,0B0",
+    )
+    check(
+        "1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1",
+        "stage 1, receive activation of minibatch 0, microbatch 1: missing: stage 0 sends it",
+        "1F0,1B0,1SEND_B0",
+    )
+
+
+def test_schedules_that_cannot_be_run(tmp_path):
+    def check(text, expected):
+        with pytest.raises(ScheduleError) as raised:
+            read_csv(given_file(tmp_path, text))
+        assert expected in str(raised.value)
+
+    check("0F0,0F1,0B0,0B1\n1F1,1B1,1F0,1B0\n", "stage 1, receive activation of minibatch 0")
+    check("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "stage 0, receive gradient of minibatch 0")
+    check("0F0,0F1,0B0,0B1\n1F0,1B0\n", "stage 0, receive gradient of minibatch 0, microbatch 1")
+    check("0B0,0F0\n", "stage 0, backward of minibatch 0, microbatch 0: expected its forward")
+    check("0F0,0F0,0B0\n", "stage 0, forward of minibatch 0, microbatch 0: expected once")
+
+
+def test_files_that_are_not_understood(tmp_path):
+    def check(text, expected, **arguments):
+        with pytest.raises(ValueError, match=expected):
+            read_csv(given_file(tmp_path, text), **arguments)
+
+    check("0F0,0X1\n", "row 0, column 1: expected a forward or a whole backward, got '0X1'")
+    check("0F0,0I0,0W0\n", "row 0, column 1: expected a forward or a whole backward, got '0I0'")
+    check("0F0,0B\n", "row 0, column 1: expected a forward or a whole backward, got '0B'")
+    check("0F0,hello\n", "row 0, column 1: expected a cell like 0F0, got 'hello'")
+    check("0F0,2F0\n1F0\n", "row 0, column 1: expected stage 0 only, as in 0F0, got '2F0'")
+    check("0F0,0B0\n", "microbatches: expected at least 1, got 0", microbatches=0)
+    assert read_csv(given_file(tmp_path, "")) == []

@@ -1,0 +1,71 @@
+"""The paper's horizon, the count in rounds and the local count: how they relate."""
+
+from __future__ import annotations
+
+import pytest
+
+from spectrain_ext.schedule import Durations, count_horizons, read, streams
+
+
+def counted(windows, microbatches=1, **durations):
+    n, settled = len(windows), max(windows) + 1
+    return count_horizons(
+        streams("1f1b-async", windows, microbatches),
+        Durations.of(n, **durations),
+        minibatch=settled,
+        minibatches=settled + n + 1,
+    )
+
+
+def local(windows):
+    """Updates between a minibatch's forward and its backward on the same stage."""
+    settled, found = max(windows) + 1, {}
+    for k, met in read(streams("1f1b-async", windows), minibatches=settled + 1):
+        if met.minibatch == settled:
+            found[k] = met.backward.version - met.forward.version
+    return [found[k] for k in range(len(windows))]
+
+
+def classic(n):
+    return [n - k for k in range(n)]
+
+
+@pytest.mark.parametrize("n", range(1, 65))
+def test_the_closed_form_is_the_count_in_rounds(n):
+    rounds = [(k // 2 + n - k - 1, k // 2) for k in range(n)]
+    assert counted(classic(n)) == rounds
+    # Locally a minibatch is done with its own backward: the k//2 rounds after it do not count.
+    assert local(classic(n)) == [forward - after for forward, after in rounds]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8, 16])
+def test_it_holds_for_rounds_of_equal_halves_only(n):
+    """After its own backward a minibatch needs k backwards more, and the period is F + B."""
+    assert counted(classic(n), forward=1, backward=2) == [
+        (2 * k // 3 + n - k - 1, 2 * k // 3) for k in range(n)
+    ]
+    assert counted(classic(n), forward=2, backward=1) == [
+        (k // 3 + n - k - 1, k // 3) for k in range(n)
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8])
+def test_another_window_changes_the_forward_only(n):
+    wide = [2 * (n - k) - 1 for k in range(n)]
+    assert local(wide) == [w - 1 for w in wide]
+    for k, horizons in enumerate(counted(wide)):
+        assert horizons.backward == k // 2
+        assert horizons.forward == k // 2 + wide[k] - 1
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_accumulation_shortens_it(n):
+    """With M microbatches per update, about an M-th."""
+    for k, (forward, backward) in enumerate(counted(classic(n), microbatches=n)):
+        assert backward <= 1
+        assert 0 <= forward - backward <= 1, k
+
+
+def test_there_has_to_be_such_a_minibatch():
+    with pytest.raises(ValueError, match="minibatch: expected 0 to 4, got 5"):
+        count_horizons(streams("gpipe", [1, 1]), Durations.of(2), minibatch=5, minibatches=5)
