@@ -54,3 +54,45 @@ class ScheduleError(ValueError):
 
 class OrderingError(RuntimeError):
     """A buffer was used on a stream that had not waited for a conflicting use on another."""
+
+
+class RankError(RuntimeError):
+    """The run of a pipeline over several processes was ended, by whatever rank failed first.
+
+    Every rank that survives raises it, with the same first cause; the rank that failed raises its
+    own exception. The modules hold their true weights; the pipeline cannot run again, since what
+    was in flight between the ranks is lost: start again from a checkpoint.
+
+    Attributes:
+        rank: the rank that reports.
+        action: what it was doing.
+        culprit: the rank that failed first.
+        reason: what is known of the first cause: that rank's action and exception, or how it was
+            missed.
+        edge: the edge that the reporting rank was waiting on, None if it was not waiting.
+        waited: for how many seconds it had.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        action: str,
+        culprit: int,
+        reason: str,
+        edge: str | None = None,
+        waited: float = 0.0,
+    ) -> None:
+        super().__init__(rank, action, culprit, reason, edge, waited)
+        self.rank = rank
+        self.action = action
+        self.culprit = culprit
+        self.reason = reason
+        self.edge = edge
+        self.waited = waited
+
+    def __str__(self) -> str:
+        waiting = "" if self.edge is None else f", waiting on {self.edge} for {self.waited:.1f} s"
+        return (
+            f"rank {self.rank}, {self.action}{waiting}; first cause: rank {self.culprit}, "
+            f"{self.reason}"
+        )

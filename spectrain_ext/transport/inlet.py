@@ -1,0 +1,223 @@
+"""Inlet: the receiver's end of an edge between two processes."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .board import Board
+from .layout import Layout
+from .link import (
+    DATA,
+    END,
+    ENDLESS,
+    HEADER,
+    TAG_BODY,
+    TAG_HEADER,
+    TAG_LAYOUT,
+    FlatMemory,
+    Header,
+    Link,
+)
+from .local import Message
+from .streams import Buffer, Stream, new_stream
+
+
+class Arrived(FlatMemory):
+    """A receive buffer of an Inlet, and the message in it.
+
+    Attributes:
+        buffer: stands for its memory.
+        message: what arrived, None when the receiver has done with it.
+    """
+
+    def __init__(self, name: str, copy: Stream, receiver: Stream) -> None:
+        super().__init__()
+        self.buffer = Buffer(name)
+        self.arrived = copy.event()
+        self.free = receiver.event()
+        self.message: Message | None = None
+        self.work: dist.Work | None = None
+
+
+class _Next(NamedTuple):
+    header: Header
+    layout: Layout | None = None
+    nbytes: int = 0
+    slot: Arrived | None = None
+
+
+class Inlet:
+    """The receiver's end: a ring of buffers that messages are received into ahead of their use.
+
+    gloo moves data beside the rank's own work by threads of its own, but a wait for it can be
+    neither polled nor interrupted. So a thread waits here, and the rank's own waits for that
+    thread, with a deadline and an ear for failures.
+
+    Args:
+        link: what the two processes share.
+        device: where the tensors are wanted.
+        receiver: the stream that uses what arrives.
+        depth: messages that may be under way or in use at once.
+        board: names a failure, and keeps deadlines.
+    """
+
+    def __init__(
+        self, link: Link, device: torch.device, receiver: Stream, depth: int, board: Board
+    ) -> None:
+        self.link = link
+        self.stream = new_stream(f"copy stream of {link.name}", device)
+        self._device = device
+        self._receiver = receiver
+        self._board = board
+        self._slots = [
+            Arrived(f"{link.name}, slot {q}", self.stream, receiver) for q in range(depth)
+        ]
+        self._free = deque(self._slots)  # in the order in which messages will use them
+        self._layouts: list[Layout] = []
+        self._capacity: int | None = None  # of every body, once that is known
+        self._heard = 0
+        self._arrived: deque[_Next] = deque()
+        self._error: BaseException | None = None
+
+    # The thread.
+
+    def begin(self) -> None:
+        """Listen for the messages of a run, to its end."""
+        threading.Thread(
+            target=self._listen, name=f"spectrain {self.link.name}", daemon=True
+        ).start()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                item = self._take()
+                with self._board.changed:
+                    self._arrived.append(item)
+                    self._board.changed.notify_all()
+                if item.header.end:
+                    return
+        except BaseException as error:
+            with self._board.changed:
+                self._error = error
+                self._board.changed.notify_all()
+
+    def _take(self) -> _Next:
+        """The next header, and on the CPU its body."""
+        header = torch.empty(HEADER, dtype=torch.int64)
+        self._fill(header, TAG_HEADER)
+        sequence, kind, parts, number, length, nbytes = header.tolist()
+        if sequence != self._heard or kind not in (DATA, END):
+            raise ValueError(
+                f"expected message {self._heard}, got one that says it is {sequence} of kind {kind}"
+            )
+        self._heard += 1
+        if kind == END:
+            return _Next(Header(0, True))
+        if length:
+            text = torch.empty(length, dtype=torch.uint8)
+            self._fill(text, TAG_LAYOUT)
+            self._layouts.append(Layout.from_bytes(bytes(text.tolist())))
+        layout = self._layouts[number]
+        if layout.places()[1] > nbytes:
+            raise ValueError(f"the peer announced {layout} and sends {nbytes} bytes")
+        if not self.link.by_host:  # the rank's own thread issues device work
+            return _Next(Header(parts), layout, nbytes)
+        if self._capacity is None and not self.link.dynamic:
+            with self._board.changed:
+                self._capacity = nbytes
+                for slot in self._free:
+                    self._post(slot, nbytes)
+        with self._board.changed:
+            self._board.changed.wait_for(lambda: len(self._free) > 0)
+            slot = self._free.popleft()
+        if slot.work is None and nbytes:
+            self._post(slot, nbytes)
+        if slot.work is not None:
+            slot.work.wait(ENDLESS)
+            slot.work = None
+        return _Next(Header(parts), layout, nbytes, slot)
+
+    def _fill(self, tensor: Tensor, tag: int) -> None:
+        work = dist.irecv(tensor, self.link.peer, group=self.link.host, tag=tag)
+        assert work is not None
+        work.wait(ENDLESS)
+
+    def _post(self, slot: Arrived, nbytes: int) -> None:
+        slot.fit(nbytes, self._device)
+        if nbytes:
+            slot.work = dist.irecv(
+                slot.bytes[:nbytes], self.link.peer, group=self.link.device, tag=TAG_BODY
+            )
+
+    # The rank's own thread.
+
+    def has(self) -> bool:
+        """Whether the next message, or the end, has arrived."""
+        return bool(self._arrived)
+
+    def wait(self) -> Header:
+        """Wait for the next message, or the end; ``receive`` then takes the message.
+
+        Raises:
+            RankError: a rank has failed, or the deadline has passed.
+        """
+        self._board.wait(self._ready, self.link.sender, self.link.name)
+        if not self._arrived:
+            error = self._error
+            assert error is not None
+            if isinstance(error, ValueError):
+                raise ValueError(f"{self.link.name}: {error}") from error
+            self._board.lost(self.link.sender, self.link.name, error)
+        if self._arrived[0].header.end:
+            return self._arrived.popleft().header
+        return self._arrived[0].header
+
+    def _ready(self) -> bool:
+        return bool(self._arrived) or self._error is not None
+
+    def receive(self) -> Arrived:
+        """The next message, to be used on the receiver's stream from here on until ``free``."""
+        self.wait()
+        _, layout, nbytes, slot = self._arrived.popleft()
+        assert layout is not None
+        copy = self.stream
+        if slot is None:
+            slot = self._free.popleft()
+            with copy:
+                copy.wait(slot.free)
+                slot.fit(nbytes, self._device)
+                if nbytes:
+                    work = dist.irecv(
+                        slot.bytes[:nbytes], self.link.peer, group=self.link.device, tag=TAG_BODY
+                    )
+                    assert work is not None
+                    work.wait()  # the stream does
+        else:
+            copy.wait(slot.free)
+        copy.writes(slot.buffer)
+        copy.record(slot.arrived)
+        self._receiver.wait(slot.arrived)
+        slot.message = layout.message(slot.views(layout))
+        return slot
+
+    def free(self, slot: Arrived) -> None:
+        """The receiver's stream will not use the message after what it has been given so far."""
+        self._receiver.record(slot.free)
+        slot.message = None
+        with self._board.changed:
+            if self._capacity is not None:
+                self._post(slot, self._capacity)
+            self._free.append(slot)
+            self._board.changed.notify_all()
+
+    def layout(self) -> Layout:
+        """That of the next message, after ``wait``."""
+        layout = self._arrived[0].layout
+        assert layout is not None
+        return layout

@@ -1,0 +1,82 @@
+"""Link: what the two ends of an edge between processes have in common."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .layout import Layout
+
+# A header, as int64: sequence number, its kind, parts of the minibatch, number of the layout, its
+# bytes as text (0 if it has been announced), bytes of the body.
+HEADER = 6
+DATA, END = 1, 2
+# The same two ranks use the same group: what a message is for.
+TAG_HEADER, TAG_LAYOUT, TAG_BODY = 1, 2, 3
+# gloo cannot be interrupted, and a wait that times out breaks its connection: the threads that
+# wait are ended with the process, and deadlines are the board's.
+ENDLESS = timedelta(days=365)
+
+
+class Link(NamedTuple):
+    """What two processes have in common for one direction.
+
+    Attributes:
+        name: of the edge, for reports.
+        sender: the sending rank, within the pipeline.
+        receiver: the receiving one.
+        peer: the other process's rank in the default group.
+        host: a gloo group of the two.
+        device: the group that bodies go by: the same, or one of NCCL.
+        dynamic: whether later messages may be larger than the first.
+    """
+
+    name: str
+    sender: int
+    receiver: int
+    peer: int
+    host: dist.ProcessGroup
+    device: dist.ProcessGroup
+    dynamic: bool
+
+    @property
+    def by_host(self) -> bool:
+        """Whether bodies are in the CPU's memory."""
+        return self.device is self.host
+
+
+class Header(NamedTuple):
+    """What precedes a message.
+
+    Attributes:
+        parts: microbatches of its minibatch.
+        end: there is no message: the run has no more minibatches.
+    """
+
+    parts: int
+    end: bool = False
+
+
+class FlatMemory:
+    """A flat piece of memory, and the tensors of the layout that it was last used with."""
+
+    def __init__(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._layout: Layout | None = None
+        self._views: list[Tensor | None] = []
+
+    def fit(self, nbytes: int, device: torch.device) -> None:
+        """Have at least so many bytes."""
+        if self.bytes.numel() < nbytes or self.bytes.device != device:
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._layout = None
+
+    def views(self, layout: Layout) -> list[Tensor | None]:
+        """The tensors of a layout in it."""
+        if self._layout != layout:
+            self._layout, self._views = layout, layout.views(self.bytes)
+        return self._views

@@ -1,0 +1,148 @@
+"""Outlet: the sender's end of an edge between two processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .board import Board
+from .layout import Layout
+from .link import DATA, END, ENDLESS, HEADER, TAG_BODY, TAG_HEADER, TAG_LAYOUT, FlatMemory, Link
+from .local import Message
+from .streams import Buffer, Event, new_stream
+
+
+class _Outgoing(FlatMemory):
+    def __init__(self, read: Event) -> None:
+        super().__init__()
+        self.header = torch.zeros(HEADER, dtype=torch.int64)
+        self.read = read
+        self.works: list[dist.Work] = []
+        self.body: dist.Work | None = None
+        self.text: Tensor | None = None
+
+
+class Outlet:
+    """The sender's end: packs the tensors of a message and sends them in one piece.
+
+    The first message opens the edge: its layout (number of tensors, shapes, strides, dtypes, which
+    want a gradient) is announced, and later ones must not be larger, unless shapes are dynamic.
+
+    Args:
+        link: what the two processes share.
+        device: where the tensors are.
+        depth: messages that may be under way at once.
+        board: names a failure.
+    """
+
+    def __init__(self, link: Link, device: torch.device, depth: int, board: Board) -> None:
+        self.link = link
+        self.stream = new_stream(f"copy stream of {link.name}", device)
+        self._device = device
+        self._board = board
+        self._ring = [_Outgoing(self.stream.event()) for _ in range(depth)]
+        self._sent = 0
+        self._bodies = 0
+        self._known: dict[Layout, int] = {}
+        self._first: Layout | None = None
+        self._capacity = 0
+        self._parts = 1
+
+    def begin_minibatch(self, parts: int) -> None:
+        """The messages that follow belong to a minibatch of so many microbatches."""
+        self._parts = parts
+
+    def send(self, message: Message, source: Buffer, ready: Event) -> Event:
+        """Send the message, after ``ready``; returns the event that it has been read."""
+        layout = Layout.of(message)
+        nbytes = self._checked_bytes(layout)
+        slot = self._slot()
+        copy = self.stream
+        copy.wait(ready)
+        copy.reads(source)
+        with copy:
+            slot.fit(nbytes, self._device)
+            for to, tensor in zip(slot.views(layout), message.tensors, strict=True):
+                if to is not None and tensor is not None:
+                    to.copy_(tensor, non_blocking=True)
+        copy.record(slot.read)
+        number = self._known.get(layout)
+        text = b""
+        if number is None:
+            number = self._known[layout] = len(self._known)
+            text = layout.to_bytes()
+        self._send_header(slot, DATA, self._parts, number, len(text), nbytes)
+        if text:
+            slot.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            self._isend(slot, slot.text, TAG_LAYOUT)
+        if nbytes:
+            with copy:
+                slot.body = dist.isend(
+                    slot.bytes[:nbytes], self.link.peer, group=self.link.device, tag=TAG_BODY
+                )
+        return slot.read
+
+    def _checked_bytes(self, layout: Layout) -> int:
+        """The bytes of the body: always those of the first message, or those of this one."""
+        _, nbytes = layout.places()
+        if self.link.dynamic:
+            return nbytes
+        if self._first is None:
+            self._first, self._capacity = layout, nbytes
+        if layout not in self._known and not self._first.shrinks_to(layout):
+            raise ValueError(
+                f"{self.link.name} was opened for {self._first}, and a later message has {layout}; "
+                "with dynamic_shapes=False every message must have the first one's tensors, "
+                "smaller at most in one dimension each"
+            )
+        return self._capacity
+
+    def end(self) -> None:
+        """Say that the run has no more minibatches."""
+        self._send_header(self._slot(), END, 0, 0, 0, 0)
+
+    def _slot(self) -> _Outgoing:
+        """The next slot; what was sent from it has long arrived, or the window is wrong."""
+        slot = self._ring[self._sent % len(self._ring)]
+        self._wait(slot)
+        return slot
+
+    def _wait(self, slot: _Outgoing) -> None:
+        if not slot.works:
+            return
+        with self._board.blocked(self.link.receiver, self.link.name):
+            try:
+                for work in slot.works:
+                    work.wait(ENDLESS)
+                if slot.body is not None:
+                    with self.stream:  # of NCCL, only the stream waits
+                        slot.body.wait()
+            except RuntimeError as error:
+                self._board.lost(self.link.receiver, self.link.name, error)
+        slot.works.clear()
+        slot.body = slot.text = None
+
+    def _send_header(self, slot: _Outgoing, *fields: int) -> None:
+        slot.header.copy_(torch.tensor([self._sent, *fields]))
+        self._sent += 1
+        self._isend(slot, slot.header, TAG_HEADER)
+
+    def _isend(self, slot: _Outgoing, tensor: Tensor, tag: int) -> None:
+        try:
+            work = dist.isend(tensor, self.link.peer, group=self.link.host, tag=tag)
+        except RuntimeError as error:
+            self._board.lost(self.link.receiver, self.link.name, error)
+        assert work is not None
+        slot.works.append(work)
+
+    def flush(self) -> None:
+        """Wait until everything has been sent."""
+        for slot in self._ring:
+            self._wait(slot)
+
+    def free_storage(self) -> None:
+        """Free the buffers, outside of a run."""
+        for slot in self._ring:
+            slot.fit(0, torch.device("cpu"))
+            slot.bytes = torch.empty(0, dtype=torch.uint8)

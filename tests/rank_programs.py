@@ -1,0 +1,167 @@
+"""What the ranks of tests run, importable by their processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from spectrain_ext.transport import Message, callers_stream
+from spectrain_ext.transport.board import Board
+from spectrain_ext.transport.inlet import Inlet
+from spectrain_ext.transport.neighbours import open_links
+from spectrain_ext.transport.outlet import Outlet
+from spectrain_ext.transport.streams import Buffer
+
+CPU = torch.device("cpu")
+
+
+def board(rank, ranks, timeout=30.0, grace=5.0):
+    store = dist.PrefixStore("test", _get_default_store())
+    made = Board(store, rank, ranks, timeout, grace)
+    made.meet({})
+    return made
+
+
+def ends_of(rank, ranks, depth=3, dynamic=False, timeout=30.0):
+    """A board and the two ends of edge 0 -> 1, of which each rank has one."""
+    told = board(rank, ranks, timeout)
+    links = open_links(None, CPU, timeout, dynamic)
+    stream = callers_stream(CPU)
+    if rank == 0:
+        return told, Outlet(links.to_next, CPU, depth, told)
+    return told, Inlet(links.from_previous, CPU, stream, depth, told)
+
+
+def send(outlet, *tensors, single=False, grads=None):
+    event = callers_stream(CPU).event()
+    grads = grads or (True,) * len(tensors)
+    outlet.send(Message(tensors, single, grads), Buffer("source"), event)
+
+
+def tensors(seed, rows=4):
+    """Several dtypes, layouts and an empty place."""
+    g = torch.Generator().manual_seed(seed)
+    images = torch.randn(rows, 3, 5, 5, generator=g).to(memory_format=torch.channels_last)
+    return (
+        torch.randn(rows, 7, generator=g),
+        None,
+        images.to(torch.bfloat16),
+        torch.randint(0, 9, (rows,), generator=g),
+        torch.randn(rows, 3, generator=g, dtype=torch.float64) > 0,
+        torch.randn(6, rows, generator=g).t(),
+    )
+
+
+def same_bits(rank, ranks, messages, dynamic):
+    told, end = ends_of(rank, ranks, dynamic=dynamic)
+    wrong = []
+    held = []
+    with told.run():
+        if rank == 0:
+            for seed, rows in messages:
+                end.begin_minibatch(seed + 1)
+                sent = tensors(seed, rows)
+                send(end, *sent, grads=(True, False, True, False, False, True))
+            end.end()
+            end.flush()
+        else:
+            end.begin()
+            n = 0
+            while not (header := end.wait()).end:
+                if header.parts != messages[n][0] + 1:
+                    wrong.append((n, header))
+                slot = end.receive()
+                held.append((n, slot))
+                for place, (got, meant) in enumerate(
+                    zip(slot.message.tensors, tensors(*messages[n]), strict=True)
+                ):
+                    if (got is None) != (meant is None):
+                        wrong.append((n, place))
+                    elif got is not None and not (
+                        torch.equal(got, meant)
+                        and got.dtype == meant.dtype
+                        and got.stride() == torch.empty_like(meant).stride()
+                    ):
+                        wrong.append((n, place, got.shape, got.stride()))
+                wrong += [slot.message.differentiable] * (
+                    slot.message.differentiable != (True, False, True, False, False, True)
+                )
+                n += 1
+                if len(held) == 2:  # a buffer that is in use is not written again
+                    first, old = held.pop(0)
+                    if not torch.equal(old.message.tensors[0], tensors(*messages[first])[0]):
+                        wrong.append(("overwritten", first))
+                    end.free(old)
+            wrong += ["count"] * (n != len(messages))
+    return wrong
+
+
+def two_runs(rank, ranks):
+    told, end = ends_of(rank, ranks)
+    seen = []
+    for run in range(3):
+        with told.run():
+            if rank == 0:
+                for n in range(5):
+                    send(end, torch.full((3,), 10.0 * run + n), single=True)
+                end.end()
+                end.flush()
+            else:
+                end.begin()
+                while not end.wait().end:
+                    slot = end.receive()
+                    seen.append(slot.message.tensors[0][0].item())
+                    end.free(slot)
+    return seen
+
+
+def grows(rank, ranks):
+    told, end = ends_of(rank, ranks)
+    with told.run():
+        if rank == 0:
+            send(end, torch.zeros(4, 2), single=True)
+            send(end, torch.zeros(5, 2), single=True)
+        else:
+            end.begin()
+            while not end.wait().end:
+                end.free(end.receive())
+
+
+def chain(rank, ranks, fault, culprit, timeout, grace):
+    """Every rank waits for the one before it, and the culprit does something else."""
+    told = board(rank, ranks, timeout, grace)
+    links = open_links(None, CPU, timeout, False)
+    if rank:
+        inlet = Inlet(links.from_previous, CPU, callers_stream(CPU), 3, told)
+        inlet.begin()
+    outlet = Outlet(links.to_next, CPU, 3, told) if rank < ranks - 1 else None
+    with told.run():
+        for n in range(1000000):
+            told.doing("F", n)
+            if rank == culprit and n == 20:
+                commit(fault)
+            if rank:
+                inlet.wait()
+                inlet.free(inlet.receive())
+            if outlet is not None:
+                send(outlet, torch.full((3,), float(n)), single=True)
+            told.check()
+
+
+def commit(fault):
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "exit":
+        os._exit(7)
+    if fault == "exception":
+        raise ArithmeticError("planned")
+    if fault == "hang":
+        import threading
+
+        threading.Event().wait()
