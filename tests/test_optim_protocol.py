@@ -47,7 +47,7 @@ def test_implementation_flags_have_no_effect(flag: dict[str, bool]) -> None:
 
 
 def test_a_gradient_scaler_skips_the_step_on_overflow() -> None:
-    # torch's fused optimizers skip inside of step(); this one must let the scaler do it.
+    # Like torch's fused optimizers this one skips inside of step().
     p = nn.Parameter(torch.ones(4))
     optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -59,6 +59,42 @@ def test_a_gradient_scaler_skips_the_step_on_overflow() -> None:
     scaler.scale((p * 2).sum()).backward()
     scaler.step(optimizer)
     torch.testing.assert_close(p.detach(), torch.full((4,), 0.8))
+
+
+def test_a_step_divides_by_the_scale_and_leaves_gradients_scaled() -> None:
+    ours = make_params()
+    theirs = twins(ours)
+    optimizer = st.optim.SGD(ours, lr=0.1, momentum=0.9, weight_decay=0.1)
+    reference = torch.optim.SGD(theirs, lr=0.1, momentum=0.9, weight_decay=0.1)
+    scale = torch.tensor(3.0)
+    for step in range(4):
+        give_gradients(ours, theirs)
+        scaled = [p.grad * scale for p in ours if p.grad is not None]
+        for p, g in zip((p for p in ours if p.grad is not None), scaled, strict=True):
+            p.grad = g
+        optimizer.grad_scale, optimizer.found_inf = scale, torch.tensor(float(step == 2))
+        before = bits(ours)
+        optimizer.step()
+        if step == 2:
+            assert_bits(ours, before)
+        else:
+            reference.step()
+        for p, g in zip((p for p in ours if p.grad is not None), scaled, strict=True):
+            assert p.grad is g and torch.equal(p.grad, g)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.detach(), q.detach())
+
+
+def test_a_skipped_first_step_leaves_no_state() -> None:
+    p = nn.Parameter(torch.ones(4))
+    optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9, dampening=0.5)
+    for found in (1.0, 0.0):
+        p.grad = torch.ones(4)
+        optimizer.found_inf = torch.tensor(found)
+        optimizer.step()
+        assert bool(optimizer.state[p]) is (found == 0.0)
+    # the first gradient enters undampened
+    assert torch.equal(optimizer.state[p]["momentum_buffer"], torch.ones(4))
 
 
 @pytest.mark.parametrize("as_tensor", (False, True))

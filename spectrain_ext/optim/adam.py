@@ -60,9 +60,10 @@ class AdamRule(Rule[AdamNumbers]):
         numbers: Sequence[AdamNumbers],
         first_step: bool | Sequence[bool],
         predict: Sequence[Horizon | None],
+        **gate: Any,
     ) -> None:
         """Run the kernel."""
-        plan.step_adam_(numbers, predict)
+        plan.step_adam_(numbers, predict, **gate)
 
 
 class Adam(PredictingOptimizer, torch.optim.Adam):
@@ -134,7 +135,6 @@ class Adam(PredictingOptimizer, torch.optim.Adam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        self._step_supports_amp_scaling = False
 
 
 class AdamW(PredictingOptimizer, torch.optim.AdamW):
@@ -175,4 +175,3 @@ class AdamW(PredictingOptimizer, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self._step_supports_amp_scaling = False

@@ -18,6 +18,7 @@ from spectrain_ext.optim.ledger import Ledger, named, read_entry
 from spectrain_ext.optim.resolve import Kinds, Resolver
 from spectrain_ext.optim.rows import Rows
 from spectrain_ext.optim.rule import Rule, moves
+from spectrain_ext.optim.scaling import Scaling
 
 StateDict = dict[str, Any]
 
@@ -29,8 +30,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
     in whether they have momentum at all take one launch for each kind.
     """
 
-    # GradScaler would leave overflow checks to a step that claims this.
-    _step_supports_amp_scaling = False
+    # GradScaler leaves dividing by its scale, and skipping, to a step that claims this.
+    _step_supports_amp_scaling = True
 
     _rule: ClassVar[Rule[Any]]
     _momentum_dtype: torch.dtype | None
@@ -154,6 +155,11 @@ class PredictingOptimizer(torch.optim.Optimizer):
         Everything is checked before anything is written. Raises RuntimeError while the weights are
         predicted or for a sparse gradient, ValueError or TypeError for a number out of range or a
         gradient that does not match its parameter.
+
+        ``torch.amp.GradScaler`` leaves its work to the step: gradients are divided by its scale in
+        the same pass (and stay scaled themselves), and a step that it skips changes nothing. On
+        CUDA that costs SGD no synchronization but on the first step of a parameter; Adam's count of
+        steps is the host's, which waits for the answer, as GradScaler does for other optimizers.
         """
         self._refuse_while_predicted("step")
         if (
@@ -179,10 +185,17 @@ class PredictingOptimizer(torch.optim.Optimizer):
             self._check_law(law, templates, has_gradient=True)
         for rows in todo:
             rows.read_gradients()
+        scaling = Scaling.of(self)
+        # A count lives on the host, and so does what a first step starts: both have to know.
+        asks = bool(self._rule.scalars) or any(rows.starts() for rows in todo)
+        if (scaling.is_free or asks) and scaling.skips():
+            for rows in todo:
+                rows.forget_gradients()
+            return loss
 
         changed = False
         for rows in todo:
-            rows.step(templates, law)
+            rows.step(templates, law, scaling)
             rows.forget_gradients()
             if rows.start(self.state):
                 changed = True

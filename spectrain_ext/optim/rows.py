@@ -14,6 +14,7 @@ from spectrain_ext.laws import Law
 from spectrain_ext.optim.buffers import empty_like
 from spectrain_ext.optim.ledger import Ledger, State
 from spectrain_ext.optim.rule import Resting, moves, without_gradient
+from spectrain_ext.optim.scaling import Scaling
 from spectrain_ext.plan import Plan
 
 _address = Tensor.data_ptr
@@ -170,7 +171,7 @@ class Rows:
             numbers.append(rule.resting if rests else rule.at(templates[cohort.group], scalars))
         return numbers
 
-    def step(self, templates: Sequence[Any], law: Law | None) -> None:
+    def step(self, templates: Sequence[Any], law: Law | None, scaling: Scaling) -> None:
         """Update the rows that have a gradient; with a law, write the outs of all rows.
 
         Starts state where there was none, and counts.
@@ -181,7 +182,9 @@ class Rows:
         after = [rule.advance(t, scalars) for t, scalars in zip(groups, before, strict=True)]
         numbers = [rule.at(t, scalars) for t, scalars in zip(groups, after, strict=True)]
         with_step = law is not None and self.buffers is not None
-        rule.step(self.plan, numbers, self._first_step(groups), (law,) if with_step else ())
+        gate = scaling.on(self._weights[0].device)
+        first = self._first_step(groups)
+        rule.step(self.plan, numbers, first, (law,) if with_step else (), **gate)
         if law is not None:
             if not with_step:
                 self.plan.write_out()
@@ -219,6 +222,10 @@ class Rows:
         _, found, plan = self._without
         numbers = self.now(templates)
         plan.predict_with([numbers[n] for n in found], Resting(law, self.ledger.rule), out=0)
+
+    def starts(self) -> bool:
+        """Tell whether the next step begins the buffers of a parameter."""
+        return self.buffers is not None and not all(cohort.started for cohort in self.cohorts)
 
     def start(self, state: State) -> bool:
         """Put the buffers that a step has just begun into ``state``.

@@ -81,8 +81,9 @@ class Rule(ABC, Generic[Numbers]):
         numbers: Sequence[Numbers],
         first_step: bool | Sequence[bool],
         predict: Sequence[Horizon | None],
+        **gate: Any,
     ) -> None:
-        """Run the kernel, with the numbers of every group of the plan."""
+        """Run the kernel, with the numbers of every group of the plan; ``gate``: see Scaling."""
 
 
 @dataclass(frozen=True, slots=True)

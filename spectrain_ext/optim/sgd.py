@@ -53,9 +53,10 @@ class SgdRule(Rule[Sgd]):
         numbers: Sequence[Sgd],
         first_step: bool | Sequence[bool],
         predict: Sequence[Horizon | None],
+        **gate: Any,
     ) -> None:
         """Run the kernel."""
-        plan.step_sgd_(numbers, first_step, predict)
+        plan.step_sgd_(numbers, first_step, predict, **gate)
 
 
 class SGD(PredictingOptimizer, torch.optim.SGD):
@@ -130,7 +131,6 @@ class SGD(PredictingOptimizer, torch.optim.SGD):
             differentiable=differentiable,
             fused=fused,
         )
-        self._step_supports_amp_scaling = False
         # Only where they are asked for: by default the groups' keys are torch's.
         asked = {"ema": ema, "decoupled_weight_decay": decoupled_weight_decay}
         self.defaults.update((key, True) for key in _EXTRAS if asked[key])

@@ -1,0 +1,45 @@
+"""Scaling: what torch.amp.GradScaler tells a step, where its parameters are."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Scaling(NamedTuple):
+    """Scalars of a scaled step; GradScaler sets them on an optimizer around its ``step``.
+
+    Attributes:
+        grad_scale: what gradients are divided by; None where they have been unscaled already.
+        found_inf: not 0 where a gradient is not finite, and the step is not to be made.
+    """
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> Scaling:
+        """What is set on the optimizer now."""
+        grad_scale = getattr(optimizer, "grad_scale", None)
+        found_inf = getattr(optimizer, "found_inf", None)
+        return cls(grad_scale, found_inf)
+
+    def skips(self) -> bool:
+        """Whether the step is not to be made; on CUDA the host waits for the answer."""
+        return self.found_inf is not None and bool(self.found_inf.item())
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the answer is on the host."""
+        return self.found_inf is None or self.found_inf.device.type == "cpu"
+
+    def on(self, device: torch.device) -> dict[str, Any]:
+        """The scalars that a plan on the device takes."""
+        given = {"grad_scale": self.grad_scale, "found_inf": self.found_inf}
+        return {
+            name: value.to(device, torch.float32, non_blocking=True)
+            for name, value in given.items()
+            if value is not None
+        }
