@@ -56,8 +56,6 @@ def part_pipeline(out: Path) -> None:
     import torch
     from table import as_json, summarize
 
-    import spectrain_ext as st
-
     rows, costs = [], {}
     width = 16
     batches = bp.make_batches(width, DEVICE)
@@ -78,7 +76,7 @@ def part_pipeline(out: Path) -> None:
     stages = bp.make_stages(width, DEVICE)
     base = times(lambda: bp.modules_only(stages, batches))
     rows.append(summarize(group, "modules", base))
-    for method in st.methods():
+    for method in bp.METHODS:
         pipe = bp.make_pipeline(bp.make_stages(width, DEVICE), method, devices=[DEVICE] * bp.STAGES)
         got = times(lambda pipe=pipe: bp.run(pipe, batches))  # type: ignore[misc]
         rows.append(summarize(group, f"pipeline, {method}", got))

@@ -6,7 +6,7 @@ from spectrain_ext import laws, optim, partitioning
 from spectrain_ext import library as _library  # noqa: F401  # registers torch.ops.spectrain
 from spectrain_ext._C import build_info as _build_info
 from spectrain_ext.errors import OrderingError, StageError
-from spectrain_ext.method import Method, methods
+from spectrain_ext.method import Method, methods, second_order, xgrad
 from spectrain_ext.ops import (
     adam_predict,
     adam_step_,
@@ -45,8 +45,10 @@ __all__ = [
     "predict",
     "predict_",
     "restore_",
+    "second_order",
     "sgd_step_",
     "stash",
     "stash_predict_",
     "swap_",
+    "xgrad",
 ]

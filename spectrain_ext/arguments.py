@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import signature
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import _C
-from .method import Method
-from .optim import PredictingOptimizer
+from .method import Choices, Method
+from .optim import Adam, AdamW, NAdam, PredictingOptimizer
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
 
 
 def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
@@ -128,18 +133,6 @@ def _check_native(device: torch.device, where: str) -> None:
             raise RuntimeError(f"{where}: it is on {device}, but {error}") from None
 
 
-def check_method(method: Method, n: int) -> None:
-    """Refuse a Method whose rules give a stage no window, or a look back."""
-    for k in range(n):
-        for rule, least in (("window", 1), ("forward_horizon", 0), ("backward_horizon", 0)):
-            value = getattr(method, rule)(k, n)
-            if not value >= least:
-                raise ValueError(
-                    f"method: {rule} of {method.name!r} gives {value} for stage {k} of {n}, "
-                    f"expected at least {least}"
-                )
-
-
 def check_microbatches(microbatches: object) -> None:
     """Refuse what is no positive number."""
     if isinstance(microbatches, bool) or not isinstance(microbatches, int):
@@ -183,10 +176,64 @@ def make_optimizer(
     return made
 
 
-def check_can_predict(optimizer: PredictingOptimizer, k: int, n: int, method: Method) -> None:
+def make_scheduler(
+    factory: Callable[[PredictingOptimizer], LRScheduler] | None,
+    optimizer: PredictingOptimizer | None,
+    k: int,
+    method: Method,
+) -> LRScheduler | None:
+    """The scheduler of stage k, None if there is nothing to schedule."""
+    if factory is None or optimizer is None:
+        return None
+    made = factory(optimizer)
+    needed = [
+        p.name
+        for p in signature(made.step).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if needed:
+        also = (
+            f", and no rates to come can be known (future_rates of method {method.name!r})"
+            if method.future_rates
+            else ""
+        )
+        raise ValueError(
+            f"scheduler: for stages[{k}] it made a {type(made).__name__}, whose step() needs "
+            f"{', '.join(needed)}; the pipeline steps it without arguments{also}"
+        )
+    return made
+
+
+def check_family(optimizer: PredictingOptimizer, k: int, method: Method) -> None:
+    """Refuse an optimizer that the method is not defined for."""
+    family = _family(optimizer)
+    if family not in method.families:
+        raise ValueError(
+            f"optimizer: stages[{k}] has {type(optimizer).__name__}, and method {method.name!r} is "
+            f"defined for {', '.join(method.families)}"
+        )
+    if method.direction == "ema":
+        for index, group in enumerate(optimizer.param_groups):
+            if not group.get("ema", False):
+                raise ValueError(
+                    f"optimizer: stages[{k}] under method {method.name!r}: parameter group {index} "
+                    "has no averaged momentum; pass ema=True to spectrain_ext.optim.SGD"
+                )
+
+
+def _family(optimizer: PredictingOptimizer) -> str:
+    if isinstance(optimizer, NAdam):
+        return "nadam"
+    if isinstance(optimizer, AdamW):
+        return "adamw"
+    return "adam" if isinstance(optimizer, Adam) else "sgd"
+
+
+def check_can_predict(
+    optimizer: PredictingOptimizer, k: int, method: Method, choices: Choices
+) -> None:
     """Refuse an optimizer without momentum for a stage whose weights are to be predicted."""
-    backward = method.backward_horizon(k, n) if method.backward == "predict" else 0
-    if not (method.forward_horizon(k, n) or backward):
+    if not choices.predicts or choices.law == "difference":
         return
     try:
         optimizer.check_can_predict()

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from .batch import Value, split
 from .errors import StageError
-from .method import Method
-from .schedule import Cursor, Extent, Kind, one_f_one_b
+from .schedule import Cursor, Extent, Kind, Place, find_generator
 from .stage import Stage, activation
 from .transport import Buffer, Edge, Stream, Transit, callers_stream
 from .weights import StageWeights
@@ -35,8 +34,8 @@ class Result:
 
 _Handler = Callable[[int, int], None]
 
-# A turn ends with one of these: it is one forward, or one minibatch's backwards with the update.
-_ENDS_TURN = frozenset((Kind.SEND_ACTIVATION, Kind.LOSS, Kind.UPDATE))
+# A turn is one forward, or one backward with the update that may follow; these begin the next.
+_BEGINS_TURN = frozenset((Kind.PULL, Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD))
 
 
 class Executor:
@@ -47,8 +46,8 @@ class Executor:
         devices: their devices.
         weights: their weights, None for a stage without trainable parameters.
         loss_fn: ``(output, target) -> 0-d tensor``.
-        method: gives every stage its window.
-        microbatches: parts per minibatch.
+        places: their places.
+        schedule: the name of the order in which they act.
 
     Attributes:
         running: whether a run has begun and not ended.
@@ -60,14 +59,15 @@ class Executor:
         devices: list[torch.device],
         weights: list[StageWeights | None],
         loss_fn: Callable[..., Tensor],
-        method: Method,
-        microbatches: int,
+        places: list[Place],
+        schedule: str,
     ) -> None:
         n = len(modules)
         self.running = False
         self._loss_fn = loss_fn
-        self._microbatches = microbatches
-        self._windows = [method.window(k, n) for k in range(n)]
+        self._places = places
+        self._schedule = schedule
+        self._microbatches = places[0].microbatches
         self.stages = [Stage(k, modules[k], devices[k], weights[k]) for k in range(n)]
         self._last = self.stages[-1]
         self._connect()
@@ -79,20 +79,21 @@ class Executor:
     def _connect(self) -> None:
         """Make the edges: batch -> stage 0, neighbours in both directions, batch -> loss.
 
-        A ring has one slot more than its sender may have minibatches in flight. By the time a slot
+        A ring has one slot more than its sender may have microbatches in flight. By the time a slot
         is written again, the sender has then heard of the end of the backward that read it, and
-        whatever that backward passed on in the same memory has been copied.
+        whatever that backward passed on in the same memory has been copied. A batch comes in as a
+        whole: there its other microbatches have slots as well.
         """
 
         def edge(name: str, source: Stage | None, target: Stage, window: int) -> Edge:
             device = None if source is None else source.device
-            return Edge(name, device, target.device, target.compute, window + 1, self._microbatches)
+            return Edge(name, device, target.device, target.compute, window + 1)
 
-        first = self.stages[0]
-        first.inputs = edge("edge batch -> 0", None, first, self._windows[0])
-        self._last.targets = edge("edge batch -> loss", None, self._last, self._windows[0])
+        first, entering = self.stages[0], self._places[0].window + self._microbatches - 1
+        first.inputs = edge("edge batch -> 0", None, first, entering)
+        self._last.targets = edge("edge batch -> loss", None, self._last, entering)
         for a, b in zip(self.stages, self.stages[1:], strict=False):
-            window = self._windows[a.index]
+            window = self._places[a.index].window
             a.to_next = b.inputs = edge(f"edge {a.index} -> {b.index}", a, b, window)
             b.to_previous = a.gradients = edge(f"edge {b.index} -> {a.index}", b, a, window)
 
@@ -143,12 +144,12 @@ class Executor:
 
     def _begin(self, batches: Iterator[object]) -> None:
         self._batches = batches
-        self._extent = Extent(max(self._windows))
+        in_flight = max(place.window for place in self._places) // self._microbatches + 2
+        self._extent = Extent(in_flight)
         self._follow_caller()
-        n = len(self.stages)
-        for stage, window in zip(self.stages, self._windows, strict=True):
-            actions = one_f_one_b(stage.index, n, window, self._microbatches)
-            stage.begin(Cursor(actions, self._extent), self._extent)
+        schedule = find_generator(self._schedule)
+        for stage, place in zip(self.stages, self._places, strict=True):
+            stage.begin(Cursor(schedule(place), self._extent), self._extent)
 
     def _check(self) -> None:
         """Raise RuntimeError if a parameter left its flat buffer."""
@@ -245,15 +246,16 @@ class Executor:
     def _turn(self, stage: Stage, handlers: dict[Kind, _Handler]) -> bool:
         """Run a stage's actions to the end of a turn, or to an input that has not arrived."""
         cursor = stage.cursor
+        action = cursor.head()
         progress = False
-        while (action := cursor.head()) is not None:
+        while action is not None:
             kind, i, j = action
             if kind is Kind.RECEIVE_ACTIVATION:
-                if not stage.inputs.has(i, j):
+                if not stage.inputs.has():
                     break
             elif kind is Kind.RECEIVE_GRADIENT:
                 assert stage.gradients is not None
-                if not stage.gradients.has(i, j):
+                if not stage.gradients.has():
                     break
             cursor.advance()
             progress = True
@@ -264,7 +266,8 @@ class Executor:
                     raise
                 reason = f"{type(error).__name__}: {error}"
                 raise StageError(stage.index, i, kind.value, reason) from error
-            if kind in _ENDS_TURN:
+            action = cursor.head()
+            if action is not None and action.kind in _BEGINS_TURN and kind is not Kind.PULL:
                 break
         return progress
 
@@ -279,17 +282,17 @@ class Executor:
         parts = split(batch, i, self._microbatches)
         self._extent.add([part.share for part in parts])
         assert self._last.targets is not None
-        for part_index, part in enumerate(parts):
-            self._hand_in(self.stages[0].inputs, part.input, i, part_index)
-            self._hand_in(self._last.targets, part.target, i, part_index)
+        for part in parts:
+            self._hand_in(self.stages[0].inputs, part.input)
+            self._hand_in(self._last.targets, part.target)
 
-    def _hand_in(self, edge: Edge, value: Value, i: int, j: int) -> None:
+    def _hand_in(self, edge: Edge, value: Value) -> None:
         device = (value[0] if isinstance(value, tuple) else value).device
         caller = callers_stream(device)
         given = caller.event()
         caller.writes(self._batch)
         caller.record(given)
-        read = edge.send(i, j, activation(value).without_gradient(), self._batch, given)
+        read = edge.send(activation(value).without_gradient(), self._batch, given)
         # From host to device nobody waits: the call has read pageable memory when it returns, and
         # torch's allocator keeps pinned memory until it has been read.
         if device.type != "cpu" or edge.target.type == "cpu":

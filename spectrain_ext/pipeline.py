@@ -10,18 +10,21 @@ from torch import Tensor, nn
 
 from .arguments import (
     check_can_predict,
+    check_family,
     check_loss_fn,
-    check_method,
     check_microbatches,
     checked_devices,
     checked_stages,
     devices_of,
     make_optimizer,
+    make_scheduler,
 )
 from .batch import Value
 from .executor import Executor, Result
-from .method import Method, find_method
+from .method import Method, choices_at, find_method, places_of
+from .method.choices import Window
 from .optim import PredictingOptimizer
+from .rates import ComingRates
 from .weights import StageWeights
 
 if TYPE_CHECKING:
@@ -46,9 +49,13 @@ class Pipeline(nn.Module):
         microbatches: parts that a minibatch is split into along dimension 0. Gradients and the loss
             are weighted by the parts' sizes, so that a loss that is a mean gives what
             ``microbatches=1`` gives.
+        window: microbatches that a stage may have in flight: ``"classic"``, N - k on stage k of N;
+            ``"wide"``, 2*(N - k) - 1, which hides communication at twice the staleness; a number
+            for all stages; or one per stage. None: the method's own. Not for schedules that flush.
 
     Attributes:
         method: the Method.
+        places: a Place per stage, with the window that it has.
         devices: a device per stage.
 
     Raises:
@@ -75,34 +82,53 @@ class Pipeline(nn.Module):
         devices: Sequence[torch.device | str | int] | None = None,
         scheduler: Callable[[PredictingOptimizer], LRScheduler] | None = None,
         microbatches: int = 1,
+        window: Window = None,
     ) -> None:
         super().__init__()
         # Everything is checked before anything is moved.
         modules = checked_stages(stages)
         chosen = find_method(method)
         places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
-        n = len(modules)
-        check_method(chosen, n)
         check_microbatches(microbatches)
+        stage_places = places_of(chosen, len(modules), microbatches, window)
+        choices = [choices_at(chosen, place) for place in stage_places]
         check_loss_fn(loss_fn)
-        for name, made in (("optimizer", optimizer), ("scheduler", scheduler)):
-            if not callable(made) and not (name == "scheduler" and made is None):
-                raise TypeError(f"{name}: expected a callable, got {type(made).__name__}")
+        for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if not callable(given) and not (name == "scheduler" and given is None):
+                raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
         optimizers = [make_optimizer(optimizer, module, k) for k, module in enumerate(modules)]
         for k, opt in enumerate(optimizers):
             if opt is not None:
-                check_can_predict(opt, k, n, chosen)
-        schedulers = [
-            scheduler(opt) if scheduler is not None and opt is not None else None
+                check_family(opt, k, chosen)
+                check_can_predict(opt, k, chosen, choices[k])
+        futures = [
+            ComingRates(opt, scheduler) if opt is not None and chosen.future_rates else None
             for opt in optimizers
         ]
+        schedulers = [make_scheduler(scheduler, opt, k, chosen) for k, opt in enumerate(optimizers)]
+        for future, real in zip(futures, schedulers, strict=True):
+            if future is not None:
+                future.follow(real)
 
         weights: list[StageWeights | None] = []
         try:
             for k, (module, place) in enumerate(zip(modules, places, strict=True)):
                 if devices is not None:
                     module.to(place)
-                weights.append(_stage_weights(chosen, k, n, module, optimizers[k], schedulers[k]))
+                made = optimizers[k]
+                weights.append(
+                    None
+                    if made is None
+                    else StageWeights(
+                        module,
+                        made,
+                        schedulers[k],
+                        choices[k],
+                        (stage_places[0], stage_places[k]),
+                        chosen.schedule,
+                        futures[k],
+                    )
+                )
         except BaseException:
             for bound in weights:
                 if bound is not None:
@@ -112,9 +138,10 @@ class Pipeline(nn.Module):
             self.add_module(str(k), module)
         self.method = chosen
         self.devices = tuple(places)
+        self.places = tuple(stage_places)
         self._weights = weights
         # Not here, lest a loss function that is a module becomes a part of the model.
-        self._executor = Executor(modules, places, weights, loss_fn, chosen, microbatches)
+        self._executor = Executor(modules, places, weights, loss_fn, stage_places, chosen.schedule)
         self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
 
@@ -234,27 +261,6 @@ def _put_true_weights(
 
 def _refuse_load_in_run(pipe: Pipeline, *_: object) -> None:
     pipe._refuse_in_run("load_state_dict")
-
-
-def _stage_weights(
-    method: Method,
-    k: int,
-    n: int,
-    module: nn.Module,
-    optimizer: PredictingOptimizer | None,
-    scheduler: LRScheduler | None,
-) -> StageWeights | None:
-    if optimizer is None:
-        return None
-    return StageWeights(
-        module,
-        optimizer,
-        scheduler,
-        window=method.window(k, n),
-        forward_horizon=method.forward_horizon(k, n),
-        backward=method.backward,
-        backward_horizon=method.backward_horizon(k, n),
-    )
 
 
 def _moved(value: Value, device: torch.device) -> Value:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from .batch import Value
 from .rng import StageRandom
 from .schedule import Cursor, Extent, Kind
-from .transport import Buffer, Edge, Message, Transit, new_stream
-from .weights import Content, StageWeights
+from .transport import Buffer, Edge, Message, Slot, Transit, new_stream
+from .versions import Content
+from .weights import StageWeights
 
 
 class _Entry(torch.autograd.Function):
@@ -35,13 +36,22 @@ class _Tape:
         leaves: the inputs, None where no gradient is wanted.
         output: where the backward starts: the module's output, on the last stage then the loss.
         message: the output without its graph.
+        slot: the receive buffer that the inputs are in.
+        target: that of the loss's target, on the last stage.
     """
 
-    __slots__ = ("buffer", "leaves", "message", "output")
+    __slots__ = ("buffer", "leaves", "message", "output", "slot", "target")
+    target: Slot
 
     def __init__(
-        self, buffer: Buffer, leaves: list[Tensor | None], output: Value, message: Message
+        self,
+        slot: Slot,
+        buffer: Buffer,
+        leaves: list[Tensor | None],
+        output: Value,
+        message: Message,
     ) -> None:
+        self.slot = slot
         self.buffer = buffer
         self.leaves = leaves
         self.output = output
@@ -62,6 +72,7 @@ class Stage:
         weights: None if it has no trainable parameters.
 
     Attributes:
+        peak: the most microbatches that were in flight here at once.
         inputs: the edge that the forward's input comes in by.
         gradients: the edge that the backward's gradient comes in by, None for the last stage.
         targets: the edge that the loss's target comes in by, None for all but the last stage.
@@ -93,7 +104,8 @@ class Stage:
         self.module_buffers = Buffer(f"module buffers of stage {index}")
         self._random = StageRandom(index, device)
         self._tapes: dict[tuple[int, int], _Tape] = {}
-        self._received: tuple[Message, Buffer]
+        self.peak = 0
+        self._received: Slot
         self._outgoing: tuple[Tensor | None, ...] = ()
         self._in_transit = Transit(self.compute, 1)
         self._extent: Extent
@@ -133,25 +145,24 @@ class Stage:
     # Weights.
 
     def load_forward(self, i: int, j: int) -> None:
-        """Have the weights of minibatch i's forward in the module."""
+        """Have the weights of the microbatch's forward in the module."""
         if self.weights is not None:
-            self._load(self.weights, self.weights.for_forward(i))
+            self._load(self.weights, self.weights.for_forward(i, j))
 
     def load_backward(self, i: int, j: int) -> None:
-        """Have the weights of minibatch i's backward in the module."""
+        """Have the weights of the microbatch's backward in the module."""
         if self.weights is not None:
-            self._load(self.weights, self.weights.for_backward(i))
-            self.weights.forget(i)
+            self._load(self.weights, self.weights.for_backward(i, j))
 
     def _load(self, weights: StageWeights, content: Content) -> None:
-        if weights.holds(content):
-            return
-        predict = self.predict
-        predict.wait(self.computed)
-        predict.writes(self.working)
-        with predict:
-            weights.load(content)
-        self._weights_written()
+        if not weights.holds(content):
+            predict = self.predict
+            predict.wait(self.computed)
+            predict.writes(self.working)
+            with predict:
+                weights.load(content)
+            self._weights_written()
+        weights.settle()
 
     def _weights_written(self) -> None:
         """What is computed from here on follows the weights just written."""
@@ -164,13 +175,15 @@ class Stage:
         if weights is None:
             return
         upcoming = self.cursor.head()
-        forward_is_next = upcoming is not None and upcoming.kind in _STARTS_FORWARD
+        forward = None
+        if upcoming is not None and upcoming.kind in _STARTS_FORWARD:
+            forward = upcoming.minibatch, upcoming.microbatch
         predict = self.predict
         predict.wait(self.computed)
         predict.reads(self.weight_gradients)
         predict.writes(self.working)
         with predict:
-            weights.update(forward_is_next)
+            weights.update(forward)
         self._weights_written()
         self.compute.writes(self.weight_gradients)  # freed: their memory is that stream's again
 
@@ -178,14 +191,16 @@ class Stage:
 
     def receive_activation(self, i: int, j: int) -> None:
         """Take the input, or the batch, as it arrives."""
-        self._received = self.inputs.receive(i, j)
+        self._received = self.inputs.receive()
 
     def forward(self, i: int, j: int) -> None:
         """Compute the output."""
-        message, buffer = self._received
+        slot = self._received
+        message = slot.message
+        assert message is not None
         compute = self.compute
         compute.reads(self.working)
-        compute.writes(buffer)  # an in-place first layer does
+        compute.writes(slot.buffer)  # an in-place first layer does
         compute.writes(self.module_buffers)
         leaves: list[Tensor | None] = []
         values: list[Tensor] = []
@@ -200,25 +215,28 @@ class Stage:
                 leaves.append(leaf)
                 values.append(value)
             output = self.module(values[0] if message.single else tuple(values))
-        tape = _Tape(Buffer("activations"), leaves, output, activation(output))
+        tape = _Tape(slot, Buffer("activations"), leaves, output, activation(output))
         compute.writes(tape.buffer)
         compute.record(self.computed)
         self._tapes[i, j] = tape
+        self.peak = max(self.peak, len(self._tapes))
 
     def send_activation(self, i: int, j: int) -> None:
         """Copy the output to the next stage."""
         assert self.to_next is not None
         tape = self._tapes[i, j]
-        self.to_next.send(i, j, tape.message, tape.buffer, self.computed)
+        self.to_next.send(tape.message, tape.buffer, self.computed)
 
     def loss(self, i: int, j: int, loss_fn: Callable[..., Tensor]) -> Tensor:
         """Compute the loss of a microbatch on the last stage; returns it detached."""
         assert self.targets is not None
         tape = self._tapes[i, j]
-        message, buffer = self.targets.receive(i, j)
+        tape.target = slot = self.targets.receive()
+        message = slot.message
+        assert message is not None
         target = message.tensors[0] if message.single else message.tensors
         compute = self.compute
-        compute.writes(buffer)
+        compute.writes(slot.buffer)
         with compute, torch.enable_grad(), self._random:
             loss = loss_fn(tape.output, target)
         _check_loss(loss, tape.message)
@@ -232,7 +250,7 @@ class Stage:
     def receive_gradient(self, i: int, j: int) -> None:
         """Take the gradient of the output as it arrives."""
         assert self.gradients is not None
-        self._received = self.gradients.receive(i, j)
+        self._received = self.gradients.receive()
 
     def backward(self, i: int, j: int) -> None:
         """Compute the gradients of weights and input."""
@@ -248,8 +266,10 @@ class Stage:
                 roots = [loss] if loss.requires_grad else []
                 seeds = [None if share == 1.0 else torch.full_like(loss, share)]
             else:
-                message, buffer = self._received
-                compute.reads(buffer)
+                slot = self._received
+                message = slot.message
+                assert message is not None
+                compute.reads(slot.buffer)
                 outputs = tape.output if isinstance(tape.output, tuple) else (tape.output,)
                 # No gradient comes back for what does not require one or nothing depends on.
                 seeds = [seed for seed in message.tensors if seed is not None]
@@ -263,10 +283,11 @@ class Stage:
         self._outgoing = tuple(None if leaf is None else leaf.grad for leaf in tape.leaves)
         compute.writes(tape.buffer)  # freed
         compute.record(self.computed)
-        self.inputs.free(i, j)
-        back = self.gradients or self.targets
-        assert back is not None
-        back.free(i, j)
+        self.inputs.free(tape.slot)
+        if self.gradients is not None:
+            self.gradients.free(self._received)
+        elif self.targets is not None:
+            self.targets.free(tape.target)
 
     def send_gradient(self, i: int, j: int) -> None:
         """Copy the gradient of the input to the previous stage."""
@@ -275,7 +296,7 @@ class Stage:
         self.compute.writes(buffer)
         self.compute.record(self.computed)
         outgoing, self._outgoing = self._outgoing, ()
-        read = self.to_previous.send(i, j, Message(outgoing), buffer, self.computed)
+        read = self.to_previous.send(Message(outgoing), buffer, self.computed)
         self._in_transit.hold(read, buffer, outgoing)
 
 

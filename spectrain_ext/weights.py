@@ -1,81 +1,28 @@
-"""StageWeights: a stage's true weights, the weights it computes with, and the kept versions."""
+"""StageWeights: the weights that a stage computes with, from version to version."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from .method import Backward
-from .plan import Plan
+from .laws import Horizon
+from .memory import peak_of
+from .method import Choices
+from .predictor import Difference, Predictor
+from .rates import ComingRates, rates_of
+from .schedule import Place
+from .storage import Storage, true_dtype
+from .versions import Content, Entries, Versions
 
 if TYPE_CHECKING:
+    import torch
     from torch.optim.lr_scheduler import LRScheduler
 
     from .optim import PredictingOptimizer
-
-ALIGNMENT = 256  # bytes: vector loads, and what matrix libraries ask of their operands
-
-
-class Flat:
-    """One buffer per dtype, and in it one view per parameter, with its shape and strides.
-
-    Args:
-        params: the parameters that the layout is made for.
-        dtype_of: the dtype of each parameter's view; its own where not given.
-    """
-
-    def __init__(
-        self, params: Sequence[Tensor], dtype_of: Callable[[Tensor], torch.dtype] | None = None
-    ) -> None:
-        dtypes = [p.dtype if dtype_of is None else dtype_of(p) for p in params]
-        offsets: list[int] = []
-        sizes: dict[torch.dtype, int] = {}
-        for p, dtype in zip(params, dtypes, strict=True):
-            offset = sizes.get(dtype, 0)
-            offsets.append(offset)
-            step = ALIGNMENT // dtype.itemsize
-            sizes[dtype] = offset + -(-p.numel() // step) * step
-        buffers = {dtype: _aligned(size, dtype, params[0].device) for dtype, size in sizes.items()}
-        self.buffers = list(buffers.values())
-        self.views: dict[Tensor, Tensor] = {}
-        for p, dtype, offset in zip(params, dtypes, offsets, strict=True):
-            buffer = buffers[dtype]
-            # empty_like keeps the strides of every dense layout and closes the gaps of any other.
-            strides = torch.empty_like(p, device="meta").stride()
-            self.views[p] = buffer.as_strided(p.shape, strides, buffer.storage_offset() + offset)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers, gaps between parameters included."""
-        return sum(buffer.nbytes for buffer in self.buffers)
-
-
-def _aligned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    spare = ALIGNMENT // dtype.itemsize
-    buffer = torch.zeros(size + spare, dtype=dtype, device=device)
-    shift = -buffer.data_ptr() % ALIGNMENT // dtype.itemsize
-    return buffer[shift : shift + size]
-
-
-class Content(NamedTuple):
-    """What a buffer of weights holds: a version, predicted ahead at some learning rates."""
-
-    version: int
-    horizon: int
-    lrs: tuple[float, ...] | None  # per parameter group; None where the horizon is 0
-
-
-class _Kept:
-    """A buffer for one version that a minibatch in flight still needs."""
-
-    def __init__(self, working: Flat, params: Sequence[Tensor]) -> None:
-        self.flat = Flat(params)
-        self.plan = Plan(working.buffers, stashed=self.flat.buffers)
 
 
 class StageWeights:
@@ -83,19 +30,24 @@ class StageWeights:
 
     The parameters are views of the *working* buffer for as long as the stage is bound; kernels
     overwrite it behind autograd's back, so that a backward meets whatever weights are in it. Where
-    weights are predicted the true ones live in a *master* buffer; elsewhere they are a version like
-    any other, in the working buffer at every update. The working buffer is a cache of one entry:
-    loading what it holds costs nothing, and what it holds is kept before it is overwritten if it is
-    still needed: by a minibatch in flight, or because it is the true weights.
+    weights are predicted, or computed with in a narrower dtype, the true ones live in a *master*
+    buffer; elsewhere they are a version like any other, in the working buffer at every update.
+    ``Versions`` knows what the buffers hold, ``Storage`` has the memory; this class has both in
+    hand, and steps the optimizer.
 
     Args:
         module: the stage.
         optimizer: holds exactly the stage's trainable parameters.
         scheduler: stepped after every update, or None.
-        window: minibatches the stage may have in flight.
-        forward_horizon: updates by which forward weights are predicted ahead.
-        backward: the kind of weights the backward meets, see ``Method``.
-        backward_horizon: updates by which ``backward="predict"`` predicts ahead.
+        choices: the method at this stage.
+        places: the places of stage 0 and of this one.
+        schedule: the schedule's name.
+        future: the learning rates of updates to come, where the method asks for them.
+        master_dtype: the dtype of the master and of the optimizer's state for 16-bit parameters;
+            None: the parameters'.
+
+    Attributes:
+        peak: what the stage holds at once, as its schedule predicts.
     """
 
     def __init__(
@@ -103,11 +55,11 @@ class StageWeights:
         module: nn.Module,
         optimizer: PredictingOptimizer,
         scheduler: LRScheduler | None,
-        *,
-        window: int,
-        forward_horizon: int,
-        backward: Backward,
-        backward_horizon: int,
+        choices: Choices,
+        places: tuple[Place, Place],
+        schedule: str,
+        future: ComingRates | None = None,
+        master_dtype: torch.dtype | None = None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -116,14 +68,17 @@ class StageWeights:
             p: name for name, p in module.named_parameters() if p.requires_grad
         }
         self.params = list(self._names)
-        self._forward_horizon = forward_horizon
-        self._backward_horizon = backward_horizon if backward == "predict" else 0
-        # One minibatch in flight has the same version forward and backward.
-        self._stashes = backward == "stash" and window > 1
-        self._reuses_forward = backward == "stash"
-        self._window = window
-        self._working: Flat | None = None
-        self._kept: dict[Content, _Kept] = {}
+        self._choices = choices
+        self._places = places
+        self._schedule = schedule
+        self._future = future
+        self._predictor = Predictor(choices, partial(rates_of, optimizer), future)
+        self._master_dtype = master_dtype
+        self._has_master = choices.predicts or any(
+            true_dtype(p, master_dtype) != p.dtype for p in self.params
+        )
+        self.peak = peak_of(choices, places, schedule, self._has_master)
+        self.storage: Storage | None = None
         self.bind()
 
     # Storage.
@@ -131,58 +86,46 @@ class StageWeights:
     @property
     def bound(self) -> bool:
         """Whether the parameters are views of the working buffer now."""
-        return self._working is not None
+        return self.storage is not None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the working buffer, the master and the kept versions."""
-        flats = [self._working, self._master]
-        flats += [kept.flat for kept in (*self._free, *self._kept.values())]
-        return sum(flat.nbytes for flat in flats if flat is not None)
+        return 0 if self.storage is None else self.storage.nbytes
 
     def bind(self) -> None:
         """Move the parameters into the working buffer and the optimizer onto the true weights."""
-        working = Flat(self.params)
-        predicts = self._forward_horizon > 0 or self._backward_horizon > 0
-        self._master = Flat(self.params) if predicts else None
-        state = {
-            key: Flat(self.params, self.optimizer.momentum_dtype).views
-            for key in self.optimizer.buffer_keys
-        }
-        self.optimizer.bind(None if self._master is None else self._master.views, state)
-        for p, view in working.views.items():
-            view.copy_(p.detach())
-            p.data = view
-        self._working = working
-        self._addresses = [p.data_ptr() for p in self.params]
-        self._sink = None
-        self._master_plan = None
-        if self._master is not None:
-            self._sink = self.optimizer.prediction_sink({p: p.detach() for p in self.params})
-            self._master_plan = Plan(working.buffers, stashed=self._master.buffers)
-        kept = self._window - 1 if self._stashes else 0
-        self._free = [_Kept(working, self.params) for _ in range(kept)]
+        self.storage = Storage(
+            self.params,
+            self.optimizer,
+            master=self._has_master,
+            master_dtype=self._master_dtype,
+            before=self._choices.law == "difference" and self._choices.predicts,
+            kept=self.peak.kept,
+        )
         self.begin()
 
     def unbind(self) -> None:
         """Give parameters (they hold the true weights now) and state ordinary storage."""
-        for p in self.params:
-            p.data = p.detach().clone(memory_format=torch.preserve_format)
-        self.optimizer.unbind()
-        self._working = self._master = self._sink = self._master_plan = None
-        self._free.clear()
-        self._kept.clear()
+        self._bound.unbind()
+        self.storage = None
+        del self._versions
+
+    @property
+    def _bound(self) -> Storage:
+        assert self.storage is not None, "not bound"
+        return self.storage
 
     def in_place(self) -> bool:
         """Whether all parameters are where they were bound; a parameter replaced is not seen."""
-        return [p.data_ptr() for p in self.params] == self._addresses
+        return self._bound.in_place()
 
     def check(self, stage: int) -> None:
         """Raise RuntimeError if a parameter is no longer a view of the working buffer."""
-        if self._working is None:
+        if self.storage is None:
             return
         now = dict(self.module.named_parameters())
-        for p, view in self._working.views.items():
+        for p, view in self.storage.working.views.items():
             name = self._names[p]
             if (
                 now.get(name) is not p
@@ -200,26 +143,28 @@ class StageWeights:
 
     def begin(self) -> None:
         """Take what the parameters hold as version 0."""
-        self._version = 0
-        self._held: Content | None = Content(0, 0, None)
-        self._in_flight: dict[int, Content] = {}  # minibatch -> what its backward must find again
-        self._needed: Counter[Content] = Counter()
-        self._lr_moves = False
-        if self._master_plan is not None:
-            self._master_plan.stash()
+        self._versions = Versions(
+            self._choices,
+            self._places[1],
+            Entries(self._places[0], self._schedule),
+            self._has_master,
+            self._bound,
+            self._predictor,
+        )
+        self._rates_move = False
+        if self._future is not None:
+            self._future.begin()
+        self._bound.begin()
         self.drop_gradients()
 
     def end(self) -> None:
-        """Put the true weights back into the parameters and forget the minibatches in flight."""
+        """Put the true weights back into the parameters and forget the microbatches in flight."""
         self.optimizer.write_with_next_step(None)
-        if self._master_plan is not None:
-            self._master_plan.restore_()
-        elif not self.holds(self._true):
-            self.load(self._true)
-        self._free.extend(self._kept.values())
-        self._kept.clear()
-        self._needed.clear()
-        self._in_flight.clear()
+        if self._has_master:
+            self._bound.write_true()
+        elif not self.holds(self._versions.true):
+            self.load(self._versions.true)
+        self._bound.end()
         self.drop_gradients()
         # A graph that the caller made before the run must not meet the new weights unnoticed.
         increment_version(self.params)
@@ -231,118 +176,64 @@ class StageWeights:
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
         """Where the true weights are: parameter -> tensor, not to be written."""
-        assert self._working is not None
-        if self._master is not None:
-            return self._master.views
-        if self.holds(self._true):
-            return self._working.views
-        return self._kept[self._true].flat.views
+        storage, true = self._bound, self._versions.true
+        if storage.master is not None:
+            return storage.master.views
+        return storage.working.views if self.holds(true) else storage.views_of(true)
 
     # Loads. What is wanted is asked for first, so that the caller need not prepare for a load that
     # does nothing.
 
-    def for_forward(self, minibatch: int) -> Content:
-        """What the forward of a minibatch computes with, now."""
-        content = self._content(self._forward_horizon)
-        if self._reuses_forward:
-            self._in_flight[minibatch] = content
-            self._needed[content] += 1
-        return content
+    def for_forward(self, i: int, j: int) -> Content:
+        """What the forward of a microbatch computes with, now."""
+        return self._versions.for_forward(i, j)
 
-    def for_backward(self, minibatch: int) -> Content:
-        """What the backward of a minibatch computes with, now."""
-        if self._reuses_forward:
-            return self._in_flight[minibatch]
-        return self._content(self._backward_horizon)
+    def for_backward(self, i: int, j: int) -> Content:
+        """What the backward of a microbatch computes with, now."""
+        return self._versions.for_backward(i, j)
 
     def holds(self, content: Content) -> bool:
         """Whether the working buffer holds it already."""
-        return self._held == content
+        return self._versions.held == content
 
     def load(self, content: Content) -> None:
         """Make the working buffer hold it."""
-        held = self._held
-        if held is not None and (held in self._kept or not self._is_needed(held)):
-            held = None  # no loss
-        kept = self._kept.pop(content, None)
-        if kept is None:
-            if held is not None:
-                self._keep(held)
-            self._write(content.horizon)
-        elif held is not None:
-            kept.plan.swap_()
-            self._kept[held] = kept
-        else:
-            kept.plan.restore_()
-            if self._needed[content]:
-                self._kept[content] = kept
-            else:
-                self._free.append(kept)
-        self._held = content
+        self._versions.load(content)
 
-    def forget(self, minibatch: int) -> None:
-        """The minibatch's backward weights are loaded: it will not ask for them again."""
-        content = self._in_flight.pop(minibatch, None)
-        if content is not None:
-            self._needed[content] -= 1
-            if not self._needed[content]:
-                del self._needed[content]
-                if content in self._kept and not self._is_needed(content):
-                    self._free.append(self._kept.pop(content))
-
-    def _content(self, horizon: int) -> Content:
-        return Content(self._version, horizon, self._lrs() if horizon else None)
-
-    def _lrs(self) -> tuple[float, ...]:
-        return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
-
-    @property
-    def _true(self) -> Content:
-        return Content(self._version, 0, None)
-
-    def _is_needed(self, content: Content) -> bool:
-        return self._needed[content] > 0 or (self._master is None and content == self._true)
-
-    def _keep(self, held: Content) -> None:
-        """Copy what the working buffer holds to a buffer of its own."""
-        assert self._working is not None
-        kept = self._free.pop() if self._free else _Kept(self._working, self.params)
-        kept.plan.stash()
-        self._kept[held] = kept
-
-    def _write(self, horizon: int) -> None:
-        assert self._sink is not None and self._master_plan is not None
-        if horizon:
-            self._sink.write(horizon)
-        else:
-            self._master_plan.restore_()
+    def settle(self) -> None:
+        """What was asked for last is loaded; whoever asked will not ask for it again."""
+        self._versions.settle()
 
     # The update.
 
-    def update(self, forward_is_next: bool) -> None:
+    def update(self, forward: tuple[int, int] | None) -> None:
         """Step the optimizer and the scheduler.
 
-        Where a forward is what the stage loads next, the step writes that forward's weights in the
-        same pass over memory, unless a scheduler is about to change the learning rate that they are
-        predicted with.
+        Args:
+            forward: the microbatch whose forward is what the stage does next, if it is one. The
+                step writes its weights in the same pass over memory, unless a scheduler is about to
+                change the learning rate that they are predicted with.
         """
-        writes_forward = self._sink is not None and forward_is_next and not self._lr_moves
-        if self._master is None and not self.holds(self._true):
-            self.load(self._true)
-        held = self._held
-        overwrites = writes_forward or self._master is None
-        if overwrites and held is not None and self._needed[held] and held not in self._kept:
-            self._keep(held)
-        before = self._lrs()
-        if writes_forward:
-            self._held = None  # unknown, should the step raise
-            self.optimizer.write_with_next_step(self._sink, self._forward_horizon)
+        storage, versions = self._bound, self._versions
+        ordered = self._ordered(versions.step_writes(forward))
+        versions.before_update(ordered is not None)
+        storage.remember()
+        if ordered is not None:
+            self.optimizer.write_with_next_step(storage.sink, cast("Horizon", ordered.law or 0))
         self.optimizer.step()
-        self._version += 1
-        after = self._lrs()  # a hook may have changed them
-        if self._master is None or (writes_forward and after == before):
-            self._held = self._content(self._forward_horizon)
+        after = rates_of(self.optimizer)  # a hook may have changed them
+        if ordered is not None and ordered.rates not in (None, after):
+            ordered = None
+        versions.after_update(ordered)
         if self.scheduler is not None:
             self.scheduler.step()
-            self._lr_moves = self._forward_horizon > 0 and self._lrs() != after
+            self._rates_move = rates_of(self.optimizer) != after
+        if self._future is not None:
+            self._future.advance()
         self.drop_gradients()
+
+    def _ordered(self, content: Content | None) -> Content | None:
+        """What a step is to write, None where the result would not be of use."""
+        if content is None or isinstance(content.law, Difference):
+            return None
+        return None if content.rates is not None and self._rates_move else content

@@ -61,7 +61,8 @@ class Compared:
     def __init__(self, stages, method, *, loss_fn=mse, optimizer=None, scheduler=None, **more):
         mine, theirs = optimizer or (sgd(), torch_sgd())
         stages = [copy.deepcopy(stage) for stage in stages]
-        self.oracle = Oracle(stages, theirs, loss_fn, method, scheduler)
+        same = {key: more[key] for key in ("microbatches", "window") if key in more}
+        self.oracle = Oracle(stages, theirs, loss_fn, method, scheduler, **same)
         self.pipe = st.Pipeline(stages, mine, loss_fn, method, scheduler=scheduler, **more)
 
     def run(self, data):

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 import spectrain_ext as st
 from spectrain_ext.cli import main
+from spectrain_ext.cli.settings import DEFAULT_METHODS
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -34,7 +35,7 @@ def test_every_method_ends_in_a_table_a_picture_and_numbers(tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "results.json").read_text())
     assert set(document) == {"methods", "settings", "versions"}
-    assert [entry["method"] for entry in document["methods"]] == list(st.methods())
+    assert [entry["method"] for entry in document["methods"]] == list(DEFAULT_METHODS)
     for entry in document["methods"]:
         assert 0 <= entry["test_accuracy"] <= 1
         assert entry["test_loss"] > 0
@@ -63,7 +64,7 @@ def test_methods_share_weights_and_minibatches(tmp_path: Path) -> None:
     result = _train(*FAST, "--stages", "1", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     losses = [entry["seeds"][0]["train_losses"] for entry in _methods(tmp_path).values()]
-    assert len(losses) == len(st.methods())
+    assert len(losses) == len(DEFAULT_METHODS)
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""The methods by name, and their formulas."""
+"""The methods by name, their formulas, and what a Method must not say."""
 
 from __future__ import annotations
 
@@ -6,11 +6,31 @@ import dataclasses
 
 import pytest
 
-from spectrain_ext.method import Method, find_method, methods
+from spectrain_ext.method import (
+    Method,
+    choices_at,
+    find_method,
+    methods,
+    places_of,
+    recipe_clip,
+    second_order,
+    xgrad,
+)
+from spectrain_ext.schedule import Place
+
+
+def at(name, n=8, m=1, window=None):
+    method = find_method(name)
+    return [choices_at(method, place) for place in places_of(method, n, m, window)]
+
+
+def windows(name, n=8, m=1, window=None):
+    return [place.window for place in places_of(find_method(name), n, m, window)]
 
 
 def test_names():
-    assert methods() == ("sync", "vanilla", "pipedream", "spectrain", "spectrain-stash")
+    assert methods()[:5] == ("sync", "gpipe", "1f1b", "vanilla", "pipedream")
+    assert len(methods()) == len(set(methods())) == 19
     for name in methods():
         method = find_method(name)
         assert method.name == name
@@ -19,28 +39,53 @@ def test_names():
 
 
 def test_the_papers_horizons():
-    method = find_method("spectrain")
-    n = 8
-    assert [method.forward_horizon(k, n) for k in range(n)] == [7, 6, 6, 5, 5, 4, 4, 3]
-    assert [method.backward_horizon(k, n) for k in range(n)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert method.backward == "predict"
-    assert [method.window(k, n) for k in range(n)] == [8, 7, 6, 5, 4, 3, 2, 1]
+    found = at("spectrain")
+    assert [c.forward for c in found] == [7, 6, 6, 5, 5, 4, 4, 3]
+    assert [c.backward_ahead for c in found] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {c.backward for c in found} == {"predict"}
+    assert windows("spectrain") == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "window", "horizon", "backward"),
-    [
-        ("sync", 1, 0, "current"),
-        ("vanilla", 3, 0, "current"),
-        ("pipedream", 3, 0, "stash"),
-        ("spectrain-stash", 3, 2, "stash"),
-    ],
-)
-def test_the_other_rows_at_stage_1_of_4(name, window, horizon, backward):
-    method = find_method(name)
-    assert method.window(1, 4) == window
-    assert method.forward_horizon(1, 4) == horizon
-    assert method.backward == backward
+def test_rounds_in_updates_of_several_microbatches():
+    """Halves go up: 7/2 -> 4, 5/2 -> 3, 1/2 -> 1."""
+    found = at("spectrain", m=2)
+    assert [c.forward for c in found] == [4, 3, 3, 3, 3, 2, 2, 2]
+    assert [c.backward_ahead for c in found] == [0, 0, 1, 1, 1, 1, 2, 2]
+
+
+def test_xpipe():
+    """round((N+M-floor(k/2)-2)/M) and round((M+floor(k/2)-1)/M)."""
+    found = at("xpipe", n=4, m=4)
+    assert [c.forward for c in found] == [2, 2, 1, 1]
+    assert [c.backward_ahead for c in found] == [1, 1, 1, 1]
+    assert all(c.once for c in found)
+
+
+@pytest.mark.parametrize("name", ["spectrain-stash", "pipeoptim", "msnag", "lwp-v", "lwp-w"])
+def test_the_delay_follows_the_window(name):
+    assert [c.forward for c in at(name, n=4)] == [3, 2, 1, 0]
+    assert [c.forward for c in at(name, n=4, window="wide")] == [6, 4, 2, 0]
+    assert [c.forward for c in at(name, n=4, m=2)] == [2, 1, 1, 0]
+    assert [c.forward for c in at(name, n=4, window=3)] == [2, 2, 2, 2]
+
+
+def test_windows():
+    assert windows("vanilla", 3) == windows("vanilla", 3, window="classic") == [3, 2, 1]
+    assert windows("vanilla", 3, window="wide") == [5, 3, 1]
+    assert windows("vanilla", 3, window=[4, 4, 2]) == [4, 4, 2]
+    assert windows("sync", 3) == [1, 1, 1]
+    assert windows("gpipe", 3, m=4) == [4, 4, 4]
+    assert windows("1f1b", 3, m=2) == [2, 2, 1]
+
+
+def test_settings_of_methods():
+    choices = choices_at(second_order(), Place(2, 4, 2))
+    assert (choices.forward, choices.lead, choices.backward) == (1, 2, "stash")
+    other = second_order(lead=lambda place: 1, backward="predict", clip=recipe_clip)
+    choices = choices_at(other, Place(2, 4, 2))
+    assert (choices.forward, choices.lead, choices.backward_ahead) == (1, 1, 1)
+    assert other.clip(Place(2, 4, 2)) == pytest.approx(0.285)
+    assert choices_at(xgrad(steps=3), Place(0, 1, 1)).forward == 3
 
 
 def test_a_method_is_a_value():
@@ -53,7 +98,89 @@ def test_a_method_is_a_value():
 
 
 def test_unknown_methods():
-    with pytest.raises(ValueError, match=r"no 'gpipe'; there are sync, vanilla, pipedream"):
-        find_method("gpipe")
+    with pytest.raises(ValueError, match=r"no 'zero'; there are sync, gpipe, 1f1b, vanilla"):
+        find_method("zero")
     with pytest.raises(TypeError, match="expected a name or a Method, got int"):
         find_method(3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"window": lambda k, n, m: 2 - k}, "window of 'own' gives 0 for stage 2 of 3.*at least 1"),
+        ({"window": lambda k, n, m: 1.5}, "window of 'own' gives 1.5 for stage 0.*an int"),
+        ({"window": lambda k, n, m: k + 1}, "stage 1 of 3 would wait for 2 .*a deadlock"),
+        ({"schedule": "none"}, "schedule of 'own': .*no 'none'; there are 1f1b-async"),
+        ({"forward_horizon": lambda p: -p.stage}, "forward_horizon of 'own' gives -1 for stage 1"),
+        ({"forward_horizon": 3}, "forward_horizon of 'own': expected a function of a Place, got 3"),
+        ({"forward_horizon": "local"}, "expected a function of a Place, got 'local'"),
+        ({"lead": lambda p: -1}, "lead of 'own' gives -1 for stage 0"),
+        ({"lead": lambda p: 1}, "lead of 'own' at stage 0 of 3: only the second-order law"),
+        ({"backward_horizon": lambda p: -2}, "backward_horizon of 'own' gives -2 for stage 0"),
+        (
+            {"backward_horizon": lambda p: p.stage},
+            "backward_horizon .* stage 1 .*backward='current'",
+        ),
+        (
+            {"backward": "stash", "backward_horizon": lambda p: p.stage},
+            "backward_horizon of 'own' at stage 1 of 3: backward='stash' predicts nothing",
+        ),
+        ({"law": "cubic"}, "law of 'own': expected one of linear, geometric.*got 'cubic'"),
+        ({"backward": "reload"}, "backward of 'own': expected one of current, predict, stash"),
+        ({"forward_reads": "oldest"}, "forward_reads of 'own': expected one of newest, entry"),
+        ({"direction": "sum"}, "direction of 'own': expected one of ema, got 'sum'"),
+        ({"families": ("sgd", "lion")}, "families of 'own': expected one of .*got 'lion'"),
+        (
+            {"forward_reads": "entry", "forward_horizon": lambda p: 1},
+            "forward_horizon of 'own' at stage 0 of 3: forward_reads='entry' reads an older",
+        ),
+        ({"forward_reads": "entry", "once": True}, "once of 'own' at stage 0"),
+        ({"forward_reads": "previous"}, "window of 'own' at stage 0 .*at most microbatches . 1"),
+        (
+            {"law": "second-order", "forward_horizon": "counted"},
+            "forward_horizon of 'own' at stage 0 of 3: the step writes a second-order",
+        ),
+        ({"law": "difference", "future_rates": True}, "future_rates of 'own' .*difference law"),
+        ({"max_stages": 2}, "'own' is defined for at most 2 stages, got 3"),
+        (
+            {"min_microbatches": lambda p: 2},
+            "'own' needs at least 2 microbatches for 3 stages, got 1",
+        ),
+    ],
+    ids=str,
+)
+def test_inconsistent_methods(changed, match):
+    own = Method("own", "not one of ours", **changed)
+    with pytest.raises((ValueError, TypeError), match=match):
+        for place in places_of(own, 3, 1):
+            choices_at(own, place)
+
+
+@pytest.mark.parametrize(
+    ("window", "match"),
+    [
+        (0, "window: expected at least 1 for stage 0 of 3, got 0"),
+        ([2, 1, 0], "window: expected at least 1 for stage 2 of 3, got 0"),
+        ([2, 1], r"window: expected one per stage \(3\), got 2"),
+        ([1, 2, 1], "window: stage 1 of 3 would wait for 2 microbatches.*a deadlock"),
+        ("huge", "window: expected 'classic', 'wide' or numbers, got 'huge'"),
+        (1.5, "window: expected an int for stage 0, got float"),
+        ([2, True, 1], "window: expected an int for stage 1, got bool"),
+    ],
+    ids=str,
+)
+def test_windows_that_cannot_be(window, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        places_of(find_method("vanilla"), 3, 1, window)
+
+
+def test_methods_at_places_that_they_are_not_defined_for():
+    with pytest.raises(ValueError, match="'xgrad' is defined for at most 1 stage, got 2"):
+        at("xgrad", n=2)
+    with pytest.raises(ValueError, match=r"'pipedream-2bw' needs at least 4 microbatches .*got 3"):
+        at("pipedream-2bw", n=4, m=3)
+    with pytest.raises(ValueError, match=r"at most microbatches \+ 1"):
+        at("pipedream-2bw", n=4, m=4, window="wide")
+    for name in ("sync", "gpipe", "1f1b", "xgrad"):
+        with pytest.raises(ValueError, match=f"method {name!r} finishes every minibatch before"):
+            places_of(find_method(name), 1, 1, "classic")

@@ -58,15 +58,42 @@ def test_uninitialized_parameters():
 
 def test_unknown_method():
     for name in st.methods():
-        refused(ValueError, f"method: there is no 'gpipe'; there are .*{name}", method="gpipe")
+        refused(ValueError, f"method: there is no 'zero'; there are .*{name}", method="zero")
     refused(TypeError, "method: expected a name or a Method, got NoneType", method=None)
 
 
 def test_method_values():
     method = find_method("spectrain")
-    for rule, value, least in (("window", 0, 1), ("forward_horizon", -1, 0)):
-        bad = dataclasses.replace(method, name="bad", **{rule: lambda k, n, v=value: v if k else 1})
+    for rule, value, least in (("backward_horizon", -2, 0), ("forward_horizon", -1, 0)):
+        bad = dataclasses.replace(method, name="bad", **{rule: lambda p, v=value: v * p.stage})
         refused(ValueError, f"{rule} of 'bad' gives {value} for stage 1 of 3.*{least}", method=bad)
+    refused(ValueError, "'xgrad' is defined for at most 1 stage, got 3", method="xgrad")
+    refused(ValueError, "'pipedream-2bw' needs at least 3 microbatches", method="pipedream-2bw")
+
+
+def test_windows():
+    refused(ValueError, "window: expected at least 1 for stage 0 of 3, got 0", window=0)
+    refused(ValueError, r"window: expected one per stage \(3\), got 2", window=[2, 1])
+    refused(ValueError, "window: stage 1 of 3 would wait .* a deadlock", window=[1, 3, 1])
+    refused(ValueError, "'sync' finishes every minibatch", window=2, method="sync")
+
+
+def test_optimizers_that_a_method_is_not_defined_for():
+    refused(
+        ValueError,
+        r"optimizer: stages\[0\] has AdamW, and method 'spectrain-ema' is defined for sgd",
+        optimizer=lambda params: st.optim.AdamW(params),
+        method="spectrain-ema",
+    )
+    refused(
+        ValueError,
+        r"stages\[0\] under method 'spectrain-ema': parameter group 0 has no averaged momentum",
+        method="spectrain-ema",
+    )
+    for kind, family in ((st.optim.Adam, "adam"), (st.optim.NAdam, "nadam")):
+        others = tuple(f for f in ("sgd", "adam", "adamw", "nadam") if f != family)
+        own = dataclasses.replace(find_method("vanilla"), name="own", families=others)
+        refused(ValueError, f"has {kind.__name__}, and method 'own'", optimizer=kind, method=own)
 
 
 def test_optimizers():

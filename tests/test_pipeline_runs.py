@@ -394,7 +394,7 @@ def test_a_run_keeps_nothing(method):
             pass
         counts.append(live())
     assert counts[1] == counts[2]
-    assert len(pipe._executor._extent.shares) <= 3
+    assert len(pipe._executor._extent.shares) <= 6
 
 
 @every_method
@@ -402,7 +402,7 @@ def test_a_pipeline_that_is_dropped_is_freed_at_once(method):
     """Buffers of a GPU must not wait for a garbage collection."""
     pipe = st.Pipeline(tanh_stages(3), sgd(), mse, method)
     losses(pipe, batches(6))
-    buffers = [weakref.ref(weights._working.buffers[0]) for weights in pipe._weights]
+    buffers = [weakref.ref(weights.storage.working.buffers[0]) for weights in pipe._weights]
     assert all(ref() is not None for ref in buffers)
     gc.collect()
     gc.disable()
@@ -443,10 +443,12 @@ def test_a_method_may_be_a_value(method):
 
 
 def test_a_wider_window_is_a_row_too():
-    """Not one of the methods here, but what the schedule and the rings are made for."""
-    wide = st.Method("wide", "twice the staleness", window=lambda k, n: 2 * (n - k) - 1)
+    wide = st.Method("wide", "twice the staleness", window=lambda k, n, m: 2 * (n - k) - 1)
     pipe = st.Pipeline(tanh_stages(4), sgd(lr=0.005), mse, wide)
     assert len(losses(pipe, batches(20))) == 20
+    assert [place.window for place in pipe.places] == [7, 5, 3, 1]
+    other = st.Pipeline(tanh_stages(4), sgd(lr=0.005), mse, "vanilla", window="wide")
+    assert other.places == pipe.places
 
 
 def test_batches_in_a_grad_free_context():

@@ -8,29 +8,58 @@ import pytest
 import torch
 from torch import nn
 
+from spectrain_ext.flat import ALIGNMENT, Flat
+from spectrain_ext.method import Method, choices_at
 from spectrain_ext.optim import SGD
-from spectrain_ext.weights import ALIGNMENT, Flat, StageWeights
+from spectrain_ext.schedule import Place
+from spectrain_ext.weights import StageWeights
 
 
-def made(module=None, *, window=3, forward=0, backward="current", back=0, lr=0.1, scheduler=None):
+def made(
+    module=None,
+    *,
+    window=3,
+    forward=0,
+    backward="current",
+    back=0,
+    lr=0.1,
+    scheduler=None,
+    microbatches=1,
+    momentum_dtype=None,
+    **more,
+):
     torch.manual_seed(0)
     module = module or nn.Linear(3, 2)
-    optimizer = SGD([p for p in module.parameters() if p.requires_grad], lr=lr, momentum=0.9)
+    optimizer = SGD(
+        [p for p in module.parameters() if p.requires_grad],
+        lr=lr,
+        momentum=0.9,
+        momentum_dtype=momentum_dtype,
+    )
+    counted = forward == "counted"
+    method = Method(
+        "own",
+        "for tests",
+        forward_horizon=forward if counted else lambda place: forward,
+        backward=backward,
+        backward_horizon=lambda place: back,
+        **more,
+    )
+    place = Place(0, window, window, microbatches)
     return StageWeights(
         module,
         optimizer,
         scheduler and scheduler(optimizer),
-        window=window,
-        forward_horizon=forward,
-        backward=backward,
-        backward_horizon=back,
+        choices_at(method, place),
+        (place, place),
+        method.schedule,
     )
 
 
-def step(weights, *, forward_is_next=False):
+def step(weights, *, forward=None):
     for p in weights.params:
         p.grad = torch.ones_like(p)
-    weights.update(forward_is_next)
+    weights.update(forward)
 
 
 def working(weights):
@@ -124,29 +153,29 @@ def test_a_master_exists_only_where_the_working_buffer_is_not_always_true():
 
 def test_loads_of_what_is_there_do_nothing():
     weights = made(forward=1, backward="predict", back=1)
-    assert not weights.holds(weights.for_forward(0))
-    weights.load(weights.for_forward(0))
-    assert weights.holds(weights.for_forward(1))
-    assert weights.holds(weights.for_backward(0))
-    step(weights, forward_is_next=True)
-    assert weights.holds(weights.for_forward(2))
-    assert weights.holds(weights.for_backward(1))
+    assert not weights.holds(weights.for_forward(0, 0))
+    weights.load(weights.for_forward(0, 0))
+    assert weights.holds(weights.for_forward(1, 0))
+    assert weights.holds(weights.for_backward(0, 0))
+    step(weights, forward=(3, 0))
+    assert weights.holds(weights.for_forward(2, 0))
+    assert weights.holds(weights.for_backward(1, 0))
     step(weights)
-    assert not weights.holds(weights.for_backward(2))
+    assert not weights.holds(weights.for_backward(2, 0))
 
 
 def test_the_step_writes_what_a_load_would_write():
     fused, plain = (made(forward=3, backward="predict", back=1) for _ in range(2))
     for _ in range(3):
-        step(fused, forward_is_next=True)
+        step(fused, forward=(3, 0))
         step(plain)
-        plain.load(plain.for_forward(0))
+        plain.load(plain.for_forward(0, 0))
         assert torch.equal(working(fused), working(plain))
         assert torch.equal(true(fused), true(plain))
         assert not torch.equal(true(fused), working(fused))
         torch.testing.assert_close(working(fused), predicted(fused, 3))
         for weights in (fused, plain):
-            weights.load(weights.for_backward(0))
+            weights.load(weights.for_backward(0, 0))
             torch.testing.assert_close(working(weights), predicted(weights, 1))
     fused.end()
     assert torch.equal(working(fused), true(fused))
@@ -154,8 +183,8 @@ def test_the_step_writes_what_a_load_would_write():
 
 def test_horizon_0_loads_the_bits_of_the_true_weights():
     weights = made(forward=2, backward="predict", back=0)
-    step(weights, forward_is_next=True)
-    weights.load(weights.for_backward(0))
+    step(weights, forward=(3, 0))
+    weights.load(weights.for_backward(0, 0))
     assert torch.equal(working(weights), true(weights))
 
 
@@ -166,7 +195,7 @@ def test_stashed_versions_come_back_bit_for_bit(forward):
     size = weights.nbytes
 
     def run_forward(i):
-        content = weights.for_forward(i)
+        content = weights.for_forward(i, 0)
         if not weights.holds(content):
             weights.load(content)
         seen[i] = working(weights).clone()
@@ -174,12 +203,12 @@ def test_stashed_versions_come_back_bit_for_bit(forward):
     for i in range(3):
         run_forward(i)
     for i in range(12):
-        content = weights.for_backward(i)
+        content = weights.for_backward(i, 0)
         if not weights.holds(content):
             weights.load(content)
-        weights.forget(i)
+        weights.settle()
         assert torch.equal(working(weights), seen[i])
-        step(weights, forward_is_next=i < 9)
+        step(weights, forward=(i + 3, 0) if i < 9 else None)
         if i < 9:
             run_forward(i + 3)
     assert weights.nbytes == size
@@ -188,11 +217,11 @@ def test_stashed_versions_come_back_bit_for_bit(forward):
 
 def test_a_learning_rate_that_changes_is_met_by_the_next_load():
     weights = made(forward=2, backward="predict", back=1)
-    step(weights, forward_is_next=True)
-    assert weights.holds(weights.for_forward(0))
+    step(weights, forward=(3, 0))
+    assert weights.holds(weights.for_forward(0, 0))
     weights.optimizer.param_groups[0]["lr"] = 0.3
-    assert not weights.holds(weights.for_forward(0))
-    weights.load(weights.for_forward(0))
+    assert not weights.holds(weights.for_forward(0, 0))
+    weights.load(weights.for_forward(0, 0))
     torch.testing.assert_close(working(weights), predicted(weights, 2))
 
 
@@ -203,8 +232,8 @@ def test_under_a_moving_learning_rate_the_step_does_not_predict_in_vain():
     weights = made(forward=2, backward="predict", back=1, scheduler=decay)
     held = []
     for _ in range(8):
-        step(weights, forward_is_next=True)
-        content = weights.for_forward(0)
+        step(weights, forward=(3, 0))
+        content = weights.for_forward(0, 0)
         held.append(weights.holds(content))
         weights.load(content)
         torch.testing.assert_close(working(weights), predicted(weights, 2))
@@ -219,15 +248,15 @@ def test_a_hook_that_changes_the_learning_rate_in_the_step():
         optimizer.param_groups[0]["lr"] /= 2
 
     weights.optimizer.register_step_post_hook(halve)
-    step(weights, forward_is_next=True)
-    assert not weights.holds(weights.for_forward(0))
+    step(weights, forward=(3, 0))
+    assert not weights.holds(weights.for_forward(0, 0))
 
 
 def test_parameters_without_a_gradient():
     weights = made(forward=2, backward="predict", back=1)
     step(weights)
     weights.params[0].grad = torch.ones_like(weights.params[0])
-    weights.update(True)  # no gradient for the bias
+    weights.update((3, 0))  # no gradient for the bias
     torch.testing.assert_close(working(weights), predicted(weights, 2))
     assert all(p.grad is None for p in weights.params)
 
@@ -240,24 +269,22 @@ def test_a_failed_step_leaves_no_order_behind():
 
     handle = weights.optimizer.register_step_pre_hook(fail)
     with pytest.raises(ArithmeticError):
-        step(weights, forward_is_next=True)
+        step(weights, forward=(3, 0))
     handle.remove()
     weights.end()
     weights.begin()
     before = true(weights).clone()
     assert torch.equal(working(weights), before)
-    weights.load(weights.for_backward(0))
-    step(weights, forward_is_next=False)
+    weights.load(weights.for_backward(0, 0))
+    step(weights, forward=None)
     assert not torch.equal(true(weights), before)
     assert torch.equal(working(weights), before)  # the step wrote no prediction that nobody ordered
 
 
 def test_momentum_lives_in_a_flat_buffer_of_its_dtype():
     module = nn.Linear(3, 2).bfloat16()
-    optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9, momentum_dtype=torch.float32)
-    weights = StageWeights(
-        module, optimizer, None, window=2, forward_horizon=1, backward="predict", backward_horizon=0
-    )
+    weights = made(module, window=2, forward=1, momentum_dtype=torch.float32)
+    optimizer = weights.optimizer
     step(weights)
     buffers = [optimizer.state[p]["momentum_buffer"] for p in weights.params]
     assert {b.dtype for b in buffers} == {torch.float32}

@@ -32,8 +32,12 @@ class TrainSettings:
     threads: int
 
 
+#: What is compared where nobody asks for others.
+DEFAULT_METHODS = ("sync", "vanilla", "pipedream", "spectrain", "spectrain-stash")
+
+
 def choose_methods(given: Sequence[str]) -> tuple[str, ...]:
-    """Return the methods named in ``given`` (each entry may list several, with commas), or all.
+    """Return the methods named in ``given`` (an entry may list several), or the default.
 
     Raises:
         click.BadParameter: a name that is no method; the message lists those that exist.
@@ -46,7 +50,7 @@ def choose_methods(given: Sequence[str]) -> tuple[str, ...]:
                 f"unknown method {name!r}; the methods are {', '.join(known)}",
                 param_hint="'--method'",
             )
-    return tuple(dict.fromkeys(names)) if names else known
+    return tuple(dict.fromkeys(names)) if names else DEFAULT_METHODS
 
 
 def choose_devices(given: str, stages: int) -> tuple[str, ...]:

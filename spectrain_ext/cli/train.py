@@ -38,7 +38,7 @@ _POSITIVE = click.IntRange(min=1)
     "method_names",
     multiple=True,
     metavar="NAME",
-    help="A method, or several with commas; may be repeated.  [default: all]",
+    help="A method, or several with commas; may be repeated.  [default: the five best known]",
 )
 @click.option(
     "--devices",

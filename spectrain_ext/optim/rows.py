@@ -13,7 +13,7 @@ from torch import Tensor
 from spectrain_ext.laws import Law
 from spectrain_ext.optim.buffers import empty_like
 from spectrain_ext.optim.ledger import Ledger, State
-from spectrain_ext.optim.rule import Resting, moves, without_gradient
+from spectrain_ext.optim.rule import ByNumbers, PerGroup, Resting, moves, without_gradient
 from spectrain_ext.optim.scaling import Scaling
 from spectrain_ext.plan import Plan
 
@@ -182,9 +182,9 @@ class Rows:
         after = [rule.advance(t, scalars) for t, scalars in zip(groups, before, strict=True)]
         numbers = [rule.at(t, scalars) for t, scalars in zip(groups, after, strict=True)]
         with_step = law is not None and self.buffers is not None
+        own = () if law is None or not with_step else (self._own(law, numbers),)
         gate = scaling.on(self._weights[0].device)
-        first = self._first_step(groups)
-        rule.step(self.plan, numbers, first, (law,) if with_step else (), **gate)
+        rule.step(self.plan, numbers, self._first_step(groups), own, **gate)
         if law is not None:
             if not with_step:
                 self.plan.write_out()
@@ -221,7 +221,14 @@ class Rows:
             self._without = (self.active, found, plan)
         _, found, plan = self._without
         numbers = self.now(templates)
-        plan.predict_with([numbers[n] for n in found], Resting(law, self.ledger.rule), out=0)
+        own = Resting(self._own(law, numbers), self.ledger.rule)
+        plan.predict_with([numbers[n] for n in found], own, out=0)
+
+    def _own(self, law: Law, numbers: Sequence[Any]) -> Law:
+        """Return a law that finds the one of each cohort's group."""
+        if not isinstance(law, PerGroup):
+            return law
+        return ByNumbers(law, numbers, [cohort.group for cohort in self.cohorts])
 
     def starts(self) -> bool:
         """Tell whether the next step begins the buffers of a parameter."""
@@ -255,7 +262,9 @@ class Rows:
     def predict(self, templates: Sequence[Any], law: Law) -> None:
         """Write the outs."""
         if moves(law):
-            self.plan.predict_with(self.now(templates), Resting(law, self.ledger.rule), out=0)
+            numbers = self.now(templates)
+            own = Resting(self._own(law, numbers), self.ledger.rule)
+            self.plan.predict_with(numbers, own, out=0)
         else:
             self.plan.write_out()
 

@@ -102,6 +102,37 @@ class Resting:
         return [] if numbers is self.rule.resting else self.law.adam(numbers)
 
 
+@dataclass(frozen=True, slots=True)
+class PerGroup:
+    """A law for each parameter group, of one kind, under the numbers of the group."""
+
+    laws: tuple[Law, ...]
+
+    def sgd(self, numbers: Sgd) -> list[Term]:
+        """Terms of the first, which stands for all where the group does not matter."""
+        return self.laws[0].sgd(numbers)
+
+    def adam(self, numbers: Adam) -> list[Term]:
+        """Terms of the first."""
+        return self.laws[0].adam(numbers)
+
+
+class ByNumbers:
+    """The same once the numbers of all groups are there: each finds the law of its own group."""
+
+    def __init__(self, law: PerGroup, numbers: Sequence[Any], groups: Sequence[int]) -> None:
+        pairs = zip(numbers, groups, strict=True)
+        self._laws = {id(n): law.laws[group] for n, group in pairs}
+
+    def sgd(self, numbers: Sgd) -> list[Term]:
+        """Terms of the law of the group that the numbers are of."""
+        return self._laws[id(numbers)].sgd(numbers)
+
+    def adam(self, numbers: Adam) -> list[Term]:
+        """Terms of the law of the group that the numbers are of."""
+        return self._laws[id(numbers)].adam(numbers)
+
+
 def moves(law: Law) -> bool:
     """Tell whether a law predicts anything but the weights themselves."""
     return bool(law.sgd(Sgd(1.0, 0.5)))

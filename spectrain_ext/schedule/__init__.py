@@ -5,12 +5,12 @@ from .actions import Action, Kind
 from .compute_csv import read_csv, write_csv
 from .counting import Met, follow, open_ledgers, read, updates_between
 from .cursor import Cursor, Extent
-from .generators import GENERATORS, Generator, find_generator
+from .generators import FLUSHING, GENERATORS, Generator, find_generator
 from .gpipe import gpipe
 from .interleaving import interleave
 from .ledger import Count, Ledger, Reading, Rules
 from .levels import simulate_repeating
-from .one_f_one_b import asynchronous, flushing, one_f_one_b
+from .one_f_one_b import asynchronous, flushing
 from .place import Place
 from .rounds import Horizons, count_horizons
 from .simulation import Durations, Lane, Span, Summary, simulate, summarize
@@ -18,6 +18,7 @@ from .turns import streams, turns
 from .validation import validate
 
 __all__ = [
+    "FLUSHING",
     "GENERATORS",
     "Action",
     "Count",
@@ -43,7 +44,6 @@ __all__ = [
     "follow",
     "gpipe",
     "interleave",
-    "one_f_one_b",
     "open_ledgers",
     "read",
     "read_csv",

@@ -21,13 +21,14 @@ class Extent:
     def __init__(self, in_flight: int) -> None:
         self.minibatches: int | None = None
         self.shares: dict[int, list[float]] = {}
-        self._in_flight = in_flight
+        # A stage may come to the end of a minibatch when stage 0 has a window of others in flight.
+        self._remembered = 2 * in_flight
         self._added = 0
 
     def add(self, shares: list[float]) -> None:
         """There is one more minibatch; a small one has fewer microbatches than the schedule."""
         self.shares[self._added] = shares
-        self.shares.pop(self._added - self._in_flight, None)
+        self.shares.pop(self._added - self._remembered, None)
         self._added += 1
 
     def stop(self) -> None:
@@ -47,6 +48,10 @@ class Cursor:
 
     The microbatches of a minibatch are known before a stage reaches its second one: the stage has
     received the first, or pulled the minibatch.
+
+    Args:
+        actions: the endless stream.
+        extent: the run.
     """
 
     def __init__(self, actions: Iterator[Action], extent: Extent) -> None:

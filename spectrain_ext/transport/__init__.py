@@ -1,6 +1,6 @@
 """How tensors get from stage to stage, and what orders their use."""
 
-from .local import Edge, Message, Transit
+from .local import Edge, Message, Slot, Transit
 from .streams import Buffer, Event, Stream, callers_stream, checked_streams, new_stream
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "Edge",
     "Event",
     "Message",
+    "Slot",
     "Stream",
     "Transit",
     "callers_stream",

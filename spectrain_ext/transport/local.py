@@ -36,16 +36,54 @@ class Message(NamedTuple):
         return Message(self.tensors, self.single, (False,) * len(self.tensors))
 
 
-class _Slot:
+class Slot:
     """A receive buffer; ``arrived``: the copy into it, ``free``: the receiver has done with it."""
+
+    __slots__ = ("_bases", "_likeness", "arrived", "buffer", "free", "message", "storage")
 
     def __init__(self, name: str, copy: Stream, receiver: Stream) -> None:
         self.buffer = Buffer(name)
         self.arrived = copy.event()
         self.free = receiver.event()
-        self.storage: list[Tensor | None] = []
-        self.likeness: list[_Likeness | None] = []
         self.message: Message | None = None
+        self.storage: list[Tensor | None] = []
+        self._likeness: list[_Likeness | None] = []
+        self._bases: list[Tensor | None] = []
+
+    def fits(self, likeness: list[_Likeness | None]) -> bool:
+        """Whether the storage has these shapes, strides and dtypes."""
+        return self._likeness == likeness
+
+    def fit(
+        self,
+        likeness: list[_Likeness | None],
+        tensors: Sequence[Tensor | None],
+        device: torch.device,
+    ) -> None:
+        """Have storage like these tensors, in the same memory where it is large enough."""
+        old = self._bases + [None] * (len(tensors) - len(self._bases))
+        self._bases = [_base(*pair, device) for pair in zip(old, tensors, strict=False)]
+        self._likeness = likeness
+        self.storage = [
+            None
+            if tensor is None or base is None
+            # empty_like keeps the strides of every dense layout and closes the gaps of any other.
+            else base.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
+            for tensor, base in zip(tensors, self._bases, strict=True)
+        ]
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self.storage, self._likeness, self._bases = [], [], []
+
+
+def _base(base: Tensor | None, tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    """Memory for as many elements as the tensor has."""
+    if tensor is None:
+        return base
+    if base is not None and base.dtype == tensor.dtype and base.numel() >= tensor.numel():
+        return base
+    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
 
 
 class Edge:
@@ -53,15 +91,15 @@ class Edge:
 
     The sender's tensors are copied even on the same device: an in-place first layer of the receiver
     must not reach what the sender saved for its backward, and a caller may refill its batch.
+    Messages are received in the order in which they were sent.
 
     Args:
         name: for error messages.
         source: the sender's device, None where it may differ from message to message.
         target: the receiver's device.
         receiver: the stream that uses what arrives.
-        depth: minibatches that may be under way or in use at once. A sender has no more than its
-            window in flight.
-        parts: microbatches per minibatch.
+        depth: messages that may be under way or in use at once. A sender has no more microbatches
+            in flight than its window.
     """
 
     def __init__(
@@ -71,26 +109,17 @@ class Edge:
         target: torch.device,
         receiver: Stream,
         depth: int,
-        parts: int,
     ) -> None:
         self.target = target
         self._receiver = receiver
         devices = (target,) if source is None else (source, target)
         self.stream = new_stream(f"copy stream of {name}", *devices)
-        # One slot per microbatch index: their sizes then stay the same from minibatch to minibatch.
-        self._ring = [
-            [_Slot(f"{name}, slot {i}.{j}", self.stream, receiver) for j in range(parts)]
-            for i in range(depth)
-        ]
+        self._ring = [Slot(f"{name}, slot {q}", self.stream, receiver) for q in range(depth)]
+        self._sent = self._received = 0
 
-    def _slot(self, minibatch: int, microbatch: int) -> _Slot:
-        return self._ring[minibatch % len(self._ring)][microbatch]
-
-    def send(
-        self, minibatch: int, microbatch: int, message: Message, source: Buffer, ready: Event
-    ) -> Event:
+    def send(self, message: Message, source: Buffer, ready: Event) -> Event:
         """Copy the message over, after ``ready``; returns the event that it has been read."""
-        slot = self._slot(minibatch, microbatch)
+        slot = self._ring[self._sent % len(self._ring)]
         assert slot.message is None, f"{slot.buffer.name} is in use"
         self._fit(slot, message.tensors)
         copy = self.stream
@@ -103,56 +132,48 @@ class Edge:
                 if to is not None and tensor is not None:
                     to.copy_(tensor, non_blocking=True)
         copy.record(slot.arrived)
-        received = tuple(
-            None if tensor is None else to
-            for to, tensor in zip(slot.storage, message.tensors, strict=True)
-        )
-        slot.message = Message(received, message.single, message.differentiable)
+        slot.message = Message(tuple(slot.storage), message.single, message.differentiable)
+        self._sent += 1
         return slot.arrived
 
-    def _fit(self, slot: _Slot, tensors: Sequence[Tensor | None]) -> None:
+    def _fit(self, slot: Slot, tensors: Sequence[Tensor | None]) -> None:
         """Give the slot tensors like these; in a steady state it has them."""
         likeness = [tensor if tensor is None else _likeness(tensor) for tensor in tensors]
-        if slot.likeness == likeness:
+        if slot.fits(likeness):
             return
-        slot.likeness = likeness
         with (
             self._receiver
         ):  # which memory of this stream's pool is then safe to reuse, its order tells
-            slot.storage = [
-                None if tensor is None else torch.empty_like(tensor, device=self.target)
-                for tensor in tensors
-            ]
+            slot.fit(likeness, tensors, self.target)
         self._receiver.record(slot.free)
 
-    def has(self, minibatch: int, microbatch: int) -> bool:
-        """Whether the message has been sent; its copy may still be under way."""
-        return self._slot(minibatch, microbatch).message is not None
+    def has(self) -> bool:
+        """Whether the next message has been sent; its copy may still be under way."""
+        return self._received < self._sent
 
-    def receive(self, minibatch: int, microbatch: int) -> tuple[Message, Buffer]:
-        """The message, to be used on the receiver's stream from here on until ``free``."""
-        slot = self._slot(minibatch, microbatch)
-        assert slot.message is not None, f"nothing arrived in {slot.buffer.name}"
+    def receive(self) -> Slot:
+        """The next message, to be used on the receiver's stream from here on until ``free``."""
+        assert self.has(), "nothing has arrived"
+        slot = self._ring[self._received % len(self._ring)]
+        self._received += 1
         self._receiver.wait(slot.arrived)
-        return slot.message, slot.buffer
+        return slot
 
-    def free(self, minibatch: int, microbatch: int) -> None:
+    def free(self, slot: Slot) -> None:
         """The receiver's stream will not use the message after what it has been given so far."""
-        slot = self._slot(minibatch, microbatch)
         self._receiver.record(slot.free)
         slot.message = None
 
     def reset(self) -> None:
         """Forget all messages; what was issued must have been waited for."""
-        for slots in self._ring:
-            for slot in slots:
-                slot.message = None
+        for slot in self._ring:
+            slot.message = None
+        self._sent = self._received = 0
 
     def free_storage(self) -> None:
         """Free the receive buffers, outside of a run."""
-        for slots in self._ring:
-            for slot in slots:
-                slot.storage, slot.likeness = [], []
+        for slot in self._ring:
+            slot.clear()
 
 
 class Transit:

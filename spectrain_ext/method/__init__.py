@@ -1,0 +1,20 @@
+"""Methods: which weights, predicted how far, each forward and backward of a stage computes with."""
+
+from .choices import Choices, choices_at, places_of
+from .registry import find_method, methods, second_order, xgrad
+from .rules import recipe_clip
+from .value import Backward, Method, Reads
+
+__all__ = [
+    "Backward",
+    "Choices",
+    "Method",
+    "Reads",
+    "choices_at",
+    "find_method",
+    "methods",
+    "places_of",
+    "recipe_clip",
+    "second_order",
+    "xgrad",
+]

@@ -1,0 +1,160 @@
+"""The named methods: one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from ..schedule import Place
+from . import rules
+from .value import Method, StageRule
+
+
+def second_order(
+    *,
+    lead: StageRule = rules.stage_index,
+    backward: Literal["stash", "predict"] = "stash",
+    clip: Callable[[Place], float] | None = None,
+) -> Method:
+    """The ``second-order`` method with other settings.
+
+    Args:
+        lead: a rule for the updates that a stage predicts further than its own delay; k by default.
+        backward: the forward's weights again, or a linear prediction by ``lead`` from the newest.
+        clip: a rule for the largest norm of a stage's gradient; ``recipe_clip`` was found to keep
+            small deep networks stable. None: no clipping.
+    """
+    return Method(
+        "second-order",
+        "predicts with the momentum's last change as well, further on later stages",
+        law="second-order",
+        forward_horizon=rules.delay,
+        lead=lead,
+        backward=backward,
+        backward_horizon=lead if backward == "predict" else rules.none,
+        clip=clip,
+    )
+
+
+def xgrad(*, steps: int = 1) -> Method:
+    """The ``xgrad`` method (Guan et al., 2023) with another number of updates to look ahead."""
+    return Method(
+        "xgrad",
+        "looks ahead on one device: gradients at the predicted weights, updates of the true ones",
+        schedule="gpipe",
+        forward_horizon=lambda place: steps,
+        backward="stash",
+        max_stages=1,
+    )
+
+
+_SPECTRAIN = Method(
+    "spectrain",
+    "forward and backward predict the weights at the minibatch's end (arXiv 1809.02839)",
+    forward_horizon=rules.spectrain_forward,
+    backward="predict",
+    backward_horizon=rules.spectrain_backward,
+)
+
+_ROWS = (
+    Method("sync", "one minibatch at a time, no overlap: the yardstick", schedule="gpipe"),
+    Method("gpipe", "all forwards, all backwards, update (synchronous)", schedule="gpipe"),
+    Method("1f1b", "one forward, one backward, a flush per minibatch (synchronous)", "1f1b"),
+    Method("vanilla", "forward and backward at the newest version"),
+    Method("pipedream", "the backward reloads its forward's version", backward="stash"),
+    Method(
+        "pipedream-vertical-sync",
+        "all stages use the version that stage 0 had at the microbatch's entry",
+        forward_reads="entry",
+        backward="stash",
+    ),
+    Method(
+        "pipedream-2bw",
+        "two versions, a delay of exactly one update; needs as many microbatches as stages",
+        forward_reads="previous",
+        backward="stash",
+        min_microbatches=lambda place: place.stages,
+    ),
+    _SPECTRAIN,
+    Method(
+        "spectrain-local",
+        "the forward predicts its own backward's version, by the counted number of updates",
+        forward_horizon="counted",
+    ),
+    Method(
+        "spectrain-stash",
+        "the forward predicts its own backward's version, the backward reuses that prediction",
+        forward_horizon=rules.delay,
+        backward="stash",
+    ),
+    replace(
+        _SPECTRAIN,
+        name="spectrain-ema",
+        summary="spectrain with averaged momentum, as the paper writes it; SGD(ema=True)",
+        direction="ema",
+        families=("sgd",),
+    ),
+    second_order(),
+    Method(
+        "pipeoptim",
+        "the forward predicts its own backward's version (PipeOptim, 2023)",
+        forward_horizon=rules.delay,
+    ),
+    Method(
+        "xpipe",
+        "one prediction per minibatch, for all its microbatches (XPipe, 2019)",
+        forward_horizon=rules.xpipe_forward,
+        backward="predict",
+        backward_horizon=rules.xpipe_backward,
+        once=True,
+    ),
+    Method(
+        "msnag",
+        "the forward predicts updates with zero gradients (FTPipe, 2021)",
+        law="geometric",
+        forward_horizon=rules.delay,
+    ),
+    Method(
+        "msnag-stash",
+        "msnag, and the backward reuses the forward's weights",
+        law="geometric",
+        forward_horizon=rules.delay,
+        backward="stash",
+    ),
+    Method(
+        "lwp-v",
+        "linear weight prediction along the velocity (Kosson et al., 2020)",
+        forward_horizon=rules.delay,
+    ),
+    Method(
+        "lwp-w",
+        "linear weight prediction along the last change of the weights (Kosson et al., 2020)",
+        law="difference",
+        forward_horizon=rules.delay,
+    ),
+    xgrad(),
+)
+
+_REGISTRY = {method.name: method for method in _ROWS}
+
+
+def methods() -> tuple[str, ...]:
+    """Names that ``Pipeline(method=...)`` accepts."""
+    return tuple(_REGISTRY)
+
+
+def find_method(method: str | Method) -> Method:
+    """The method of that name; a ``Method`` is returned as it is.
+
+    Raises:
+        ValueError: there is no method of that name; the message lists those that exist.
+        TypeError: ``method`` is neither a name nor a Method.
+    """
+    if isinstance(method, Method):
+        return method
+    if not isinstance(method, str):
+        raise TypeError(f"method: expected a name or a Method, got {type(method).__name__}")
+    if method not in _REGISTRY:
+        raise ValueError(f"method: there is no {method!r}; there are {', '.join(_REGISTRY)}")
+    return _REGISTRY[method]

@@ -1,0 +1,79 @@
+"""Method: a pipeline training method as a row of independent choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..schedule import Place
+from .rules import none
+
+StageRule = Callable[[Place], int]
+WindowRule = Callable[[int, int, int], int]  # (stage k, stages N, microbatches M) -> microbatches
+
+Reads = Literal["newest", "entry", "previous"]
+Law = Literal["linear", "geometric", "second-order", "difference"]
+Backward = Literal["current", "predict", "stash"]
+
+FAMILIES = ("sgd", "adam", "adamw", "nadam")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A pipeline training method: a value, without code of its own.
+
+    Versions and updates are those of one stage within one run, counted from 0. A rule is a function
+    of the stage's ``Place``.
+
+    Attributes:
+        name: the name that ``Pipeline(method=...)`` accepts.
+        summary: one line for people.
+        schedule: the order of a stage's forwards, backwards and updates: a key of
+            ``schedule.GENERATORS``.
+        window: ``(k, N, M) -> w``, how many microbatches stage k of N may have in flight where a
+            minibatch has M; None: what is usual for the schedule, N - k without a flush.
+        forward_reads: the version that a forward starts from. ``"newest"``: all updates so far;
+            ``"entry"``: as many as stage 0 had made when it began this microbatch (vertical sync);
+            ``"previous"``: i - 1 for minibatch i, all but the last before it (PipeDream-2BW).
+        law: how the weights some updates ahead follow. ``"linear"``, ``"geometric"`` and
+            ``"second-order"`` are those of ``spectrain_ext.laws``; ``"difference"`` is
+            ``W + s*(W - W_before)`` with the weights of one update before.
+        forward_horizon: a rule for s, by how many updates the forward's weights are predicted
+            ahead of the version it reads, 0 for the version itself; or ``"counted"``: exactly the
+            updates until this microbatch's backward. The second-order law's delay.
+        lead: a rule for the second-order law's lead, in updates.
+        backward: the weights that the backward meets. ``"current"``: the newest version;
+            ``"predict"``: the newest version predicted ahead by ``backward_horizon`` (linearly,
+            where the law is of second order); ``"stash"``: the very weights of its forward.
+        backward_horizon: a rule for s of ``backward="predict"``.
+        once: the forwards of all microbatches of a minibatch use the weights of the first (XPipe).
+        direction: what the momentum has to be: None, any; ``"ema"``, an average
+            (``SGD(ema=True)``).
+        clip: a rule for the largest norm of a stage's gradient, None: not clipped.
+        future_rates: a prediction over s updates uses the learning rates that the scheduler will
+            give these, instead of s times the present one.
+        families: the optimizers that the method is defined for, out of sgd, adam, adamw, nadam.
+        max_stages: the most stages that the method is defined for.
+        min_microbatches: a rule for the fewest microbatches per minibatch.
+    """
+
+    # Corrections of gradients and of rates by staleness would be two more fields.
+
+    name: str
+    summary: str
+    schedule: str = "1f1b-async"
+    window: WindowRule | None = None
+    forward_reads: Reads = "newest"
+    law: Law = "linear"
+    forward_horizon: StageRule | Literal["counted"] = none
+    lead: StageRule = none
+    backward: Backward = "current"
+    backward_horizon: StageRule = none
+    once: bool = False
+    direction: Literal["ema"] | None = None
+    clip: Callable[[Place], float] | None = None
+    future_rates: bool = False
+    families: tuple[str, ...] = FAMILIES
+    max_stages: int | None = None
+    min_microbatches: StageRule | None = None
