@@ -36,14 +36,14 @@ class Plan:
         with_momentum: bool,
         first_step: bool | Sequence[bool],
         predictions: Sequence[tuple[int, Sequence[Sequence[Term]]]],
-        options: tuple[Any, Any, Any, bool, int | None],
+        options: tuple[Any, Any, Any, bool, int | None] | None,
         stream: Any,
     ) -> None: ...
     def adam_step_(
         self,
         settings: Sequence[Setting],
         predictions: Sequence[tuple[int, Sequence[Sequence[Term]]]],
-        options: tuple[Any, Any, Any, bool, int | None],
+        options: tuple[Any, Any, Any, bool, int | None] | None,
         stream: Any,
     ) -> None: ...
     def refresh(self) -> None: ...

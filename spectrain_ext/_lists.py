@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import _C
+from spectrain_ext.numbers import seed
 
 
 class SupportsDLPack(Protocol):
@@ -32,6 +33,8 @@ class SupportsCudaArray(Protocol):
 Array: TypeAlias = "Tensor | SupportsDLPack | SupportsCudaArray | memoryview | array.array[float]"
 Tensors: TypeAlias = "Array | Sequence[Array]"
 Gradients: TypeAlias = "Array | Sequence[Array | None] | None"
+#: grad_scale, found_inf, clip_factor, zero_grad, rounding_seed
+Options: TypeAlias = "tuple[Array | None, Array | None, Array | None, bool, int | None]"
 
 
 def is_array(value: object) -> bool:
@@ -146,3 +149,17 @@ def bump_versions(*lists: Sequence[object]) -> None:
         torch.autograd.graph.increment_version(tensors)
     except RuntimeError:  # inference tensors have no version counter
         torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+def step_options(
+    grad_scale: Array | None,
+    found_inf: Array | None,
+    clip_factor: Array | None,
+    zero_grad: bool,
+    rounding_seed: int | None,
+) -> Options | None:
+    """What the native step takes beside its numbers; None where it is nothing."""
+    absent = grad_scale is None and found_inf is None and clip_factor is None
+    if absent and not zero_grad and rounding_seed is None:
+        return None
+    return grad_scale, found_inf, clip_factor, zero_grad, seed(rounding_seed)

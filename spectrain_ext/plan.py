@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias, cast
 
-from spectrain_ext._lists import Array, Gradients, Lists, Role, Tensors, is_array
+from spectrain_ext._lists import Array, Gradients, Lists, Role, Tensors, is_array, step_options
 from spectrain_ext.laws import Horizon, Law, as_law, needs_momentum
-from spectrain_ext.numbers import Adam, Sgd, Term, non_negative, seed
+from spectrain_ext.numbers import Adam, Sgd, Term, non_negative
 
 Terms: TypeAlias = list[list[Term]]  # of every parameter group
 
@@ -220,7 +220,7 @@ class Plan:
             law = as_law(steps, f"predict[{j}]")
             predictions.append((j, [_sgd_terms(law, numbers) for numbers in groups]))
         settings = [numbers.setting() for numbers in groups]
-        options = (grad_scale, found_inf, clip_factor, zero_grad, seed(rounding_seed))
+        options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
         self._native.sgd_step_(settings, with_momentum, first_step, predictions, options, stream)
 
     def step_adam_(
@@ -247,7 +247,7 @@ class Plan:
                 law = as_law(steps, f"predict[{j}]")
                 predictions.append((j, [law.adam(numbers) for numbers in groups]))
         settings = [numbers.setting() for numbers in groups]
-        options = (grad_scale, found_inf, clip_factor, zero_grad, seed(rounding_seed))
+        options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
         self._native.adam_step_(settings, predictions, options, stream)
 
     def predict_with(

@@ -40,8 +40,9 @@ Setting setting(const PySetting& given) {
 }
 
 // grad_scale, found_inf, clip_factor: an array of one element each, or None; zero_grad;
-// rounding_seed
-using PyOptions = std::tuple<py::object, py::object, py::object, bool, std::optional<uint64_t>>;
+// rounding_seed. None stands for all absent: taking a tuple apart costs a tenth of a small step.
+using PyOptions =
+    std::optional<std::tuple<py::object, py::object, py::object, bool, std::optional<uint64_t>>>;
 
 class PyPlan {
  public:
@@ -176,7 +177,8 @@ class PyPlan {
   }
 
   Plan::StepOptions checked_options(const PyOptions& given, Loans& loans) {
-    const auto& [grad_scale, found_inf, clip_factor, zero_grad, seed] = given;
+    if (!given) return {};
+    const auto& [grad_scale, found_inf, clip_factor, zero_grad, seed] = *given;
     if (seed) arrays_.check_rounding();
     if (zero_grad) arrays_.check_gradients_writable();
     const Gate gate{arrays_.scalar(found_inf, "found_inf", zero_grad, loans),
