@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from . import _C
 from .method import Choices, Method
 from .optim import Adam, AdamW, NAdam, PredictingOptimizer
+from .schedule import FLUSHING, Place
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -139,6 +140,49 @@ def check_microbatches(microbatches: object) -> None:
         raise TypeError(f"microbatches: expected an int, got {type(microbatches).__name__}")
     if microbatches < 1:
         raise ValueError(f"microbatches: expected at least 1, got {microbatches}")
+
+
+def max_norms_of(
+    method: Method, places: Sequence[Place], clip_norm: float | None, clip_scope: str
+) -> list[float | None]:
+    """What each stage's gradient is clipped to."""
+    if clip_scope not in ("stage", "global"):
+        raise ValueError(f"clip_scope: expected 'stage' or 'global', got {clip_scope!r}")
+    if clip_scope == "global" and method.schedule not in FLUSHING:
+        raise ValueError(
+            f"clip_scope: under method {method.name!r} the stages of an asynchronous pipeline "
+            "update at different times, each with another minibatch's gradient: there is no norm "
+            "over all stages; expected 'stage'"
+        )
+    if clip_scope == "global" and clip_norm is None:
+        raise ValueError("clip_scope: 'global' needs a clip_norm")
+    if clip_norm is not None:
+        return [_positive("clip_norm", clip_norm)] * len(places)
+    if method.clip is None:
+        return [None] * len(places)
+    return [
+        _positive(
+            f"method: clip of {method.name!r} for stage {place.stage} of {place.stages}",
+            method.clip(place),
+        )
+        for place in places
+    ]
+
+
+def _positive(what: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{what}: expected a number, got {type(value).__name__}")
+    if not value > 0:
+        raise ValueError(f"{what}: expected a number > 0, got {value}")
+    return float(value)
+
+
+def check_master_dtype(master_dtype: object) -> None:
+    """Refuse what the kernels cannot update 16-bit weights in."""
+    if master_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"master_dtype: expected torch.float32, or None for none, got {master_dtype!r}"
+        )
 
 
 def check_loss_fn(loss_fn: object) -> None:

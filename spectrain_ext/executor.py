@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .batch import Value, split
+from .clipping import GlobalNorm
 from .errors import StageError
+from .recomputing import RecomputingStage
 from .schedule import Cursor, Extent, Kind, Place, find_generator
-from .stage import Stage, activation
+from .stage import Stage
+from .tape import activation
 from .transport import Buffer, Edge, Stream, Transit, callers_stream
 from .weights import StageWeights
 
@@ -48,6 +51,9 @@ class Executor:
         loss_fn: ``(output, target) -> 0-d tensor``.
         places: their places.
         schedule: the name of the order in which they act.
+        max_norms: what each one's gradient is clipped to, None: not at all.
+        clip_globally: whether the norm is that of all stages.
+        recompute: whether backwards run their forwards again.
 
     Attributes:
         running: whether a run has begun and not ended.
@@ -61,6 +67,9 @@ class Executor:
         loss_fn: Callable[..., Tensor],
         places: list[Place],
         schedule: str,
+        max_norms: Sequence[float | None],
+        clip_globally: bool = False,
+        recompute: bool = False,
     ) -> None:
         n = len(modules)
         self.running = False
@@ -68,7 +77,11 @@ class Executor:
         self._places = places
         self._schedule = schedule
         self._microbatches = places[0].microbatches
-        self.stages = [Stage(k, modules[k], devices[k], weights[k]) for k in range(n)]
+        self._norm = GlobalNorm(n) if clip_globally else None
+        kind = RecomputingStage if recompute else Stage
+        self.stages = [
+            kind(k, modules[k], devices[k], weights[k], max_norms[k], self._norm) for k in range(n)
+        ]
         self._last = self.stages[-1]
         self._connect()
         self._batch = Buffer("the caller's batch")
@@ -169,6 +182,8 @@ class Executor:
         for stage in self.stages:
             stage.end()
         self._losses_out.reset()
+        if self._norm is not None:
+            self._norm.reset()
         self._let_caller_follow()
 
     def _drop(self) -> None:
@@ -256,6 +271,10 @@ class Executor:
             elif kind is Kind.RECEIVE_GRADIENT:
                 assert stage.gradients is not None
                 if not stage.gradients.has():
+                    break
+            elif kind is Kind.UPDATE and self._norm is not None:
+                progress |= stage.give_norm(i)
+                if not self._norm.complete(i):
                     break
             cursor.advance()
             progress = True

@@ -22,13 +22,7 @@ class Flat:
         self, params: Sequence[Tensor], dtype_of: Callable[[Tensor], torch.dtype] | None = None
     ) -> None:
         dtypes = [p.dtype if dtype_of is None else dtype_of(p) for p in params]
-        offsets: list[int] = []
-        sizes: dict[torch.dtype, int] = {}
-        for p, dtype in zip(params, dtypes, strict=True):
-            offset = sizes.get(dtype, 0)
-            offsets.append(offset)
-            step = ALIGNMENT // dtype.itemsize
-            sizes[dtype] = offset + -(-p.numel() // step) * step
+        offsets, sizes = _layout(params, dtypes)
         buffers = {dtype: _aligned(size, dtype, params[0].device) for dtype, size in sizes.items()}
         self.buffers = list(buffers.values())
         self.views: dict[Tensor, Tensor] = {}
@@ -42,6 +36,25 @@ class Flat:
     def nbytes(self) -> int:
         """Bytes of all buffers, gaps between parameters included."""
         return sum(buffer.nbytes for buffer in self.buffers)
+
+
+def flat_nbytes(params: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> int:
+    """The bytes that a ``Flat`` of these dtypes would have."""
+    return sum(size * dtype.itemsize for dtype, size in _layout(params, dtypes)[1].items())
+
+
+def _layout(
+    params: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+) -> tuple[list[int], dict[torch.dtype, int]]:
+    """Every parameter's first element in the buffer of its dtype, and the buffers' sizes."""
+    offsets: list[int] = []
+    sizes: dict[torch.dtype, int] = {}
+    for p, dtype in zip(params, dtypes, strict=True):
+        offset = sizes.get(dtype, 0)
+        offsets.append(offset)
+        step = ALIGNMENT // dtype.itemsize
+        sizes[dtype] = offset + -(-p.numel() // step) * step
+    return offsets, sizes
 
 
 def _aligned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,6 +10,20 @@ from .schedule import Kind, Place, find_generator
 from .versions import Content, Entries, Versions
 
 
+class StageMemory(NamedTuple):
+    """What a stage holds at most.
+
+    Attributes:
+        versions: buffers of weights: working, master and kept ones.
+        weight_bytes: bytes of these; the optimizer's state and gradients are not among them.
+        microbatches: microbatches between the begin of their forward and the end of their backward.
+    """
+
+    versions: int
+    weight_bytes: int
+    microbatches: int
+
+
 class Peak(NamedTuple):
     """The most that a stage holds at once in a run that is long enough.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,18 @@ from .arguments import (
     check_can_predict,
     check_family,
     check_loss_fn,
+    check_master_dtype,
     check_microbatches,
     checked_devices,
     checked_stages,
     devices_of,
     make_optimizer,
     make_scheduler,
+    max_norms_of,
 )
 from .batch import Value
 from .executor import Executor, Result
+from .memory import StageMemory
 from .method import Method, choices_at, find_method, places_of
 from .method.choices import Window
 from .optim import PredictingOptimizer
@@ -52,6 +55,18 @@ class Pipeline(nn.Module):
         window: microbatches that a stage may have in flight: ``"classic"``, N - k on stage k of N;
             ``"wide"``, 2*(N - k) - 1, which hides communication at twice the staleness; a number
             for all stages; or one per stage. None: the method's own. Not for schedules that flush.
+        clip_norm: the largest 2-norm of a gradient before an update; a larger one is scaled down,
+            as by ``torch.nn.utils.clip_grad_norm_``. None: what the method says, most say nothing.
+        clip_scope: whose gradient: ``"stage"``, each one's own; ``"global"``, all stages' together,
+            for synchronous methods.
+        master_dtype: ``torch.float32`` has the optimizers update float32 weights, with float32
+            state, where parameters are bfloat16 or float16; what the stages compute with, true or
+            predicted, is these rounded. Between runs they stay, as long as the parameters do.
+        recompute: keep only the inputs of a forward, and run the whole stage's forward again right
+            before its backward, with the weights that the backward is to meet. Where the method has
+            other weights there than in the forward, this is another method; where it has not, it
+            is slower, and smaller. Dropout is drawn again as it was, running statistics are not
+            updated again.
 
     Attributes:
         method: the Method.
@@ -83,6 +98,10 @@ class Pipeline(nn.Module):
         scheduler: Callable[[PredictingOptimizer], LRScheduler] | None = None,
         microbatches: int = 1,
         window: Window = None,
+        clip_norm: float | None = None,
+        clip_scope: Literal["stage", "global"] = "stage",
+        master_dtype: torch.dtype | None = None,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         # Everything is checked before anything is moved.
@@ -92,6 +111,8 @@ class Pipeline(nn.Module):
         check_microbatches(microbatches)
         stage_places = places_of(chosen, len(modules), microbatches, window)
         choices = [choices_at(chosen, place) for place in stage_places]
+        max_norms = max_norms_of(chosen, stage_places, clip_norm, clip_scope)
+        check_master_dtype(master_dtype)
         check_loss_fn(loss_fn)
         for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if not callable(given) and not (name == "scheduler" and given is None):
@@ -127,6 +148,7 @@ class Pipeline(nn.Module):
                         (stage_places[0], stage_places[k]),
                         chosen.schedule,
                         futures[k],
+                        master_dtype,
                     )
                 )
         except BaseException:
@@ -141,7 +163,17 @@ class Pipeline(nn.Module):
         self.places = tuple(stage_places)
         self._weights = weights
         # Not here, lest a loss function that is a module becomes a part of the model.
-        self._executor = Executor(modules, places, weights, loss_fn, stage_places, chosen.schedule)
+        self._executor = Executor(
+            modules,
+            places,
+            weights,
+            loss_fn,
+            stage_places,
+            chosen.schedule,
+            max_norms,
+            clip_scope == "global",
+            recompute,
+        )
         self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
 
@@ -224,6 +256,24 @@ class Pipeline(nn.Module):
     def weight_version_bytes(self) -> int:
         """Bytes of all weight versions of all stages: working, master and kept ones."""
         return sum(weights.nbytes for weights in self._weights if weights is not None)
+
+    def predicted_memory(self) -> list[StageMemory]:
+        """What each stage holds at most in a long run, as schedule and method predict it."""
+        return [
+            StageMemory(0, 0, place.window) if weights is None else weights.predicted()
+            for place, weights in zip(self.places, self._weights, strict=True)
+        ]
+
+    def measured_memory(self) -> list[StageMemory]:
+        """The buffers that each stage has, and the most microbatches it had in flight in any run.
+
+        Equal to the prediction once a run has filled the pipeline, unless minibatches had fewer
+        samples than microbatches, or learning rates were changed by hand.
+        """
+        return [
+            StageMemory(0, 0, stage.peak) if weights is None else weights.measured(stage.peak)
+            for stage, weights in zip(self._executor.stages, self._weights, strict=True)
+        ]
 
     def release(self) -> None:
         """Give the modules and optimizers ordinary storage of their own, and free all buffers.

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from torch import Tensor
+
+States = list[Tensor]
 
 
 class StageRandom:
@@ -30,14 +36,31 @@ class StageRandom:
         self._callers = list(self._own)
 
     def __enter__(self) -> None:
-        for k, generator in enumerate(self._generators):
-            self._callers[k] = generator.get_state()
-            generator.set_state(self._own[k])
+        self._callers = [generator.get_state() for generator in self._generators]
+        _set(self._generators, self._own)
 
     def __exit__(self, *_: object) -> None:
-        for k, generator in enumerate(self._generators):
-            self._own[k] = generator.get_state()
-            generator.set_state(self._callers[k])
+        self._own = [generator.get_state() for generator in self._generators]
+        _set(self._generators, self._callers)
+
+    def states(self) -> States:
+        """Where the stage's numbers stand, outside of ``with``."""
+        return self._own
+
+    @contextmanager
+    def at(self, states: States) -> Iterator[None]:
+        """Inside, numbers are drawn again from there; where they stood is not changed."""
+        callers = [generator.get_state() for generator in self._generators]
+        _set(self._generators, states)
+        try:
+            yield
+        finally:
+            _set(self._generators, callers)
+
+
+def _set(generators: list[torch.Generator], states: States) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 def _mix(seed: int, stage: int) -> int:

@@ -8,54 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .batch import Value
+from .clipping import GlobalNorm, clip, gradient_norm
 from .rng import StageRandom
 from .schedule import Cursor, Extent, Kind
+from .tape import Entry, Tape, activation, check_dependence, check_loss, value_of
 from .transport import Buffer, Edge, Message, Slot, Transit, new_stream
 from .versions import Content
 from .weights import StageWeights
-
-
-class _Entry(torch.autograd.Function):
-    """Identity at a stage's input: a layer may work in place on its output, not on a leaf."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class _Tape:
-    """What a stage keeps of a microbatch from its forward to the end of its backward.
-
-    Attributes:
-        buffer: stands for the memory of all of this.
-        leaves: the inputs, None where no gradient is wanted.
-        output: where the backward starts: the module's output, on the last stage then the loss.
-        message: the output without its graph.
-        slot: the receive buffer that the inputs are in.
-        target: that of the loss's target, on the last stage.
-    """
-
-    __slots__ = ("buffer", "leaves", "message", "output", "slot", "target")
-    target: Slot
-
-    def __init__(
-        self,
-        slot: Slot,
-        buffer: Buffer,
-        leaves: list[Tensor | None],
-        output: Value,
-        message: Message,
-    ) -> None:
-        self.slot = slot
-        self.buffer = buffer
-        self.leaves = leaves
-        self.output = output
-        self.message = message
 
 
 class Stage:
@@ -70,6 +29,8 @@ class Stage:
         module: computes the stage's output.
         device: where it does.
         weights: None if it has no trainable parameters.
+        max_norm: what its gradient is clipped to, None: not at all.
+        global_norm: where the norm is that of all stages.
 
     Attributes:
         peak: the most microbatches that were in flight here at once.
@@ -88,7 +49,13 @@ class Stage:
     cursor: Cursor
 
     def __init__(
-        self, index: int, module: nn.Module, device: torch.device, weights: StageWeights | None
+        self,
+        index: int,
+        module: nn.Module,
+        device: torch.device,
+        weights: StageWeights | None,
+        max_norm: float | None = None,
+        global_norm: GlobalNorm | None = None,
     ) -> None:
         self.index = index
         self.module = module
@@ -102,13 +69,14 @@ class Stage:
         self.working = Buffer(f"working weights of stage {index}")
         self.weight_gradients = Buffer(f"weight gradients of stage {index}")
         self.module_buffers = Buffer(f"module buffers of stage {index}")
-        self._random = StageRandom(index, device)
-        self._tapes: dict[tuple[int, int], _Tape] = {}
+        self.random = StageRandom(index, device)
         self.peak = 0
+        self._max_norm = max_norm
+        self._global_norm = global_norm
         self._received: Slot
-        self._outgoing: tuple[Tensor | None, ...] = ()
         self._in_transit = Transit(self.compute, 1)
         self._extent: Extent
+        self.forget()
 
     # A run.
 
@@ -116,6 +84,7 @@ class Stage:
         """Start a run with the weights that the module holds."""
         self.cursor = cursor
         self._extent = extent
+        self.forget()
         if self.weights is not None:
             self.predict.writes(self.working)
             with self.predict:
@@ -131,10 +100,15 @@ class Stage:
                 self.weights.end()
             self.predict.record(self.loaded)
 
+    def forget(self) -> None:
+        """Have nothing in flight."""
+        self._tapes: dict[tuple[int, int], Tape] = {}
+        self._outgoing: tuple[Tensor | None, ...] = ()
+        self._gave: int | None = None  # minibatch whose norm the other stages know
+
     def drop(self) -> None:
         """Forget what is in flight; the streams have been waited for."""
-        self._tapes.clear()
-        self._outgoing = ()
+        self.forget()
         for edge in self.edges():
             edge.reset()
 
@@ -169,8 +143,24 @@ class Stage:
         self.predict.record(self.loaded)
         self.compute.wait(self.loaded)
 
+    def give_norm(self, i: int) -> bool:
+        """Tell the other stages the norm of this one's gradient; returns whether it is new."""
+        assert self._global_norm is not None
+        if self._gave == i:
+            return False
+        predict, buffer = self.predict, Buffer(f"gradient norm of stage {self.index}")
+        predict.wait(self.computed)
+        predict.reads(self.weight_gradients)
+        predict.writes(buffer)
+        params = () if self.weights is None else self.weights.params
+        with predict:
+            norm = gradient_norm(params, self.device)
+        self._global_norm.give(i, norm, buffer, predict)
+        self._gave = i
+        return True
+
     def update(self, i: int, j: int) -> None:
-        """Step the optimizer."""
+        """Clip the gradient, step the optimizer."""
         weights = self.weights
         if weights is None:
             return
@@ -180,12 +170,24 @@ class Stage:
             forward = upcoming.minibatch, upcoming.microbatch
         predict = self.predict
         predict.wait(self.computed)
-        predict.reads(self.weight_gradients)
+        if self._max_norm is None:
+            predict.reads(self.weight_gradients)
+        else:
+            predict.writes(self.weight_gradients)
+            self._clip(weights, self._max_norm, i)
         predict.writes(self.working)
         with predict:
             weights.update(forward)
         self._weights_written()
         self.compute.writes(self.weight_gradients)  # freed: their memory is that stream's again
+
+    def _clip(self, weights: StageWeights, max_norm: float, i: int) -> None:
+        if self._global_norm is not None:
+            norm = self._global_norm.take(i, self.predict, self.device)
+        with self.predict:
+            if self._global_norm is None:
+                norm = gradient_norm(weights.params, self.device)
+            clip(weights.params, max_norm, norm)
 
     # Forward.
 
@@ -202,22 +204,29 @@ class Stage:
         compute.reads(self.working)
         compute.writes(slot.buffer)  # an in-place first layer does
         compute.writes(self.module_buffers)
-        leaves: list[Tensor | None] = []
-        values: list[Tensor] = []
-        with compute, torch.enable_grad(), self._random:
-            for tensor, differentiable in zip(message.tensors, message.differentiable, strict=True):
-                assert tensor is not None
-                value = tensor.detach()
-                leaf = None
-                if differentiable:
-                    leaf = value.requires_grad_()
-                    value = _Entry.apply(leaf)  # type: ignore[no-untyped-call]
-                leaves.append(leaf)
-                values.append(value)
-            output = self.module(values[0] if message.single else tuple(values))
-        tape = _Tape(slot, Buffer("activations"), leaves, output, activation(output))
+        with compute, torch.enable_grad(), self.random:
+            leaves, output = self._run(message)
+        tape = Tape(slot, leaves, output, activation(output))
         compute.writes(tape.buffer)
         compute.record(self.computed)
+        self._keep(i, j, tape)
+
+    def _run(self, message: Message) -> tuple[list[Tensor | None], Any]:
+        """The module's output, and the leaves that it depends on."""
+        leaves: list[Tensor | None] = []
+        values: list[Tensor] = []
+        for tensor, differentiable in zip(message.tensors, message.differentiable, strict=True):
+            assert tensor is not None
+            value = tensor.detach()
+            leaf = None
+            if differentiable:
+                leaf = value.requires_grad_()
+                value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
+            leaves.append(leaf)
+            values.append(value)
+        return leaves, self.module(values[0] if message.single else tuple(values))
+
+    def _keep(self, i: int, j: int, tape: Tape) -> None:
         self._tapes[i, j] = tape
         self.peak = max(self.peak, len(self._tapes))
 
@@ -229,21 +238,24 @@ class Stage:
 
     def loss(self, i: int, j: int, loss_fn: Callable[..., Tensor]) -> Tensor:
         """Compute the loss of a microbatch on the last stage; returns it detached."""
-        assert self.targets is not None
-        tape = self._tapes[i, j]
-        tape.target = slot = self.targets.receive()
-        message = slot.message
-        assert message is not None
-        target = message.tensors[0] if message.single else message.tensors
+        tape, target = self._with_target(i, j)
         compute = self.compute
-        compute.writes(slot.buffer)
-        with compute, torch.enable_grad(), self._random:
+        with compute, torch.enable_grad(), self.random:
             loss = loss_fn(tape.output, target)
-        _check_loss(loss, tape.message)
+        check_loss(loss)
+        check_dependence(loss, tape.message)
         tape.output = loss
         compute.writes(tape.buffer)
         compute.record(self.computed)
         return loss.detach()
+
+    def _with_target(self, i: int, j: int) -> tuple[Tape, Any]:
+        assert self.targets is not None
+        tape = self._tapes[i, j]
+        tape.target = slot = self.targets.receive()
+        assert slot.message is not None
+        self.compute.writes(slot.buffer)
+        return tape, value_of(slot.message)
 
     # Backward.
 
@@ -272,12 +284,13 @@ class Stage:
                 compute.reads(slot.buffer)
                 outputs = tape.output if isinstance(tape.output, tuple) else (tape.output,)
                 # No gradient comes back for what does not require one or nothing depends on.
-                seeds = [seed for seed in message.tensors if seed is not None]
-                roots = [
-                    output
+                pairs = [
+                    (output, seed)
                     for output, seed in zip(outputs, message.tensors, strict=True)
-                    if seed is not None
+                    if seed is not None and output.requires_grad
                 ]
+                roots = [output for output, _ in pairs]
+                seeds = [seed for _, seed in pairs]
             if roots:
                 torch.autograd.backward(roots, seeds)
         self._outgoing = tuple(None if leaf is None else leaf.grad for leaf in tape.leaves)
@@ -301,38 +314,3 @@ class Stage:
 
 
 _STARTS_FORWARD = (Kind.PULL, Kind.LOAD_FORWARD)
-
-
-def activation(value: object) -> Message:
-    """What to send of a stage's output, or of a batch's side.
-
-    Raises:
-        TypeError: it is neither a tensor nor a tuple of tensors.
-    """
-    if isinstance(value, Tensor):
-        return Message((value.detach(),), True, (value.requires_grad,))
-    if not isinstance(value, tuple) or not all(isinstance(tensor, Tensor) for tensor in value):
-        inside = (
-            ", ".join(type(member).__name__ for member in value) if isinstance(value, tuple) else ""
-        )
-        raise TypeError(
-            "a stage must return a tensor or a tuple of tensors, got a "
-            f"{type(value).__name__}{inside and f' of {inside}'}"
-        )
-    return Message(
-        tuple(tensor.detach() for tensor in value),
-        False,
-        tuple(tensor.requires_grad for tensor in value),
-    )
-
-
-def _check_loss(loss: object, output: Message) -> None:
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"loss_fn must return a 0-d tensor, got a {type(loss).__name__}")
-    if loss.dim():
-        raise ValueError(
-            "loss_fn must return a scalar (a 0-d tensor), got shape "
-            f"{tuple(loss.shape)}: take its mean"
-        )
-    if not loss.requires_grad and any(output.differentiable):
-        raise ValueError("loss_fn returned a loss that does not depend on the output by autograd")

@@ -70,6 +70,7 @@ class Storage:
         self.kept: dict[Content, _Kept] = {}
         self._free = [_Kept(self.working, params) for _ in range(kept)]
         self.before: Flat | None = None
+        self.ahead: Flat | None = None
         self._difference: Plan | None = None
         if self.master is not None:
             inside = [p.detach() for p in params]
@@ -84,16 +85,18 @@ class Storage:
                     m.copy_(p)
             if before:
                 self.before = Flat(params, wide)
-                self._difference = Plan(
-                    true, stashed=list(self.before.views.values()), outs=[inside]
-                )
+                old, outs = list(self.before.views.values()), inside
+                if not self._same:  # no kernel extrapolates and rounds
+                    self.ahead = Flat(params, wide)
+                    outs = list(self.ahead.views.values())
+                    self._rounding = Plan(outs, outs=[inside])
+                self._difference = Plan(true, stashed=old, outs=[outs])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the working buffer, the master and the kept versions."""
-        flats = [self.working, self.master, self.before]
+    def flats(self) -> list[Flat]:
+        """The working buffer, the master and the kept versions."""
+        flats = [self.working, self.master, self.before, self.ahead]
         flats += [kept.flat for kept in (*self._free, *self.kept.values())]
-        return sum(flat.nbytes for flat in flats if flat is not None)
+        return [flat for flat in flats if flat is not None]
 
     def in_place(self) -> bool:
         """Whether all parameters are where they were bound; a parameter replaced is not seen."""
@@ -164,6 +167,8 @@ class Storage:
         elif isinstance(law, Difference):
             assert self._difference is not None
             self._difference.extrapolate(steps=law.steps)
+            if self.ahead is not None:
+                self._rounding.write_out()
         else:
             self.sink.write(cast("Horizon", law))
 

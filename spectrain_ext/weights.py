@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from .flat import flat_nbytes
 from .laws import Horizon
-from .memory import peak_of
+from .memory import StageMemory, peak_of
 from .method import Choices
 from .predictor import Difference, Predictor
 from .rates import ComingRates, rates_of
@@ -77,6 +78,7 @@ class StageWeights:
         self._has_master = choices.predicts or any(
             true_dtype(p, master_dtype) != p.dtype for p in self.params
         )
+        self._keeps_before = choices.law == "difference" and choices.predicts
         self.peak = peak_of(choices, places, schedule, self._has_master)
         self.storage: Storage | None = None
         self.bind()
@@ -91,7 +93,22 @@ class StageWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of the working buffer, the master and the kept versions."""
-        return 0 if self.storage is None else self.storage.nbytes
+        return 0 if self.storage is None else sum(flat.nbytes for flat in self.storage.flats())
+
+    def measured(self, microbatches: int) -> StageMemory:
+        """What there is now, and the most microbatches that were in flight."""
+        flats = [] if self.storage is None else self.storage.flats()
+        return StageMemory(len(flats), self.nbytes, microbatches)
+
+    def predicted(self) -> StageMemory:
+        """What the schedule and the method say there will be."""
+        narrow = [p.dtype for p in self.params]
+        wide = [true_dtype(p, self._master_dtype) for p in self.params]
+        computing, true = 1 + self.peak.kept, int(self._has_master)
+        if self._keeps_before:
+            true += 1 if narrow == wide else 2  # and where the extrapolation is rounded from
+        size = computing * flat_nbytes(self.params, narrow) + true * flat_nbytes(self.params, wide)
+        return StageMemory(computing + true, size, self.peak.microbatches)
 
     def bind(self) -> None:
         """Move the parameters into the working buffer and the optimizer onto the true weights."""
@@ -100,7 +117,7 @@ class StageWeights:
             self.optimizer,
             master=self._has_master,
             master_dtype=self._master_dtype,
-            before=self._choices.law == "difference" and self._choices.predicts,
+            before=self._keeps_before,
             kept=self.peak.kept,
         )
         self.begin()

@@ -58,11 +58,21 @@ def losses(pipe, data):
 class Compared:
     """A pipeline and the oracle of the same stages, run side by side."""
 
-    def __init__(self, stages, method, *, loss_fn=mse, optimizer=None, scheduler=None, **more):
+    def __init__(
+        self,
+        stages,
+        method,
+        *,
+        definition=None,
+        loss_fn=mse,
+        optimizer=None,
+        scheduler=None,
+        **more,
+    ):
+        """``definition``: the oracle's row for a method of the test's own; more goes to both."""
         mine, theirs = optimizer or (sgd(), torch_sgd())
         stages = [copy.deepcopy(stage) for stage in stages]
-        same = {key: more[key] for key in ("microbatches", "window") if key in more}
-        self.oracle = Oracle(stages, theirs, loss_fn, method, scheduler, **same)
+        self.oracle = Oracle(stages, theirs, loss_fn, definition or method, scheduler, **more)
         self.pipe = st.Pipeline(stages, mine, loss_fn, method, scheduler=scheduler, **more)
 
     def run(self, data):
