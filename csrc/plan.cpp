@@ -83,16 +83,20 @@ void Plan::gradients_changed() {
   }
 }
 
-const Plan::Tables& Plan::resolve(const Request& request) {
+Plan::Resolved& Plan::resolve(const Request& request) {
   for (const auto& resolved : resolved_) {
-    if (resolved->request == request) return resolved->tables;
+    if (resolved->request == request) return *resolved;
   }
   bool holds_gradients = request.which != Which::all;
   for (const Column* column : request.streams) holds_gradients |= column == &grads;
   auto entry = std::make_unique<Resolved>(Resolved{request, build(request), holds_gradients});
-  if (resolved_.size() >= kMaxResolved) resolved_.erase(resolved_.begin());
+  if (resolved_.size() >= kMaxResolved) {
+    const auto oldest = std::find_if(resolved_.begin(), resolved_.end(),
+                                     [](const auto& resolved) { return !resolved->captured; });
+    if (oldest != resolved_.end()) resolved_.erase(oldest);
+  }
   resolved_.push_back(std::move(entry));
-  return resolved_.back()->tables;
+  return *resolved_.back();
 }
 
 // The table of an item's element types, made at their first appearance.
@@ -183,9 +187,35 @@ Plan::Tables Plan::build(const Request& request) const {
   return tables;
 }
 
-void Plan::run_one(const Call& call, void* stream) {
+int Plan::run_cuda(Table& table, const TableView& rows, Settings settings, bool capturing,
+                   void* stream) {
+  const bool computes = !program.inputs.empty();
+  // The first use of a long table is as many launches as writing it to the device would be.
+  const bool stays = keep_tables && table.uses++ > 0;
+  if (!computes && (!stays || fits_parameters(table.cuda, rows, settings.size))) {
+    return launch_cuda(table.cuda, rows, settings, device_.index, stream);
+  }
+  if (table.memory == nullptr) {
+    table.memory = allocate(resident_bytes(table.cuda, rows, settings.size));
+    table.written = false;
+  }
+  table.memory->used_on(stream);
+  const int launches =
+      launch_cuda_resident(table.cuda, table.key, rows, settings, computes ? &program : nullptr,
+                           table.memory->at(), !table.written, device_.index, stream);
+  // What is captured runs when the graph does: a call before that cannot count on it.
+  table.written |= !capturing;
+  return launches;
+}
+
+void Plan::run_one(const Call& call, bool capturing, void* stream) {
   const Settings settings{call.settings.data(), static_cast<int>(call.settings.size())};
-  for (const Table& table : resolve(call.request)) {
+  Resolved& resolved = resolve(call.request);
+  if (capturing) {
+    resolved.captured = true;
+    gradients_pinned_ |= resolved.holds_gradients;
+  }
+  for (Table& table : resolved.tables) {
     const TableView rows{table.rows.data(),
                          table.pointers.data(),
                          static_cast<uint32_t>(table.rows.size()),
@@ -197,7 +227,7 @@ void Plan::run_one(const Call& call, void* stream) {
                          call.zero_grad};
     last_rows_ += rows.n_rows;
     if (device_.cuda) {
-      last_launches_ += launch_cuda(table.cuda, rows, settings, device_.index, stream);
+      last_launches_ += run_cuda(table, rows, settings, capturing, stream);
     } else {
       const bool parallel = table.bytes >= kParallelBytes && threads_are_safe();
       table.cpu(rows, settings, {parallel, table.bytes >= kStreamOutputBytes});
@@ -206,11 +236,19 @@ void Plan::run_one(const Call& call, void* stream) {
   }
 }
 
-void Plan::run(const std::vector<Call>& calls, void* stream) {
+void Plan::run(std::vector<Call> calls, void* stream) {
   last_launches_ = 0;
   last_rows_ = 0;
   for (const Call& call : calls) resolve(call.request);
-  for (const Call& call : calls) run_one(call, stream);
+  const bool capturing = device_.cuda && cuda_is_capturing(device_.index, stream);
+  if (!program.inputs.empty() && !device_.cuda) {
+    std::vector<double> registers(program.view().n_registers());
+    evaluate(program.view(), registers.data());
+    for (Call& call : calls) {
+      for (Setting& s : call.settings) fill_in(s, registers.data());
+    }
+  }
+  for (const Call& call : calls) run_one(call, capturing, stream);
 }
 
 Plan::Call Plan::copy_call(const Column& from, const Column& to, Which which) const {

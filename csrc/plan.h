@@ -3,12 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "kernels.h"
+#include "program.h"
 
 namespace spectrain {
 
@@ -36,6 +38,15 @@ struct UnsupportedTypes : std::invalid_argument {
   KernelKey key;
 };
 
+// Memory on the plan's device, lent by a framework, which may lend it again when this goes.
+class DeviceMemory {
+ public:
+  virtual ~DeviceMemory() = default;
+  virtual void* at() const = 0;
+  // What was enqueued on this stream uses it: it must not be lent again before that is done.
+  virtual void used_on(void* stream) = 0;
+};
+
 class Plan {
  public:
   // `sizes`: elements of every parameter; `groups`: which setting applies to it.
@@ -43,6 +54,18 @@ class Plan {
 
   Column params, momentum, second, stashed, grads;
   std::vector<Column> outs;
+
+  // Computes the placeholders among the numbers of the next calls; empty where there are none.
+  Program program;
+
+  // Where tables on a CUDA device are put, of at least 16-byte alignment.
+  std::function<std::unique_ptr<DeviceMemory>(size_t bytes)> allocate;
+  // Keep long tables on the device. Not worth it where the plan is used once.
+  bool keep_tables = false;
+
+  // From the first step that was captured in a CUDA graph on, gradients must stay where they are.
+  void pin_gradients() { gradients_pinned_ = true; }
+  bool gradients_pinned() const { return gradients_pinned_; }
 
   // Call after `grads` changed: tables that hold gradients are resolved again at their next use.
   void gradients_changed();
@@ -104,6 +127,9 @@ class Plan {
     int64_t bytes = 0;
     CpuKernel cpu = nullptr;
     CudaKernel cuda;
+    int uses = 0;
+    std::unique_ptr<DeviceMemory> memory;
+    bool written = false;  // to the memory, by work that has been enqueued
   };
   using Tables = std::vector<Table>;
 
@@ -126,6 +152,7 @@ class Plan {
     Request request;
     Tables tables;
     bool holds_gradients;
+    bool captured = false;  // a CUDA graph reads its memory: keep it
   };
 
   // A kernel, or one per combination of element types, and what it is told.
@@ -137,7 +164,7 @@ class Plan {
     bool zero_grad = false;
   };
 
-  const Tables& resolve(const Request& request);
+  Resolved& resolve(const Request& request);
   Tables build(const Request& request) const;
   Table& table_for(Tables& tables, const Request& request, size_t item) const;
   Call copy_call(const Column& from, const Column& to, Which which) const;
@@ -147,14 +174,17 @@ class Plan {
   void step(Request request, std::vector<Setting> settings, const Family&, std::vector<Prediction>,
             const StepOptions&, void* stream);
   // All are resolved before the first one runs: what cannot be done leaves everything as it was.
-  void run(const std::vector<Call>& calls, void* stream);
-  void run_one(const Call& call, void* stream);
+  void run(std::vector<Call> calls, void* stream);
+  void run_one(const Call& call, bool capturing, void* stream);
+  int run_cuda(Table& table, const TableView& rows, Settings settings, bool capturing,
+               void* stream);
 
   Device device_;
   std::vector<int64_t> sizes_;
   std::vector<uint16_t> groups_;
   size_t n_groups_ = 1;
   std::vector<std::unique_ptr<Resolved>> resolved_;
+  bool gradients_pinned_ = false;
   int last_launches_ = 0;
   int64_t last_rows_ = 0;
 };

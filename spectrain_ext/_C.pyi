@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from spectrain_ext._expressions import Program
 from spectrain_ext.numbers import Setting, Term
 
 class Plan:
@@ -15,15 +16,30 @@ class Plan:
         single: bool,
     ) -> None: ...
     def predict_(
-        self, terms: Sequence[Sequence[Term]], eps: Sequence[float], stream: Any
+        self,
+        terms: Sequence[Sequence[Term]],
+        eps: Sequence[float],
+        stream: Any,
+        program: Program | None = None,
     ) -> None: ...
     def predict(
-        self, terms: Sequence[Sequence[Term]], eps: Sequence[float], out: int, stream: Any
+        self,
+        terms: Sequence[Sequence[Term]],
+        eps: Sequence[float],
+        out: int,
+        stream: Any,
+        program: Program | None = None,
     ) -> None: ...
     def stash_predict_(
-        self, terms: Sequence[Sequence[Term]], eps: Sequence[float], stream: Any
+        self,
+        terms: Sequence[Sequence[Term]],
+        eps: Sequence[float],
+        stream: Any,
+        program: Program | None = None,
     ) -> None: ...
-    def extrapolate(self, steps: float, out: int, stream: Any) -> None: ...
+    def extrapolate(
+        self, steps: float, out: int, stream: Any, program: Program | None = None
+    ) -> None: ...
     def stash(self, stream: Any) -> None: ...
     def restore_(self, stream: Any) -> None: ...
     def swap_(self, stream: Any) -> None: ...
@@ -38,6 +54,7 @@ class Plan:
         predictions: Sequence[tuple[int, Sequence[Sequence[Term]]]],
         options: tuple[Any, Any, Any, bool, int | None] | None,
         stream: Any,
+        program: Program | None = None,
     ) -> None: ...
     def adam_step_(
         self,
@@ -45,7 +62,10 @@ class Plan:
         predictions: Sequence[tuple[int, Sequence[Sequence[Term]]]],
         options: tuple[Any, Any, Any, bool, int | None] | None,
         stream: Any,
+        program: Program | None = None,
     ) -> None: ...
+    def keep_tables(self) -> None: ...
+    def pin_gradients(self) -> None: ...
     def refresh(self) -> None: ...
     def set_gradients(self, grads: tuple[Any, ...]) -> None: ...
     @property
@@ -54,5 +74,6 @@ class Plan:
     def n_groups(self) -> int: ...
     def last_launch(self) -> tuple[int, int]: ...
 
+def all_plain(numbers: object) -> bool: ...
 def build_info() -> dict[str, Any]: ...
 def require_cuda() -> int: ...

@@ -5,6 +5,7 @@ import torch as _torch  # noqa: F401  # before _C, so that both use the OpenMP r
 from spectrain_ext import laws, optim, partitioning
 from spectrain_ext import library as _library  # noqa: F401  # registers torch.ops.spectrain
 from spectrain_ext._C import build_info as _build_info
+from spectrain_ext._expressions import Scalar
 from spectrain_ext.errors import OrderingError, StageError
 from spectrain_ext.method import Method, methods, second_order, xgrad
 from spectrain_ext.ops import (
@@ -31,6 +32,7 @@ __all__ = [
     "OrderingError",
     "Pipeline",
     "Plan",
+    "Scalar",
     "StageError",
     "__version__",
     "adam_predict",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, SupportsFloat, TypeAlias, cast
 
+from spectrain_ext._expressions import Expression
 from spectrain_ext.numbers import Adam, Sgd, Term, non_negative
 
 MAX_TERMS = 64  # csrc/setting.h
@@ -109,7 +110,7 @@ class FutureRates:
         if not self.rates:
             return []
         if self.law == "linear":
-            return [Term(1.0, sum(self.rates))]
+            return [Term(1.0, _total(self.rates))]
         matrix = _IDENTITY
         for rate in self.rates:
             matrix = _times(_update(numbers, rate), matrix)
@@ -120,7 +121,7 @@ class FutureRates:
         if not self.rates:
             return []
         if self.law == "linear":
-            rate = sum(_rate(numbers, r, 0) for r in self.rates)
+            rate = _total(_rate(numbers, r, 0) for r in self.rates)
             return [Term(1.0, rate, 0.0, numbers.root(numbers.step))]
         return _adam_loop(numbers, self.rates)
 
@@ -184,7 +185,20 @@ def needs_momentum(law: Law) -> bool:
     return not (isinstance(law, Linear) or (isinstance(law, FutureRates) and law.law == "linear"))
 
 
+def _total(rates: Iterable[float]) -> float:
+    """The sum in order; sum() of newer Pythons compensates, but not what is read on a device."""
+    total = 0.0
+    for rate in rates:
+        total = total + rate
+    return total
+
+
 def _whole(steps: float, under: str) -> int:
+    if isinstance(steps, Expression):
+        raise TypeError(
+            f"steps: expected a number on the host, which the geometric law needs under {under}, "
+            f"got {steps!r}"
+        )
     if steps != int(steps):
         raise ValueError(
             f"steps: the geometric law needs a whole number of updates under {under}, got {steps}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from operator import index
-from typing import NamedTuple, SupportsFloat, TypeAlias
+from typing import NamedTuple, SupportsFloat, TypeAlias, cast
+
+from spectrain_ext._expressions import Expression, traced
 
 
 class Term(NamedTuple):
@@ -26,14 +28,14 @@ Setting: TypeAlias = tuple[float, float, float, float, float, float, Term]
 
 
 def number(name: str, value: SupportsFloat) -> float:
-    """Return a finite float.
+    """Return a finite float; a number that is read when the kernel runs as it is, unchecked.
 
     Raises:
         TypeError: it is not a number.
         ValueError: it is NaN or infinite.
     """
     result = _float(name, value)
-    if not math.isfinite(result):
+    if type(result) is float and not math.isfinite(result):
         raise ValueError(f"{name}: expected a finite number, got {result!r}")
     return result
 
@@ -41,7 +43,7 @@ def number(name: str, value: SupportsFloat) -> float:
 def non_negative(name: str, value: SupportsFloat) -> float:
     """Return a finite float that is not negative; raises as `number`."""
     result = _float(name, value)
-    if not 0.0 <= result < math.inf:
+    if type(result) is float and not 0.0 <= result < math.inf:
         raise ValueError(f"{name}: expected a finite number >= 0, got {result!r}")
     return result
 
@@ -49,6 +51,8 @@ def non_negative(name: str, value: SupportsFloat) -> float:
 def _float(name: str, value: SupportsFloat) -> float:
     if isinstance(value, (str, bytes)):  # float() would read them
         raise TypeError(f"{name}: expected a number, got {value!r}")
+    if not isinstance(value, (int, float)) and (expression := traced(name, value)) is not None:
+        return cast(float, expression)
     try:
         return float(value)
     except OverflowError:
@@ -60,7 +64,7 @@ def _float(name: str, value: SupportsFloat) -> float:
 def fraction(name: str, value: SupportsFloat) -> float:
     """Return a float in [0, 1); raises as `number`."""
     result = non_negative(name, value)
-    if result >= 1.0:
+    if type(result) is float and result >= 1.0:
         raise ValueError(f"{name}: expected a number in [0, 1), got {result!r}")
     return result
 
@@ -116,11 +120,13 @@ class Sgd:
 
     def __post_init__(self) -> None:
         _check(self, ("lr", "momentum", "weight_decay"))
-        if self.dampening != 0.0 or type(self.dampening) is not float:
+        if type(self.dampening) is not float or self.dampening != 0.0:
             object.__setattr__(self, "dampening", number("dampening", self.dampening))
-        if self.nesterov and (self.momentum <= 0.0 or self.dampening != 0.0):
+        # A momentum that is not known here is taken for one that will do.
+        momentum = 0.5 if isinstance(self.momentum, Expression) else self.momentum
+        if self.nesterov and (momentum <= 0.0 or self.dampening != 0.0):
             raise ValueError("nesterov: needs momentum > 0 and dampening == 0")
-        if self.ema and (self.dampening != 0.0 or not 0.0 < self.momentum < 1.0):
+        if self.ema and (self.dampening != 0.0 or not 0.0 < momentum < 1.0):
             raise ValueError("ema: needs 0 < momentum < 1 and dampening == 0")
 
     @property
@@ -189,9 +195,11 @@ class Adam:
             self, "betas", (fraction("betas[0]", first), fraction("betas[1]", second))
         )
         step = number("step", self.step)
-        if step < 1 or step != int(step):
-            raise ValueError(f"step: expected a whole number >= 1, got {self.step!r}")
-        object.__setattr__(self, "step", int(step))  # torch keeps it as a float32 tensor
+        if type(step) is float:
+            if step < 1 or step != int(step):
+                raise ValueError(f"step: expected a whole number >= 1, got {self.step!r}")
+            step = int(step)  # torch keeps it as a float32 tensor
+        object.__setattr__(self, "step", step)
         if self.momentum_decay is not None:
             decay = non_negative("momentum_decay", self.momentum_decay)
             object.__setattr__(self, "momentum_decay", decay)
@@ -200,7 +208,7 @@ class Adam:
     def mu(self, step: float) -> float:
         """NAdam's momentum of an update (Dozat 2016, with torch's schedule)."""
         assert self.momentum_decay is not None
-        return self.betas[0] * (1.0 - 0.5 * float(0.96 ** (step * self.momentum_decay)))
+        return self.betas[0] * (1.0 - 0.5 * cast(float, 0.96 ** (step * self.momentum_decay)))
 
     @property
     def keep(self) -> float:
@@ -209,7 +217,7 @@ class Adam:
 
     def root(self, step: float) -> float:
         """The bias correction of the second moment's root."""
-        return float((1.0 - self.betas[1] ** step) ** -0.5)
+        return cast(float, (1.0 - self.betas[1] ** step) ** -0.5)
 
     def setting(self) -> Setting:
         """The coefficients of the step."""

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from spectrain_ext._distances import distances
+from spectrain_ext._expressions import traced
 from spectrain_ext._lists import Array, Gradients, Lists, Role, Tensors, bump_versions
 from spectrain_ext._tracing import traceable
 from spectrain_ext.laws import Horizon
@@ -236,7 +237,7 @@ def sgd_step_(
     stepped: list[tuple[object, ...]] = [lists.params]
     if momentum_buffers is not None:
         v = lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
-        if momentum != 0.0:
+        if traced("momentum", momentum) is not None or momentum != 0.0:
             stepped.append(v)
     horizons, outs = _add_outs(lists, predict)
     Plan.of(lists).sgd_step_(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias, cast
 
+from spectrain_ext._expressions import lower
 from spectrain_ext._lists import Array, Gradients, Lists, Role, Tensors, is_array, step_options
 from spectrain_ext.laws import Horizon, Law, as_law, needs_momentum
 from spectrain_ext.numbers import Adam, Sgd, Term, non_negative
@@ -75,6 +76,7 @@ class Plan:
         for j, out in enumerate(outs):
             lists.add(Role.OUT, f"outs[{j}]", out, writes=True)
         self._take(lists, groups)
+        self._native.keep_tables()
 
     def _take(self, lists: Lists, groups: Sequence[int] | None) -> None:
         self._single = lists.single
@@ -106,8 +108,8 @@ class Plan:
         `steps` may be a law of `spectrain_ext.laws`; the geometric ones need `momentum` and, where
         there is any, `weight_decay` and `nesterov`.
         """
-        terms = self._sgd_terms(lr, steps, momentum, weight_decay, nesterov)
-        self._native.predict_(terms, (), stream)
+        terms, program = lower(self._sgd_terms(lr, steps, momentum, weight_decay, nesterov))
+        self._native.predict_(terms, (), stream, program)
 
     def predict(
         self,
@@ -121,8 +123,8 @@ class Plan:
         stream: Any = None,
     ) -> None:
         """outs[out] <- W - lr*steps*v, see `predict_`. steps == 0 copies the bits of W."""
-        terms = self._sgd_terms(lr, steps, momentum, weight_decay, nesterov)
-        self._native.predict(terms, (), self._check_out(out), stream)
+        terms, program = lower(self._sgd_terms(lr, steps, momentum, weight_decay, nesterov))
+        self._native.predict(terms, (), self._check_out(out), stream, program)
 
     def stash_predict_(
         self,
@@ -135,8 +137,8 @@ class Plan:
         stream: Any = None,
     ) -> None:
         """Stashed <- W and W <- W - lr*steps*v, in one pass, see `predict_`."""
-        terms = self._sgd_terms(lr, steps, momentum, weight_decay, nesterov)
-        self._native.stash_predict_(terms, (), stream)
+        terms, program = lower(self._sgd_terms(lr, steps, momentum, weight_decay, nesterov))
+        self._native.stash_predict_(terms, (), stream, program)
 
     def sgd_step_(
         self,
@@ -221,7 +223,10 @@ class Plan:
             predictions.append((j, [_sgd_terms(law, numbers) for numbers in groups]))
         settings = [numbers.setting() for numbers in groups]
         options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
-        self._native.sgd_step_(settings, with_momentum, first_step, predictions, options, stream)
+        (settings, predictions), program = lower((settings, predictions))
+        self._native.sgd_step_(
+            settings, with_momentum, first_step, predictions, options, stream, program
+        )
 
     def step_adam_(
         self,
@@ -248,7 +253,8 @@ class Plan:
                 predictions.append((j, [law.adam(numbers) for numbers in groups]))
         settings = [numbers.setting() for numbers in groups]
         options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
-        self._native.adam_step_(settings, predictions, options, stream)
+        (settings, predictions), program = lower((settings, predictions))
+        self._native.adam_step_(settings, predictions, options, stream, program)
 
     def predict_with(
         self,
@@ -259,22 +265,23 @@ class Plan:
         stream: Any = None,
     ) -> None:
         """outs[out], or W itself (None), <- the prediction of a law under the groups' rule."""
-        terms, eps = self._terms(groups, steps)
+        (terms, eps), program = lower(self._terms(groups, steps))
         if out is None:
-            self._native.predict_(terms, eps, stream)
+            self._native.predict_(terms, eps, stream, program)
         else:
-            self._native.predict(terms, eps, self._check_out(out), stream)
+            self._native.predict(terms, eps, self._check_out(out), stream, program)
 
     def stash_predict_with(
         self, groups: Sequence[Sgd] | Sequence[Adam], steps: Horizon, *, stream: Any = None
     ) -> None:
         """Stashed <- W and W <- the prediction of a law under the groups' rule."""
-        terms, eps = self._terms(groups, steps)
-        self._native.stash_predict_(terms, eps, stream)
+        (terms, eps), program = lower(self._terms(groups, steps))
+        self._native.stash_predict_(terms, eps, stream, program)
 
     def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
         """outs[out] <- W + steps*(W - stashed): prediction by weight difference."""
-        self._native.extrapolate(non_negative("steps", steps), self._check_out(out), stream)
+        steps, program = lower(non_negative("steps", steps))
+        self._native.extrapolate(steps, self._check_out(out), stream, program)
 
     # Versions of the weights.
 
@@ -317,6 +324,8 @@ class Plan:
         nesterov: bool,
     ) -> Terms:
         rate = non_negative("lr", lr)
+        if type(weight_decay) is not float:
+            weight_decay = non_negative("weight_decay", weight_decay)
         plain = momentum is None and not weight_decay and not nesterov
         if plain and isinstance(steps, (int, float)):  # the common case, without a detour
             distance = rate * non_negative("steps", steps)

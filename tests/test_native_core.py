@@ -86,14 +86,17 @@ def test_no_spills_and_few_registers(source: str, tmp_path: Path) -> None:
     )  # fmt: skip
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", log)
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
-    assert len(spills) == len(registers) > 0
+    assert len(spills) >= len(registers) > 0  # what is called has none of its own
     assert all(figures == ("0", "0", "0") for figures in spills), log
     assert max(registers) <= (128 if source == "adam.cu" else 64), log
 
 
-# Distances read element i by lane i % 256, whatever the alignment: that fixes their bits.
+# Distances read element i by lane i % 256, whatever the alignment: that fixes their bits. What
+# prepares a table reads no arrays.
 @needs_nvcc
-@pytest.mark.parametrize("source", [name for name in CU_FILES if name != "distance.cu"])
+@pytest.mark.parametrize(
+    "source", [name for name in CU_FILES if name not in ("distance.cu", "prepare.cu")]
+)
 def test_global_accesses_are_128_bits_wide(source: str, tmp_path: Path) -> None:
     """Every kernel has vector loads and stores, and knows its pointers as global."""
     ptx = tmp_path / "kernel.ptx"

@@ -118,10 +118,33 @@ def test_the_step_runs_on_the_callers_stream() -> None:
     torch.testing.assert_close(p.detach().cpu(), torch.full((1 << 16,), w), rtol=1e-5, atol=0)
 
 
-def test_a_learning_rate_on_the_device_is_refused() -> None:
+@pytest.mark.parametrize("name", ("SGD", "Adam", "AdamW", "NAdam"))
+def test_a_learning_rate_on_the_device_is_read_there(name: str) -> None:
+    p, q = (nn.Parameter(torch.linspace(-1, 1, 8, device="cuda")) for _ in range(2))
+    lr = torch.tensor(0.5, device="cuda")
+    on_device = getattr(st.optim, name)([p], lr=lr)
+    on_host = getattr(st.optim, name)([q], lr=0.5)
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    for rate in (0.5, 0.25, 0.125):
+        lr.fill_(rate)
+        on_host.param_groups[0]["lr"] = rate
+        with torch.cuda.device(0):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                on_device.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        on_host.step()
+        assert torch.equal(p, q)
+
+
+def test_a_learning_rate_on_the_device_is_one_number() -> None:
     p = nn.Parameter(torch.zeros(4, device="cuda"))
-    with pytest.raises(ValueError, match="CPU tensor"):
-        st.optim.SGD([p], lr=torch.tensor(0.1, device="cuda"))
+    optimizer = st.optim.SGD([p], lr=0.1)
+    optimizer.param_groups[0]["lr"] = torch.ones(2, device="cuda")
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="one element"):
+        optimizer.step()
 
 
 def test_a_bound_step_writes_predictions() -> None:

@@ -353,3 +353,19 @@ class TestRefuses:
         plan = st.Plan(w, momentum_buffers=v, grads=g)
         with pytest.raises(ValueError, match="first_step"):
             plan.sgd_step_(lr=0.1, momentum=0.9, first_step=[True])
+
+    def test_gradients_that_move_after_a_capture(self) -> None:
+        """What a captured step does to its plan: the graph goes on reading the old gradients."""
+        w, v, g = ([torch.randn(3), torch.randn(2)] for _ in range(3))
+        plan = st.Plan(w, momentum_buffers=v, grads=g)
+        plan.refresh([g[0].clone(), g[1]])
+        plan.refresh(g)
+        plan._native.pin_gradients()
+        plan.refresh(list(g))  # the same ones
+        for moved in ([g[0], g[1].clone()], [g[0], None]):
+            with pytest.raises(RuntimeError, match=r"grads\[1\]: .*captured in a CUDA graph"):
+                plan.refresh(moved)
+        others = [[t.clone() for t in x] for x in (w, g, v)]
+        plan.sgd_step_(lr=0.1, momentum=0.9)
+        st.sgd_step_(*others, lr=0.1, momentum=0.9)
+        ref.assert_lists(w, others[0], "params", exact=True)

@@ -351,6 +351,16 @@ Column Arrays::borrow_gradients(const py::tuple& grads, bool autograds, Loans& l
   return column;
 }
 
+void Arrays::check_pinned(const Column& column) const {
+  for (size_t i = 0; i < column.at.size(); ++i) {
+    if (column.at[i] == plan->grads.at[i]) continue;
+    throw std::runtime_error(
+        Place{grads_name_, static_cast<py::ssize_t>(i), single_}.text() +
+        ": this plan's step was captured in a CUDA graph, which reads the gradient at its old "
+        "address; keep gradients in place (zero_grad(set_to_none=False)), or make a new Plan");
+  }
+}
+
 py::tuple Arrays::parameter_gradients() const {
   py::tuple grads(params_.size());
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -363,6 +373,7 @@ py::tuple Arrays::parameter_gradients() const {
 void Arrays::take_gradients(const py::tuple& grads, bool autograds) {
   Loans loans{first(), {}};
   Column column = borrow_gradients(grads, autograds, loans);
+  if (plan->gradients_pinned()) check_pinned(column);
   grads_ = grads;
   gradient_loans_ = std::move(loans);
   gradients_known_ = true;

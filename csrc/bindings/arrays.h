@@ -70,6 +70,7 @@ class Arrays {
   py::value_error overlap(size_t list, size_t i, size_t other_list, size_t j) const;
   Column borrow_gradients(const py::tuple& grads, bool autograds, Loans& loans) const;
   void check_apart(const Borrowed& b, const Place& place, const std::vector<Written>& others) const;
+  void check_pinned(const Column& column) const;
   void take_gradients(const py::tuple& grads, bool autograds);
   py::tuple parameter_gradients() const;
 

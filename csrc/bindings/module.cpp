@@ -7,6 +7,7 @@
 
 #include "../cuda/launch.h"
 #include "arrays.h"
+#include "memory.h"
 
 namespace spectrain {
 namespace {
@@ -44,63 +45,76 @@ Setting setting(const PySetting& given) {
 using PyOptions =
     std::optional<std::tuple<py::object, py::object, py::object, bool, std::optional<uint64_t>>>;
 
+// Inputs: address, type, on CUDA, device index, name. Constants. Instructions: a, b, operation.
+using PyInput = std::tuple<uintptr_t, int, bool, int, std::string>;
+using PyProgram = std::tuple<std::vector<PyInput>, std::vector<double>,
+                             std::vector<std::tuple<uint16_t, uint16_t, int>>>;
+
 class PyPlan {
  public:
   PyPlan(const std::vector<std::tuple<int, std::string, bool, py::tuple>>& lists,
          const std::vector<int>& groups, bool single)
-      : arrays_(array_lists(lists), groups, single) {}
+      : arrays_(array_lists(lists), groups, single) {
+    const Device device = arrays_.plan->device();
+    if (device.cuda) arrays_.plan->allocate = allocator(device.index);
+  }
 
-  void predict_(const PyTerms& t, const std::vector<double>& eps, py::handle stream) {
+  void predict_(const PyTerms& t, const std::vector<double>& eps, py::handle stream,
+                py::handle with_program) {
     need_state(!eps.empty());
-    run(stream, [&](Plan& plan, void* s) {
+    run(stream, with_program, [&](Plan& plan, void* s) {
       plan.predict(family(eps), checked(plan, terms(t)), plan.params, s);
     });
   }
-  void predict(const PyTerms& t, const std::vector<double>& eps, size_t out, py::handle stream) {
+  void predict(const PyTerms& t, const std::vector<double>& eps, size_t out, py::handle stream,
+               py::handle with_program) {
     need_state(!eps.empty());
     need_out(out);
-    run(stream, [&](Plan& plan, void* s) {
+    run(stream, with_program, [&](Plan& plan, void* s) {
       plan.predict(family(eps), checked(plan, terms(t)), plan.outs[out], s);
     });
   }
-  void stash_predict_(const PyTerms& t, const std::vector<double>& eps, py::handle stream) {
+  void stash_predict_(const PyTerms& t, const std::vector<double>& eps, py::handle stream,
+                      py::handle with_program) {
     need_state(!eps.empty());
     need(Role::stashed, "stashed", "needed to stash");
-    run(stream,
+    run(stream, with_program,
         [&](Plan& plan, void* s) { plan.stash_predict_(family(eps), checked(plan, terms(t)), s); });
   }
-  void extrapolate(double steps, size_t out, py::handle stream) {
+  void extrapolate(double steps, size_t out, py::handle stream, py::handle with_program) {
     need(Role::stashed, "previous", "needed to extrapolate");
     need_out(out);
-    run(stream, [&](Plan& plan, void* s) { plan.extrapolate(steps, plan.outs[out], s); });
+    run(stream, with_program,
+        [&](Plan& plan, void* s) { plan.extrapolate(steps, plan.outs[out], s); });
   }
   void stash(py::handle stream) {
     need(Role::stashed, "stashed", "needed to stash");
-    run(stream, [](Plan& plan, void* s) { plan.copy(plan.params, plan.stashed, s); });
+    run(stream, py::none(), [](Plan& plan, void* s) { plan.copy(plan.params, plan.stashed, s); });
   }
   void restore_(py::handle stream) {
     need(Role::stashed, "stashed", "needed to restore");
-    run(stream, [](Plan& plan, void* s) { plan.copy(plan.stashed, plan.params, s); });
+    run(stream, py::none(), [](Plan& plan, void* s) { plan.copy(plan.stashed, plan.params, s); });
   }
   void swap_(py::handle stream) {
     need(Role::stashed, "stashed", "needed to swap");
-    run(stream, [](Plan& plan, void* s) { plan.swap_(s); });
+    run(stream, py::none(), [](Plan& plan, void* s) { plan.swap_(s); });
   }
   void write_out(size_t out, py::handle stream) {
     need_out(out);
-    run(stream, [&](Plan& plan, void* s) { plan.copy(plan.params, plan.outs[out], s); });
+    run(stream, py::none(),
+        [&](Plan& plan, void* s) { plan.copy(plan.params, plan.outs[out], s); });
   }
 
   size_t distance_scratch() const { return arrays_.plan->distance_scratch(); }
   void distances(uintptr_t result, uintptr_t scratch, py::handle stream) {
-    run(stream, [&](Plan& plan, void* s) {
+    run(stream, py::none(), [&](Plan& plan, void* s) {
       plan.distances(reinterpret_cast<double*>(result), reinterpret_cast<void*>(scratch), s);
     });
   }
 
   void sgd_step_(const std::vector<PySetting>& given, bool with_momentum, py::handle first_step,
                  const PyPredictions& predictions, const PyOptions& given_options,
-                 py::handle stream) {
+                 py::handle stream, py::handle with_program) {
     if (with_momentum) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
     need_gradients();
     std::vector<Setting> settings = checked_settings(given);
@@ -110,21 +124,25 @@ class PyPlan {
     const auto wanted = checked_predictions(predictions);
     Loans loans{arrays_.first(), {}};
     const Plan::StepOptions options = checked_options(given_options, loans);
-    run(stream, [&](Plan& plan, void* s) {
+    run(stream, with_program, [&](Plan& plan, void* s) {
       plan.sgd_step_(settings, flags, with_momentum, wanted, options, s);
     });
   }
   void adam_step_(const std::vector<PySetting>& given, const PyPredictions& predictions,
-                  const PyOptions& given_options, py::handle stream) {
+                  const PyOptions& given_options, py::handle stream, py::handle with_program) {
     need_state(true);
     need_gradients();
     const std::vector<Setting> settings = checked_settings(given);
     const auto wanted = checked_predictions(predictions);
     Loans loans{arrays_.first(), {}};
     const Plan::StepOptions options = checked_options(given_options, loans);
-    run(stream, [&](Plan& plan, void* s) { plan.adam_step_(settings, wanted, options, s); });
+    run(stream, with_program,
+        [&](Plan& plan, void* s) { plan.adam_step_(settings, wanted, options, s); });
   }
 
+  // For a plan that is used more than once.
+  void keep_tables() { arrays_.plan->keep_tables = true; }
+  void pin_gradients() { arrays_.plan->pin_gradients(); }
   void refresh() { arrays_.refresh(); }
   void set_gradients(const py::tuple& grads) { arrays_.set_gradients(grads); }
   size_t n_outs() const { return arrays_.n_outs(); }
@@ -233,10 +251,32 @@ class PyPlan {
     return {flags.begin(), flags.end()};
   }
 
+  static Program program(const Plan& plan, const PyProgram& given) {
+    Program result;
+    std::tie(std::ignore, result.constants, std::ignore) = given;
+    for (const auto& [at, type, cuda, index, name] : std::get<0>(given)) {
+      if (!(Device{cuda, index} == plan.device())) {
+        const auto text = [](bool on_cuda, int i) {
+          return on_cuda ? "cuda:" + std::to_string(i) : std::string("cpu");
+        };
+        throw py::value_error(name + ": expected a number on " +
+                              text(plan.device().cuda, plan.device().index) +
+                              ", where the weights are, got one on " + text(cuda, index));
+      }
+      result.inputs.push_back({reinterpret_cast<const void*>(at), static_cast<InputType>(type)});
+    }
+    for (const auto& [a, b, code] : std::get<2>(given)) {
+      result.code.push_back({a, b, static_cast<Opcode>(code)});
+    }
+    return result;
+  }
+
   template <class F>
-  void run(py::handle stream, F&& f) {
+  void run(py::handle stream, py::handle with_program, F&& f) {
     Plan& plan = *arrays_.plan;
     if (plan.size() == 0) return;
+    plan.program = {};
+    if (!with_program.is_none()) plan.program = program(plan, with_program.cast<PyProgram>());
     void* handle = nullptr;
     if (plan.device().cuda) handle = resolve_stream(stream, arrays_.first(), plan.device().index);
     try {
@@ -249,6 +289,17 @@ class PyPlan {
 
   Arrays arrays_;
 };
+
+// Whether nested lists and tuples hold nothing but Python's own numbers.
+bool all_plain(py::handle value) {
+  PyObject* p = value.ptr();
+  if (PyFloat_CheckExact(p) || PyLong_Check(p)) return true;
+  if (!PyTuple_Check(p) && !PyList_Check(p)) return false;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(p); ++i) {
+    if (!all_plain(PySequence_Fast_GET_ITEM(p, i))) return false;
+  }
+  return true;
+}
 
 py::dict build_info() {
   py::dict info;
@@ -281,14 +332,17 @@ PYBIND11_MODULE(_C, m) {
   using spectrain::PyPlan;
   m.doc() = "Native half of spectrain_ext: validates arrays, resolves streams, launches kernels.";
   const auto stream = py::arg("stream");
+  const auto program = py::arg("program") = py::none();
   py::class_<PyPlan>(m, "Plan")
       .def(py::init<const std::vector<std::tuple<int, std::string, bool, py::tuple>>&,
                     const std::vector<int>&, bool>(),
            py::arg("lists"), py::arg("groups"), py::arg("single"))
-      .def("predict_", &PyPlan::predict_, py::arg("terms"), py::arg("eps"), stream)
-      .def("predict", &PyPlan::predict, py::arg("terms"), py::arg("eps"), py::arg("out"), stream)
-      .def("stash_predict_", &PyPlan::stash_predict_, py::arg("terms"), py::arg("eps"), stream)
-      .def("extrapolate", &PyPlan::extrapolate, py::arg("steps"), py::arg("out"), stream)
+      .def("predict_", &PyPlan::predict_, py::arg("terms"), py::arg("eps"), stream, program)
+      .def("predict", &PyPlan::predict, py::arg("terms"), py::arg("eps"), py::arg("out"), stream,
+           program)
+      .def("stash_predict_", &PyPlan::stash_predict_, py::arg("terms"), py::arg("eps"), stream,
+           program)
+      .def("extrapolate", &PyPlan::extrapolate, py::arg("steps"), py::arg("out"), stream, program)
       .def("stash", &PyPlan::stash, stream)
       .def("restore_", &PyPlan::restore_, stream)
       .def("swap_", &PyPlan::swap_, stream)
@@ -296,14 +350,17 @@ PYBIND11_MODULE(_C, m) {
       .def("distance_scratch", &PyPlan::distance_scratch)
       .def("distances", &PyPlan::distances, py::arg("result"), py::arg("scratch"), stream)
       .def("sgd_step_", &PyPlan::sgd_step_, py::arg("settings"), py::arg("with_momentum"),
-           py::arg("first_step"), py::arg("predictions"), py::arg("options"), stream)
+           py::arg("first_step"), py::arg("predictions"), py::arg("options"), stream, program)
       .def("adam_step_", &PyPlan::adam_step_, py::arg("settings"), py::arg("predictions"),
-           py::arg("options"), stream)
+           py::arg("options"), stream, program)
+      .def("keep_tables", &PyPlan::keep_tables)
+      .def("pin_gradients", &PyPlan::pin_gradients)
       .def("refresh", &PyPlan::refresh)
       .def("set_gradients", &PyPlan::set_gradients, py::arg("grads"))
       .def_property_readonly("n_outs", &PyPlan::n_outs)
       .def_property_readonly("n_groups", &PyPlan::n_groups)
       .def("last_launch", &PyPlan::last_launch);
+  m.def("all_plain", &spectrain::all_plain, py::arg("numbers"));
   m.def("build_info", &spectrain::build_info);
   m.def("require_cuda", &spectrain::require_cuda);
 }

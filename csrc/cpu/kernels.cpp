@@ -303,7 +303,7 @@ struct Cpu {
     // Not a std::vector: nothing that another unit could be linked to may be left behind.
     auto* args = static_cast<Args*>(malloc(sizeof(Args) * settings.size));
     if (args == nullptr) abort();
-    for (int i = 0; i < settings.size; ++i) args[i] = Rule::make(settings.data[i]);
+    for (int i = 0; i < settings.size; ++i) Rule::make(settings.data[i], args[i]);
     const bool stream_outputs = options.stream_outputs && kCanStream;
 #if defined(_OPENMP)
     if (options.parallel && omp_get_max_threads() > 1) {

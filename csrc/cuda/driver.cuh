@@ -1,4 +1,5 @@
-// The CUDA launcher: the body of body.h in a persistent grid, its table in the kernel's parameters.
+// The CUDA launcher: the body of body.h in a persistent grid, its table in the kernel's parameters
+// or in device memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -40,7 +41,8 @@ struct ParameterTable {
     rows_at = static_cast<uint32_t>(settings_bytes(settings.size));
     pointers_at = rows_at + static_cast<uint32_t>(n_rows * sizeof(Row));
     for (int i = 0; i < settings.size; ++i) {
-      const Args args = Rule::make(settings.data[i]);
+      Args args;
+      Rule::make(settings.data[i], args);
       memcpy(storage + i * sizeof(Args), &args, sizeof(Args));
     }
     memcpy(storage + rows_at, view.rows, n_rows * sizeof(Row));
@@ -64,6 +66,38 @@ __global__ void __launch_bounds__(LaunchPolicy::threads,
                                   LaunchPolicy::blocks_per_multiprocessor(Rule::divides))
     run_table(const __grid_constant__ ParameterTable<typename Rule::Args, Bytes> table) {
   Body<Rule>::run(reinterpret_cast<const typename Rule::Args*>(table.storage), table.view(),
+                  {blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
+}
+
+// Rows and pointers in device memory; the arguments as well, or, where the host made them and they
+// are few, here.
+template <class Args>
+struct ResidentTable {
+  TableView view;
+  const void* arguments;  // null: in storage
+  uint32_t n_words;
+  alignas(16) uint32_t storage[kSmallTable / sizeof(uint32_t)];
+};
+
+// From shared memory a block reads its arguments alike, wherever they come from.
+template <class Rule>
+__global__ void __launch_bounds__(LaunchPolicy::threads,
+                                  LaunchPolicy::blocks_per_multiprocessor(Rule::divides))
+    run_resident(const __grid_constant__ ResidentTable<typename Rule::Args> table) {
+  extern __shared__ __align__(16) uint32_t arguments[];
+  if (table.arguments != nullptr) {
+    const auto* from = global(static_cast<const uint32_t*>(table.arguments));
+    for (uint32_t i = threadIdx.x; i < table.n_words; i += blockDim.x) arguments[i] = from[i];
+  } else {
+    for (uint32_t i = threadIdx.x; i < table.n_words; i += blockDim.x) {
+      arguments[i] = table.storage[i];
+    }
+  }
+  __syncthreads();
+  TableView view = table.view;
+  view.rows = global(view.rows);
+  view.pointers = global(view.pointers);
+  Body<Rule>::run(reinterpret_cast<const typename Rule::Args*>(arguments), view,
                   {blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
 }
 
@@ -114,7 +148,36 @@ struct Cuda {
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
   }
 
-  static CudaKernel kernel() { return {&launch, static_cast<int>(sizeof(Args))}; }
+  static size_t words(int n_settings) {
+    return (n_settings * sizeof(Args) + sizeof(uint32_t) - 1) / sizeof(uint32_t);
+  }
+
+  // `view` is of device memory; `prepared` too, or null where the settings are plain.
+  static const char* launch_resident(const TableView& view, Settings settings, const void* prepared,
+                                     void* stream) {
+    int blocks = 0;
+    cudaError_t error = resident_blocks(&blocks);
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+    const uint32_t chunks = view.chunk_end - view.chunk_begin;
+    if (chunks < static_cast<uint32_t>(blocks)) blocks = static_cast<int>(chunks);
+    ResidentTable<Args> table;
+    table.view = view;
+    table.arguments = prepared;
+    table.n_words = static_cast<uint32_t>(words(settings.size));
+    if (prepared == nullptr) {
+      for (int i = 0; i < settings.size; ++i) {
+        Args args;
+        Rule::make(settings.data[i], args);
+        memcpy(reinterpret_cast<char*>(table.storage) + i * sizeof(Args), &args, sizeof(Args));
+      }
+    }
+    run_resident<Rule><<<blocks, LaunchPolicy::threads, words(settings.size) * sizeof(uint32_t),
+                         static_cast<cudaStream_t>(stream)>>>(table);
+    error = cudaGetLastError();
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  }
+
+  static CudaKernel kernel() { return {&launch, &launch_resident, static_cast<int>(sizeof(Args))}; }
 };
 
 }  // namespace spectrain

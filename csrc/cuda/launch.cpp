@@ -3,10 +3,12 @@
 
 #include <cuda_runtime.h>
 
+#include <cstring>
 #include <sstream>
 #include <stdexcept>
 
 #include "capacity.h"
+#include "resident.h"
 
 namespace spectrain {
 
@@ -43,6 +45,15 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
+const char* const kTooManyGroups =
+    "the parameter groups do not fit one launch; use fewer groups a call";
+
+size_t bytes_per_row(const TableView& view) { return sizeof(Row) + view.n_streams * sizeof(void*); }
+// Rows behind them are aligned.
+size_t bytes_of_settings(CudaKernel kernel, int n) {
+  return static_cast<size_t>(n) * kernel.setting_bytes + 16;
+}
+
 }  // namespace
 
 bool cuda_built() { return true; }
@@ -76,8 +87,8 @@ CudaKernel find_cuda_kernel(KernelKey key) {
 int launch_cuda(CudaKernel kernel, const TableView& view, Settings settings, int device,
                 void* stream) {
   const DeviceGuard guard(device);
-  const size_t row_bytes = sizeof(Row) + view.n_streams * sizeof(void*);
-  const size_t settings_bytes = static_cast<size_t>(settings.size) * kernel.setting_bytes + 16;
+  const size_t row_bytes = bytes_per_row(view);
+  const size_t settings_bytes = bytes_of_settings(kernel, settings.size);
   if (settings_bytes + row_bytes > kLargeTable) {
     throw std::runtime_error("CUDA: " + std::to_string(settings.size) +
                              " parameter groups do not fit one launch; use fewer groups a call");
@@ -99,6 +110,62 @@ int launch_cuda(CudaKernel kernel, const TableView& view, Settings settings, int
     ++launches;
   }
   return launches;
+}
+
+bool cuda_is_capturing(int device, void* stream) {
+  const DeviceGuard guard(device);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  // The default stream may not be asked while another one is captured: it is not captured itself.
+  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  return status != cudaStreamCaptureStatusNone;
+}
+
+bool fits_parameters(CudaKernel kernel, const TableView& view, int n_settings) {
+  return bytes_of_settings(kernel, n_settings) + view.n_rows * bytes_per_row(view) <= kLargeTable;
+}
+
+size_t resident_bytes(CudaKernel kernel, const TableView& view, int n_settings) {
+  return ResidentLayout(view, n_settings, kernel.setting_bytes).bytes;
+}
+
+int launch_cuda_resident(CudaKernel kernel, KernelKey key, const TableView& view, Settings settings,
+                         const Program* program, void* memory, bool write, int device,
+                         void* stream) {
+  constexpr size_t kSharedBytes = 48 * 1024;
+  const DeviceGuard guard(device);
+  const ResidentLayout layout(view, settings.size, kernel.setting_bytes);
+  const auto check = [&](const char* error) {
+    if (error == nullptr) return;
+    throw std::runtime_error(std::string("CUDA: ") + error + " (cuda:" + std::to_string(device) +
+                             ")");
+  };
+  const size_t argument_bytes = static_cast<size_t>(settings.size) * kernel.setting_bytes;
+  if (argument_bytes > kSharedBytes) check(kTooManyGroups);
+  auto* at = static_cast<char*>(memory);
+  int launches = 0;
+  if (write) {
+    std::vector<char> bytes(layout.rows_bytes + layout.pointers_bytes);
+    memcpy(bytes.data(), view.rows, layout.rows_bytes);
+    memcpy(bytes.data() + layout.rows_bytes, view.pointers, layout.pointers_bytes);
+    check(enqueue_write(at, bytes.data(), bytes.size(), stream, &launches));
+  }
+  void* arguments = nullptr;
+  if (program != nullptr || argument_bytes > kSmallTable) {
+    arguments = at + layout.arguments_at;
+    const PrepareRequest request{
+        key.operation, key.w,
+        settings,      program != nullptr ? program->view() : ProgramView{},
+        arguments,     static_cast<size_t>(kernel.setting_bytes)};
+    check(enqueue_prepare(request, stream, &launches));
+  }
+  TableView resident = view;
+  resident.rows = reinterpret_cast<const Row*>(at);
+  resident.pointers = reinterpret_cast<void* const*>(at + layout.rows_bytes);
+  check(kernel.launch_resident(resident, settings, arguments, stream));
+  return launches + 1;
 }
 
 void launch_cuda_distances(DType type, Distances d, void* table_at, int device, void* stream) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../kernels.h"
+#include "../program.h"
 #include "../rules/distance.h"
 
 namespace spectrain {
@@ -21,6 +22,21 @@ CudaKernel find_cuda_kernel(KernelKey);
 // Enqueues a table on `stream` of a device and returns the number of launches it took. Throws
 // std::runtime_error with the CUDA runtime's words.
 int launch_cuda(CudaKernel, const TableView&, Settings, int device, void* stream);
+
+// Whether what is enqueued on the stream now becomes part of a CUDA graph.
+bool cuda_is_capturing(int device, void* stream);
+
+// Whether one launch_cuda() is one launch.
+bool fits_parameters(CudaKernel, const TableView&, int n_settings);
+
+// What a table needs to stay on the device.
+size_t resident_bytes(CudaKernel, const TableView&, int n_settings);
+
+// Enqueues one launch over a table that lies in `memory`, of resident_bytes(). `write`: it is put
+// there first, from a view of host memory in either case. `program`: computes the settings'
+// placeholders on the device; null where there are none. Returns the number of launches.
+int launch_cuda_resident(CudaKernel, KernelKey, const TableView&, Settings, const Program* program,
+                         void* memory, bool write, int device, void* stream);
 
 // Copies the table of `d` to `table_at` on the device and enqueues the sums.
 void launch_cuda_distances(DType, Distances d, void* table_at, int device, void* stream);

@@ -25,6 +25,15 @@ int launch_cuda(CudaKernel, const TableView&, Settings, int, void*) {
   throw std::runtime_error(kNoCuda);
 }
 
+bool cuda_is_capturing(int, void*) { throw std::runtime_error(kNoCuda); }
+bool fits_parameters(CudaKernel, const TableView&, int) { throw std::runtime_error(kNoCuda); }
+size_t resident_bytes(CudaKernel, const TableView&, int) { throw std::runtime_error(kNoCuda); }
+
+int launch_cuda_resident(CudaKernel, KernelKey, const TableView&, Settings, const Program*, void*,
+                         bool, int, void*) {
+  throw std::runtime_error(kNoCuda);
+}
+
 void launch_cuda_distances(DType, Distances, void*, int, void*) {
   throw std::runtime_error(kNoCuda);
 }

@@ -49,11 +49,12 @@ struct AdamStep {
     Step step;
     Predictions<Acc, kMaxTerms> predictions;
   };
-  SPECTRAIN_HD static Args make(const Setting& s) {
-    return {{SgdDirection<Acc>::make(s), static_cast<Acc>(s.decay), static_cast<Acc>(s.gain),
-             static_cast<Acc>(s.decay2), static_cast<Acc>(1.0 - s.decay2), static_cast<Acc>(s.eps),
-             Coefficients<Acc>::make(s.step)},
-            Predictions<Acc, kMaxTerms>::make(s)};
+  SPECTRAIN_HD static void make(const Setting& s, Args& a) {
+    a.step = {SgdDirection<Acc>::make(s),       static_cast<Acc>(s.decay),
+              static_cast<Acc>(s.gain),         static_cast<Acc>(s.decay2),
+              static_cast<Acc>(1.0 - s.decay2), static_cast<Acc>(s.eps),
+              Coefficients<Acc>::make(s.step)};
+    Predictions<Acc, kMaxTerms>::make(s, a.predictions);
   }
   static constexpr int kGradient = kGrad;
   SPECTRAIN_HD static Step step(const Args& a, unsigned /*flags*/, Acc factor) {
@@ -93,8 +94,9 @@ struct AdamPredict {
     Acc eps;
     Predictions<Acc, kMaxTerms> predictions;
   };
-  SPECTRAIN_HD static Args make(const Setting& s) {
-    return {static_cast<Acc>(s.eps), Predictions<Acc, kMaxTerms>::make(s)};
+  SPECTRAIN_HD static void make(const Setting& s, Args& a) {
+    a.eps = static_cast<Acc>(s.eps);
+    Predictions<Acc, kMaxTerms>::make(s, a.predictions);
   }
   struct Step {};
   static constexpr int kGradient = -1;

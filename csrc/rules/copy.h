@@ -13,7 +13,7 @@ struct Copy : NoOuts {
   enum { kSource, kTarget };
   using Streams = StreamList<In<Bits>, CopyOf<Bits, kSource>>;
   struct Args {};
-  SPECTRAIN_HD static Args make(const Setting&) { return {}; }
+  SPECTRAIN_HD static void make(const Setting&, Args&) {}
   SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, factor_t<Acc>) {
     return a;
   }
@@ -26,7 +26,7 @@ struct Cast : NoOuts {
   enum { kSource, kTarget };
   using Streams = StreamList<In<W>, Out<Out_>>;
   struct Args {};
-  SPECTRAIN_HD static Args make(const Setting&) { return {}; }
+  SPECTRAIN_HD static void make(const Setting&, Args&) {}
   SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, factor_t<Acc>) {
     return a;
   }

@@ -14,8 +14,8 @@ struct Extrapolate : NoOuts {
   struct Args {
     Acc steps;
   };
-  SPECTRAIN_HD static Args make(const Setting& s) {
-    return {static_cast<Acc>(s.terms[0].momentum)};
+  SPECTRAIN_HD static void make(const Setting& s, Args& a) {
+    a.steps = static_cast<Acc>(s.terms[0].momentum);
   }
   SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, factor_t<Acc>) {
     return a;

@@ -54,10 +54,10 @@ struct SgdMomentum {
     Step step;
     Predictions<Acc, kMaxOuts> predictions;  // one term each
   };
-  SPECTRAIN_HD static Args make(const Setting& s) {
-    return {{SgdDirection<Acc>::make(s), static_cast<Acc>(s.decay), static_cast<Acc>(s.gain),
-             Coefficients<Acc>::make(s.step), s.first_step},
-            Predictions<Acc, kMaxOuts>::make(s)};
+  SPECTRAIN_HD static void make(const Setting& s, Args& a) {
+    a.step = {SgdDirection<Acc>::make(s), static_cast<Acc>(s.decay), static_cast<Acc>(s.gain),
+              Coefficients<Acc>::make(s.step), s.first_step};
+    Predictions<Acc, kMaxOuts>::make(s, a.predictions);
   }
   static constexpr int kGradient = kGrad;
   SPECTRAIN_HD static Step step(const Args& a, unsigned flags, Acc factor) {
@@ -95,9 +95,9 @@ struct SgdPlain : NoOuts {
     SgdDirection<Acc> direction;
     Acc keep, gradient;
   };
-  SPECTRAIN_HD static Args make(const Setting& s) {
-    return {SgdDirection<Acc>::make(s), static_cast<Acc>(s.step.keep),
-            static_cast<Acc>(s.step.gradient)};
+  SPECTRAIN_HD static void make(const Setting& s, Args& a) {
+    a = {SgdDirection<Acc>::make(s), static_cast<Acc>(s.step.keep),
+         static_cast<Acc>(s.step.gradient)};
   }
   static constexpr int kGradient = kGrad;
   SPECTRAIN_HD static Args step(const Args& a, unsigned /*flags*/, Acc factor) {
@@ -119,7 +119,9 @@ struct SgdPredict : NoOuts {
   struct Args {
     Coefficients<Acc> term;
   };
-  SPECTRAIN_HD static Args make(const Setting& s) { return {Coefficients<Acc>::make(s.terms[0])}; }
+  SPECTRAIN_HD static void make(const Setting& s, Args& a) {
+    a = {Coefficients<Acc>::make(s.terms[0])};
+  }
   SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, Acc) { return a; }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
     x[kOut] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));
@@ -133,7 +135,7 @@ struct SgdStashPredict : NoOuts {
   enum { kParam, kMomentum, kStash };
   using Streams = StreamList<InOut<W>, In<V>, CopyOf<W, kParam>>;
   using Args = typename SgdPredict<W, V, W>::Args;
-  SPECTRAIN_HD static Args make(const Setting& s) { return SgdPredict<W, V, W>::make(s); }
+  SPECTRAIN_HD static void make(const Setting& s, Args& a) { SgdPredict<W, V, W>::make(s, a); }
   SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, Acc) { return a; }
   SPECTRAIN_HD static void apply(const Args& a, Acc (&x)[3]) {
     x[kParam] = sgd_move(a.term, x[kParam], x[kMomentum], Acc(0));

@@ -57,10 +57,10 @@ SPECTRAIN_HD void unroll(F&& f) {
   }
 }
 
-// What a rule is. It has Args, made from a Setting; a Step, what `apply` needs of them for one row,
-// small enough to stay in registers, made by `step(args, flags, factor)` of the row's flags and of
-// what gradients are multiplied by; `apply(step, x)`, the update of one element of every stream;
-// and kGradient, the stream that gradients are, negative where there are none.
+// What a rule is. It has Args, which `make` writes from a Setting; a Step, what `apply` needs of
+// them for one row, small enough to stay in registers, made by `step(args, flags, factor)` of the
+// row's flags and of what gradients are multiplied by; `apply(step, x)`, the update of one element
+// of every stream; and kGradient, the stream that gradients are, negative where there are none.
 //
 // A rule without extra outputs has its Args for a Step. One with them has, beside has_outs = true:
 // `predictions` among its Args; OutType; kDirection, the stream in whose place `apply` leaves what

@@ -11,7 +11,7 @@ struct Swap : NoOuts {
   using Acc = Bits;
   using Streams = StreamList<InOut<Bits>, InOut<Bits>>;
   struct Args {};
-  SPECTRAIN_HD static Args make(const Setting&) { return {}; }
+  SPECTRAIN_HD static void make(const Setting&, Args&) {}
   SPECTRAIN_HD static const Args& step(const Args& a, unsigned /*flags*/, factor_t<Acc>) {
     return a;
   }

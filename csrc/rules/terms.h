@@ -24,15 +24,15 @@ struct Predictions {
 
   SPECTRAIN_HD int begin(int j) const { return j == 0 ? 0 : end[j - 1]; }
 
-  SPECTRAIN_HD static Predictions make(const Setting& s) {
-    Predictions p;
+  // In place: a copy on the way would be local memory where a GPU does this.
+  SPECTRAIN_HD static void make(const Setting& s, Predictions& p) {
     p.n_outs = s.n_outs;
     for (int j = 0; j < kMaxOuts; ++j) p.end[j] = s.out_end[j];
     const int n = s.n_outs > 0 ? s.out_end[s.n_outs - 1] : 0;
+    SPECTRAIN_NO_UNROLL
     for (int i = 0; i < MaxTerms; ++i) {
       p.term[i] = Coefficients<Acc>::make(i < n ? s.terms[i] : Term{});
     }
-    return p;
   }
 };
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from spectrain_ext.laws import Horizon
 from spectrain_ext.numbers import Adam as AdamNumbers
 from spectrain_ext.optim.base import PredictingOptimizer
-from spectrain_ext.optim.rule import Rule, Scalars, plain
+from spectrain_ext.optim.rule import Rule, Scalars, plain, rate
 from spectrain_ext.plan import Plan
 
 
@@ -33,7 +33,7 @@ class AdamRule(Rule[AdamNumbers]):
     def numbers(self, group: Mapping[str, Any]) -> AdamNumbers:
         """The numbers of a first step."""
         return AdamNumbers(
-            plain(group["lr"], "lr"),
+            rate(group["lr"]),
             tuple(plain(beta, f"betas[{i}]") for i, beta in enumerate(group["betas"])),
             plain(group["eps"], "eps"),
             plain(group["weight_decay"], "weight_decay"),
@@ -77,7 +77,8 @@ class Adam(PredictingOptimizer, torch.optim.Adam):
     Args:
         params: parameters, named parameters or parameter groups: float32, float64, float16 or
             bfloat16, strided, on any devices.
-        lr: learning rate, a number or a CPU tensor with one element (>= 0).
+        lr: learning rate (>= 0), a number or a CPU tensor with one element, or one on the device of
+            all parameters, which kernels read when they run.
         betas: decay of the first and of the second moment, each in [0, 1).
         eps: added to the root of the second moment (>= 0).
         weight_decay: L2 penalty, or decoupled decay (>= 0).

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from spectrain_ext._expressions import Scalar
 from spectrain_ext.laws import Horizon, Law, Linear, SecondOrder
 from spectrain_ext.numbers import Adam, Sgd, Term
 from spectrain_ext.plan import Plan
@@ -141,6 +142,13 @@ def moves(law: Law) -> bool:
 def without_gradient(law: Law) -> Law:
     """Return the law for a parameter that has no gradient now: its momentum did not change."""
     return Linear(law.delay + law.lead) if isinstance(law, SecondOrder) else law
+
+
+def rate(value: Any) -> Any:
+    """Return a learning rate: a number, or what a kernel on its device reads when it runs."""
+    if isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1:
+        return Scalar(value.detach())
+    return plain(value, "lr")
 
 
 def plain(value: Any, name: str) -> Any:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from spectrain_ext.laws import Horizon
 from spectrain_ext.numbers import Sgd
 from spectrain_ext.optim.base import PredictingOptimizer
-from spectrain_ext.optim.rule import Rule, plain
+from spectrain_ext.optim.rule import Rule, plain, rate
 from spectrain_ext.plan import Plan
 
 _EXTRAS = ("ema", "decoupled_weight_decay")
@@ -29,7 +29,7 @@ class SgdRule(Rule[Sgd]):
         """Nesterov momentum of a momentum of 0 is no momentum, as in torch."""
         momentum = plain(group["momentum"], "momentum")
         return Sgd(
-            plain(group["lr"], "lr"),
+            rate(group["lr"]),
             momentum,
             group["dampening"],
             plain(group["weight_decay"], "weight_decay"),
@@ -71,7 +71,8 @@ class SGD(PredictingOptimizer, torch.optim.SGD):
     Args:
         params: parameters, named parameters or parameter groups: float32, float64, float16 or
             bfloat16, strided, on any devices.
-        lr: learning rate, a number or a CPU tensor with one element (>= 0).
+        lr: learning rate (>= 0), a number or a CPU tensor with one element, or one on the device of
+            all parameters, which kernels read when they run.
         momentum: momentum factor mu (>= 0).
         dampening: dampening of the gradient in the momentum, not applied to a buffer's first step.
         weight_decay: L2 penalty (>= 0).

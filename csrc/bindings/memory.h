@@ -1,0 +1,14 @@
+// Device memory from torch's allocator, for the tables of a plan.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "../plan.h"
+
+namespace spectrain {
+
+// Lends memory of a CUDA device. May be called without the GIL.
+std::function<std::unique_ptr<DeviceMemory>(size_t bytes)> allocator(int device);
+
+}  // namespace spectrain

@@ -1,0 +1,158 @@
+// Small kernels beside the main one: they carry tables to the device in their parameters, which a
+// CUDA graph copies (it reads host memory at every replay), and make arguments from numbers there.
+#include "prepare.h"
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+#include "body.h"
+#include "capacity.h"
+#include "resident.h"
+
+namespace spectrain {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <size_t Bytes>
+struct Piece {
+  unsigned char* to;
+  uint32_t n_quads;
+  alignas(16) unsigned char storage[Bytes];
+};
+
+template <size_t Bytes>
+__global__ void __launch_bounds__(kThreads)
+    write_piece(const __grid_constant__ Piece<Bytes> piece) {
+  auto* to = reinterpret_cast<Quad*>(global(piece.to));
+  const auto* from = reinterpret_cast<const Quad*>(piece.storage);
+  for (uint32_t i = threadIdx.x; i < piece.n_quads; i += kThreads) to[i] = from[i];
+}
+
+template <size_t Bytes>
+cudaError_t write_with(char* to, const char* from, size_t n, cudaStream_t stream) {
+  Piece<Bytes> piece;
+  piece.to = reinterpret_cast<unsigned char*>(to);
+  piece.n_quads = static_cast<uint32_t>((n + sizeof(Quad) - 1) / sizeof(Quad));
+  memcpy(piece.storage, from, n);
+  write_piece<Bytes><<<1, kThreads, 0, stream>>>(piece);
+  return cudaGetLastError();
+}
+
+// Settings without the terms behind their last one, inputs, constants, code.
+template <size_t Bytes>
+struct Preparation {
+  unsigned char* to;
+  uint32_t stride;  // of the arguments
+  Operation operation;
+  DType weights;
+  uint16_t n_settings, n_inputs, n_constants, n_code;
+  uint32_t setting_bytes, inputs_at, constants_at, code_at;
+  alignas(16) unsigned char storage[Bytes];
+
+  __device__ __forceinline__ ProgramView program() const {
+    return {reinterpret_cast<const Input*>(storage + inputs_at),
+            reinterpret_cast<const double*>(storage + constants_at),
+            reinterpret_cast<const Instruction*>(storage + code_at),
+            n_inputs,
+            n_constants,
+            n_code};
+  }
+};
+
+template <size_t Bytes>
+__global__ void prepare(const __grid_constant__ Preparation<Bytes> given) {
+  extern __shared__ double registers[];
+  __shared__ Setting setting;
+  evaluate(given.program(), registers);
+  for (int i = 0; i < given.n_settings; ++i) {
+    memcpy(&setting, given.storage + i * given.setting_bytes, given.setting_bytes);
+    fill_in(setting, registers);
+    place_arguments(given.operation, given.weights, setting, global(given.to) + i * given.stride);
+  }
+}
+
+size_t align8(size_t n) { return (n + 7) / 8 * 8; }
+
+template <size_t Bytes>
+cudaError_t prepare_with(const PrepareRequest& r, const ProgramView& p, int begin, int end,
+                         size_t setting_bytes, cudaStream_t stream) {
+  Preparation<Bytes> given;
+  given.to = static_cast<unsigned char*>(r.to) + begin * r.stride;
+  given.stride = static_cast<uint32_t>(r.stride);
+  given.operation = r.operation;
+  given.weights = r.weights;
+  given.n_settings = static_cast<uint16_t>(end - begin);
+  given.n_inputs = p.n_inputs;
+  given.n_constants = p.n_constants;
+  given.n_code = p.n_code;
+  given.setting_bytes = static_cast<uint32_t>(setting_bytes);
+  given.inputs_at = static_cast<uint32_t>((end - begin) * setting_bytes);
+  given.constants_at = given.inputs_at + static_cast<uint32_t>(p.n_inputs * sizeof(Input));
+  given.code_at = given.constants_at + static_cast<uint32_t>(p.n_constants * sizeof(double));
+  for (int i = begin; i < end; ++i) {
+    memcpy(given.storage + (i - begin) * setting_bytes, &r.settings.data[i], setting_bytes);
+  }
+  memcpy(given.storage + given.inputs_at, p.inputs, p.n_inputs * sizeof(Input));
+  memcpy(given.storage + given.constants_at, p.constants, p.n_constants * sizeof(double));
+  memcpy(given.storage + given.code_at, p.code, p.n_code * sizeof(Instruction));
+  const size_t shared = p.n_registers() * sizeof(double);
+  prepare<Bytes><<<1, 1, shared, stream>>>(given);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+const char* enqueue_write(void* to, const void* from, size_t n, void* stream, int* launches) {
+  cudaError_t error = cudaSuccess;
+  const auto on = static_cast<cudaStream_t>(stream);
+  for (size_t at = 0; at < n && error == cudaSuccess; ++*launches) {
+    char* target = static_cast<char*>(to) + at;
+    const char* source = static_cast<const char*>(from) + at;
+    const size_t rest = n - at;
+    if (rest <= kSmallTable) {
+      error = write_with<kSmallTable>(target, source, rest, on);
+      at = n;
+    } else {
+      const size_t piece = rest < kLargeTable ? rest : kLargeTable;
+      error = write_with<kLargeTable>(target, source, piece, on);
+      at += piece;
+    }
+  }
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+const char* enqueue_prepare(const PrepareRequest& r, void* stream, int* launches) {
+  // What one block has, less its Setting.
+  constexpr size_t kSharedBytes = 48 * 1024 - sizeof(Setting);
+  const ProgramView& p = r.program;
+  int terms = 1;
+  for (int i = 0; i < r.settings.size; ++i) {
+    const int n = used_terms(r.settings.data[i]);
+    terms = n > terms ? n : terms;
+  }
+  const size_t setting_bytes = align8(offsetof(Setting, terms) + terms * sizeof(Term));
+  const size_t program_bytes = p.n_inputs * sizeof(Input) + p.n_constants * sizeof(double) +
+                               align8(p.n_code * sizeof(Instruction));
+  if (program_bytes + setting_bytes > kLargeTable ||
+      p.n_registers() * sizeof(double) > kSharedBytes) {
+    return "the formulas of the numbers on the device do not fit one launch; predict fewer updates "
+           "ahead";
+  }
+  const auto capacity = static_cast<int>((kLargeTable - program_bytes) / setting_bytes);
+  for (int begin = 0; begin < r.settings.size; begin += capacity) {
+    const int rest = r.settings.size - begin;
+    const int end = begin + (rest < capacity ? rest : capacity);
+    const bool small = program_bytes + (end - begin) * setting_bytes <= kSmallTable;
+    const auto on = static_cast<cudaStream_t>(stream);
+    const cudaError_t error = small
+                                  ? prepare_with<kSmallTable>(r, p, begin, end, setting_bytes, on)
+                                  : prepare_with<kLargeTable>(r, p, begin, end, setting_bytes, on);
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+    ++*launches;
+  }
+  return nullptr;
+}
+
+}  // namespace spectrain
