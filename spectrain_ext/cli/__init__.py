@@ -1,4 +1,4 @@
-"""The command line: ``spectrain train`` and ``spectrain doctor``."""
+"""The command line: ``spectrain train``, ``timeline``, ``bench`` and ``doctor``."""
 
 from spectrain_ext.cli.group import main
 

@@ -5,6 +5,7 @@ import click
 from spectrain_ext import __version__
 from spectrain_ext.cli.bench import bench
 from spectrain_ext.cli.doctor import doctor
+from spectrain_ext.cli.timeline import timeline
 from spectrain_ext.cli.train import train
 
 
@@ -17,3 +18,4 @@ def main() -> None:
 main.add_command(train)
 main.add_command(doctor)
 main.add_command(bench)
+main.add_command(timeline)

@@ -10,7 +10,6 @@ from .interleaving import interleave
 from .ledger import Entries, Ledger, Pair, Reading, Rules
 
 _FORWARD, _UPDATE = Kind.FORWARD, Kind.UPDATE
-_GATHERED = 32  # turns of a stage
 
 
 def follow(
@@ -26,29 +25,15 @@ def follow(
         minibatches: the length of the run.
 
     Yields:
-        (stage, some of its turns, what each computes with). What stages do to one another comes in
-        order: no backward before its forward on stage 0, say.
+        (stage, some of its turns, what each computes with), in an order in which they can run.
 
     Raises:
         ScheduleError: as ``interleave`` and the ledgers raise it.
     """
-    # Stages that wait for each other all the time make short runs: they are gathered.
-    gathered: list[list[Action]] = [[] for _ in actions]
     for k, run in interleave(actions, minibatches):
-        gathered[k] += run
-        if len(gathered[k]) > _GATHERED:
-            yield from _entered(gathered, ledgers)
-    yield from _entered(gathered, ledgers)
+        yield k, run, ledgers[k].enter(run)
     for ledger in ledgers:
         ledger.close(minibatches)
-
-
-def _entered(
-    gathered: list[list[Action]], ledgers: Sequence[Ledger]
-) -> Iterator[tuple[int, list[Action], list[Pair]]]:
-    for k, run in enumerate(gathered):
-        gathered[k] = []
-        yield k, run, ledgers[k].enter(run)
 
 
 def open_ledgers(

@@ -71,32 +71,30 @@ def _advance(stages: list[_Stage], k: int) -> list[Action]:
     stage = stages[k]
     to_next = stages[k + 1].activations if stage.gradients is not None else None
     to_previous = stages[k - 1].gradients if stage.activations is not None else None
+    activations, gradients, following = stage.activations, stage.gradients, stage.turns
     run: list[Action] = []
-    turn = stage.waiting or next(stage.turns, None)
+    turn = stage.waiting or next(following, None)
     stage.waiting = None
     while turn is not None:
         kind = turn[0]
-        if kind is _UPDATE:
-            run.append(turn)
-            turn = next(stage.turns, None)
-            continue
-        if kind is _FORWARD:
-            inputs, outputs = stage.activations, to_next
-        else:
-            inputs, outputs = stage.gradients, to_previous
-        if inputs is not None:
-            if not inputs:
-                stage.waiting = turn
-                return run
-            sent = inputs.popleft()
-            if sent != turn:
-                raise _out_of_order(k, turn, sent)
-        if outputs is not None:
-            outputs.append(turn)
+        if kind is not _UPDATE:
+            if kind is _FORWARD:
+                inputs, outputs = activations, to_next
+            else:
+                inputs, outputs = gradients, to_previous
+            if inputs is not None:
+                if not inputs:
+                    stage.waiting = turn
+                    return run
+                sent = inputs.popleft()
+                if sent != turn:
+                    raise _out_of_order(k, turn, sent)
+            if outputs is not None:
+                outputs.append(turn)
         run.append(turn)
         if len(run) >= _RUN:
             return run
-        turn = next(stage.turns, None)
+        turn = next(following, None)
     stage.finished = True
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -67,13 +68,14 @@ class Count:
     updates: int = 0
     in_flight: int = 0
     versions: int = 1
-    delays: Counter[int] = field(default_factory=Counter)
+    delays: dict[int, int] = field(default_factory=dict)
 
 
 Pair = tuple[int, int]  # a Reading; unlike it, the garbage collector does not look into it again
 
 _NEWEST = Rules()
 _FORWARD, _UPDATE = Kind.FORWARD, Kind.UPDATE
+_MISSING = (-1, -1)
 
 #: (minibatch, microbatch) -> the version that stage 0 had when it began its forward.
 Entries = dict[tuple[int, int], int]
@@ -117,11 +119,16 @@ class Ledger:
             and not rules.once
             and not rules.differences
         )
+        self._ahead = rules.ahead if self._keeps_none and rules.ahead != "counted" else None
+        self._backward_ahead = rules.backward_ahead if rules.backward == "predict" else 0
+        if self._keeps_none and (self._ahead or self._backward_ahead):
+            self.count.versions = 2
         self._window = window
         self._microbatches = microbatches
         self._entries = {} if entries is None else entries
-        self._flight: dict[tuple[int, int], Pair] = {}
-        self._begun: dict[int, int] = {}  # minibatch -> a bit per microbatch, until its update
+        # What each microbatch read, None once it has had its backward; forgotten with the update.
+        self._parts: dict[tuple[int, int], Pair | None] = {}
+        self._flying = 0
         self._once: dict[int, Pair] = {}  # minibatch -> its forward weights, for ``once``
         self._oldest = 0  # the version that the last forward read: none before it exists
         self._kept: Counter[Pair] = Counter()
@@ -136,24 +143,23 @@ class Ledger:
                 a backward of its minibatch.
         """
         # A schedule has millions of turns: this loop is as plain as it can be.
-        count, rules = self.count, self._rules
-        flight, begun, delays = self._flight, self._begun, count.delays
+        count, rules, parts = self.count, self._rules, self._parts
+        delays = count.delays
         stashes, keeps_none = rules.backward == "stash", self._keeps_none
-        ahead = rules.ahead if keeps_none and isinstance(rules.ahead, int) else None
-        backward_ahead = rules.backward_ahead if rules.backward == "predict" else 0
-        updates, peak = count.updates, count.in_flight
+        ahead, backward_ahead = self._ahead, self._backward_ahead
+        most = self._microbatches or sys.maxsize
+        updates, peak, flying = count.updates, count.in_flight, self._flying
         readings: list[Pair] = []
         for turn in run:
             kind, i, j = turn
             if kind is _FORWARD:
-                parts, part = begun.get(i, 0), 1 << j
-                if parts & part or i < updates:
-                    raise ScheduleError(self._stage, turn, self._again(i))
-                begun[i] = parts | part
+                if i < updates or j >= most or (i, j) in parts:
+                    raise self._unexpected_forward(turn)
                 reading = self._read(turn) if ahead is None else (updates, ahead)
-                flight[i, j] = reading
-                if len(flight) > peak:
-                    peak = count.in_flight = self._widened(turn)
+                parts[i, j] = reading
+                flying += 1
+                if flying > peak:
+                    peak = count.in_flight = self._widened(turn, flying)
                 if not keeps_none:
                     self._keep(turn, reading)
             elif kind is _UPDATE:
@@ -161,18 +167,20 @@ class Ledger:
                 count.updates = updates = updates + 1
                 reading = (updates, 0)
             else:
-                forward = flight.pop((i, j), None)
-                if forward is None:
+                read = parts.get((i, j))
+                if read is None:
                     raise self._unexpected_backward(turn)
-                delays[updates - forward[0]] += 1
-                reading = forward if stashes else (updates, backward_ahead)
+                parts[i, j] = None
+                flying -= 1
+                delay = updates - read[0]
+                delays[delay] = delays.get(delay, 0) + 1
+                reading = read if stashes else (updates, backward_ahead)
                 if not keeps_none:
                     self._count_versions(reading)
                     if stashes:
                         self._drop(reading)
             readings.append(reading)
-        if keeps_none and count.versions == 1 and any(reading[1] for reading in readings):
-            count.versions = 2
+        self._flying = flying
         return readings
 
     def close(self, minibatches: int | None = None) -> Count:
@@ -181,10 +189,15 @@ class Ledger:
         Raises:
             ScheduleError: a microbatch has no backward, a minibatch no update.
         """
-        for i, j in self._flight:
-            raise ScheduleError(self._stage, Action(Kind.BACKWARD, i, j), "missing at the end")
-        if self._begun or (minibatches is not None and self.count.updates < minibatches):
-            due = Action(Kind.UPDATE, self.count.updates)
+        for (i, j), reading in self._parts.items():
+            if reading is not None:
+                raise ScheduleError(self._stage, Action(Kind.BACKWARD, i, j), "missing at the end")
+        for i, j in self._parts:
+            if i < self.count.updates:
+                reason = f"expected microbatch {j - 1} of the minibatch as well"
+                raise ScheduleError(self._stage, Action(_FORWARD, i, j), reason)
+        if self._parts or (minibatches is not None and self.count.updates < minibatches):
+            due = Action(_UPDATE, self.count.updates)
             raise ScheduleError(self._stage, due, "missing at the end")
         return self.count
 
@@ -194,39 +207,41 @@ class Ledger:
         done = i < self.count.updates
         return "expected once, found again" + (": the minibatch has had its update" if done else "")
 
-    def _widened(self, turn: Action) -> int:
-        flying = len(self._flight)
+    def _widened(self, turn: Action, flying: int) -> int:
         if self._window is not None and flying > self._window:
             reason = f"the window allows {self._window} microbatches in flight, this is one more"
             raise ScheduleError(self._stage, turn, reason)
         return flying
 
+    def _unexpected_forward(self, turn: Action) -> ScheduleError:
+        most = self._microbatches
+        if most is not None and turn.microbatch >= most:
+            reason = f"expected microbatches 0 to {most - 1} only"
+            return ScheduleError(self._stage, turn, reason)
+        return ScheduleError(self._stage, turn, self._again(turn.minibatch))
+
     def _unexpected_backward(self, turn: Action) -> ScheduleError:
         _, i, j = turn
-        seen = i < self.count.updates or self._begun.get(i, 0) >> j & 1
+        seen = i < self.count.updates or (i, j) in self._parts
         reason = self._again(i) if seen else "expected its forward before it"
         return ScheduleError(self._stage, turn, reason)
 
     def _check_update(self, turn: Action) -> None:
         _, i, _ = turn
         if i != self.count.updates:
-            due = Action(Kind.UPDATE, self.count.updates)
+            due = Action(_UPDATE, self.count.updates)
             raise ScheduleError(self._stage, turn, f"expected {due} first")
-        begun = self._begun.pop(i, 0)
-        expected = self._microbatches or max(begun.bit_length(), 1)
-        for j in range(expected):
-            if not begun >> j & 1:
-                needed = Action(Kind.FORWARD, i, j)
-            elif (i, j) in self._flight:
-                needed = Action(Kind.BACKWARD, i, j)
-            else:
-                continue
-            raise ScheduleError(self._stage, turn, f"expected {needed} before it")
-        if begun.bit_length() > expected:
-            extra = Action(Kind.FORWARD, i, begun.bit_length() - 1)
-            reason = f"expected microbatches 0 to {expected - 1} only"
-            raise ScheduleError(self._stage, extra, reason)
-        if self._rules.once:
+        parts, expected = self._parts, self._microbatches
+        j = 0
+        while j != expected:
+            part = parts.pop((i, j), _MISSING)
+            if part is not None:
+                if part is _MISSING and j and expected is None:
+                    break
+                needed = Action(_FORWARD if part is _MISSING else Kind.BACKWARD, i, j)
+                raise ScheduleError(self._stage, turn, f"expected {needed} before it")
+            j += 1
+        if self._once:
             self._release_first(i)
 
     # Weights.
@@ -250,7 +265,10 @@ class Ledger:
             reason = f"reads version {version}, dropped when version {self._oldest} was read"
             raise ScheduleError(self._stage, turn, reason)
         self._oldest = version
-        return version, (i - version if rules.ahead == "counted" else rules.ahead)
+        ahead = i - version if rules.ahead == "counted" else rules.ahead
+        if ahead and self._keeps_none:
+            self.count.versions = 2
+        return version, ahead
 
     def _keep(self, turn: Action, reading: Pair) -> None:
         """Enter a forward's weights, and keep them for whoever reads them again."""
@@ -261,7 +279,7 @@ class Ledger:
             self._once[i] = reading
             self._kept[reading] += 1
         self._count_versions(reading)
-        if self._rules.once and self._begun[i].bit_count() == self._microbatches:
+        if self._rules.once and turn.microbatch + 1 == self._microbatches:
             self._release_first(i)
 
     def _release_first(self, i: int) -> None:

@@ -1,0 +1,131 @@
+"""``spectrain timeline``: which stage does what when, under a method or a schedule from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import click
+
+from spectrain_ext.method import methods
+from spectrain_ext.method.choices import Window
+from spectrain_ext.report.method_timeline import simulate_method
+from spectrain_ext.report.timeline import draw_timeline, write_trace
+from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
+
+_POSITIVE = click.IntRange(min=1)
+_TIME = click.FloatRange(min=0.0)
+_SUFFIXES = (".svg", ".png", ".json")
+
+
+def _window(context: click.Context, parameter: click.Parameter, value: str | None) -> Window:
+    if value is None or value in ("classic", "wide"):
+        return cast(Window, value)
+    try:
+        numbers = [int(part) for part in value.split(",")]
+    except ValueError:
+        raise click.BadParameter(
+            f"expected 'classic', 'wide', a number, or one per stage with commas, got {value!r}"
+        ) from None
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--method", "-m", default="spectrain", help="Whose schedule and versions.")
+@click.option(
+    "--csv",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Draw a schedule in torch.distributed.pipelining's compute-only format instead.",
+)
+@click.option("--stages", type=_POSITIVE, default=4)
+@click.option("--minibatches", type=_POSITIVE, default=8)
+@click.option("--microbatches", type=_POSITIVE, default=1, help="Parts of every minibatch.")
+@click.option(
+    "--window",
+    callback=_window,
+    help="Microbatches in flight: classic, wide, a number, or one per stage with commas.  "
+    "[default: the method's]",
+)
+@click.option("--forward", type=_TIME, default=1.0, help="Duration of a microbatch's forward.")
+@click.option("--backward", type=_TIME, default=2.0, help="Of its backward.")
+@click.option("--update", type=_TIME, default=0.0, help="Of an update.")
+@click.option("--prediction", type=_TIME, default=0.0, help="Of predicting weights.")
+@click.option("--communication", type=_TIME, default=0.0, help="Of a hand-over to a neighbour.")
+@click.option("--versions", is_flag=True, help="Write the version of the weights into each block.")
+@click.option(
+    "--out",
+    "-o",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("timeline.svg"),
+    help="A picture (.svg, .png), or a trace for Chrome and Perfetto (.json).",
+)
+def timeline(
+    method: str,
+    csv: Path | None,
+    stages: int,
+    minibatches: int,
+    microbatches: int,
+    window: Window,
+    forward: float,
+    backward: float,
+    update: float,
+    prediction: float,
+    communication: float,
+    versions: bool,
+    out: Path,
+) -> None:
+    """Draw which stage does what when, simulated with the durations given.
+
+    \b
+    spectrain timeline --method pipedream --stages 4 --minibatches 8 -o t.svg
+    """
+    if out.suffix not in _SUFFIXES:
+        raise click.BadParameter(
+            f"expected a name that ends in {', '.join(_SUFFIXES)}, got {out.name!r}",
+            param_hint="'--out'",
+        )
+    try:
+        if csv is not None:
+            actions = read_csv(csv, microbatches=None if microbatches == 1 else microbatches)
+            durations = Durations.of(
+                len(actions),
+                forward=forward,
+                backward=backward,
+                update=update,
+                activation=communication,
+                gradient=communication,
+            )
+            name, spans = csv.name, list(simulate(actions, durations))
+        else:
+            if method not in methods():
+                raise ValueError(f"there is no method {method!r}; there are {', '.join(methods())}")
+            name, spans = (
+                f"{method}, {stages} stages",
+                list(
+                    simulate_method(
+                        method,
+                        stages,
+                        minibatches,
+                        microbatches=microbatches,
+                        window=window,
+                        forward=forward,
+                        backward=backward,
+                        update=update,
+                        prediction=prediction,
+                        communication=communication,
+                    )
+                ),
+            )
+        if out.suffix == ".json":
+            write_trace(out, spans)
+        else:
+            draw_timeline(
+                out, spans, title=name, versions=versions, communication=communication > 0
+            )
+    except (ValueError, ModuleNotFoundError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    summary = summarize(spans)
+    idle = ", ".join(f"{100 * share:.0f} %" for share in summary.bubbles)
+    click.echo(f"{name}: {summary.makespan:g} in all, {summary.period:g} per minibatch of stage 0")
+    click.echo(f"idle, by stage: {idle}")
+    click.echo(f"{'trace' if out.suffix == '.json' else 'picture'}: {out}")

@@ -1,0 +1,224 @@
+"""Timelines: which stage does what when, as a picture or as a trace for Chrome and Perfetto."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spectrain_ext.report.picture import require_matplotlib
+from spectrain_ext.schedule import Kind, Span, summarize
+
+
+class _Look(NamedTuple):
+    name: str
+    color: str
+    text: str
+
+
+# Okabe and Ito's colours, distinguishable with any colour vision; and unlike in lightness as well.
+_FORWARD = _Look("forward", "#0072B2", "#FFFFFF")
+_BACKWARD = _Look("backward", "#E69F00", "#000000")
+_LOAD = _Look("prediction", "#CC79A7", "#000000")
+_UPDATE = _Look("update", "#000000", "#FFFFFF")
+_SEND = _Look("communication", "#999999", "#000000")
+_IDLE = _Look("idle", "#E9E9E9", "#000000")
+_LOOKS = {
+    Kind.FORWARD: _FORWARD,
+    Kind.LOSS: _FORWARD,
+    Kind.BACKWARD: _BACKWARD,
+    Kind.LOAD_FORWARD: _LOAD,
+    Kind.LOAD_BACKWARD: _LOAD,
+    Kind.UPDATE: _UPDATE,
+    Kind.SEND_ACTIVATION: _SEND,
+    Kind.SEND_GRADIENT: _SEND,
+}
+_COMPUTED = (Kind.FORWARD, Kind.BACKWARD)
+
+# Heights, where rows are 1 apart.
+_ROW, _LOWER_ROW = 0.8, 0.6  # of a stage's blocks; lower where copies are drawn in between
+_STRIP = 0.17  # of a lane of copies
+_INCH = 72.0  # points
+_NARROWEST = 1.5  # points; blocks that would be narrower widen the picture, as far as it goes
+
+
+def draw_timeline(
+    path: Path,
+    spans: Iterable[Span],
+    *,
+    title: str | None = None,
+    versions: bool = False,
+    communication: bool = False,
+    unit: str = "time",
+) -> None:
+    """Draw a simulation, or a real run, as a PNG or an SVG, by the suffix of ``path``.
+
+    A row is a stage; where it is grey the stage is idle. In a block stands its minibatch, with
+    several microbatches ``minibatch.microbatch``, where there is room.
+
+    Args:
+        path: the picture.
+        spans: what to draw.
+        title: above it.
+        versions: write the version that a block computes with below its number: ``v3`` after three
+            updates, ``v3+2`` predicted two further.
+        communication: draw copies to the next stage below a row, to the previous above it.
+        unit: of the time axis.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
+        ValueError: there is nothing to draw.
+    """
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = list(spans)
+    if not drawn:
+        raise ValueError("spans: expected at least one, got none")
+    stages = 1 + max(span.stage for span in drawn)
+    first, last = min(span.start for span in drawn), max(span.end for span in drawn)
+    length = (last - first) or 1.0
+    width = _width(drawn, length, versions)
+    height = 0.9 + (0.42 + 0.1 * versions + 0.12 * communication) * stages
+    # No pyplot: it would choose a backend and keep global state. Text stays text in an SVG, and the
+    # same picture the same file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "timeline"}):
+        figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        _draw_rows(axes, drawn, stages, (first, last - first), communication)
+        points = 0.88 * width * _INCH / length  # per unit of time; the rest is margins
+        _write_numbers(axes, drawn, points, versions)
+        axes.set_xlim(first, last)
+        axes.set_ylim(stages - 0.5, -0.5)
+        axes.set_yticks(range(stages), [f"stage {k}" for k in range(stages)])
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel(unit)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        if title:
+            axes.set_title(title, fontsize=10, loc="left")
+        _draw_legend(figure, drawn, communication)
+        undated = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, metadata=undated)
+
+
+def _width(drawn: Sequence[Span], length: float, versions: bool) -> float:
+    """Inches, so that a usual block has room for what is written in it."""
+    blocks = sorted(s.end - s.start for s in drawn if s.kind in _COMPUTED and s.end > s.start)
+    usual = blocks[len(blocks) // 4] if blocks else length
+    return min(max(6.0, (0.42 if versions else 0.2) * length / usual + 0.8), 22.0)
+
+
+def _draw_rows(
+    axes: Any, drawn: Sequence[Span], stages: int, whole: tuple[float, float], communication: bool
+) -> None:
+    blocks: dict[tuple[int, _Look, str], list[tuple[float, float]]] = defaultdict(list)
+    for span in drawn:
+        interval = (span.start, span.end - span.start)
+        blocks[span.stage, _LOOKS[span.kind], span.lane].append(interval)
+    row = _LOWER_ROW if communication else _ROW
+    for k in range(stages):
+        axes.broken_barh([whole], (k - row / 2, row), facecolor=_IDLE.color, linewidth=0)
+    for (k, look, lane), intervals in blocks.items():
+        if lane == "compute":
+            place = (k - row / 2, row)
+        elif communication:
+            place = (k + row / 2 if lane == "to next" else k - row / 2 - _STRIP, _STRIP)
+        else:
+            continue
+        axes.broken_barh(intervals, place, facecolor=look.color, edgecolor="#FFFFFF", linewidth=0.5)
+
+
+def _write_numbers(axes: Any, drawn: Sequence[Span], points: float, versions: bool) -> None:
+    parted = any(span.microbatch for span in drawn)
+    for span in drawn:
+        if span.kind not in _COMPUTED:
+            continue
+        lines = [f"{span.minibatch}.{span.microbatch}" if parted else f"{span.minibatch}"]
+        if versions and span.version is not None:
+            lines.append(f"v{span.version}" + (f"+{span.ahead}" if span.ahead else ""))
+        room = (span.end - span.start) * points
+        # A digit is some 0.6 of the size wide.
+        size = min(9.0, (room - 2.0) / (0.6 * max(map(len, lines))))
+        if size < 4.0:
+            continue
+        axes.text(
+            (span.start + span.end) / 2,
+            span.stage,
+            "\n".join(lines),
+            ha="center",
+            va="center",
+            fontsize=size,
+            linespacing=1.0,
+            color=_LOOKS[span.kind].text,
+        )
+
+
+def _draw_legend(figure: Any, drawn: Sequence[Span], communication: bool) -> None:
+    from matplotlib.patches import Patch
+
+    shown = {_LOOKS[span.kind] for span in drawn if span.end > span.start}
+    if not communication:
+        shown.discard(_SEND)
+    looks = [look for look in (_FORWARD, _BACKWARD, _LOAD, _UPDATE, _SEND) if look in shown]
+    bubbles = summarize(drawn).bubbles
+    idle = f"idle: {100 * sum(bubbles) / len(bubbles):.0f} % of all"
+    handles = [Patch(facecolor=look.color, label=look.name) for look in looks]
+    handles.append(Patch(facecolor=_IDLE.color, edgecolor="#BBBBBB", linewidth=0.5, label=idle))
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8
+    )
+
+
+def write_trace(path: Path, spans: Iterable[Span], *, microseconds: float = 1000.0) -> None:
+    """Write a trace in Chrome's JSON format, which Perfetto and chrome://tracing open.
+
+    Args:
+        path: the file.
+        spans: what happened; a stage becomes a process, its lanes become threads.
+        microseconds: of one unit of the spans' time.
+    """
+    lanes: dict[tuple[int, str], int] = {}
+    events: list[dict[str, object]] = []
+    for span in spans:
+        thread = lanes.setdefault((span.stage, span.lane), _LANES.index(span.lane))
+        of = f"{span.minibatch}.{span.microbatch}"
+        arguments: dict[str, object] = {
+            "minibatch": span.minibatch,
+            "microbatch": span.microbatch,
+        }
+        if span.version is not None:
+            arguments |= {"version": span.version, "predicted ahead": span.ahead}
+        events.append(
+            {
+                "name": f"{span.kind.value} {of}",
+                "cat": span.kind.value,
+                "ph": "X",
+                "pid": span.stage,
+                "tid": thread,
+                "ts": span.start * microseconds,
+                "dur": (span.end - span.start) * microseconds,
+                "args": arguments,
+            }
+        )
+    for stage in sorted({stage for stage, _ in lanes}):
+        events.append(_named("process_name", f"stage {stage}", stage))
+        events.append(
+            {"name": "process_sort_index", "ph": "M", "pid": stage, "args": {"sort_index": stage}}
+        )
+    for (stage, lane), thread in sorted(lanes.items()):
+        events.append(_named("thread_name", lane, stage) | {"tid": thread})
+    document = {"traceEvents": events, "displayTimeUnit": "ms"}
+    path.write_text(json.dumps(document) + "\n", encoding="utf-8")
+
+
+_LANES = ("compute", "to next", "to previous")
+
+
+def _named(what: str, name: str, stage: int) -> dict[str, object]:
+    return {"name": what, "ph": "M", "pid": stage, "args": {"name": name}}
