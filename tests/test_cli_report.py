@@ -9,6 +9,8 @@ import pytest
 from rich.console import Console
 
 from spectrain_ext.report import (
+    ACCURACY,
+    PERPLEXITY,
     MethodResult,
     Run,
     comparison_table,
@@ -16,7 +18,7 @@ from spectrain_ext.report import (
     summarize,
     write_results,
 )
-from spectrain_ext.report.picture import _trailing_mean
+from spectrain_ext.report.picture import _line, _trailing_mean
 
 
 def _run(method: str, seed: int, accuracy: float, loss: float = 0.5) -> Run:
@@ -91,6 +93,41 @@ def test_the_table_fits_a_terminal_and_explains_itself() -> None:
     assert "…" not in text
 
 
+def test_text_is_judged_by_perplexity() -> None:
+    results = summarize([_run("vanilla", seed, 0.5, math.log(4 + 2 * seed)) for seed in (0, 1)])
+    assert results[0].perplexity == pytest.approx(5)
+    assert results[0].perplexity_std == pytest.approx(math.sqrt(2))
+    table = comparison_table(results, test_samples=360, metric=PERPLEXITY)
+    console = Console(width=90)
+    with console.capture() as capture:
+        console.print(table)
+    text = " ".join(capture.get().split())
+    assert "5.00 ± 1.41" in text
+    assert "nats per character" in text
+    assert "accuracy" not in text
+
+
+def test_the_best_is_highest_accuracy_or_lowest_perplexity_of_what_overlaps() -> None:
+    results = summarize(
+        [
+            _run("sync", 0, 0.99, 0.1),
+            _run("vanilla", 0, 0.5, 2.0),
+            _run("pipedream", 0, 0.75, 1.0),
+            _run("spectrain", 0, 0.25, math.nan),
+        ]
+    )
+    assert ACCURACY.best(results) == 75
+    assert PERPLEXITY.best(results) == pytest.approx(math.e)
+    assert ACCURACY.best(results[:2]) is None  # no rival
+
+
+def test_a_loss_beyond_float64_is_an_infinite_perplexity() -> None:
+    (result,) = summarize([_run("vanilla", 0, 0.1, 1e4)])
+    assert result.perplexity == math.inf
+    assert PERPLEXITY.text(result) == "diverged"
+    assert ACCURACY.text(result) == "10.0"
+
+
 def test_a_single_seed_has_no_deviation() -> None:
     text = _shown(summarize([_run("sync", 0, 0.9)]))
     assert "90.0" in text
@@ -98,7 +135,11 @@ def test_a_single_seed_has_no_deviation() -> None:
     assert "diverged" not in text
 
 
-@pytest.mark.parametrize("methods", [1, 5, 9])
+def test_lines_of_many_methods_differ() -> None:
+    assert len({_line(number) for number in range(36)}) == 36
+
+
+@pytest.mark.parametrize("methods", [1, 5, 19])
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_the_picture_is_a_png_that_is_not_blank(tmp_path: Path, methods: int, seeds: int) -> None:
     pytest.importorskip("matplotlib")

@@ -1,45 +1,37 @@
 """Trains one method with one seed and measures it."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from spectrain_ext import Pipeline, optim
+from spectrain_ext import Pipeline
+from spectrain_ext.cli.selection import stages_of, window_of
 from spectrain_ext.cli.settings import TrainSettings
-from spectrain_ext.data import Split, shuffled_batches
-from spectrain_ext.models import residual_mlp
+from spectrain_ext.cli.workload import (
+    build_stages,
+    make_optimizer,
+    make_scheduler,
+    mean_loss,
+    synchronize,
+)
+from spectrain_ext.data import Split, count_batches, training_batches
+from spectrain_ext.method import find_method
 from spectrain_ext.report import Run
 
+_TEST_BATCH = 256
 
-def build_pipeline(settings: TrainSettings, method: str, seed: int, data: Split) -> Pipeline:
-    """Return the pipeline of ``method`` with the initial weights that ``seed`` gives.
 
-    Raises:
-        ValueError: ``method`` cannot work with these settings (a prediction needs momentum).
-    """
-    stages = residual_mlp(
-        settings.stages,
-        features=data.features,
-        width=settings.width,
-        classes=data.classes,
-        seed=seed,
-    )
-    return Pipeline(
-        stages,
-        optimizer=lambda parameters: _optimizer(settings, parameters),
-        loss_fn=nn.functional.cross_entropy,
-        method=method,
-        devices=list(settings.devices),
-        microbatches=settings.microbatches,
-    )
+def count_updates(settings: TrainSettings, data: Split) -> int:
+    """Minibatches of one run."""
+    return count_batches(len(data.train_inputs), settings.batch_size, settings.epochs)
 
 
 def train_once(
-    settings: TrainSettings, method: str, seed: int, data: Split, advance: Callable[[], None]
+    settings: TrainSettings, name: str, seed: int, data: Split, advance: Callable[[], None]
 ) -> Run:
-    """Train ``method`` from the weights and in the batch order that ``seed`` gives, then test it.
+    """Train method ``name`` from the weights and in the batch order of ``seed``, then test it.
 
     Weights and order depend on ``seed`` and ``settings`` alone, so methods can be compared.
     ``advance`` is called once per minibatch.
@@ -48,26 +40,37 @@ def train_once(
         StageError: training failed inside a stage.
     """
     torch.manual_seed(seed)
-    pipe = build_pipeline(settings, method, seed, data)
+    method = find_method(name)
+    stages = stages_of(method, settings)
+    pipe = Pipeline(
+        build_stages(settings, stages, seed, data),
+        optimizer=lambda parameters: make_optimizer(settings, method, parameters),
+        loss_fn=mean_loss,
+        method=method,
+        devices=list(settings.devices[:stages]),
+        scheduler=make_scheduler(settings, count_updates(settings, data)),
+        microbatches=settings.microbatches,
+        window=window_of(method, settings),
+    )
     pipe.train()
-    batches = shuffled_batches(
-        data.train_inputs,
-        data.train_targets,
+    batches = training_batches(
+        data,
         batch_size=settings.batch_size,
         epochs=settings.epochs,
         seed=seed,
+        augmented=settings.augment,
     )
     losses: list[Tensor] = []
-    _synchronize(settings.devices)
+    synchronize(settings.devices)
     start = time.perf_counter()
     for result in pipe.run(batches):
         losses.append(result.loss)
         advance()
-    _synchronize(settings.devices)
+    synchronize(settings.devices)
     seconds = time.perf_counter() - start
-    accuracy, loss = _evaluate(pipe, data, settings.devices[0])
+    accuracy, loss = _test(pipe, data, settings.devices[0])
     run = Run(
-        method=method,
+        method=name,
         seed=seed,
         test_accuracy=accuracy,
         test_loss=loss,
@@ -79,27 +82,16 @@ def train_once(
     return run
 
 
-def _optimizer(settings: TrainSettings, parameters: Iterable[nn.Parameter]) -> optim.SGD:
-    return optim.SGD(
-        parameters,
-        lr=settings.lr,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-        nesterov=settings.nesterov,
-    )
-
-
-def _evaluate(pipe: Pipeline, data: Split, first_device: str) -> tuple[float, float]:
+def _test(pipe: Pipeline, data: Split, first_device: str) -> tuple[float, float]:
+    """Accuracy and mean loss over all targets of the test part."""
     pipe.eval()
+    loss, correct = 0.0, 0
     with torch.no_grad():
-        outputs = pipe(data.test_inputs.to(first_device)).cpu()
-    loss = nn.functional.cross_entropy(outputs, data.test_targets).item()
-    correct = (outputs.argmax(dim=1) == data.test_targets).sum().item()
-    return correct / len(data.test_targets), loss
-
-
-def _synchronize(devices: Iterable[str]) -> None:
-    """Wait for CUDA devices, so that the clock sees work and not its launch."""
-    for device in set(devices):
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize(device)
+        for inputs, targets in zip(
+            data.test_inputs.split(_TEST_BATCH), data.test_targets.split(_TEST_BATCH), strict=True
+        ):
+            outputs = pipe(data.prepare(inputs).to(first_device)).cpu()
+            loss += mean_loss(outputs, targets).item() * targets.numel()
+            correct += int((outputs.argmax(dim=-1) == targets).sum())
+    targets_in_all = data.test_targets.numel()
+    return correct / targets_in_all, loss / targets_in_all

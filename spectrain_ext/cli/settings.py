@@ -1,22 +1,27 @@
 """What ``spectrain train`` was asked to do, after validation."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import click
 import torch
 
-from spectrain_ext import methods
+Window = Literal["classic", "wide"] | int | tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
 class TrainSettings:
     """The same for every method and seed of one comparison.
 
-    ``devices`` has one entry per stage.
+    ``devices`` has one entry per stage. ``depth`` None is the model's own, ``train_samples`` and
+    ``test_samples`` None are all.
     """
 
+    data: str
+    data_dir: Path | None
+    model: str
     methods: tuple[str, ...]
     seeds: tuple[int, ...]
     stages: int
@@ -24,33 +29,21 @@ class TrainSettings:
     epochs: int
     batch_size: int
     microbatches: int
+    window: Window
     width: int
+    depth: int | None
+    context: int
+    train_samples: int | None
+    test_samples: int | None
+    augment: bool
+    optimizer: str
     lr: float
     momentum: float
     weight_decay: float
     nesterov: bool
+    lr_schedule: str
+    warmup: int
     threads: int
-
-
-#: What is compared where nobody asks for others.
-DEFAULT_METHODS = ("sync", "vanilla", "pipedream", "spectrain", "spectrain-stash")
-
-
-def choose_methods(given: Sequence[str]) -> tuple[str, ...]:
-    """Return the methods named in ``given`` (an entry may list several), or the default.
-
-    Raises:
-        click.BadParameter: a name that is no method; the message lists those that exist.
-    """
-    known = tuple(methods())
-    names = [name.strip() for entry in given for name in entry.split(",") if name.strip()]
-    for name in names:
-        if name not in known:
-            raise click.BadParameter(
-                f"unknown method {name!r}; the methods are {', '.join(known)}",
-                param_hint="'--method'",
-            )
-    return tuple(dict.fromkeys(names)) if names else DEFAULT_METHODS
 
 
 def choose_devices(given: str, stages: int) -> tuple[str, ...]:
@@ -89,8 +82,36 @@ def choose_devices(given: str, stages: int) -> tuple[str, ...]:
     return tuple(names[stage * len(names) // stages] for stage in range(stages))
 
 
-def finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    """Click callback: a finite number that is not negative."""
-    if not (math.isfinite(value) and value >= 0):
+def choose_window(given: str | None, stages: int) -> Window:
+    """Return ``Pipeline``'s ``window`` from a name, a number, or a number per stage with commas.
+
+    Raises:
+        click.BadParameter: none of these, a number below 1, or not one for every stage.
+    """
+    if given is None:
+        return None
+    if given == "classic":
+        return "classic"
+    if given == "wide":
+        return "wide"
+    hint = "'--window'"
+    try:
+        numbers = tuple(int(number) for number in given.split(","))
+    except ValueError as error:
+        raise click.BadParameter(
+            f"expected classic, wide, a number, or {stages} numbers with commas, got {given!r}",
+            param_hint=hint,
+        ) from error
+    if len(numbers) not in (1, stages) or min(numbers) < 1:
+        raise click.BadParameter(
+            f"expected 1 or {stages} numbers for {stages} stages, at least 1 each, got {given!r}",
+            param_hint=hint,
+        )
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """Click callback: a finite number that is not negative, or None where none was given."""
+    if value is not None and not (math.isfinite(value) and value >= 0):
         raise click.BadParameter(f"expected a finite number of at least 0, got {value}")
     return value

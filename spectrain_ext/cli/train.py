@@ -1,7 +1,6 @@
-"""``spectrain train``: every method on the same data, then a table and a picture."""
+"""``spectrain train``: several methods on the same data, then a table and a picture."""
 
 import dataclasses
-import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,26 +10,42 @@ import click
 import torch
 from click.core import ParameterSource
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from spectrain_ext import StageError, __version__
-from spectrain_ext.cli.compare import build_pipeline, train_once
-from spectrain_ext.cli.settings import TrainSettings, choose_devices, choose_methods, finite
-from spectrain_ext.data import Split, count_batches, load_digits
-from spectrain_ext.report import (
-    MethodResult,
-    Run,
-    comparison_table,
-    draw_losses,
-    require_matplotlib,
-    summarize,
-    write_results,
+from spectrain_ext import StageError
+from spectrain_ext.cli.presets import DATA_SETS, DEFAULT_MODEL, MODELS, models_for, preset
+from spectrain_ext.cli.selection import (
+    all_asked,
+    choose_methods,
+    fitting,
+    microbatches_for,
 )
+from spectrain_ext.cli.settings import TrainSettings, choose_devices, choose_window, finite
+from spectrain_ext.cli.train_runs import report, train_all
+from spectrain_ext.cli.workload import build_stages, load_data
+from spectrain_ext.report import require_matplotlib, summarize
 
 _POSITIVE = click.IntRange(min=1)
+_COUNT = click.IntRange(min=0)
+_OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(
+    context_settings={"show_default": True},
+    epilog="What has no default here depends on --data, --model and --quick; results.json has what "
+    "was used. Finished runs are kept in --out: the same command with the same --out goes on "
+    "where it was interrupted, and trains what more seeds or methods add.",
+)
+@click.option("--data", type=click.Choice(DATA_SETS), default="digits")
+@click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path),
+    help="File or folder of cifar10 (torchvision's, or a tar of JPEG files) or text (*.txt).",
+)
+@click.option(
+    "--model",
+    type=click.Choice(MODELS),
+    help="[default: residual-mlp for digits, resnet for cifar10, gpt for text]",
+)
 @click.option("--stages", type=_POSITIVE, default=8, help="Parts the model is cut into.")
 @click.option(
     "--method",
@@ -38,162 +53,178 @@ _POSITIVE = click.IntRange(min=1)
     "method_names",
     multiple=True,
     metavar="NAME",
-    help="A method, or several with commas; may be repeated.  [default: the five best known]",
+    help="A method, or several with commas, or all; may be repeated.  "
+    "[default: sync,vanilla,pipedream,spectrain,spectrain-stash]",
 )
 @click.option(
     "--devices",
     default="cpu",
     help="One device, or several with commas (cuda:0,cuda:1): each takes a run of stages.",
 )
-@click.option("--seeds", type=_POSITIVE, default=5, help="Train with seeds 0 to this, less one.")
+@click.option("--seeds", type=_POSITIVE, help="Train with seeds 0 to this, less one.")
 @click.option("--seed", "seed_list", type=int, multiple=True, help="Exactly this seed; repeatable.")
-@click.option("--epochs", type=_POSITIVE, default=6)
-@click.option("--batch-size", type=_POSITIVE, default=16)
-@click.option("--microbatches", type=_POSITIVE, default=1, help="Parts of every minibatch.")
-@click.option("--width", type=_POSITIVE, default=64, help="Width of the residual MLP.")
-@click.option("--lr", type=float, callback=finite, default=0.05)
-@click.option("--momentum", type=float, callback=finite, default=0.9)
-@click.option("--weight-decay", type=float, callback=finite, default=0.0)
-@click.option("--nesterov", is_flag=True, help="Nesterov momentum.")
-@click.option("--threads", type=_POSITIVE, default=1, help="CPU threads; the model is small.")
+@click.option("--epochs", type=_POSITIVE)
+@click.option("--batch-size", type=_POSITIVE)
+@click.option(
+    "--microbatches",
+    type=_POSITIVE,
+    default=1,
+    help="Parts of every minibatch; one per stage where a method named needs them.",
+)
+@click.option(
+    "--window",
+    "window_text",
+    metavar="WINDOW",
+    help="Microbatches in flight per stage: classic, wide, a number, or one per stage with "
+    "commas.  [default: the method's]",
+)
+@click.option("--width", type=_POSITIVE, help="Width of the model.")
+@click.option(
+    "--depth", type=_POSITIVE, help="Its blocks; 11, 13, 16, 19 for vgg16, 18 or more for resnet."
+)
+@click.option("--context", type=_POSITIVE, help="Characters of text in a sequence.")
+@click.option("--train-samples", type=_POSITIVE, help="Train on so many samples.")
+@click.option("--test-samples", type=_POSITIVE, help="Test with so many samples.")
+@click.option("--augment", is_flag=True, help="Shift and mirror training images at random.")
+@click.option(
+    "--optimizer", type=click.Choice(_OPTIMIZERS), help="[default: adamw for gpt, else sgd]"
+)
+@click.option("--lr", type=float, callback=finite)
+@click.option("--momentum", type=float, callback=finite, default=0.9, help="Of SGD.")
+@click.option("--weight-decay", type=float, callback=finite)
+@click.option("--nesterov", is_flag=True, help="Nesterov momentum, of SGD.")
+@click.option("--lr-schedule", type=click.Choice(["constant", "cosine"]))
+@click.option("--warmup", type=_COUNT, help="Updates over which the learning rate rises.")
+@click.option("--threads", type=_POSITIVE, default=1, help="CPU threads; small models want one.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for results.json and losses.png.  [default: runs/train-<date>-<time>]",
 )
-@click.option("--quick", is_flag=True, help="One epoch and one seed, unless asked otherwise.")
+@click.option(
+    "--cache-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for decoded images.  [default: data-cache beside --out]",
+)
+@click.option("--quick", is_flag=True, help="Sizes that take minutes at most, and one seed.")
 @click.pass_context
 def train(
     context: click.Context,
     /,
     method_names: Sequence[str],
+    model: str | None,
     devices: str,
-    seeds: int,
+    seeds: int | None,
     seed_list: Sequence[int],
+    window_text: str | None,
     out: Path | None,
+    cache_dir: Path | None,
     quick: bool,
     **options: Any,
 ) -> None:
-    """Train a pipeline with every method and compare them.
+    """Train a pipeline with several methods and compare them.
 
-    The data are scikit-learn's digits, the model a residual MLP. All methods start from the same
-    weights and see the same minibatches under the same settings.
+    All methods start from the same weights and see the same minibatches under the same settings.
     """
-    if quick:
-        if context.get_parameter_source("epochs") is ParameterSource.DEFAULT:
-            options["epochs"] = 1
-        if context.get_parameter_source("seeds") is ParameterSource.DEFAULT:
-            seeds = 1
+    console = Console()
+    data_name, stages = options["data"], options["stages"]
+    model = _choose_model(data_name, model)
+    _check_data_dir(data_name, options["data_dir"])
+    defaults = preset(data_name, model, quick=quick)
+    for field in dataclasses.fields(defaults):
+        if field.name != "seeds" and options[field.name] is None:
+            options[field.name] = getattr(defaults, field.name)
+    chosen = choose_methods(method_names)
+    leave_out = all_asked(method_names)
+    if not leave_out and not _given(context, "microbatches"):
+        options["microbatches"] = microbatches_for(chosen, stages)
+        if options["microbatches"] > 1:
+            console.print(f"Microbatches: {options['microbatches']}, which a named method needs.")
     settings = TrainSettings(
-        methods=choose_methods(method_names),
-        seeds=tuple(dict.fromkeys(seed_list)) or tuple(range(seeds)),
-        devices=choose_devices(devices, options["stages"]),
+        model=model,
+        methods=chosen,
+        seeds=tuple(dict.fromkeys(seed_list)) or tuple(range(seeds or defaults.seeds)),
+        devices=choose_devices(devices, stages),
+        window=choose_window(window_text, stages),
         **options,
     )
+    _check_optimizer(context, settings)
     try:
+        settings, left_out = fitting(settings, leave_out=leave_out)
         require_matplotlib()
-        data = load_digits()
-    except ModuleNotFoundError as error:
+        folder = out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
+        data = load_data(settings, cache_dir or folder.parent / "data-cache")
+        build_stages(settings, stages, settings.seeds[0], data)
+    except (ModuleNotFoundError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    _check_methods(settings, data)
-    folder = _make_folder(out)
-    console = Console()
+    for name, reason in left_out.items():
+        console.print(f"Left out: [bold]{name}[/] ({reason})", highlight=False)
+    _make_folder(folder)
     threads_before = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
-        results = summarize(_train_all(settings, data, console))
+        results = summarize(train_all(settings, data, folder, console))
     except StageError as error:
         raise click.ClickException(_with_cause(error)) from error
+    except KeyboardInterrupt:
+        console.print(f"Finished runs are kept. To go on: the same again, with --out {folder}")
+        raise
     finally:
         torch.set_num_threads(threads_before)
-    _report(folder, settings, data, results, console)
+    report(folder, settings, data, results, left_out, console)
 
 
-def _check_methods(settings: TrainSettings, data: Split) -> None:
-    """Find out before training what would stop it in the middle."""
-    for method in settings.methods:
-        try:
-            build_pipeline(settings, method, settings.seeds[0], data).release()
-        except ValueError as error:
-            raise click.ClickException(f"method {method}: {error}") from error
+def _given(context: click.Context, option: str) -> bool:
+    return context.get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
-def _train_all(settings: TrainSettings, data: Split, console: Console) -> list[Run]:
-    per_run = count_batches(len(data.train_inputs), settings.batch_size, settings.epochs)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    runs = []
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=per_run * len(settings.seeds) * len(settings.methods))
-        # seeds outside: when it is interrupted or watched, the methods advance together
-        for number, seed in enumerate(settings.seeds, start=1):
-            for method in settings.methods:
-                label = f"seed {number}/{len(settings.seeds)} [bold]{method}[/]"
-                progress.update(task, description=label)
-                runs.append(
-                    train_once(settings, method, seed, data, lambda: progress.advance(task))
+def _choose_model(data: str, model: str | None) -> str:
+    if model is None:
+        return DEFAULT_MODEL[data]
+    if model not in models_for(data):
+        raise click.BadParameter(
+            f"{model} cannot be trained on {data}; its models are {', '.join(models_for(data))}",
+            param_hint="'--model'",
+        )
+    return model
+
+
+def _check_data_dir(data: str, path: Path | None) -> None:
+    if data == "digits" and path is not None:
+        raise click.BadParameter(
+            "the digits come with scikit-learn; --data cifar10 and text are read from files",
+            param_hint="'--data-dir'",
+        )
+    if data != "digits" and path is None:
+        raise click.BadParameter(
+            f"--data {data} is read from files: --data-dir names their folder",
+            param_hint="'--data-dir'",
+        )
+
+
+def _check_optimizer(context: click.Context, settings: TrainSettings) -> None:
+    """Refuse options that the chosen data and optimizer would leave without effect."""
+    if settings.optimizer != "sgd":
+        for option in ("momentum", "nesterov"):
+            if _given(context, option):
+                raise click.BadParameter(
+                    f"is SGD's, and the optimizer is {settings.optimizer}: --optimizer sgd",
+                    param_hint=f"'--{option}'",
                 )
-    return runs
+    if settings.augment and settings.data != "cifar10":
+        raise click.BadParameter(
+            f"varies images, and --data {settings.data} has none", param_hint="'--augment'"
+        )
 
 
-def _report(
-    folder: Path,
-    settings: TrainSettings,
-    data: Split,
-    results: Sequence[MethodResult],
-    console: Console,
-) -> None:
-    per_epoch = count_batches(len(data.train_inputs), settings.batch_size, 1)
-    seeds = len(settings.seeds)
-    write_results(
-        folder / "results.json",
-        results,
-        settings={
-            "data": data.name,
-            "train_samples": len(data.train_inputs),
-            "test_samples": len(data.test_inputs),
-            "model": "residual-mlp",
-            "optimizer": "SGD",
-            **dataclasses.asdict(settings),
-        },
-        versions=_versions(),
-    )
-    draw_losses(
-        folder / "losses.png",
-        results,
-        title=f"{data.name}, residual MLP in {settings.stages} stages, batch "
-        f"{settings.batch_size}, lr {settings.lr:g}, momentum {settings.momentum:g}; "
-        f"{f'median and range of {seeds} seeds' if seeds > 1 else '1 seed'}",
-        window=max(1, per_epoch // 2),
-    )
-    console.print(comparison_table(results, test_samples=len(data.test_inputs)))
-    console.print(f"losses:  {folder / 'losses.png'}", highlight=False, soft_wrap=True)
-    console.print(f"numbers: {folder / 'results.json'}", highlight=False, soft_wrap=True)
-
-
-def _make_folder(out: Path | None) -> Path:
-    """Make and return the folder to write to; found out before training, not after it."""
-    folder = out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
+def _make_folder(folder: Path) -> None:
+    """Make the folder to write to; found out before training, not after it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise click.BadParameter(
             f"cannot make the folder {folder}: {error.strerror}", param_hint="'--out'"
         ) from error
-    return folder
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "spectrain_ext": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": f"{platform.system()} {platform.machine()}",
-    }
 
 
 def _with_cause(error: BaseException) -> str:

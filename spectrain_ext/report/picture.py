@@ -4,19 +4,22 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from spectrain_ext.report.metric import ACCURACY, Metric
 from spectrain_ext.report.results import MethodResult
 
 # Okabe and Ito's colours, distinguishable with any colour vision; dashes tell the lines apart in
-# print as well. The reference is black.
+# print as well, and lines of the same colour. The reference is black.
 _REFERENCE = ("#000000", "solid")
-_LINES: tuple[tuple[str, str | tuple[int, tuple[float, ...]]], ...] = (
-    ("#D55E00", (0, (5, 1.5))),
-    ("#E69F00", (0, (3, 1, 1, 1))),
-    ("#0072B2", "solid"),
-    ("#56B4E9", (0, (6, 1))),
-    ("#009E73", (0, (1, 1))),
-    ("#CC79A7", (0, (4, 1, 1, 1, 1, 1))),
+_COLORS = ("#D55E00", "#E69F00", "#0072B2", "#56B4E9", "#009E73", "#CC79A7")
+_DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = (
+    (0, (5, 1.5)),
+    (0, (3, 1, 1, 1)),
+    "solid",
+    (0, (6, 1)),
+    (0, (1, 1)),
+    (0, (4, 1, 1, 1, 1, 1)),
 )
+_LEGEND_ROWS = 10
 _HIGHEST = 1e3
 
 
@@ -32,11 +35,19 @@ def require_matplotlib() -> None:
         ) from error
 
 
-def draw_losses(path: Path, results: Sequence[MethodResult], *, title: str, window: int) -> None:
+def draw_losses(
+    path: Path,
+    results: Sequence[MethodResult],
+    *,
+    title: str,
+    window: int,
+    metric: Metric = ACCURACY,
+) -> None:
     """Draw the training losses of ``results`` over updates into a PNG at ``path``.
 
     Each run is smoothed by a trailing mean over ``window`` minibatches. A line is the median of the
     seeds, its band their whole range. Losses count as 1,000 when they are above it or not finite.
+    The legend has the methods' ``metric``.
     """
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -47,10 +58,11 @@ def draw_losses(path: Path, results: Sequence[MethodResult], *, title: str, wind
     figure = Figure(figsize=(8.0, 4.8), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    lines = iter(_LINES * (1 + len(results) // len(_LINES)))
+    number = 0
     for result in results:
         reference = result.method == "sync"
-        color, dashes = _REFERENCE if reference else next(lines)
+        color, dashes = _REFERENCE if reference else _line(number)
+        number += not reference
         smoothed = [_trailing_mean(run.losses, window) for run in result.runs]
         columns = [sorted(column) for column in zip(*smoothed, strict=True)]
         updates = range(1, len(columns) + 1)
@@ -61,7 +73,8 @@ def draw_losses(path: Path, results: Sequence[MethodResult], *, title: str, wind
             linestyle=dashes,
             linewidth=2.4 if reference else 1.8,
             zorder=4 if reference else 3,
-            label=f"{result.method} (no overlap, reference)" if reference else result.method,
+            label=f"{result.method}{' (reference)' if reference else ''}: "
+            f"{metric.text(result)}{metric.unit}",
         )
         if len(result.runs) > 1:
             axes.fill_between(
@@ -77,12 +90,24 @@ def draw_losses(path: Path, results: Sequence[MethodResult], *, title: str, wind
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("minibatch (one update of every stage each)")
-    axes.set_ylabel(f"training loss, mean of the last {window} minibatches")
+    axes.set_ylabel(f"training loss ({metric.loss_unit}), mean of the last {window} minibatches")
     axes.set_title(title, fontsize=10)
     axes.grid(True, which="major", alpha=0.3)
     axes.margins(x=0.01)
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(
+        frameon=False,
+        fontsize=9 if len(results) <= _LEGEND_ROWS else 7,
+        ncols=-(-len(results) // _LEGEND_ROWS) or 1,
+        title="at the end, on test data",
+        title_fontsize=9,
+    )
     figure.savefig(path)
+
+
+def _line(number: int) -> tuple[str, str | tuple[int, tuple[float, ...]]]:
+    """Colour and dashes of a method; the first 36 are all different."""
+    turn, color = divmod(number, len(_COLORS))
+    return _COLORS[color], _DASHES[(color + turn) % len(_DASHES)]
 
 
 def _trailing_mean(values: Sequence[float], window: int) -> list[float]:

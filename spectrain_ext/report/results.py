@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spectrain_ext.report.files import write_atomically
+
+_LARGEST_LOSS = 700.0  # beyond, its exponential is no float64
+
 
 @dataclass(frozen=True)
 class Run:
     """One method trained with one seed.
 
-    ``test_accuracy`` is a fraction from 0 to 1, ``losses`` the training loss of every minibatch in
-    order, ``weight_version_bytes`` the pipeline's property of that name.
+    ``test_accuracy`` is the fraction of targets (classes or next characters) that were found, from
+    0 to 1, ``test_loss`` the mean cross entropy in nats, ``losses`` the training loss of every
+    minibatch in order, ``weight_version_bytes`` the pipeline's property of that name.
     """
 
     method: str
@@ -24,6 +29,11 @@ class Run:
     minibatches_per_second: float
     weight_version_bytes: int
     losses: tuple[float, ...]
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(test_loss)``: among how many characters the model is as good as undecided."""
+        return math.exp(self.test_loss) if self.test_loss < _LARGEST_LOSS else math.inf
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,16 @@ class MethodResult:
     def test_loss_std(self) -> float:
         """Sample standard deviation over seeds; 0 for a single one."""
         return _deviation([run.test_loss for run in self.runs])
+
+    @property
+    def perplexity(self) -> float:
+        """Mean over seeds; not finite when a run diverged."""
+        return statistics.fmean(run.perplexity for run in self.runs)
+
+    @property
+    def perplexity_std(self) -> float:
+        """Sample standard deviation over seeds; 0 for a single one."""
+        return _deviation([run.perplexity for run in self.runs])
 
     @property
     def minibatches_per_second(self) -> float:
@@ -84,15 +104,15 @@ def write_results(
 
     ``methods`` lists one object per method: ``method``, ``test_accuracy`` (0..1), ``test_loss``,
     ``minibatches_per_second`` and ``weight_version_bytes``, means over the seeds, then the standard
-    deviations and the single runs with their training losses. A number that is not finite (a run
-    that diverged) becomes null, which JSON can hold.
+    deviations, the perplexity, and the single runs with their training losses. A number that is not
+    finite (a run that diverged) becomes null, which JSON can hold.
     """
     document = {
         "methods": [_as_json(result) for result in results],
         "settings": dict(settings),
         "versions": dict(versions),
     }
-    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    write_atomically(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def _as_json(result: MethodResult) -> dict[str, Any]:
@@ -104,11 +124,14 @@ def _as_json(result: MethodResult) -> dict[str, Any]:
         "weight_version_bytes": result.weight_version_bytes,
         "test_accuracy_std": result.test_accuracy_std,
         "test_loss_std": _finite(result.test_loss_std),
+        "perplexity": _finite(result.perplexity),
+        "perplexity_std": _finite(result.perplexity_std),
         "seeds": [
             {
                 "seed": run.seed,
                 "test_accuracy": run.test_accuracy,
                 "test_loss": _finite(run.test_loss),
+                "perplexity": _finite(run.perplexity),
                 "minibatches_per_second": run.minibatches_per_second,
                 "train_losses": [_finite(round(loss, 6)) for loss in run.losses],
             }

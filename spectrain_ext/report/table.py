@@ -1,15 +1,17 @@
 """The table that ends a comparison of methods."""
 
-import math
 from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
+from spectrain_ext.report.metric import ACCURACY, Metric, value_text
 from spectrain_ext.report.results import MethodResult
 
 
-def comparison_table(results: Sequence[MethodResult], *, test_samples: int) -> Table:
+def comparison_table(
+    results: Sequence[MethodResult], *, test_samples: int, metric: Metric = ACCURACY
+) -> Table:
     """Return one row per method; with several seeds, mean and standard deviation.
 
     ``test_samples`` says what a single test sample is worth in the accuracy column.
@@ -18,52 +20,46 @@ def comparison_table(results: Sequence[MethodResult], *, test_samples: int) -> T
     table = Table(
         title=f"Same initial weights, minibatches and settings; {_plural(seeds)}",
         title_justify="left",
-        caption=_caption(seeds, test_samples),
+        caption=_caption(seeds, test_samples, metric),
         caption_justify="left",
     )
     table.add_column("method", style="bold", no_wrap=True)
     # two lines each, so that five columns fit into a terminal of 80
     for heading in (
-        "test\naccuracy %",
-        "test\nloss",
+        metric.heading,
+        f"test loss\n{metric.loss_unit}",
         "mini-\nbatches/s",
         "weight versions\npeak KiB",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
-    others = [result.test_accuracy for result in results if result.method != "sync"]
-    best = max(others, default=None) if len(others) > 1 else None
+    best = metric.best(results)
     for result in results:
         table.add_row(
             result.method,
             Text(
-                _value(result, 100 * result.test_accuracy, 100 * result.test_accuracy_std, 1),
-                style="bold green" if result.test_accuracy == best else "",
+                metric.text(result),
+                style="bold green" if metric.mean(result) == best else "",
             ),
-            _value(result, result.test_loss, result.test_loss_std, 3),
+            value_text(result, result.test_loss, result.test_loss_std, 3),
             f"{result.minibatches_per_second:.0f}",
             f"{result.weight_version_bytes / 1024:.0f}",
         )
     return table
 
 
-def _caption(seeds: int, test_samples: int) -> str:
+def _caption(seeds: int, test_samples: int, metric: Metric) -> str:
     sentences = [
         "One process runs all stages in turn, so minibatches/s is no throughput comparison: it is "
         "what a method costs, not what its overlap gains on several devices.",
-        f"One test sample is {100 / test_samples:.1f} points of accuracy.",
+    ]
+    if metric is ACCURACY:
+        sentences.append(f"One test sample is {100 / test_samples:.1g} points of accuracy.")
+    sentences.append(
         f"Mean ± standard deviation over {_plural(seeds)}."
         if seeds > 1
-        else "A single seed says little: --seeds 5 shows the spread.",
-    ]
+        else "A single seed says little: --seeds 5 shows the spread."
+    )
     return " ".join(sentences)
-
-
-def _value(result: MethodResult, mean: float, deviation: float, digits: int) -> str:
-    several = len(result.runs) > 1
-    if not math.isfinite(mean):
-        diverged = sum(not math.isfinite(run.test_loss) for run in result.runs)
-        return f"{diverged} of {len(result.runs)} diverged" if several else "diverged"
-    return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if several else "")
 
 
 def _plural(seeds: int) -> str:

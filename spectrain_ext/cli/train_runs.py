@@ -1,0 +1,116 @@
+"""The runs of ``spectrain train``, one by one, and the report at their end."""
+
+import dataclasses
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from spectrain_ext import __version__
+from spectrain_ext.cli.compare import count_updates, train_once
+from spectrain_ext.cli.settings import TrainSettings
+from spectrain_ext.data import Split, count_batches
+from spectrain_ext.report import (
+    ACCURACY,
+    PERPLEXITY,
+    MethodResult,
+    Run,
+    RunStore,
+    comparison_table,
+    draw_losses,
+    write_results,
+)
+
+# A run knows its method and seed, and does not depend on where the data lay.
+_NOT_OF_A_RUN = ("methods", "seeds", "data_dir")
+
+
+def train_all(settings: TrainSettings, data: Split, folder: Path, console: Console) -> list[Run]:
+    """Train every method with every seed; finished runs are read from ``folder``, new ones kept.
+
+    Raises:
+        StageError: training failed inside a stage; the runs before it are kept.
+    """
+    store = RunStore(folder / "runs", {**describe(settings, data), **_versions()})
+    per_run = count_updates(settings, data)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    runs = []
+    found = 0
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=per_run * len(settings.seeds) * len(settings.methods))
+        # seeds outside: when it is interrupted or watched, the methods advance together
+        for number, seed in enumerate(settings.seeds, start=1):
+            for method in settings.methods:
+                label = f"seed {number}/{len(settings.seeds)} [bold]{method}[/]"
+                progress.update(task, description=label)
+                run = store.find(method, seed)
+                if run is None:
+                    run = train_once(settings, method, seed, data, lambda: progress.advance(task))
+                    store.save(run)
+                else:
+                    found += 1
+                    progress.advance(task, per_run)
+                runs.append(run)
+    if found:
+        console.print(f"{found} of {len(runs)} runs were finished before and read from {folder}")
+    return runs
+
+
+def report(
+    folder: Path,
+    settings: TrainSettings,
+    data: Split,
+    results: Sequence[MethodResult],
+    left_out: Mapping[str, str],
+    console: Console,
+) -> None:
+    """Write results.json and losses.png, and print the table."""
+    per_epoch = count_batches(len(data.train_inputs), settings.batch_size, 1)
+    seeds = len(settings.seeds)
+    metric = PERPLEXITY if data.kind == "text" else ACCURACY
+    about = describe(settings, data)
+    about |= {"methods": settings.methods, "seeds": settings.seeds}
+    if left_out:
+        about["left_out"] = dict(left_out)
+    write_results(folder / "results.json", results, settings=about, versions=_versions())
+    draw_losses(
+        folder / "losses.png",
+        results,
+        title=f"{data.name}, {settings.model} in {settings.stages} stages, batch "
+        f"{settings.batch_size}, {settings.optimizer}, lr {settings.lr:g}; "
+        f"{f'median and range of {seeds} seeds' if seeds > 1 else '1 seed'}",
+        window=max(1, per_epoch // 2),
+        metric=metric,
+    )
+    console.print(comparison_table(results, test_samples=len(data.test_inputs), metric=metric))
+    console.print(f"losses:  {folder / 'losses.png'}", highlight=False, soft_wrap=True)
+    console.print(f"numbers: {folder / 'results.json'}", highlight=False, soft_wrap=True)
+
+
+def describe(settings: TrainSettings, data: Split) -> dict[str, object]:
+    """What a run depends on besides its method and seed: settings and data."""
+    values = dataclasses.asdict(settings)
+    return {
+        **{name: value for name, value in values.items() if name not in _NOT_OF_A_RUN},
+        "data_name": data.name,
+        "data_sha256": data.fingerprint,
+        "train_samples": len(data.train_inputs),
+        "test_samples": len(data.test_inputs),
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "spectrain_ext": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
