@@ -6,8 +6,9 @@ import hypothesis.strategies as hypothesis
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from oracle_methods import METHODS as DEFINITIONS
+from oracle_sgd import AveragingSGD
 from pipeline_cases import (
-    METHODS,
     Compared,
     batches,
     every_method,
@@ -18,12 +19,16 @@ from pipeline_cases import (
 )
 from torch import nn
 
+import spectrain_ext as st
+
+AVERAGING = (st.optim.SGD, AveragingSGD)
+
 
 @every_method
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
 def test_losses_and_weights(method, n):
     compared = Compared(tanh_stages(n), method)
-    compared.run(batches(64 if n == 4 else 20))
+    compared.run(batches(32 if n == 4 else 16))
     compared.run(batches(9))  # a second run starts from the versions and the momentum it finds
 
 
@@ -56,7 +61,8 @@ def test_classification(method):
 
 @every_method
 @pytest.mark.parametrize("parts", [2, 3, 4])
-def test_microbatches_give_what_whole_minibatches_give(method, parts):
+def test_microbatches(method, parts):
+    """Also minibatches with fewer samples than parts."""
     compared = Compared(tanh_stages(4), method, microbatches=parts)
     compared.run(batches(9, size=8, last=5))
     compared.run([*batches(3, size=8), *batches(2, size=2), *batches(3, size=1)])
@@ -134,12 +140,12 @@ def test_without_momentum(method):
 
 
 @settings(
-    max_examples=40,
+    max_examples=30,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    method=hypothesis.sampled_from(METHODS),
+    method=hypothesis.sampled_from(sorted(DEFINITIONS)),
     n=hypothesis.integers(1, 5),
     runs=hypothesis.lists(hypothesis.integers(0, 9), min_size=1, max_size=3),
     sizes=hypothesis.tuples(hypothesis.integers(1, 6), hypothesis.integers(1, 6)),
@@ -151,7 +157,16 @@ def test_any_combination(method, n, runs, sizes, parts, decay, leave):
     def scheduler(opt):
         return torch.optim.lr_scheduler.StepLR(opt, step_size=2, gamma=0.8 if decay else 1.0)
 
-    compared = Compared(tanh_stages(n), method, scheduler=scheduler, microbatches=parts)
+    definition = DEFINITIONS[method]
+    n = min(n, definition.stages)
+    if definition.reads == "previous":
+        parts = max(parts, n)
+    optimizer = (sgd(), torch_sgd())
+    if definition.averaged:
+        optimizer = tuple(lambda p, k=k: k(p, lr=0.5, momentum=0.9, ema=True) for k in AVERAGING)
+    compared = Compared(
+        tanh_stages(n), method, optimizer=optimizer, scheduler=scheduler, microbatches=parts
+    )
     for count in runs:
         data = batches(count, size=sizes[0], last=sizes[1] if count else None)
         compared.run(data)
