@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, cast
 
-from spectrain_ext._expressions import lower
-from spectrain_ext._lists import Array, Gradients, Lists, Role, Tensors, is_array, step_options
-from spectrain_ext.laws import Horizon, Law, as_law, needs_momentum
+from spectrain_ext._calls import (
+    PLAIN,
+    SgdArguments,
+    Terms,
+    refuse_gradient,
+    remembered_sgd,
+    sgd_arguments,
+    sgd_terms,
+)
+from spectrain_ext._expressions import Program, lower
+from spectrain_ext._lists import (
+    Array,
+    Gradients,
+    Lists,
+    Options,
+    Role,
+    Tensors,
+    is_array,
+    step_options,
+)
+from spectrain_ext.laws import Horizon, as_law, needs_momentum
 from spectrain_ext.numbers import Adam, Sgd, Term, non_negative
-
-Terms: TypeAlias = list[list[Term]]  # of every parameter group
 
 
 class Plan:
@@ -166,27 +182,16 @@ class Plan:
             predict: the horizon of every prediction: outs[j] <- W' - lr*predict[j]*v', or what a
                 law of `spectrain_ext.laws` says; None leaves outs[j] alone.
         """
-        numbers = Sgd(
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize,
-            decoupled_weight_decay,
-            ema,
-        )
-        self.step_sgd_(
-            [numbers] * self._n_groups,
-            first_step,
-            predict,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            clip_factor=clip_factor,
-            zero_grad=zero_grad,
-            rounding_seed=rounding_seed,
-            stream=stream,
-        )
+        given = lr, momentum, dampening, weight_decay, nesterov, maximize
+        numbers = *given, decoupled_weight_decay, ema
+        options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
+        program = None
+        if PLAIN.issuperset(map(type, (*numbers, *predict))):
+            self._check_predict(predict)
+            arguments = remembered_sgd(numbers, tuple(predict), self._n_groups)
+        else:
+            arguments, program = self._sgd_arguments([Sgd(*numbers)] * self._n_groups, predict)
+        self._run_sgd(arguments, first_step, options, stream, program)
 
     # Any rule, with the numbers of every group.
 
@@ -208,22 +213,25 @@ class Plan:
         Groups with and without momentum exclude each other in one plan.
         """
         self._check_groups(groups, Sgd)
-        with_momentum = groups[0].momentum != 0.0
-        for numbers in groups:
-            if (numbers.momentum != 0.0) is not with_momentum:
-                raise ValueError("momentum: expected it to be 0 in all groups, or in none")
-        self._check_predict(predict)
-        predictions = []
-        for j, steps in enumerate(predict):
-            if steps is None:
-                continue
-            if not with_momentum:
-                raise ValueError("predict: a prediction needs momentum > 0")
-            law = as_law(steps, f"predict[{j}]")
-            predictions.append((j, [_sgd_terms(law, numbers) for numbers in groups]))
-        settings = [numbers.setting() for numbers in groups]
+        arguments, program = self._sgd_arguments(groups, predict)
         options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
-        (settings, predictions), program = lower((settings, predictions))
+        self._run_sgd(arguments, first_step, options, stream, program)
+
+    def _sgd_arguments(
+        self, groups: Sequence[Sgd], predict: Sequence[Horizon | None]
+    ) -> tuple[SgdArguments, Program | None]:
+        self._check_predict(predict)
+        return lower(sgd_arguments(groups, predict))
+
+    def _run_sgd(
+        self,
+        arguments: SgdArguments,
+        first_step: bool | Sequence[bool],
+        options: Options | None,
+        stream: Any,
+        program: Program | None,
+    ) -> None:
+        settings, with_momentum, predictions = arguments
         self._native.sgd_step_(
             settings, with_momentum, first_step, predictions, options, stream, program
         )
@@ -336,8 +344,8 @@ class Plan:
                 raise ValueError(f"momentum: {law} needs it")
             momentum = 1.0
         numbers = Sgd(rate, momentum, 0.0, weight_decay, nesterov)
-        terms = _sgd_terms(law, numbers)
-        _refuse_gradient([terms])
+        terms = sgd_terms(law, numbers)
+        refuse_gradient([terms])
         return [terms] * self._n_groups
 
     def _terms(
@@ -355,8 +363,8 @@ class Plan:
             else:
                 if numbers.momentum == 0.0:
                     raise ValueError("momentum: a prediction needs momentum > 0")
-                terms.append(_sgd_terms(law, numbers))
-        _refuse_gradient(terms)
+                terms.append(sgd_terms(law, numbers))
+        refuse_gradient(terms)
         return terms, tuple(eps)
 
     def _check_groups(self, groups: Sequence[Sgd] | Sequence[Adam], rule: type) -> None:
@@ -396,17 +404,3 @@ class Plan:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Plan holds addresses and cannot be pickled or copied; make a new one")
-
-
-def _sgd_terms(law: Law, numbers: Sgd) -> list[Term]:
-    terms = law.sgd(numbers)
-    if len(terms) > 1:
-        raise ValueError(f"steps: expected at most one term under SGD, {law} gave {len(terms)}")
-    return terms
-
-
-def _refuse_gradient(terms: Terms) -> None:
-    if any(term.gradient for group in terms for term in group):
-        raise ValueError(
-            "steps: a second-order prediction needs the gradient; let the step write it (predict=)"
-        )
