@@ -1,12 +1,16 @@
 """Fused weight prediction, and asynchronous pipeline training that stands on it (SpecTrain)."""
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+from typing import Any as _Any
+
 import torch as _torch  # noqa: F401  # before _C, so that both use the OpenMP runtime torch brings
 
 from spectrain_ext import laws, optim, partitioning
 from spectrain_ext import library as _library  # noqa: F401  # registers torch.ops.spectrain
 from spectrain_ext._C import build_info as _build_info
 from spectrain_ext._expressions import Scalar
-from spectrain_ext.errors import OrderingError, StageError
+from spectrain_ext.errors import CheckpointError, OrderingError, StageError
 from spectrain_ext.method import Method, methods, second_order, xgrad
 from spectrain_ext.ops import (
     adam_predict,
@@ -25,9 +29,13 @@ from spectrain_ext.partitioning import partition
 from spectrain_ext.pipeline import Pipeline
 from spectrain_ext.plan import Plan
 
+if TYPE_CHECKING:
+    from spectrain_ext import checkpoint
+
 __version__: str = _build_info()["version"]
 
 __all__ = [
+    "CheckpointError",
     "Method",
     "OrderingError",
     "Pipeline",
@@ -37,6 +45,7 @@ __all__ = [
     "__version__",
     "adam_predict",
     "adam_step_",
+    "checkpoint",
     "distance",
     "extrapolate",
     "laws",
@@ -54,3 +63,9 @@ __all__ = [
     "swap_",
     "xgrad",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    if name == "checkpoint":  # torch.distributed.checkpoint takes as long to import as torch
+        return _import_module("spectrain_ext.checkpoint")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

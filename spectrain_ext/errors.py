@@ -96,3 +96,10 @@ class RankError(RuntimeError):
             f"rank {self.rank}, {self.action}{waiting}; first cause: rank {self.culprit}, "
             f"{self.reason}"
         )
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, is damaged, or does not fit; the message names the file.
+
+    A failed save leaves earlier checkpoints whole, a failed load leaves everything as it was.
+    """

@@ -28,6 +28,7 @@ from .method import Method, choices_at, find_method, places_of
 from .method.choices import Window
 from .optim import PredictingOptimizer
 from .rates import ComingRates
+from .rng import StageRandom
 from .weights import StageWeights
 
 if TYPE_CHECKING:
@@ -251,6 +252,15 @@ class Pipeline(nn.Module):
         """The learning-rate schedulers in the order of stages, empty if there are none."""
         found = (weights.scheduler for weights in self._weights if weights is not None)
         return [scheduler for scheduler in found if scheduler is not None]
+
+    @property
+    def random(self) -> list[StageRandom]:
+        """The generators of random numbers in the order of stages."""
+        return [stage.random for stage in self._executor.stages]
+
+    def check_drained(self, what: str) -> None:
+        """Raise RuntimeError, naming ``what`` was asked for, if a run has not ended."""
+        self._refuse_in_run(what)
 
     @property
     def weight_version_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,7 +30,7 @@ class StageRandom:
         if device.type == "cuda":
             torch.cuda.init()
             self._generators.append(torch.cuda.default_generators[device.index])
-        seed = _mix(torch.initial_seed(), stage)
+        seed = mixed_seed(torch.initial_seed(), stage)
         own = [torch.Generator(g.device).manual_seed(seed) for g in self._generators]
         self._own = [generator.get_state() for generator in own]
         self._callers = list(self._own)
@@ -46,6 +46,15 @@ class StageRandom:
     def states(self) -> States:
         """Where the stage's numbers stand, outside of ``with``."""
         return self._own
+
+    def set_states(self, states: Sequence[Tensor]) -> None:
+        """Go on from what ``states`` returned; ValueError if it was for another kind of device."""
+        if [len(state) for state in states] != [len(state) for state in self._own]:
+            raise ValueError(
+                f"states: expected {len(self._own)} of {[len(s) for s in self._own]} bytes, got "
+                f"{[len(state) for state in states]}"
+            )
+        self._own = [state.clone() for state in states]
 
     @contextmanager
     def at(self, states: States) -> Iterator[None]:
@@ -63,7 +72,7 @@ def _set(generators: list[torch.Generator], states: States) -> None:
         generator.set_state(state)
 
 
-def _mix(seed: int, stage: int) -> int:
-    """A seed per stage; with seed + stage, neighbouring seeds would share stages' numbers."""
-    mixed = (seed * 6364136223846793005 + (stage + 1) * 1442695040888963407) % 2**64
+def mixed_seed(seed: int, index: int) -> int:
+    """A seed per index; with seed + index, neighbouring seeds would share numbers."""
+    mixed = (seed * 6364136223846793005 + (index + 1) * 1442695040888963407) % 2**64
     return (mixed ^ (mixed >> 31)) % 2**63

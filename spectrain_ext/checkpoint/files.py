@@ -1,0 +1,58 @@
+"""Files: writes that are whole or not there at all, whenever the machine stops."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def partial(path: Path) -> Path:
+    """Return where a directory or file is written before it gets its name."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def replaced(path: Path) -> Path:
+    """Return where a directory is kept while another takes its name."""
+    return path.with_name(f".{path.name}.replaced")
+
+
+def sync_directory(path: Path) -> None:
+    """Bring a directory's names to the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new file and bring it to the disk."""
+    with path.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whose name stands for the old or the new content at any time."""
+    write_file(partial(path), content)
+    partial(path).replace(path)
+    sync_directory(path.parent)
+
+
+def commit_directory(path: Path) -> None:
+    """Give a finished directory its name, in place of what had it."""
+    sync_directory(partial(path))
+    if path.exists():
+        remove(replaced(path))
+        path.rename(replaced(path))
+    partial(path).rename(path)
+    sync_directory(path.parent)
+    remove(replaced(path))
+
+
+def remove(path: Path) -> None:
+    """Remove a directory, if it is there."""
+    if path.exists():
+        shutil.rmtree(path)

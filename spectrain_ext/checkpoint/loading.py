@@ -1,0 +1,256 @@
+"""load: a checkpoint into as many stages as there are here, or into a plain model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader as dcp
+
+from spectrain_ext.checkpoint import documents, optimizers, random
+from spectrain_ext.checkpoint.documents import Json, decode
+from spectrain_ext.checkpoint.parts import Part, Scheduler, parts_of
+from spectrain_ext.checkpoint.processes import gathered, rank_and_size
+from spectrain_ext.checkpoint.saving import Sampler
+from spectrain_ext.checkpoint.storage import VerifyingReader, check_files, nested, plain_errors
+from spectrain_ext.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a checkpoint said beside the state that was put in place.
+
+    Attributes:
+        minibatches: as given to ``save``.
+        extra: likewise.
+        random: whether the generators of random numbers go on where they were. They do where the
+            stages and processes are those that were saved; else they are left alone.
+    """
+
+    minibatches: int
+    extra: Any
+    random: bool
+
+
+def load(
+    path: str | os.PathLike[str],
+    target: nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Scheduler | None = None,
+    sampler: Sampler | None = None,
+    only_model: bool = False,
+    first_stage: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Put a checkpoint's state in place: parameters, module buffers, optimizers, schedulers.
+
+    The target may be cut into other stages than what was saved, or not at all: parameters are found
+    by their names in the whole model. An optimizer may be one of torch's where one of
+    ``spectrain_ext.optim`` was saved, and the other way round.
+
+    Args:
+        path: the directory.
+        target: a ``Pipeline`` between two runs, or any module.
+        optimizer: of a module, to be loaded into; None: its state is left in the checkpoint. A
+            pipeline has its own.
+        scheduler: likewise.
+        sampler: to be loaded into.
+        only_model: load parameters and module buffers and nothing else, as to fine-tune.
+        first_stage: as for ``save``.
+        process_group: as for ``save``.
+
+    Raises:
+        CheckpointError: a file that is missing, truncated or changed, or contents that do not fit
+            the target (the message names file and key). Everything is as it was then.
+        RuntimeError: a run of the pipeline has not ended.
+        ValueError: an optimizer or scheduler beside a pipeline.
+
+    Nothing in a checkpoint is executed: tensors are read with ``weights_only=True``, everything
+    else is JSON.
+    """
+    directory = Path(path).absolute()
+    rank, size = rank_and_size(process_group)
+
+    plans: list[_Plan] = []
+
+    def names() -> list[str]:
+        body = documents.read(directory)
+        check_files(directory, body)
+        parts = parts_of(target, optimizer, scheduler, first_stage)
+        plans.append(_Plan(directory, body, parts, rank, only_model))
+        return plans[0].model_keys
+
+    known = [name for found in gathered(names, process_group) for name in found]
+    here = plans[0]
+    gathered(lambda: here.match(known, size), process_group)
+    tensors = {key: _empty(here.body["tensors"][key]) for key in here.tensor_keys()}
+    with plain_errors(str(directory)):
+        dcp.load(
+            nested(tensors),
+            storage_reader=VerifyingReader(directory, here.body),
+            process_group=process_group,
+        )
+    gathered(lambda: here.apply(tensors, sampler), process_group)
+    extra = decode(here.body.get("extra"))
+    return Loaded(here.body["minibatches"], extra, here.random_keys is not None)
+
+
+def _empty(entry: Json) -> Tensor:
+    return torch.empty(entry["shape"], dtype=documents.dtype_of(entry["dtype"]))
+
+
+class _Plan:
+    """What is wanted of a checkpoint, checked against what there is."""
+
+    def __init__(
+        self, directory: Path, body: Json, parts: list[Part], rank: int, only_model: bool
+    ) -> None:
+        self.path = directory
+        self.body = body
+        self.parts = parts
+        self._rank = rank
+        self.model_keys = [_model_key(part, name) for part in parts for name, _ in part.tensors()]
+        self._only_model = only_model
+        self.wanted: list[optimizers.Wanted | None] = [None] * len(parts)
+        self.schedulers: list[Any] = [None] * len(parts)
+        self.random_keys: list[str] | None = None
+
+    def match(self, known: Iterable[str], size: int) -> None:
+        """Find what belongs where; ``known`` are the model's keys in all processes."""
+        for part in self.parts:
+            self._check_model(part)
+        self._check_nothing_left(known)
+        if self._only_model:
+            return
+        self.wanted = [
+            None if part.optimizer is None else optimizers.wanted(part, self.body, self.path)
+            for part in self.parts
+        ]
+        self.schedulers = [self._scheduler(part) for part in self.parts]
+        self.random_keys = random.matching(self.body, self.parts, self._rank, size)
+
+    def _check_model(self, part: Part) -> None:
+        saved = self.body["tensors"]
+        for name, tensor in part.tensors():
+            entry = saved.get(_model_key(part, name))
+            if entry is None:
+                raise CheckpointError(f"{self.path}: has no {name!r}, which stage {part.stage} has")
+            if entry["shape"] != list(tensor.shape):
+                raise CheckpointError(
+                    f"{self.path}: {name!r} has shape {entry['shape']}, expected "
+                    f"{list(tensor.shape)}"
+                )
+
+    def _check_nothing_left(self, known: Iterable[str]) -> None:
+        """Refuse a checkpoint of a larger model than all processes' parts together."""
+        left = {key for key in self.body["tensors"] if key.startswith("model.")} - set(known)
+        if left:
+            name = min(left).removeprefix("model.")
+            raise CheckpointError(
+                f"{self.path}: has {name!r}, which the model has not ({len(left)} such tensors)"
+            )
+
+    def _scheduler(self, part: Part) -> Any:
+        """The state of the scheduler that the part's parameters had."""
+        if part.scheduler is None:
+            return None
+        own = set(part.parameter_names().values())
+        found = [
+            (stage["stage"], stage["scheduler"])
+            for stage in self.body["stages"]
+            if stage.get("scheduler") is not None and own & set(stage["parameters"])
+        ]
+        if not found:
+            raise CheckpointError(
+                f"{self.path}: has no scheduler for stage {part.stage}; only_model=True loads "
+                "without"
+            )
+        first, state = found[0]
+        for other, its_state in found[1:]:
+            if its_state != state:
+                raise CheckpointError(
+                    f"{self.path}: the schedulers of its stages {first} and {other} differ, and "
+                    f"stage {part.stage} has parts of both"
+                )
+        return decode(state)
+
+    def tensor_keys(self) -> list[str]:
+        """Return the names of all tensors to be read."""
+        keys = dict.fromkeys(self.model_keys)
+        for wanted in self.wanted:
+            if wanted is not None:
+                for entry in wanted.tensors.values():
+                    keys.update(dict.fromkeys(entry.values()))
+        keys.update(dict.fromkeys(self.random_keys or ()))
+        return list(keys)
+
+    def apply(self, tensors: dict[str, Tensor], sampler: Sampler | None) -> None:
+        """Put it all in place; what can fail comes first, and is undone if it does."""
+        with ExitStack() as undo:
+            for part, wanted in zip(self.parts, self.wanted, strict=True):
+                if wanted is not None:
+                    assert part.optimizer is not None
+                    before = part.optimizer.state_dict()
+                    undo.callback(part.optimizer.load_state_dict, before)
+                    try:
+                        part.optimizer.load_state_dict(wanted.state_dict(tensors))
+                    except (ValueError, TypeError, KeyError) as error:
+                        raise CheckpointError(
+                            f"{self.path}: does not fit the optimizer of stage "
+                            f"{part.stage}: {error}"
+                        ) from error
+            for part, state in zip(self.parts, self.schedulers, strict=True):
+                if part.scheduler is not None and state is not None:
+                    undo.callback(part.scheduler.load_state_dict, part.scheduler.state_dict())
+                    part.scheduler.load_state_dict(state)
+            if sampler is not None:
+                undo.callback(sampler.load_state_dict, sampler.state_dict())
+                sampler.load_state_dict(self._sampler_state())
+            self._check_random(tensors)
+            undo.pop_all()
+        for part in self.parts:
+            part.module.load_state_dict(
+                {
+                    key: tensors[_model_key(part, part.names[key])]
+                    for key in part.module.state_dict()
+                }
+            )
+        if self.random_keys is not None:
+            for part in self.parts:
+                if part.random is not None:
+                    part.random.set_states([tensors[key] for key in random.stage_states(part)])
+            own = f"random.process{self._rank}."
+            random.set_process_states(
+                self._rank, {k: tensors[k] for k in self.random_keys if k.startswith(own)}
+            )
+
+    def _check_random(self, tensors: dict[str, Tensor]) -> None:
+        for part in self.parts if self.random_keys is not None else ():
+            for key, now in random.stage_states(part).items():
+                if tensors[key].shape != now.shape:
+                    raise CheckpointError(f"{self.path}: {key!r} is not the state of a generator")
+        for key in self.random_keys or ():
+            if key.endswith((".cpu", ".0")):
+                try:
+                    torch.Generator().set_state(tensors[key])
+                except (RuntimeError, TypeError) as error:
+                    raise CheckpointError(f"{self.path}: {key!r}: {error}") from error
+
+    def _sampler_state(self) -> Any:
+        processes: Sequence[Json] = self.body["processes"]
+        mine = processes[self._rank if self._rank < len(processes) else 0]
+        if mine.get("sampler") is None:
+            raise CheckpointError(f"{self.path}: has no state of a sampler")
+        return decode(mine["sampler"])
+
+
+def _model_key(part: Part, name: str) -> str:
+    return f"model.{name}"

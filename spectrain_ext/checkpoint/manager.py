@@ -1,0 +1,282 @@
+"""CheckpointManager: saves every so often while a pipeline trains, and finds the last one again."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from spectrain_ext.checkpoint.files import partial, remove, replace_file, replaced
+from spectrain_ext.checkpoint.loading import Loaded, load
+from spectrain_ext.checkpoint.processes import gathered, rank_and_size
+from spectrain_ext.checkpoint.saving import Sampler, Saving, prepare
+from spectrain_ext.data.sampler import ShuffledSampler
+from spectrain_ext.errors import CheckpointError
+from spectrain_ext.executor import Result
+from spectrain_ext.pipeline import Pipeline
+
+LATEST = "latest"
+_NAME = re.compile(r"minibatch-\d{8,}")
+
+
+class CheckpointManager:
+    """A directory of checkpoints of one training.
+
+    Args:
+        directory: holds ``minibatch-00000100``, ... and the file ``latest``, which names one.
+        pipe: what is trained.
+        sampler: gives the order of the data; saved and loaded along.
+        every_minibatches: save after so many minibatches.
+        every_seconds: save at the first minibatch after so long. Not with several processes, which
+            would have to agree.
+        keep: how many checkpoints stay; older ones are removed once a newer one is whole.
+        asynchronous: write in a thread, beside training. It pays where writing takes longer than
+            copying (a slow disk, a GPU), and costs a copy of all state in host memory.
+        first_stage: as for ``save``.
+        process_group: as for ``save``.
+
+    Attributes:
+        minibatches: how many have been trained on, over all runs.
+        pipe: as given.
+        directory: as given, absolute.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    A save needs the pipeline drained, and draining changes what an asynchronous method computes:
+    the stages refill with fresher weights. With ``every_minibatches`` the drains are part of the
+    training, and one that was stopped goes on to the bit as if it had not been; with
+    ``every_seconds`` they are where the clock puts them.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        pipe: Pipeline,
+        *,
+        sampler: Sampler | None = None,
+        every_minibatches: int | None = None,
+        every_seconds: float | None = None,
+        keep: int = 3,
+        asynchronous: bool = False,
+        first_stage: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("every_minibatches", every_minibatches, 1),
+            ("every_seconds", every_seconds, 0),
+            ("keep", keep, 1),
+        ):
+            if value is not None and not value >= least:
+                raise ValueError(f"{name}: expected at least {least}, got {value}")
+        self._rank, size = rank_and_size(process_group)
+        if every_seconds is not None and size > 1:
+            raise ValueError(
+                f"every_seconds: {size} processes would not agree on when; use every_minibatches"
+            )
+        self.directory = Path(directory).absolute()
+        self.pipe = pipe
+        self.minibatches = 0
+        self._sampler = sampler
+        self._every = every_minibatches
+        self._seconds = every_seconds
+        self._keep = keep
+        self._asynchronous = asynchronous
+        self._placing: dict[str, Any] = {"first_stage": first_stage, "process_group": process_group}
+        self._group = process_group
+        self._saving: Saving | None = None
+        self._failed = False
+        self._offset = self._position()
+        self._last = (0, time.monotonic())
+
+    # Going on.
+
+    def latest(self) -> Path | None:
+        """Return the newest whole checkpoint, None if there is none yet.
+
+        Raises:
+            CheckpointError: ``latest`` names none.
+        """
+        pointer = self.directory / LATEST
+        try:
+            name = pointer.read_text().strip()
+        except FileNotFoundError:
+            found = self._whole()  # stopped between the first checkpoint and the file
+            return found[-1] if found else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{pointer}: cannot be read: {error}") from error
+        if not _NAME.fullmatch(name):
+            raise CheckpointError(f"{pointer}: damaged, expected a checkpoint's name, got {name!r}")
+        return self.directory / name
+
+    def restore(self) -> Loaded | None:
+        """Load the newest checkpoint; None, and nothing changes, if there is none yet.
+
+        Raises:
+            CheckpointError: it is damaged or does not fit. The message names the file; the older
+                ones are still there for ``load``.
+        """
+        self.wait()
+        path = gathered(self._recover, self._group)[0]
+        if path is None:
+            return None
+        loaded = load(path, self.pipe, sampler=self._sampler, **self._placing)
+        self.minibatches = loaded.minibatches
+        self._offset = self._position() - self.minibatches
+        self._failed = False
+        self._last = (self.minibatches, time.monotonic())
+        return loaded
+
+    def _recover(self) -> Path | None:
+        """Tidy up after a process that stopped in the middle of a save."""
+        if self._rank != 0:
+            return None
+        partial(self.directory / LATEST).unlink(missing_ok=True)
+        for leftover in sorted(self.directory.glob(".minibatch-*")):
+            path = self.directory / leftover.name.strip(".").partition(".")[0]
+            if leftover == replaced(path) and not path.exists():
+                leftover.rename(path)
+            elif leftover in (partial(path), replaced(path)):
+                remove(leftover)
+        return self.latest()
+
+    # Training.
+
+    def run(self, batches: Iterable[object]) -> Iterator[Result]:
+        """Train like ``pipe.run``, draining and saving whenever it is time to.
+
+        Yields:
+            The results, numbered through over all runs and restarts. Leaving the loop finishes what
+            is in flight, and saves if that is due.
+
+        Raises:
+            CheckpointError, OSError: a save failed, with ``asynchronous`` an earlier one; the
+                checkpoints before it are whole. Else what ``pipe.run`` raises.
+        """
+        if isinstance(self._sampler, ShuffledSampler):
+            # What a loader asked for in advance, before the last run was left, comes again.
+            self._sampler.position = self._offset + self.minibatches
+        source = _Source(batches)
+        while not source.exhausted:
+            base = self.minibatches
+            run = self.pipe.run(self._segment(source))
+            self._failed = True  # unless the run gets to its end
+            try:
+                for result in run:
+                    yield replace(result, index=base + result.index)
+            except GeneratorExit:
+                cast("Generator[Result, None, None]", run).close()  # finishes what is in flight
+                self._drained()
+                raise
+            self._drained()
+
+    def _drained(self) -> None:
+        self._failed = False
+        if self._due():
+            self.save()
+
+    def _segment(self, source: _Source) -> Iterator[object]:
+        """Hand over batches until a save is due."""
+        for batch in source:
+            self.minibatches += 1
+            yield batch
+            if self._due():
+                return
+
+    def _due(self) -> bool:
+        minibatches, moment = self._last
+        since = self.minibatches - minibatches
+        if self._every is not None and since > 0 and self.minibatches % self._every == 0:
+            return True
+        return (
+            self._seconds is not None and since > 0 and time.monotonic() - moment >= self._seconds
+        )
+
+    def save(self, extra: object = None) -> Path:
+        """Save now; returns where.
+
+        Raises:
+            RuntimeError: a run has not ended, or the last one failed: the stages may have made
+                different numbers of updates, so there is nothing to go on from. ``restore`` first.
+            CheckpointError, OSError, TypeError: as ``save`` does.
+        """
+        self.pipe.check_drained("save")
+        if self._failed:
+            raise RuntimeError(
+                "save: the last run failed, and its stages may have made different numbers of "
+                "updates; restore() first"
+            )
+        self.wait()
+        path = self.directory / f"minibatch-{self.minibatches:08d}"
+        prepared = prepare(
+            path,
+            self.pipe,
+            minibatches=self.minibatches,
+            sampler=self._positioned(),
+            extra=extra,
+            overwrite=True,
+            committed=lambda: self._committed(path),
+            **self._placing,
+        )
+        if self._asynchronous:
+            self._saving = prepared.write_behind()
+        else:
+            prepared.write()
+        self._last = (self.minibatches, time.monotonic())
+        return path
+
+    def wait(self) -> None:
+        """Return once nothing is being written; raises if an asynchronous save failed."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def _committed(self, path: Path) -> None:
+        """Point to a new checkpoint, and remove those that are too many."""
+        replace_file(self.directory / LATEST, f"{path.name}\n".encode())
+        for old in self._whole()[: -self._keep]:
+            if old != path:
+                remove(old)
+
+    def _whole(self) -> list[Path]:
+        """All checkpoints, oldest first; one has its name only when it is whole."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(
+            (path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)),
+            key=lambda path: int(path.name.rpartition("-")[2]),
+        )
+
+    # A loader with workers asks the sampler for batches that nobody has trained on yet.
+
+    def _position(self) -> int:
+        return self._sampler.position if isinstance(self._sampler, ShuffledSampler) else 0
+
+    def _positioned(self) -> Sampler | None:
+        if isinstance(self._sampler, ShuffledSampler):
+            return self._sampler.at(self._offset + self.minibatches)
+        return self._sampler
+
+
+class _Source:
+    """An iterator that says when it has come to its end, and outlives the loops over it."""
+
+    def __init__(self, batches: Iterable[object]) -> None:
+        self._batches = iter(batches)
+        self.exhausted = False
+
+    def __iter__(self) -> _Source:
+        return self
+
+    def __next__(self) -> object:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self.exhausted = True
+            raise

@@ -1,0 +1,108 @@
+"""Part: one stage as a checkpoint sees it, its tensors under the names of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from spectrain_ext.pipeline import Pipeline
+from spectrain_ext.rng import StageRandom
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """A learning-rate scheduler, as far as a checkpoint is concerned."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``load_state_dict`` takes."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Take it over."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage, or a whole model that is not cut.
+
+    Attributes:
+        stage: its index in the pipeline.
+        module: holds parameters and module buffers.
+        names: what the whole model calls each key of the module's ``state_dict``.
+        optimizer: of the module's trainable parameters.
+        scheduler: of the optimizer.
+        random: the stage's generators; None: it uses the process's.
+    """
+
+    stage: int
+    module: nn.Module
+    names: Mapping[str, str]
+    optimizer: torch.optim.Optimizer | None
+    scheduler: Scheduler | None
+    random: StageRandom | None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and persistent buffers under the model's names.
+
+        Raises:
+            TypeError: an extra state of a module that is no tensor.
+        """
+        for key, value in self.module.state_dict().items():
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"stage {self.stage}: {key!r} in its state_dict is a {type(value).__name__}; a "
+                    "checkpoint holds tensors only"
+                )
+            yield self.names[key], value
+
+    def parameter_names(self) -> dict[Tensor, str]:
+        """Return the model's name of every parameter; of several, the first."""
+        return {p: self.names[name] for name, p in self.module.named_parameters()}
+
+
+def parts_of(
+    target: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Scheduler | None = None,
+    first_stage: int = 0,
+) -> list[Part]:
+    """Return the stages of a pipeline, or a model as the only one.
+
+    Raises:
+        ValueError: an optimizer or scheduler beside a pipeline, which has its own.
+        RuntimeError: a run of the pipeline has not ended.
+    """
+    if not isinstance(target, Pipeline):
+        names = _names(target, "")
+        return [Part(first_stage, target, names, optimizer, scheduler, None)]
+    if optimizer is not None or scheduler is not None:
+        raise ValueError("optimizer, scheduler: a pipeline has its own, expected None")
+    target.check_drained("a checkpoint")
+    parts = []
+    optimizers = list(target.optimizers)
+    schedulers = {id(s.optimizer): s for s in target.schedulers}
+    for k, module in enumerate(target.children()):
+        own = set(module.parameters())
+        found = next((o for o in optimizers if o.param_groups[0]["params"][0] in own), None)
+        stage = first_stage + k
+        parts.append(
+            Part(
+                stage,
+                module,
+                _names(module, f"{stage}."),
+                found,
+                schedulers.get(id(found)),
+                target.random[k],
+            )
+        )
+    return parts
+
+
+def _names(module: nn.Module, prefix: str) -> dict[str, str]:
+    full_name = getattr(module, "full_name", None)
+    keys = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    keys += module.state_dict().keys()
+    return {k: full_name(k) if callable(full_name) else prefix + k for k in keys}

@@ -1,0 +1,73 @@
+"""Random: the generators of stages and of the process, as tensors that belong to one of them.
+
+The same key with other values in another process would be taken for a copy, and dropped: keys name
+the stage or the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from spectrain_ext.checkpoint.documents import Json
+from spectrain_ext.checkpoint.parts import Part
+
+
+def stage_states(part: Part) -> dict[str, Tensor]:
+    """Return the states of a stage's own generators."""
+    states = [] if part.random is None else part.random.states()
+    return {f"random.stage{part.stage}.{k}": state for k, state in enumerate(states)}
+
+
+def process_states(rank: int, parts: Sequence[Part]) -> dict[str, Tensor]:
+    """Return the states of a process's default generators: the CPU's, and the devices' in use."""
+    states = {f"random.process{rank}.cpu": torch.get_rng_state()}
+    for index in _devices(parts):
+        states[f"random.process{rank}.cuda{index}"] = torch.cuda.get_rng_state(index)
+    return states
+
+
+def set_process_states(rank: int, states: Mapping[str, Tensor]) -> None:
+    """Put them back; those of devices that are not here are left out."""
+    for key, state in states.items():
+        device = key.removeprefix(f"random.process{rank}.")
+        if device == "cpu":
+            torch.set_rng_state(state)
+        elif int(device.removeprefix("cuda")) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, int(device.removeprefix("cuda")))
+
+
+def _devices(parts: Iterable[Part]) -> list[int]:
+    found = {
+        tensor.device.index
+        for part in parts
+        for tensor in part.module.parameters()
+        if tensor.device.type == "cuda"
+    }
+    return sorted(index for index in found if index is not None)
+
+
+def matching(body: Json, parts: Sequence[Part], rank: int, size: int) -> list[str] | None:
+    """Return the keys of the states that belong here; None if the cut or the processes differ.
+
+    A stage's numbers mean nothing to a stage that computes something else.
+    """
+    stages = {stage["stage"]: stage for stage in body["stages"]}
+    if len(body["processes"]) != size:
+        return None
+    keys = list(body["processes"][rank]["random"])
+    for part in parts:
+        stage = stages.get(part.stage)
+        if stage is None or set(stage["parameters"]) != set(part.parameter_names().values()):
+            return None
+        mine = stage_states(part)
+        if set(stage["random"]) != set(mine):
+            return None
+        keys += mine
+    for key in keys:
+        entry = body["tensors"].get(key)
+        if entry is None or entry["dtype"] != "uint8" or len(entry["shape"]) != 1:
+            return None
+    return keys

@@ -1,0 +1,229 @@
+"""save: everything that training goes on from, in one step from nothing to whole."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from spectrain_ext.checkpoint import optimizers, random
+from spectrain_ext.checkpoint.documents import Json, encode
+from spectrain_ext.checkpoint.files import partial, remove
+from spectrain_ext.checkpoint.parts import Part, Scheduler, parts_of
+from spectrain_ext.checkpoint.processes import gathered, rank_and_size
+from spectrain_ext.checkpoint.storage import AtomicWriter, as_error, nested, plain_errors
+
+# DCP tells everybody who trains in one process that it takes it for one process.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or un")
+
+
+class Sampler(Protocol):
+    """Knows where in the data training is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``load_state_dict`` takes: JSON's types and tuples."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Go on from there."""
+
+
+class Saving:
+    """A checkpoint on its way to the disk; ``wait`` for it before the process ends."""
+
+    def __init__(self, future: Future[Any], path: Path) -> None:
+        self._future = future
+        self.path = path
+
+    def done(self) -> bool:
+        """Whether it is finished, or has failed."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Return once the checkpoint has its name; raises what ``save`` would have raised."""
+        try:
+            self._future.result()
+        except CheckpointException as error:
+            remove(partial(self.path))
+            raise as_error(error, str(self.path)) from error
+
+
+def save(
+    path: str | os.PathLike[str],
+    target: nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Scheduler | None = None,
+    minibatches: int = 0,
+    sampler: Sampler | None = None,
+    extra: object = None,
+    overwrite: bool = False,
+    first_stage: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint; afterwards it is whole, and until then it is not there.
+
+    Args:
+        path: the directory to make; its parent is made where it is missing.
+        target: a ``Pipeline`` between two runs, or any module.
+        optimizer: of a module; a pipeline has its own.
+        scheduler: likewise.
+        minibatches: how many have been trained on so far, for whoever loads.
+        sampler: its state is saved.
+        extra: anything of JSON's types, and tuples.
+        overwrite: replace a checkpoint of this name.
+        first_stage: index of the target's first stage, where the processes of a group hold stages
+            of one model. Every process calls this function, with the same ``path`` on a file system
+            they share, and its own stages.
+        process_group: these processes, with a CPU backend; None: all.
+
+    Raises:
+        FileExistsError: the path exists.
+        RuntimeError: a run of the pipeline has not ended.
+        TypeError: state that is neither a tensor nor what JSON holds, with its place.
+        ValueError: two processes that have the same stage, or the same parameter.
+        CheckpointError: it could not be written; the message names the process and its reason. What
+            was at ``path`` is still there.
+    """
+    prepare(
+        path,
+        target,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        minibatches=minibatches,
+        sampler=sampler,
+        extra=extra,
+        overwrite=overwrite,
+        first_stage=first_stage,
+        process_group=process_group,
+    ).write()
+
+
+class Prepared:
+    """All that a checkpoint will hold; the tensors are still those that training goes on with."""
+
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        writer: AtomicWriter,
+        path: Path,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._tensors = tensors
+        self._writer = writer
+        self._path = path
+        self._group = group
+
+    def write(self) -> None:
+        """Write it, and return when it has its name."""
+        try:
+            with plain_errors(str(self._path)):
+                dcp.save(
+                    nested(self._tensors), storage_writer=self._writer, process_group=self._group
+                )
+        except BaseException:
+            remove(partial(self._path))
+            raise
+
+    def write_behind(self) -> Saving:
+        """Copy the tensors now, and write them in a thread."""
+        future = dcp.async_save(
+            nested(self._tensors), storage_writer=self._writer, process_group=self._group
+        )
+        assert isinstance(future, Future)
+        return Saving(future, self._path)
+
+
+def prepare(
+    path: str | os.PathLike[str],
+    target: nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Scheduler | None = None,
+    minibatches: int = 0,
+    sampler: Sampler | None = None,
+    extra: object = None,
+    overwrite: bool = False,
+    first_stage: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    committed: Callable[[], None] = lambda: None,
+) -> Prepared:
+    """Check and collect what ``save`` writes; ``committed`` is called when it has its name."""
+    directory = Path(path).absolute()
+    rank, _ = rank_and_size(process_group)
+    tensors: dict[str, Tensor] = {}
+
+    def collect() -> Json:
+        parts = parts_of(target, optimizer, scheduler, first_stage)
+        if rank == 0:
+            if directory.exists() and not overwrite:
+                raise FileExistsError(f"path: {directory} exists; overwrite=True replaces it")
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            remove(partial(directory))  # of a save that did not end
+        found, document = _collected(parts, rank)
+        tensors.update(found)
+        sampled = None if sampler is None else encode(sampler.state_dict(), "sampler")
+        return {
+            "minibatches": minibatches,
+            "extra": encode(extra, "extra"),
+            "torch": str(torch.__version__),
+            "sampler": sampled,
+            **document,
+        }
+
+    body = _merged(gathered(collect, process_group))
+    return Prepared(tensors, AtomicWriter(directory, body, committed), directory, process_group)
+
+
+def _collected(parts: list[Part], rank: int) -> tuple[dict[str, Tensor], Json]:
+    """Return the tensors of a process's stages, and what it has to say about them."""
+    tensors: dict[str, Tensor] = {}
+    stages = []
+    for part in parts:
+        tensors.update((f"model.{name}", tensor.detach()) for name, tensor in part.tensors())
+        state, optimizer = optimizers.saved(part)
+        tensors.update(state)
+        generators = random.stage_states(part)
+        tensors.update(generators)
+        where = f"scheduler of stage {part.stage}"
+        stages.append(
+            {
+                "stage": part.stage,
+                "parameters": list(part.parameter_names().values()),
+                "optimizer": optimizer,
+                "scheduler": None
+                if part.scheduler is None
+                else encode(part.scheduler.state_dict(), where),
+                "random": list(generators),
+            }
+        )
+    process = random.process_states(rank, parts)
+    tensors.update(process)
+    return tensors, {"stages": stages, "random": list(process), "keys": list(tensors)}
+
+
+def _merged(found: list[Json]) -> Json:
+    """Join what the processes said; the first one speaks for all where they agree."""
+    owners: dict[object, int] = {}
+    for rank, document in enumerate(found):
+        stages = [f"stage {stage['stage']}" for stage in document["stages"]]
+        for what in (*stages, *map(repr, document["keys"])):
+            if owners.setdefault(what, rank) != rank:
+                raise ValueError(
+                    f"first_stage: {what} is saved by process {owners[what]} and process {rank}"
+                )
+    return {
+        "minibatches": found[0]["minibatches"],
+        "extra": found[0]["extra"],
+        "torch": found[0]["torch"],
+        "stages": [stage for document in found for stage in document["stages"]],
+        "processes": [{"random": d["random"], "sampler": d["sampler"]} for d in found],
+    }

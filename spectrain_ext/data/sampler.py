@@ -1,0 +1,103 @@
+"""ShuffledSampler: an order of minibatches that can be stopped anywhere and gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from spectrain_ext.rng import mixed_seed
+
+
+class ShuffledSampler(Sampler[list[int]]):
+    """Indices of each minibatch: every sample once per epoch, in an order of the epoch's own.
+
+    Iterating gives what is left of the current epoch; doing so again gives the next one. The order
+    is a function of the seed and the epoch alone: two processes that were given the same seed see
+    the same one, and going on in the middle costs one permutation. It fits
+    ``DataLoader(batch_sampler=...)``.
+
+    Args:
+        samples: size of the data set.
+        batch_size: samples per minibatch.
+        seed: of the order.
+        drop_last: leave out an epoch's last minibatch if it is smaller.
+
+    Attributes:
+        position: minibatches handed out so far, over all epochs.
+
+    Raises:
+        ValueError: a size that leaves an epoch without a minibatch.
+    """
+
+    def __init__(
+        self, samples: int, batch_size: int, *, seed: int = 0, drop_last: bool = False
+    ) -> None:
+        for name, value in (("samples", samples), ("batch_size", batch_size)):
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if drop_last and samples < batch_size:
+            raise ValueError(
+                f"batch_size: expected at most {samples} (samples) with drop_last, got {batch_size}"
+            )
+        self.position = 0
+        self._samples = samples
+        self._batch_size = batch_size
+        self._seed = seed
+        self._drop_last = drop_last
+
+    def __len__(self) -> int:
+        """Minibatches per epoch."""
+        whole, rest = divmod(self._samples, self._batch_size)
+        return whole + (rest > 0 and not self._drop_last)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next minibatch is of, counted from 0."""
+        return self.position // len(self)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, begin = divmod(self.position, len(self))
+        generator = torch.Generator().manual_seed(mixed_seed(self._seed, epoch))
+        order = torch.randperm(self._samples, generator=generator).split(self._batch_size)
+        for index in range(begin, len(self)):
+            self.position = epoch * len(self) + index + 1
+            yield order[index].tolist()
+
+    def at(self, position: int) -> ShuffledSampler:
+        """Return one of the same order at another position."""
+        other = ShuffledSampler(
+            self._samples, self._batch_size, seed=self._seed, drop_last=self._drop_last
+        )
+        other.position = position
+        return other
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``load_state_dict`` takes."""
+        return {
+            "samples": self._samples,
+            "batch_size": self._batch_size,
+            "drop_last": self._drop_last,
+            "seed": self._seed,
+            "position": self.position,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there, in the order of the saved seed.
+
+        Raises:
+            ValueError: it is the state for another size of data set or minibatch.
+        """
+        mine = self.state_dict()
+        for key in ("samples", "batch_size", "drop_last"):
+            if state_dict.get(key) != mine[key]:
+                raise ValueError(f"{key}: expected {mine[key]}, got {state_dict.get(key)}")
+        for key in ("seed", "position"):
+            if not isinstance(state_dict.get(key), int) or (
+                key == "position" and state_dict[key] < 0
+            ):
+                raise ValueError(f"{key}: expected a number, got {state_dict.get(key)!r}")
+        self._seed = state_dict["seed"]
+        self.position = state_dict["position"]
