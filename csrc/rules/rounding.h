@@ -43,7 +43,7 @@ SPECTRAIN_HD uint16_t round_stochastically(float x, uint64_t state) {
 
 // Whether a rule has weights to round: it makes a step, and they are bfloat16.
 template <class Rule>
-constexpr bool rounds_weights() {
+SPECTRAIN_HD constexpr bool rounds_weights() {
   return Rule::kGradient >= 0 && std::is_same_v<typename stream_t<Rule, 0>::type, BFloat16>;
 }
 
