@@ -10,7 +10,7 @@ from spectrain_ext import laws, optim, partitioning
 from spectrain_ext import library as _library  # noqa: F401  # registers torch.ops.spectrain
 from spectrain_ext._C import build_info as _build_info
 from spectrain_ext._expressions import Scalar
-from spectrain_ext.errors import CheckpointError, OrderingError, StageError
+from spectrain_ext.errors import CheckpointError, OrderingError, ScheduleError, StageError
 from spectrain_ext.method import Method, methods, second_order, xgrad
 from spectrain_ext.ops import (
     adam_predict,
@@ -28,6 +28,7 @@ from spectrain_ext.ops import (
 from spectrain_ext.partitioning import partition
 from spectrain_ext.pipeline import Pipeline
 from spectrain_ext.plan import Plan
+from spectrain_ext.trace import Trace
 
 if TYPE_CHECKING:
     from spectrain_ext import checkpoint
@@ -41,7 +42,9 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Scalar",
+    "ScheduleError",
     "StageError",
+    "Trace",
     "__version__",
     "adam_predict",
     "adam_step_",

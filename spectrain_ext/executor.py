@@ -17,6 +17,7 @@ from .recomputing import RecomputingStage
 from .schedule import Cursor, Extent, Kind, Place, find_generator
 from .stage import Stage
 from .tape import activation
+from .trace import Trace
 from .transport import Buffer, Edge, Stream, Transit, callers_stream
 from .weights import StageWeights
 
@@ -127,7 +128,7 @@ class Executor:
 
     # A run.
 
-    def run(self, batches: Iterator[object]) -> Iterator[Result]:
+    def run(self, batches: Iterator[object], trace: Trace | None = None) -> Iterator[Result]:
         """Train on every batch; yields results in order, each as soon as its loss has been issued.
 
         Closing the generator finishes the minibatches in flight and takes no further batch.
@@ -137,13 +138,13 @@ class Executor:
         try:
             self._begin(batches)
             try:
-                for result in self._steps():
+                for result in self._steps(trace):
                     yield result
                     self._check_storage()
             except GeneratorExit:
                 self._extent.stop()
                 self._check_storage()
-                for _ in self._steps():
+                for _ in self._steps(trace):
                     pass
             self._check()
         except BaseException:
@@ -241,12 +242,14 @@ class Executor:
 
     # The loop.
 
-    def _steps(self) -> Iterator[Result]:
+    def _steps(self, trace: Trace | None) -> Iterator[Result]:
         """Give the stages their turns until all have finished."""
         results = self._results
         # Made per run: kept, these methods would make a cycle that holds all buffers until a
         # garbage collection.
         unfinished = [(stage, self._handlers_of(stage)) for stage in self.stages]
+        if trace is not None:
+            unfinished = [(stage, trace.watch(stage, handlers)) for stage, handlers in unfinished]
         while unfinished:
             progress = False
             for stage, handlers in unfinished:

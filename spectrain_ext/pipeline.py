@@ -24,11 +24,12 @@ from .arguments import (
 from .batch import Value
 from .executor import Executor, Result
 from .memory import StageMemory
-from .method import Method, choices_at, find_method, places_of
+from .method import Method, choices_at, find_method, places_of, reading_rules
 from .method.choices import Window
 from .optim import PredictingOptimizer
 from .rates import ComingRates
 from .rng import StageRandom
+from .trace import Trace
 from .weights import StageWeights
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class Pipeline(nn.Module):
 
     # Training.
 
-    def run(self, batches: Iterable[object]) -> Iterator[Result]:
+    def run(self, batches: Iterable[object], *, trace: Trace | None = None) -> Iterator[Result]:
         """Train on every batch, one update per batch and stage, without flushing in between.
 
         Args:
@@ -188,6 +189,7 @@ class Pipeline(nn.Module):
                 batch is taken only when stage 0 is ready for it, and is trained on in full. On the
                 GPU and in pageable memory it may be overwritten as soon as the next one is asked
                 for; in pinned memory it must be left alone.
+            trace: records when every action runs; at some cost.
 
         Yields:
             A ``Result`` per minibatch, in order, as soon as its loss has been issued; backwards and
@@ -205,9 +207,9 @@ class Pipeline(nn.Module):
         stages may have made more updates than others), and the pipeline can run again.
         """
         self._refuse_in_run("run")
-        return self._run(iter(batches))
+        return self._run(iter(batches), trace)
 
-    def _run(self, batches: Iterator[object]) -> Iterator[Result]:
+    def _run(self, batches: Iterator[object], trace: Trace | None) -> Iterator[Result]:
         self._refuse_in_run("run")
         if torch.is_inference_mode_enabled():
             raise RuntimeError("run: inference mode is on; training needs autograd")
@@ -220,7 +222,9 @@ class Pipeline(nn.Module):
         for weights in self._weights:
             if weights is not None and not weights.bound:
                 weights.bind()
-        yield from self._executor.run(batches)
+        if trace is not None:
+            trace.begin([reading_rules(self.method, place) for place in self.places], self.devices)
+        yield from self._executor.run(batches, trace)
 
     def forward(self, value: Any) -> Any:
         """The output of the true weights; tensors are moved from stage to stage.

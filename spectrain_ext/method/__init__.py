@@ -1,6 +1,7 @@
 """Methods: which weights, predicted how far, each forward and backward of a stage computes with."""
 
 from .choices import Choices, choices_at, places_of
+from .reading import reading_rules
 from .registry import find_method, methods, second_order, xgrad
 from .rules import recipe_clip
 from .value import Backward, Method, Reads
@@ -14,6 +15,7 @@ __all__ = [
     "find_method",
     "methods",
     "places_of",
+    "reading_rules",
     "recipe_clip",
     "second_order",
     "xgrad",

@@ -5,23 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from spectrain_ext.method import Method, choices_at, find_method, places_of
+from spectrain_ext.method import Method, find_method, places_of, reading_rules
 from spectrain_ext.method.choices import Window
 from spectrain_ext.report.timeline import draw_timeline
-from spectrain_ext.schedule import FLUSHING, Durations, Place, Rules, Span, simulate, streams
-
-
-def rules_of(method: Method, place: Place) -> Rules:
-    """Which weights a method has one stage compute with, as the schedule's tools take it."""
-    choices = choices_at(method, place)
-    return Rules(
-        reads=choices.reads,
-        once=choices.once,
-        ahead="counted" if choices.forward is None else choices.forward + choices.lead,
-        backward=choices.backward,
-        backward_ahead=choices.backward_ahead,
-        differences=choices.law == "difference",
-    )
+from spectrain_ext.schedule import FLUSHING, Durations, Span, simulate, streams
 
 
 def simulate_method(
@@ -59,7 +46,7 @@ def simulate_method(
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     places = places_of(method, stages, microbatches, window)
-    rules = [rules_of(method, place) for place in places]
+    rules = [reading_rules(method, place) for place in places]
     durations = Durations.of(
         stages,
         forward=forward,

@@ -45,7 +45,7 @@ _NARROWEST = 1.5  # points; blocks that would be narrower widen the picture, as 
 
 
 def draw_timeline(
-    path: Path,
+    path: str | Path,
     spans: Iterable[Span],
     *,
     title: str | None = None,
@@ -103,7 +103,7 @@ def draw_timeline(
         if title:
             axes.set_title(title, fontsize=10, loc="left")
         _draw_legend(figure, drawn, communication)
-        undated = {"Date": None} if path.suffix == ".svg" else None
+        undated = {"Date": None} if Path(path).suffix == ".svg" else None
         figure.savefig(path, metadata=undated)
 
 
@@ -175,7 +175,7 @@ def _draw_legend(figure: Any, drawn: Sequence[Span], communication: bool) -> Non
     )
 
 
-def write_trace(path: Path, spans: Iterable[Span], *, microseconds: float = 1000.0) -> None:
+def write_trace(path: str | Path, spans: Iterable[Span], *, microseconds: float = 1000.0) -> None:
     """Write a trace in Chrome's JSON format, which Perfetto and chrome://tracing open.
 
     Args:
@@ -214,7 +214,7 @@ def write_trace(path: Path, spans: Iterable[Span], *, microseconds: float = 1000
     for (stage, lane), thread in sorted(lanes.items()):
         events.append(_named("thread_name", lane, stage) | {"tid": thread})
     document = {"traceEvents": events, "displayTimeUnit": "ms"}
-    path.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
 _LANES = ("compute", "to next", "to previous")

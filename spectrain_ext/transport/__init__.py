@@ -1,10 +1,11 @@
 """How tensors get from stage to stage, and what orders their use."""
 
 from .local import Edge, Message, Slot, Transit
-from .streams import Buffer, Event, Stream, callers_stream, checked_streams, new_stream
+from .streams import Buffer, CudaStream, Event, Stream, callers_stream, checked_streams, new_stream
 
 __all__ = [
     "Buffer",
+    "CudaStream",
     "Edge",
     "Event",
     "Message",

@@ -1,0 +1,133 @@
+"""Trace: records when every action of a run really ran."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .schedule import Action, Kind, Lane, Rules, Span, open_ledgers
+from .transport import CudaStream, Stream
+
+if TYPE_CHECKING:
+    from .stage import Stage
+
+_Handler = Callable[[int, int], None]
+_Mark = float | torch.cuda.Event
+
+_LANES: dict[Kind, Lane] = {
+    Kind.LOAD_FORWARD: "compute",
+    Kind.FORWARD: "compute",
+    Kind.LOSS: "compute",
+    Kind.LOAD_BACKWARD: "compute",
+    Kind.BACKWARD: "compute",
+    Kind.UPDATE: "compute",
+    Kind.SEND_ACTIVATION: "to next",
+    Kind.SEND_GRADIENT: "to previous",
+}
+_TURNS = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE))
+
+
+class Trace:
+    """Give one to ``Pipeline.run`` and look at its ``spans`` afterwards.
+
+    On the CPU an action's time is the host's, from its call to its return; stages there run in
+    turn. On CUDA it is the device's, between two events on the stream that the action is issued to,
+    without what it waits for of its own stage. Marking costs the host some microseconds per action.
+    Loads, forwards, losses, backwards, updates and sends are recorded; pulling a batch and
+    receiving are not.
+
+    A trace holds the last run that it was given to, in memory that grows with the run's length.
+    """
+
+    def __init__(self) -> None:
+        self._records: list[tuple[int, Action, _Mark, _Mark]] = []
+        self._rules: Sequence[Rules] = ()
+        self._origins: dict[torch.device, tuple[float, torch.cuda.Event]] = {}
+
+    def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
+        """Forget what was recorded; a run begins.
+
+        Args:
+            rules: which weights every stage computes with.
+            devices: of every stage; CUDA devices are synchronized once, to compare their clocks.
+        """
+        self._records.clear()
+        self._rules = rules
+        self._origins.clear()
+        for device in devices:
+            if device.type == "cuda" and device not in self._origins:
+                torch.cuda.synchronize(device)
+                event = torch.cuda.Event(enable_timing=True)
+                event.record(torch.cuda.current_stream(device))
+                self._origins[device] = time.perf_counter(), event
+
+    def watch(self, stage: Stage, handlers: dict[Kind, _Handler]) -> dict[Kind, _Handler]:
+        """The handlers of a stage's actions, with a mark before and after each."""
+        return {
+            kind: self._watched(stage, kind, handler) if kind in _LANES else handler
+            for kind, handler in handlers.items()
+        }
+
+    def _watched(self, stage: Stage, kind: Kind, handler: _Handler) -> _Handler:
+        stream = _stream_of(stage, kind)
+        records, k = self._records, stage.index
+
+        def watched(i: int, j: int) -> None:
+            start = _mark(stream)
+            handler(i, j)
+            records.append((k, Action(kind, i, j), start, _mark(stream)))
+
+        return watched
+
+    def spans(self) -> list[Span]:
+        """What was recorded, each stage's in order, in seconds from the first action's start.
+
+        Waits for CUDA devices. After a run that failed: what ended before.
+        """
+        ledgers = open_ledgers(len(self._rules), self._rules)
+        readings: list[tuple[int | None, int]] = []
+        for k, action, _, _ in self._records:
+            if action.kind in _TURNS:
+                readings += ledgers[k].enter([action])
+            else:
+                readings.append((None, 0))
+        found: list[Span] = []
+        lane_ends: dict[tuple[int, Lane], float] = {}
+        first = min((self._seconds(record[2]) for record in self._records), default=0.0)
+        for (k, action, start, end), reading in zip(self._records, readings, strict=True):
+            lane = _LANES[action.kind]
+            # An event on an idle stream happens at once, although what comes after it has to wait
+            # for the stage's computation.
+            free = max(lane_ends.get((k, lane), 0.0), lane_ends.get((k, "compute"), 0.0))
+            begun = max(self._seconds(start) - first, free)
+            ended = max(self._seconds(end) - first, begun)
+            lane_ends[k, lane] = ended
+            found.append(Span(k, lane, *action, begun, ended, *reading))
+        return found
+
+    def _seconds(self, mark: _Mark) -> float:
+        if isinstance(mark, float):
+            return mark
+        at, origin = self._origins[mark.device]
+        mark.synchronize()
+        return at + float(origin.elapsed_time(mark)) / 1000.0
+
+
+def _stream_of(stage: Stage, kind: Kind) -> Stream:
+    """The stream that an action is issued to."""
+    edge = {Kind.SEND_ACTIVATION: stage.to_next, Kind.SEND_GRADIENT: stage.to_previous}.get(kind)
+    if edge is not None:
+        return edge.stream
+    loads = kind in (Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD, Kind.UPDATE)
+    return stage.predict if loads else stage.compute
+
+
+def _mark(stream: Stream) -> _Mark:
+    if not isinstance(stream, CudaStream):
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    stream.record(event)
+    return event
