@@ -55,7 +55,9 @@ def test_every_method_ends_in_a_table_a_picture_and_numbers(tmp_path: Path) -> N
     assert document["settings"]["seeds"] == [0]
     assert document["versions"]["spectrain_ext"] == st.__version__
     assert document["versions"]["torch"] == torch.__version__
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    drawn = [tmp_path / "timelines" / f"{entry['method']}.png" for entry in document["methods"]]
+    for picture in (tmp_path / "losses.png", *drawn):
+        assert picture.read_bytes().startswith(b"\x89PNG")
     assert "no throughput comparison" in " ".join(result.output.split())
 
 
@@ -332,7 +334,8 @@ def test_without_out_the_results_are_below_runs(
     result = _train(*FAST, "-m", "sync", "--stages", "1")
     assert result.exit_code == 0, result.output
     (folder,) = (tmp_path / "runs").iterdir()
-    assert {path.name for path in folder.iterdir()} == {"results.json", "losses.png", "runs"}
+    names = {"results.json", "losses.png", "timelines", "runs"}
+    assert {path.name for path in folder.iterdir()} == names
 
 
 @pytest.mark.parametrize(

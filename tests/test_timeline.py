@@ -106,8 +106,8 @@ def test_a_trace_has_every_span(tmp_path):
 
 @pytest.mark.parametrize("method", [name for name in methods() if name != "xgrad"])
 def test_every_method_can_be_drawn(method, tmp_path):
-    (path,) = draw_method_timelines(tmp_path, [method], 3, microbatches=3)
-    assert path == tmp_path / f"timeline-{method}.png"
+    (path,) = draw_method_timelines(tmp_path / "new", [method], 3, microbatches=3)
+    assert path == tmp_path / "new" / f"{method}.png"
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

@@ -99,7 +99,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for results.json and losses.png.  [default: runs/train-<date>-<time>]",
+    help="Folder for results.json, losses.png and timelines.  [default: runs/train-<date>-<time>]",
 )
 @click.option(
     "--cache-dir",

@@ -21,6 +21,7 @@ from spectrain_ext.report import (
     RunStore,
     comparison_table,
     draw_losses,
+    draw_method_timelines,
     write_results,
 )
 
@@ -72,7 +73,7 @@ def report(
     left_out: Mapping[str, str],
     console: Console,
 ) -> None:
-    """Write results.json and losses.png, and print the table."""
+    """Write results.json, losses.png and the methods' timelines, and print the table."""
     per_epoch = count_batches(len(data.train_inputs), settings.batch_size, 1)
     seeds = len(settings.seeds)
     metric = PERPLEXITY if data.kind == "text" else ACCURACY
@@ -90,8 +91,16 @@ def report(
         window=max(1, per_epoch // 2),
         metric=metric,
     )
+    draw_method_timelines(
+        folder / "timelines",
+        settings.methods,
+        settings.stages,
+        microbatches=settings.microbatches,
+        window=settings.window,
+    )
     console.print(comparison_table(results, test_samples=len(data.test_inputs), metric=metric))
     console.print(f"losses:  {folder / 'losses.png'}", highlight=False, soft_wrap=True)
+    console.print(f"timelines: {folder / 'timelines'}", highlight=False, soft_wrap=True)
     console.print(f"numbers: {folder / 'results.json'}", highlight=False, soft_wrap=True)
 
 

@@ -69,7 +69,7 @@ def draw_method_timelines(
     microbatches: int = 1,
     window: Window = None,
 ) -> Sequence[Path]:
-    """Draw the timeline of each method into ``folder``, as ``timeline-<method>.png``.
+    """Draw the timeline of each method into ``folder``, as ``<method>.png``; makes the folder.
 
     Backwards take twice as long as forwards, updates and predictions a fifth of them: nothing here
     is measured. The run is long enough to show its beginning, its steady state and its end. The
@@ -78,6 +78,7 @@ def draw_method_timelines(
     Returns:
         The pictures, in order.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for method in map(find_method, methods):
         spans = simulate_method(
@@ -89,7 +90,7 @@ def draw_method_timelines(
             update=0.2,
             prediction=0.2,
         )
-        path = folder / f"timeline-{method.name}.png"
+        path = folder / f"{method.name}.png"
         draw_timeline(
             path,
             spans,

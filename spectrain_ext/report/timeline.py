@@ -156,6 +156,7 @@ def _write_numbers(axes: Any, drawn: Sequence[Span], points: float, versions: bo
             fontsize=size,
             linespacing=1.0,
             color=_LOOKS[span.kind].text,
+            in_layout=False,  # it is inside; measuring hundreds takes longer than drawing them
         )
 
 
