@@ -293,7 +293,18 @@ def test_options_reach_the_settings(tmp_path: Path) -> None:
     result = _train(
         *("--stages", "3", "-m", "vanilla,sync", "-m", "vanilla", "--seed", "7", "--seed", "3"),
         *("--epochs", "1", "--batch-size", "512", "--microbatches", "2", "--width", "16"),
-        *("--lr", "0.01", "--momentum", "0.8", "--weight-decay", "0.001", "--nesterov"),
+        *(
+            "--clip-norm",
+            "5",
+            "--recompute",
+            "--lr",
+            "0.01",
+            "--momentum",
+            "0.8",
+            "--weight-decay",
+            "0.001",
+            "--nesterov",
+        ),
         *("--devices", "cpu,cpu", "--out", str(tmp_path)),
     )
     assert result.exit_code == 0, result.output
@@ -306,6 +317,8 @@ def test_options_reach_the_settings(tmp_path: Path) -> None:
         "epochs": 1,
         "batch_size": 512,
         "microbatches": 2,
+        "clip_norm": 5.0,
+        "recompute": True,
         "width": 16,
         "lr": 0.01,
         "momentum": 0.8,

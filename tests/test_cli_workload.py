@@ -14,6 +14,7 @@ from spectrain_ext.cli.presets import DATA_SETS, DEFAULT_MODEL, models_for, pres
 from spectrain_ext.cli.selection import (
     DEFAULT_METHODS,
     all_asked,
+    build_pipeline,
     choose_methods,
     fitting,
     microbatches_for,
@@ -37,6 +38,8 @@ SETTINGS = TrainSettings(
     batch_size=8,
     microbatches=1,
     window=None,
+    clip_norm=None,
+    recompute=False,
     width=8,
     depth=None,
     context=8,
@@ -251,6 +254,22 @@ def test_only_what_does_not_flush_has_a_window() -> None:
     assert window_of(find_method("1f1b"), settings) is None
     assert window_of(find_method("vanilla"), settings) == "wide"
     assert fitting(settings, leave_out=False)[0].methods == settings.methods
+
+
+def test_settings_reach_the_pipeline() -> None:
+    """Seen from outside: a norm of almost 0 leaves the weights where they were."""
+    moved = []
+    for clip_norm in (None, 1e-12):
+        torch.manual_seed(0)
+        settings = _with(clip_norm=clip_norm, recompute=True, weight_decay=0.0, microbatches=2)
+        layer = nn.Linear(3, 5)
+        before = layer.weight.detach().clone()
+        pipe = build_pipeline(settings, find_method("vanilla"), [layer])
+        list(pipe.run([(torch.randn(4, 3), torch.tensor([0, 1, 2, 3]))]))
+        pipe.release()
+        moved.append((layer.weight.detach() - before).abs().max().item())
+    assert moved[0] > 1e-3
+    assert moved[1] < 1e-9
 
 
 @pytest.mark.parametrize(

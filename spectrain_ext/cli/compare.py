@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import Pipeline
-from spectrain_ext.cli.selection import stages_of, window_of
+from spectrain_ext.cli.selection import build_pipeline, stages_of
 from spectrain_ext.cli.settings import TrainSettings
 from spectrain_ext.cli.workload import (
     build_stages,
-    make_optimizer,
     make_scheduler,
     mean_loss,
     synchronize,
@@ -42,15 +41,12 @@ def train_once(
     torch.manual_seed(seed)
     method = find_method(name)
     stages = stages_of(method, settings)
-    pipe = Pipeline(
+    pipe = build_pipeline(
+        settings,
+        method,
         build_stages(settings, stages, seed, data),
-        optimizer=lambda parameters: make_optimizer(settings, method, parameters),
-        loss_fn=mean_loss,
-        method=method,
-        devices=list(settings.devices[:stages]),
+        devices=settings.devices[:stages],
         scheduler=make_scheduler(settings, count_updates(settings, data)),
-        microbatches=settings.microbatches,
-        window=window_of(method, settings),
     )
     pipe.train()
     batches = training_batches(

@@ -1,15 +1,17 @@
 """Which methods are compared, and what each of them needs to be set to."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import click
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from spectrain_ext import Pipeline, methods
 from spectrain_ext.cli.settings import TrainSettings, Window
 from spectrain_ext.cli.workload import make_optimizer, mean_loss
 from spectrain_ext.method import Method, find_method
+from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.schedule import FLUSHING, Place
 
 #: What is compared where no method is named: synchronous training, and one of each kind.
@@ -87,20 +89,40 @@ def fitting(settings: TrainSettings, *, leave_out: bool) -> tuple[TrainSettings,
     return dataclasses.replace(settings, methods=kept), left_out
 
 
+def build_pipeline(
+    settings: TrainSettings,
+    method: Method,
+    modules: list[nn.Module],
+    *,
+    devices: Sequence[str] | None = None,
+    scheduler: Callable[[PredictingOptimizer], LambdaLR] | None = None,
+) -> Pipeline:
+    """Return the pipeline of a method, with everything that the settings say of it.
+
+    Raises:
+        ValueError: the method does not work with the settings.
+    """
+    return Pipeline(
+        modules,
+        optimizer=lambda parameters: make_optimizer(settings, method, parameters),
+        loss_fn=mean_loss,
+        method=method,
+        devices=devices,
+        scheduler=scheduler,
+        microbatches=settings.microbatches,
+        window=window_of(method, settings),
+        clip_norm=settings.clip_norm,
+        recompute=settings.recompute,
+    )
+
+
 def why_not(name: str, settings: TrainSettings) -> str | None:
     """What keeps a method from working with these settings, None if nothing does."""
     method = find_method(name)
     # as many stages of the smallest kind: whether it can work does not depend on the model
-    stages = [nn.Linear(1, 1) for _ in range(stages_of(method, settings))]
+    stages: list[nn.Module] = [nn.Linear(1, 1) for _ in range(stages_of(method, settings))]
     try:
-        Pipeline(
-            stages,
-            optimizer=lambda parameters: make_optimizer(settings, method, parameters),
-            loss_fn=mean_loss,
-            method=method,
-            microbatches=settings.microbatches,
-            window=window_of(method, settings),
-        ).release()
+        build_pipeline(settings, method, stages).release()
     except ValueError as error:
         return str(error)
     return None

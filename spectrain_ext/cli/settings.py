@@ -30,6 +30,8 @@ class TrainSettings:
     batch_size: int
     microbatches: int
     window: Window
+    clip_norm: float | None
+    recompute: bool
     width: int
     depth: int | None
     context: int

@@ -78,6 +78,16 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     help="Microbatches in flight per stage: classic, wide, a number, or one per stage with "
     "commas.  [default: the method's]",
 )
+@click.option(
+    "--clip-norm",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Largest norm of a stage's gradient.  [default: none, or the method's]",
+)
+@click.option(
+    "--recompute",
+    is_flag=True,
+    help="Keep only inputs, and run a stage's forward again before its backward.",
+)
 @click.option("--width", type=_POSITIVE, help="Width of the model.")
 @click.option(
     "--depth", type=_POSITIVE, help="Its blocks; 11, 13, 16, 19 for vgg16, 18 or more for resnet."
