@@ -119,6 +119,17 @@ def test_every_parameter_gets_a_gradient(
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
+@pytest.mark.parametrize(("width", "pool"), [(4, 1), (16, 1), (8, 7)])
+def test_the_head_of_vgg_passes_on_what_the_originals_does(width: int, pool: int) -> None:
+    """Weights of a standard deviation of 0.01 would leave next to nothing of a narrow one."""
+    torch.manual_seed(0)
+    features = torch.randn(256, 8 * width, 1, 1).relu()
+    head = nn.Sequential(*vgg(16, width=width, pool=pool, dropout=0.0)[13:])
+    # the original's: fan-ins of 25,088 (49 copies of 512), 4,096 and 4,096
+    gain = 512**0.5 * 49 * 0.01 / 7 * (4096**0.5 * 0.01) ** 2 / 2**1.5
+    assert head(features).std().item() == pytest.approx(gain, rel=0.5)
+
+
 def test_small_images_keep_their_resolution() -> None:
     images = torch.randn(1, 3, 32, 32)
     assert resnet(10, width=4, small_images=True)[0](images).shape == (1, 4, 32, 32)

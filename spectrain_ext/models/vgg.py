@@ -42,7 +42,7 @@ def vgg(
         pool: height and width that the head sees. The original's 7 suits images of 224 pixels; of
             images of 32 pixels one by one is left, of which 7 by 7 would hold 49 copies.
         dropout: of the head's two hidden layers.
-        seed: decides the initial weights, which are torchvision's distributions.
+        seed: decides the initial weights: torchvision's distributions, scaled with width and pool.
 
     Raises:
         ValueError: another depth, or more stages than layers.
@@ -51,10 +51,13 @@ def vgg(
         raise ValueError(f"depth of VGG must be one of {', '.join(map(str, _GROUPS))}, got {depth}")
     with seeded(seed):
         layers = _convolutions(depth, width, channels, batch_norm)
-        layers += _head(8 * width, pool, _HIDDEN * width, classes, dropout)
         for layer in layers:
             for module in layer.modules():
-                _initialize(module)
+                if isinstance(module, nn.Conv2d):
+                    nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                    assert module.bias is not None
+                    nn.init.zeros_(module.bias)
+        layers += _head(width, pool, classes, dropout)
     return cut_evenly(layers, stages)
 
 
@@ -73,25 +76,31 @@ def _convolutions(depth: int, width: int, channels: int, batch_norm: bool) -> li
     return layers
 
 
-def _head(channels: int, pool: int, hidden: int, classes: int, dropout: float) -> list[nn.Module]:
+def _head(width: int, pool: int, classes: int, dropout: float) -> list[nn.Module]:
+    hidden = _HIDDEN * width
+    # 0.01 in the original. Fewer inputs, or one instead of 49 copies, get larger weights, so that
+    # the sums stay as large as they are there: narrow ones would not begin to learn.
+    deviation = 0.01 * (64 / width) ** 0.5
+    linears = [
+        _linear(8 * width * pool**2, hidden, deviation * 7 / pool),
+        _linear(hidden, hidden, deviation),
+        _linear(hidden, classes, deviation),
+    ]
     return [
         nn.Sequential(
             nn.AdaptiveAvgPool2d(pool),
             nn.Flatten(),
-            nn.Linear(channels * pool**2, hidden),
+            linears[0],
             nn.ReLU(inplace=True),
             nn.Dropout(dropout),
         ),
-        nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(inplace=True), nn.Dropout(dropout)),
-        nn.Linear(hidden, classes),
+        nn.Sequential(linears[1], nn.ReLU(inplace=True), nn.Dropout(dropout)),
+        linears[2],
     ]
 
 
-def _initialize(module: nn.Module) -> None:
-    if isinstance(module, nn.Conv2d):
-        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        assert module.bias is not None
-        nn.init.zeros_(module.bias)
-    elif isinstance(module, nn.Linear):
-        nn.init.normal_(module.weight, 0.0, 0.01)
-        nn.init.zeros_(module.bias)
+def _linear(inputs: int, outputs: int, deviation: float) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs)
+    nn.init.normal_(linear.weight, 0.0, deviation)
+    nn.init.zeros_(linear.bias)
+    return linear
