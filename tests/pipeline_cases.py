@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from oracle import Oracle
 from torch import nn
 
@@ -49,6 +50,15 @@ def sgd(**changed):
 
 def torch_sgd(**changed):
     return lambda params: torch.optim.SGD(params, **{**SGD_ARGS, **changed})
+
+
+def examples(count):
+    """Settings of a property that is dear to evaluate; the nightly profile takes 20 times that."""
+    return settings(
+        max_examples=count * settings.default.max_examples // 100,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
 
 
 def losses(pipe, data):

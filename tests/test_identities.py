@@ -8,10 +8,11 @@ import dataclasses
 import hypothesis.strategies as some
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from pipeline_cases import (
     batches,
     close,
+    examples,
     float64,  # noqa: F401  # a fixture
     mse,
     sgd,
@@ -23,9 +24,7 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.method import find_method
 
-few = settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+few = examples(12)
 FLUSHING = ("sync", "gpipe", "1f1b")
 # Those that differ from synchronous training on one stage too: their delay is their own.
 DELAYED = ("pipedream-2bw", "xgrad")
@@ -168,7 +167,7 @@ def test_the_delay_of_2bw_is_one(n, more, count, options):
     assert_same(found, (losses, model))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     options=some.fixed_dictionaries(
         {

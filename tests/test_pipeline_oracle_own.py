@@ -7,12 +7,13 @@ import copy
 import hypothesis.strategies as some
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from oracle_cases import OPTIMIZERS
 from oracle_methods import Definition
 from pipeline_cases import (
     Compared,
     batches,
+    examples,
     float64,  # noqa: F401  # a fixture
     losses,
     mse,
@@ -88,9 +89,7 @@ SCHEDULERS = (
 )
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(20)
 @given(
     chosen=choices(),
     n=some.integers(1, 4),
@@ -137,10 +136,10 @@ def test_future_rates(law, optimizer):
         method,
         definition=definition,
         optimizer=(lambda p: kind(p, **options), lambda p: reference(p, **options)),
-        scheduler=lambda opt: lr_scheduler.OneCycleLR(opt, 0.05, 60, cycle_momentum=False),
+        scheduler=lambda opt: lr_scheduler.OneCycleLR(opt, 0.05, 30, cycle_momentum=False),
     )
+    compared.run(batches(6))
     compared.run(batches(9))
-    compared.run(batches(20))
 
 
 def test_future_rates_differ_from_the_present_one():
