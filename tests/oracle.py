@@ -151,7 +151,10 @@ class Oracle:
             self.put(k, self.backward_weights(i, j, k))
             if self.recompute:
                 entered = tuple(entries) if k and isinstance(tape[k - 1][1], tuple) else entries[0]
+                counted = [buffer.clone() for buffer in self.stages[k].buffers()]
                 entries, value = self.compute(k, entered, target)
+                for buffer, once in zip(self.stages[k].buffers(), counted, strict=True):
+                    buffer.data.copy_(once)  # running statistics have seen this microbatch
             wanted = [v for v in [*entries, *self.params[k]] if v.requires_grad]
             found = dict(
                 zip(map(id, wanted), found_of(many(value), wanted, gradients), strict=True)

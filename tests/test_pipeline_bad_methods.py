@@ -175,6 +175,23 @@ def test_the_difference_of_weights_needs_no_momentum():
     assert len(losses(made("lwp-w", optimizer=sgd(momentum=0.0)), batches(5))) == 5
 
 
+@pytest.mark.parametrize(
+    ("more", "kind", "said"),
+    [
+        ({"clip_norm": 0.0}, ValueError, "clip_norm"),
+        ({"clip_norm": -1.0}, ValueError, "clip_norm"),
+        ({"clip_norm": float("nan")}, ValueError, "clip_norm"),
+        ({"clip_norm": "1"}, TypeError, "clip_norm"),
+        ({"clip_norm": 1.0, "clip_scope": "layer"}, ValueError, "clip_scope.*'layer'"),
+        ({"master_dtype": torch.int32}, (TypeError, ValueError), "master_dtype"),
+    ],
+    ids=str,
+)
+def test_bad_settings(more, kind, said):
+    with pytest.raises(kind, match=said):
+        made("gpipe", **more)
+
+
 def test_what_was_refused_left_everything_as_it_was():
     stages = tanh_stages(3)
     before = [p.detach().clone() for stage in stages for p in stage.parameters()]

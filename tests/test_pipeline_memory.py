@@ -99,6 +99,9 @@ def test_weight_versions(method, n, m, window, large_storages):
     assert len(found) == sum(expected)
     assert all(size < 1.1 * BYTES for size in found.values())  # room to align it, no more
     assert pipe.weight_version_bytes == sum(expected) * BYTES
+    for stages in (pipe.predicted_memory(), pipe.measured_memory()):
+        assert [stage.versions for stage in stages] == expected
+        assert [stage.weight_bytes for stage in stages] == [count * BYTES for count in expected]
 
 
 class Tapes:
@@ -163,3 +166,16 @@ def test_activations_in_flight(method, n, m, window):
     expected = [most_in_flight(order(schedule, k, n, windows[k], m, [m] * count)) for k in range(n)]
     assert tapes.peak == [most * one_tape(size) for most in expected]
     assert tapes.now == [0] * n
+    for stages in (pipe.predicted_memory(), pipe.measured_memory()):
+        assert [stage.microbatches for stage in stages] == expected
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream", "spectrain"])
+def test_recomputation_keeps_no_activations(method):
+    """But those of the one microbatch whose backward runs, and the inputs of the others."""
+    size, n, m = 2, 4, 3
+    pipe = pipeline(method, n, m, recompute=True)
+    with Tapes(list(pipe.children())) as tapes:
+        for _ in pipe.run(data(6, size * m)):
+            pass
+    assert tapes.peak == [one_tape(size)] * n
