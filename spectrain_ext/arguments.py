@@ -185,6 +185,12 @@ def check_master_dtype(master_dtype: object) -> None:
         )
 
 
+def check_recompute(recompute: object) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(recompute, bool):
+        raise TypeError(f"recompute: expected a bool, got {type(recompute).__name__}")
+
+
 def check_loss_fn(loss_fn: object) -> None:
     """Refuse what cannot be called, and parameters that nobody would train."""
     if not callable(loss_fn):

@@ -14,6 +14,7 @@ from .arguments import (
     check_loss_fn,
     check_master_dtype,
     check_microbatches,
+    check_recompute,
     checked_devices,
     checked_stages,
     devices_of,
@@ -115,6 +116,7 @@ class Pipeline(nn.Module):
         choices = [choices_at(chosen, place) for place in stage_places]
         max_norms = max_norms_of(chosen, stage_places, clip_norm, clip_scope)
         check_master_dtype(master_dtype)
+        check_recompute(recompute)
         check_loss_fn(loss_fn)
         for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if not callable(given) and not (name == "scheduler" and given is None):

@@ -109,7 +109,12 @@ def choices_at(method: Method, place: Place) -> Choices:
     for family in method.families:
         _one_of(method, "families", family, FAMILIES)
     counted = method.forward_horizon == "counted"
-    forward = None if counted else _count(method, place, "forward_horizon")
+    if not counted:
+        forward: int | None = _count(method, place, "forward_horizon")
+    elif method.schedule in FLUSHING or rules.delay(place) == 0:
+        forward = 0  # there is nothing to count
+    else:
+        forward = None
     found = Choices(
         method.forward_reads,
         method.law,
@@ -146,7 +151,7 @@ def _check_contradictions(method: Method, place: Place, found: Choices) -> None:
         )
     if found.reads != "newest" and found.once:
         refuse("once", f"needs forward_reads='newest', got {found.reads!r}")
-    if found.law == "second-order" and found.forward is None:
+    if found.law == "second-order" and method.forward_horizon == "counted":
         refuse("forward_horizon", "the step writes a second-order prediction, for one fixed delay")
     if found.future_rates and found.law not in ("linear", "geometric"):
         refuse("future_rates", f"the {found.law} law takes none")

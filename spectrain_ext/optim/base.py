@@ -19,6 +19,7 @@ from spectrain_ext.optim.resolve import Kinds, Resolver
 from spectrain_ext.optim.rows import Rows
 from spectrain_ext.optim.rule import Rule, moves
 from spectrain_ext.optim.scaling import Scaling
+from spectrain_ext.optim.templates import Templates
 
 StateDict = dict[str, Any]
 
@@ -44,6 +45,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
     def _forget_resolved(self) -> None:
         self._ledger = Ledger(self._rule, self._momentum_dtype)
         self._resolver = Resolver(self._ledger)
+        self._numbers = Templates(self._rule)
+        self._checked: tuple[list[Any], Law, bool] | None = None
         self._predicted: list[Rows] | None = None
         self._binding: Binding | None = None
         self._next_write: tuple[PredictionSink, Law] | None = None
@@ -209,7 +212,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     def _templates(self) -> list[Any]:
         """Read the numbers of every group."""
-        return [self._rule.read(index, group) for index, group in enumerate(self.param_groups)]
+        return self._numbers.of(self.param_groups)
 
     def _kinds(self, templates: list[Any]) -> Kinds:
         return tuple(map(self._rule.uses_buffers, templates))
@@ -227,6 +230,14 @@ class PredictingOptimizer(torch.optim.Optimizer):
                 )
 
     def _check_law(self, law: Law, templates: list[Any], *, has_gradient: bool = False) -> None:
+        checked = self._checked
+        if (
+            checked is not None
+            and checked[0] is templates
+            and checked[1] == law
+            and checked[2] == has_gradient
+        ):
+            return
         if not moves(law):
             return
         self.check_can_predict()
@@ -236,6 +247,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"steps: {law} needs the gradient; order it with write_with_next_step"
                 )
+        self._checked = templates, law, has_gradient
 
     def predict_(self, steps: Horizon) -> None:
         """Replace every weight by its prediction ``steps`` updates ahead, until :meth:`restore_`.
