@@ -147,7 +147,7 @@ def test_unknown_methods():
             "'own' needs at least 2 microbatches for 3 stages, got 1",
         ),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_inconsistent_methods(changed, match):
     own = Method("own", "not one of ours", **changed)
