@@ -10,7 +10,13 @@ from spectrain_ext import laws, optim, partitioning
 from spectrain_ext import library as _library  # noqa: F401  # registers torch.ops.spectrain
 from spectrain_ext._C import build_info as _build_info
 from spectrain_ext._expressions import Scalar
-from spectrain_ext.errors import CheckpointError, OrderingError, ScheduleError, StageError
+from spectrain_ext.errors import (
+    CheckpointError,
+    OrderingError,
+    RankError,
+    ScheduleError,
+    StageError,
+)
 from spectrain_ext.method import Method, methods, second_order, xgrad
 from spectrain_ext.ops import (
     adam_predict,
@@ -41,6 +47,7 @@ __all__ = [
     "OrderingError",
     "Pipeline",
     "Plan",
+    "RankError",
     "Scalar",
     "ScheduleError",
     "StageError",

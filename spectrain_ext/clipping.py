@@ -45,14 +45,14 @@ class GlobalNorm:
     def __init__(self, stages: int) -> None:
         self._stages = stages
         self._minibatch: int | None = None
-        self._given: list[tuple[Tensor, Buffer, Stream]] = []
+        self._given: dict[int, tuple[Tensor, Buffer, Stream]] = {}
 
-    def give(self, i: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
+    def give(self, i: int, stage: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
         """A stage's own norm of minibatch i, written on a stream."""
         if i != self._minibatch:  # the last one's have been used, on all streams
             self._minibatch = i
-            self._given = []
-        self._given.append((norm, buffer, stream))
+            self._given = {}
+        self._given[stage] = norm, buffer, stream
 
     def complete(self, i: int) -> bool:
         """Whether all stages have given theirs."""
@@ -61,17 +61,18 @@ class GlobalNorm:
     def take(self, i: int, stream: Stream, device: torch.device) -> Tensor:
         """The norm of all, on one of the stages' streams."""
         assert self.complete(i)
-        for _, buffer, other in self._given:
+        given = [self._given[stage] for stage in sorted(self._given)]  # for the same bits always
+        for _, buffer, other in given:
             written = other.event()
             other.record(written)
             stream.wait(written)
             stream.reads(buffer)
         with stream:
-            norms = [norm.to(device, torch.float64, non_blocking=True) for norm, *_ in self._given]
+            norms = [norm.to(device, torch.float64, non_blocking=True) for norm, *_ in given]
             total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return total
 
     def reset(self) -> None:
         """Forget what was given."""
         self._minibatch = None
-        self._given = []
+        self._given = {}

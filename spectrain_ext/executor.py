@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .batch import Value, split
+from .batch import Microbatch, Value, split
 from .clipping import GlobalNorm
-from .errors import StageError
-from .recomputing import RecomputingStage
-from .schedule import Cursor, Extent, Kind, Place, find_generator
+from .errors import RankError, StageError
+from .schedule import Action, Cursor, Extent, Kind, Place, find_generator
 from .stage import Stage
 from .tape import activation
 from .trace import Trace
 from .transport import Buffer, Edge, Stream, Transit, callers_stream
-from .weights import StageWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,47 +43,39 @@ class Executor:
     """The stages of a pipeline, the edges between them, and the loop that drives them.
 
     Args:
-        modules: the stages.
-        devices: their devices.
-        weights: their weights, None for a stage without trainable parameters.
+        stages: the stages of this process.
         loss_fn: ``(output, target) -> 0-d tensor``.
-        places: their places.
+        places: the places of all stages of the pipeline.
         schedule: the name of the order in which they act.
-        max_norms: what each one's gradient is clipped to, None: not at all.
-        clip_globally: whether the norm is that of all stages.
-        recompute: whether backwards run their forwards again.
+        norm: where the stages put their gradients' norms together, None: nowhere.
 
     Attributes:
         running: whether a run has begun and not ended.
+        places: as given.
     """
+
+    _inputs: Edge | None = None
+    _targets: Edge | None = None
 
     def __init__(
         self,
-        modules: list[nn.Module],
-        devices: list[torch.device],
-        weights: list[StageWeights | None],
+        stages: list[Stage],
         loss_fn: Callable[..., Tensor],
         places: list[Place],
         schedule: str,
-        max_norms: Sequence[float | None],
-        clip_globally: bool = False,
-        recompute: bool = False,
+        norm: GlobalNorm | None = None,
     ) -> None:
-        n = len(modules)
         self.running = False
         self._loss_fn = loss_fn
-        self._places = places
+        self.places = places
         self._schedule = schedule
         self._microbatches = places[0].microbatches
-        self._norm = GlobalNorm(n) if clip_globally else None
-        kind = RecomputingStage if recompute else Stage
-        self.stages = [
-            kind(k, modules[k], devices[k], weights[k], max_norms[k], self._norm) for k in range(n)
-        ]
-        self._last = self.stages[-1]
+        self.stages = stages
+        self._last = stages[-1]
+        self._norm = norm
         self._connect()
         self._batch = Buffer("the caller's batch")
-        self._losses_out = Transit(self._last.compute, n)
+        self._losses_out = Transit(self._last.compute, len(places))
         self._results: deque[Result] = deque()
         self._partial_loss: Tensor
 
@@ -99,17 +88,30 @@ class Executor:
         whole: there its other microbatches have slots as well.
         """
 
-        def edge(name: str, source: Stage | None, target: Stage, window: int) -> Edge:
-            device = None if source is None else source.device
-            return Edge(name, device, target.device, target.compute, window + 1)
+        self._take_inputs()
+        self._take_targets()
 
-        first, entering = self.stages[0], self._places[0].window + self._microbatches - 1
-        first.inputs = edge("edge batch -> 0", None, first, entering)
-        self._last.targets = edge("edge batch -> loss", None, self._last, entering)
+        def edge(a: Stage, b: Stage, window: int) -> Edge:
+            name = f"edge {a.index} -> {b.index}"
+            return Edge(name, a.device, b.device, b.compute, window + 1)
+
         for a, b in zip(self.stages, self.stages[1:], strict=False):
-            window = self._places[a.index].window
-            a.to_next = b.inputs = edge(f"edge {a.index} -> {b.index}", a, b, window)
-            b.to_previous = a.gradients = edge(f"edge {b.index} -> {a.index}", b, a, window)
+            window = self.places[a.index].window
+            a.to_next = b.inputs = edge(a, b, window)
+            b.to_previous = a.gradients = edge(b, a, window)
+
+    def _take_inputs(self) -> None:
+        """Make the edge batch -> stage 0."""
+        first = self.stages[0]
+        first.inputs = self._inputs = self._entrance("edge batch -> 0", first)
+
+    def _take_targets(self) -> None:
+        """Make the edge batch -> loss."""
+        self._last.targets = self._targets = self._entrance("edge batch -> loss", self._last)
+
+    def _entrance(self, name: str, stage: Stage) -> Edge:
+        depth = self.places[0].window + self._microbatches
+        return Edge(name, None, stage.device, stage.compute, depth)
 
     def _handlers_of(self, stage: Stage) -> dict[Kind, _Handler]:
         return {
@@ -142,7 +144,7 @@ class Executor:
                     yield result
                     self._check_storage()
             except GeneratorExit:
-                self._extent.stop()
+                self._leave()
                 self._check_storage()
                 for _ in self._steps(trace):
                     pass
@@ -158,12 +160,17 @@ class Executor:
 
     def _begin(self, batches: Iterator[object]) -> None:
         self._batches = batches
-        in_flight = max(place.window for place in self._places) // self._microbatches + 2
+        in_flight = max(place.window for place in self.places) // self._microbatches + 2
         self._extent = Extent(in_flight)
         self._follow_caller()
         schedule = find_generator(self._schedule)
-        for stage, place in zip(self.stages, self._places, strict=True):
-            stage.begin(Cursor(schedule(place), self._extent), self._extent)
+        for stage in self.stages:
+            actions = schedule(self.places[stage.index])
+            stage.begin(Cursor(actions, self._extent), self._extent)
+
+    def _leave(self) -> None:
+        """Begin no minibatch that has not begun."""
+        self._extent.stop()
 
     def _check(self) -> None:
         """Raise RuntimeError if a parameter left its flat buffer."""
@@ -267,7 +274,7 @@ class Executor:
         action = cursor.head()
         progress = False
         while action is not None:
-            kind, i, j = action
+            kind, i, _ = action
             if kind is Kind.RECEIVE_ACTIVATION:
                 if not stage.inputs.has():
                     break
@@ -281,34 +288,47 @@ class Executor:
                     break
             cursor.advance()
             progress = True
-            try:
-                handlers[kind](i, j)
-            except Exception as error:
-                if kind is Kind.PULL:  # the caller's own iterator, or what came out of it
-                    raise
-                reason = f"{type(error).__name__}: {error}"
-                raise StageError(stage.index, i, kind.value, reason) from error
+            self._act(stage, handlers[kind], action)
             action = cursor.head()
             if action is not None and action.kind in _BEGINS_TURN and kind is not Kind.PULL:
                 break
         return progress
 
+    def _act(self, stage: Stage, handler: _Handler, action: Action) -> None:
+        """Run an action; its exception becomes the stage's."""
+        kind, i, j = action
+        try:
+            handler(i, j)
+        except RankError:
+            raise
+        except Exception as error:
+            if kind is Kind.PULL:  # the caller's own iterator, or what came out of it
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise StageError(stage.index, i, kind.value, reason) from error
+
     # What goes in and comes out.
 
     def _pull(self, i: int, j: int) -> None:
+        for part in self._next_batch(i):
+            self._hand_in(self._inputs, part.input)
+            self._hand_in(self._targets, part.target)
+
+    def _next_batch(self, i: int) -> list[Microbatch]:
+        """Take the caller's next batch and make the run longer, or end it; empty: there is none."""
         try:
             batch = next(self._batches)
         except StopIteration:
             self._extent.stop()
-            return
+            return []
         parts = split(batch, i, self._microbatches)
         self._extent.add([part.share for part in parts])
-        assert self._last.targets is not None
-        for part in parts:
-            self._hand_in(self.stages[0].inputs, part.input)
-            self._hand_in(self._last.targets, part.target)
+        return parts
 
-    def _hand_in(self, edge: Edge, value: Value) -> None:
+    def _hand_in(self, edge: Edge | None, value: Value) -> None:
+        """Send a side of the batch where it is used, if that is in this process."""
+        if edge is None:
+            return
         device = (value[0] if isinstance(value, tuple) else value).device
         caller = callers_stream(device)
         given = caller.event()

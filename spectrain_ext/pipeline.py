@@ -23,18 +23,24 @@ from .arguments import (
     max_norms_of,
 )
 from .batch import Value
+from .clipping import GlobalNorm
 from .executor import Executor, Result
 from .memory import StageMemory
 from .method import Method, choices_at, find_method, places_of, reading_rules
 from .method.choices import Window
 from .optim import PredictingOptimizer
 from .rates import ComingRates
+from .recomputing import RecomputingStage
 from .rng import StageRandom
+from .schedule import Place
+from .stage import Stage
 from .trace import Trace
 from .weights import StageWeights
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
+
+    from .rank_pipeline import RankPipeline
 
 
 class Pipeline(nn.Module):
@@ -112,7 +118,9 @@ class Pipeline(nn.Module):
         chosen = find_method(method)
         places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
         check_microbatches(microbatches)
-        stage_places = places_of(chosen, len(modules), microbatches, window)
+        first, count = self._span(len(modules))
+        all_places = places_of(chosen, count, microbatches, window)
+        stage_places = all_places[first : first + len(modules)]
         choices = [choices_at(chosen, place) for place in stage_places]
         max_norms = max_norms_of(chosen, stage_places, clip_norm, clip_scope)
         check_master_dtype(master_dtype)
@@ -121,16 +129,18 @@ class Pipeline(nn.Module):
         for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if not callable(given) and not (name == "scheduler" and given is None):
                 raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
-        optimizers = [make_optimizer(optimizer, module, k) for k, module in enumerate(modules)]
+        optimizers = [make_optimizer(optimizer, m, k) for k, m in enumerate(modules, first)]
         for k, opt in enumerate(optimizers):
             if opt is not None:
-                check_family(opt, k, chosen)
-                check_can_predict(opt, k, chosen, choices[k])
+                check_family(opt, first + k, chosen)
+                check_can_predict(opt, first + k, chosen, choices[k])
         futures = [
             ComingRates(opt, scheduler) if opt is not None and chosen.future_rates else None
             for opt in optimizers
         ]
-        schedulers = [make_scheduler(scheduler, opt, k, chosen) for k, opt in enumerate(optimizers)]
+        schedulers = [
+            make_scheduler(scheduler, opt, k, chosen) for k, opt in enumerate(optimizers, first)
+        ]
         for future, real in zip(futures, schedulers, strict=True):
             if future is not None:
                 future.follow(real)
@@ -149,7 +159,7 @@ class Pipeline(nn.Module):
                         made,
                         schedulers[k],
                         choices[k],
-                        (stage_places[0], stage_places[k]),
+                        (all_places[0], stage_places[k]),
                         chosen.schedule,
                         futures[k],
                         master_dtype,
@@ -160,26 +170,53 @@ class Pipeline(nn.Module):
                 if bound is not None:
                     bound.unbind()
             raise
-        for k, module in enumerate(modules):
+        for k, module in enumerate(modules, first):
             self.add_module(str(k), module)
         self.method = chosen
         self.devices = tuple(places)
         self.places = tuple(stage_places)
         self._weights = weights
         # Not here, lest a loss function that is a module becomes a part of the model.
-        self._executor = Executor(
-            modules,
-            places,
-            weights,
-            loss_fn,
-            stage_places,
-            chosen.schedule,
-            max_norms,
-            clip_scope == "global",
-            recompute,
-        )
+        norm = self._make_norm(count) if clip_scope == "global" else None
+        kind = RecomputingStage if recompute else Stage
+        own = [
+            kind(k, module, place, held, max_norm, norm)
+            for k, (module, place, held, max_norm) in enumerate(
+                zip(modules, places, weights, max_norms, strict=True), first
+            )
+        ]
+        self._executor = self._make_executor(own, loss_fn, all_places, norm)
         self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def from_process_group(
+        stage: nn.Module,
+        optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
+        loss_fn: Callable[..., Tensor],
+        method: str | Method = "spectrain",
+        **settings: Any,
+    ) -> RankPipeline:
+        """This process's stage of a pipeline over a process group: see ``RankPipeline``."""
+        from .rank_pipeline import RankPipeline
+
+        return RankPipeline(stage, optimizer, loss_fn, method, **settings)
+
+    def _span(self, given: int) -> tuple[int, int]:
+        """The index of the first stage that was given, and the number of all stages."""
+        return 0, given
+
+    def _make_norm(self, stages: int) -> GlobalNorm:
+        return GlobalNorm(stages)
+
+    def _make_executor(
+        self,
+        stages: list[Stage],
+        loss_fn: Callable[..., Tensor],
+        places: list[Place],
+        norm: GlobalNorm | None,
+    ) -> Executor:
+        return Executor(stages, loss_fn, places, self.method.schedule, norm)
 
     # Training.
 
@@ -225,7 +262,8 @@ class Pipeline(nn.Module):
             if weights is not None and not weights.bound:
                 weights.bind()
         if trace is not None:
-            trace.begin([reading_rules(self.method, place) for place in self.places], self.devices)
+            rules = [reading_rules(self.method, place) for place in self._executor.places]
+            trace.begin(rules, self.devices)
         yield from self._executor.run(batches, trace)
 
     def forward(self, value: Any) -> Any:
@@ -314,7 +352,7 @@ def _put_true_weights(
         return
     with pipe._executor.read_by_caller():
         true: dict[str, Tensor] = {}
-        for k, weights in enumerate(pipe._weights):
+        for k, weights in enumerate(pipe._weights, pipe._executor.stages[0].index):
             if weights is not None:
                 where = weights.true_weights()
                 for name, p in weights.module.named_parameters(remove_duplicate=False):

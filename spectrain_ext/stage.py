@@ -12,7 +12,7 @@ from .clipping import GlobalNorm, clip, gradient_norm
 from .rng import StageRandom
 from .schedule import Cursor, Extent, Kind
 from .tape import Entry, Tape, activation, check_dependence, check_loss, value_of
-from .transport import Buffer, Edge, Message, Slot, Transit, new_stream
+from .transport import Buffer, Message, Receiver, Sender, Slot, Transit, new_stream
 from .versions import Content
 from .weights import StageWeights
 
@@ -41,11 +41,11 @@ class Stage:
         to_previous: the previous stage's ``gradients``, None for the first stage.
     """
 
-    inputs: Edge
-    gradients: Edge | None = None
-    targets: Edge | None = None
-    to_next: Edge | None = None
-    to_previous: Edge | None = None
+    inputs: Receiver
+    gradients: Receiver | None = None
+    targets: Receiver | None = None
+    to_next: Sender | None = None
+    to_previous: Sender | None = None
     cursor: Cursor
 
     def __init__(
@@ -112,7 +112,7 @@ class Stage:
         for edge in self.edges():
             edge.reset()
 
-    def edges(self) -> list[Edge]:
+    def edges(self) -> list[Receiver]:
         """The edges that end here."""
         return [e for e in (self.inputs, self.gradients, self.targets) if e is not None]
 
@@ -155,7 +155,7 @@ class Stage:
         params = () if self.weights is None else self.weights.params
         with predict:
             norm = gradient_norm(params, self.device)
-        self._global_norm.give(i, norm, buffer, predict)
+        self._global_norm.give(i, self.index, norm, buffer, predict)
         self._gave = i
         return True
 

@@ -86,7 +86,7 @@ class Ranks:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = 0 if self._store is None else self._store.port
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "spectrain_ext"])
+        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "spectrain_ext"])
         ours, theirs = context.Pipe()
         self.processes = [
             context.Process(

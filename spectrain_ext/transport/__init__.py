@@ -1,5 +1,6 @@
 """How tensors get from stage to stage, and what orders their use."""
 
+from .base import Receiver, Sender
 from .local import Edge, Message, Slot, Transit
 from .streams import Buffer, CudaStream, Event, Stream, callers_stream, checked_streams, new_stream
 
@@ -9,6 +10,8 @@ __all__ = [
     "Edge",
     "Event",
     "Message",
+    "Receiver",
+    "Sender",
     "Slot",
     "Stream",
     "Transit",

@@ -61,6 +61,7 @@ class Board:
         if rank == 0:
             self._store.set(_FAILED, "")
         self._keys = [f"beat/{r}" for r in range(ranks)]
+        self._came = False
         self._beats: list[Beat] = []
         self._said = 0
         self._phase = 0  # twice the number of finished runs, one more between the two
@@ -82,6 +83,7 @@ class Board:
             ValueError: another was given something else; names the rank and the setting.
         """
         mine = json.dumps(settings)
+        self._came = True
         self._store.set(f"settings/{self.rank}", mine)
         keys = [f"settings/{r}" for r in range(self.ranks)]
         self._patient_store.wait(keys)
@@ -97,7 +99,9 @@ class Board:
                     )
 
     def turn_away(self, error: BaseException) -> None:
-        """Tell those who wait in ``meet`` that this rank will not come."""
+        """Tell those who wait in ``meet`` that this rank will not come, unless it has."""
+        if self._came:
+            return
         self._store.set(f"settings/{self.rank}", json.dumps({"failed": _described(error)}))
 
     # What this rank does.
@@ -134,6 +138,9 @@ class Board:
         try:
             yield
             self._finish()
+        except GeneratorExit:  # the caller has left the loop, the run has been drained
+            self._finish()
+            raise
         except BaseException as error:
             if not isinstance(error, RankError):
                 what = str(error) if isinstance(error, StageError) else _described(error)

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,24 +25,16 @@ from .link import (
     Header,
     Link,
 )
-from .local import Message
-from .streams import Buffer, Stream, new_stream
+from .local import Slot
+from .streams import Stream, new_stream
 
 
-class Arrived(FlatMemory):
-    """A receive buffer of an Inlet, and the message in it.
-
-    Attributes:
-        buffer: stands for its memory.
-        message: what arrived, None when the receiver has done with it.
-    """
+class Arrived(Slot):
+    """A receive buffer: a message in one flat piece of memory."""
 
     def __init__(self, name: str, copy: Stream, receiver: Stream) -> None:
-        super().__init__()
-        self.buffer = Buffer(name)
-        self.arrived = copy.event()
-        self.free = receiver.event()
-        self.message: Message | None = None
+        super().__init__(name, copy, receiver)
+        self.memory = FlatMemory()
         self.work: dist.Work | None = None
 
 
@@ -111,14 +104,15 @@ class Inlet:
         """The next header, and on the CPU its body."""
         header = torch.empty(HEADER, dtype=torch.int64)
         self._fill(header, TAG_HEADER)
-        sequence, kind, parts, number, length, nbytes = header.tolist()
+        sequence, kind, parts, value, number, length, nbytes = header.tolist()
         if sequence != self._heard or kind not in (DATA, END):
             raise ValueError(
                 f"expected message {self._heard}, got one that says it is {sequence} of kind {kind}"
             )
         self._heard += 1
         if kind == END:
-            return _Next(Header(0, True))
+            return _Next(Header(0, end=True))
+        label = Header(parts, float(np.int64(value).view(np.float64)))
         if length:
             text = torch.empty(length, dtype=torch.uint8)
             self._fill(text, TAG_LAYOUT)
@@ -127,7 +121,7 @@ class Inlet:
         if layout.places()[1] > nbytes:
             raise ValueError(f"the peer announced {layout} and sends {nbytes} bytes")
         if not self.link.by_host:  # the rank's own thread issues device work
-            return _Next(Header(parts), layout, nbytes)
+            return _Next(label, layout, nbytes)
         if self._capacity is None and not self.link.dynamic:
             with self._board.changed:
                 self._capacity = nbytes
@@ -141,7 +135,7 @@ class Inlet:
         if slot.work is not None:
             slot.work.wait(ENDLESS)
             slot.work = None
-        return _Next(Header(parts), layout, nbytes, slot)
+        return _Next(label, layout, nbytes, slot)
 
     def _fill(self, tensor: Tensor, tag: int) -> None:
         work = dist.irecv(tensor, self.link.peer, group=self.link.host, tag=tag)
@@ -149,10 +143,10 @@ class Inlet:
         work.wait(ENDLESS)
 
     def _post(self, slot: Arrived, nbytes: int) -> None:
-        slot.fit(nbytes, self._device)
+        slot.memory.fit(nbytes, self._device)
         if nbytes:
             slot.work = dist.irecv(
-                slot.bytes[:nbytes], self.link.peer, group=self.link.device, tag=TAG_BODY
+                slot.memory.bytes[:nbytes], self.link.peer, group=self.link.device, tag=TAG_BODY
             )
 
     # The rank's own thread.
@@ -191,10 +185,13 @@ class Inlet:
             slot = self._free.popleft()
             with copy:
                 copy.wait(slot.free)
-                slot.fit(nbytes, self._device)
+                slot.memory.fit(nbytes, self._device)
                 if nbytes:
                     work = dist.irecv(
-                        slot.bytes[:nbytes], self.link.peer, group=self.link.device, tag=TAG_BODY
+                        slot.memory.bytes[:nbytes],
+                        self.link.peer,
+                        group=self.link.device,
+                        tag=TAG_BODY,
                     )
                     assert work is not None
                     work.wait()  # the stream does
@@ -203,11 +200,12 @@ class Inlet:
         copy.writes(slot.buffer)
         copy.record(slot.arrived)
         self._receiver.wait(slot.arrived)
-        slot.message = layout.message(slot.views(layout))
+        slot.message = layout.message(slot.memory.views(layout))
         return slot
 
-    def free(self, slot: Arrived) -> None:
+    def free(self, slot: Slot) -> None:
         """The receiver's stream will not use the message after what it has been given so far."""
+        assert isinstance(slot, Arrived)
         self._receiver.record(slot.free)
         slot.message = None
         with self._board.changed:
@@ -216,8 +214,8 @@ class Inlet:
             self._free.append(slot)
             self._board.changed.notify_all()
 
-    def layout(self) -> Layout:
-        """That of the next message, after ``wait``."""
-        layout = self._arrived[0].layout
-        assert layout is not None
-        return layout
+    def reset(self) -> None:
+        """After a failure: messages may still come, but nobody will ask for them."""
+
+    def free_storage(self) -> None:
+        """Nothing: the buffers have been lent to gloo for the next messages, until it ends."""

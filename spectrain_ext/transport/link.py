@@ -11,9 +11,10 @@ from torch import Tensor
 
 from .layout import Layout
 
-# A header, as int64: sequence number, its kind, parts of the minibatch, number of the layout, its
-# bytes as text (0 if it has been announced), bytes of the body.
-HEADER = 6
+# A header, as int64: sequence number, its kind, parts of the minibatch, the bits of a float64 that
+# travels along, number of the layout, its bytes as text (0 if it has been announced), bytes of the
+# body.
+HEADER = 7
 DATA, END = 1, 2
 # The same two ranks use the same group: what a message is for.
 TAG_HEADER, TAG_LAYOUT, TAG_BODY = 1, 2, 3
@@ -54,10 +55,12 @@ class Header(NamedTuple):
 
     Attributes:
         parts: microbatches of its minibatch.
-        end: there is no message: the run has no more minibatches.
+        value: a number that travels along.
+        end: there is no message: the run has no more of them.
     """
 
     parts: int
+    value: float = 0.0
     end: bool = False
 
 

@@ -68,12 +68,20 @@ def open_links(
     )
 
 
+def open_host_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup:
+    """A gloo group of all ranks, for what their hosts tell one another."""
+    ranks = dist.get_process_group_ranks(group)
+    made = _group(ranks, True, "gloo", torch.device("cpu"), timeout)
+    assert made is not None
+    return made
+
+
 def _group(
-    pair: list[int], mine: bool, backend: str, device: torch.device, timeout: float
+    ranks: list[int], mine: bool, backend: str, device: torch.device, timeout: float
 ) -> dist.ProcessGroup | None:
     # gloo's own deadline would break the connection: the board's comes first.
     longer = timedelta(seconds=max(4 * timeout, 60.0))
-    made = dist.new_group(pair, timeout=longer, backend=backend)
+    made = dist.new_group(ranks, timeout=longer, backend=backend)
     if not mine:
         return None
     assert isinstance(made, dist.ProcessGroup)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -47,11 +48,11 @@ class Outlet:
         self._known: dict[Layout, int] = {}
         self._first: Layout | None = None
         self._capacity = 0
-        self._parts = 1
+        self._label = (1, 0)
 
-    def begin_minibatch(self, parts: int) -> None:
-        """The messages that follow belong to a minibatch of so many microbatches."""
-        self._parts = parts
+    def label(self, parts: int, value: float = 0.0) -> None:
+        """What to say of the messages that follow: microbatches of the minibatch, and a number."""
+        self._label = parts, int(np.float64(value).view(np.int64))
 
     def send(self, message: Message, source: Buffer, ready: Event) -> Event:
         """Send the message, after ``ready``; returns the event that it has been read."""
@@ -72,7 +73,7 @@ class Outlet:
         if number is None:
             number = self._known[layout] = len(self._known)
             text = layout.to_bytes()
-        self._send_header(slot, DATA, self._parts, number, len(text), nbytes)
+        self._send_header(slot, DATA, *self._label, number, len(text), nbytes)
         if text:
             slot.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             self._isend(slot, slot.text, TAG_LAYOUT)
@@ -99,8 +100,8 @@ class Outlet:
         return self._capacity
 
     def end(self) -> None:
-        """Say that the run has no more minibatches."""
-        self._send_header(self._slot(), END, 0, 0, 0, 0)
+        """Say that the run has no more messages."""
+        self._send_header(self._slot(), END, 0, 0, 0, 0, 0)
 
     def _slot(self) -> _Outgoing:
         """The next slot; what was sent from it has long arrived, or the window is wrong."""

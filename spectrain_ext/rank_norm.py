@@ -1,0 +1,47 @@
+"""RankNorm: the norm of a gradient whose parts are in several processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .clipping import GlobalNorm
+from .transport import Buffer, Stream
+from .transport.board import Board
+
+
+class RankNorm(GlobalNorm):
+    """Every rank gives its stage's norm and hears all others', over gloo: the host waits for it.
+
+    Args:
+        rank: this rank, which is its stage's index.
+        ranks: their number.
+        board: names a failure.
+    """
+
+    def __init__(self, rank: int, ranks: int, board: Board) -> None:
+        super().__init__(ranks)
+        self._rank, self._ranks = rank, ranks
+        self._board = board
+        self._group: dist.ProcessGroup | None = None
+
+    def connect(self, group: dist.ProcessGroup) -> None:
+        """Go by this group of all ranks, of gloo."""
+        self._group = group
+
+    def give(self, i: int, stage: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
+        """This stage's own norm of minibatch i; returns when all have given theirs."""
+        super().give(i, stage, norm, buffer, stream)
+        with stream:
+            own = norm.to("cpu", torch.float64)
+        gathered = [torch.empty((), dtype=torch.float64) for _ in range(self._ranks)]
+        peer = (self._rank + 1) % self._ranks
+        with self._board.blocked(peer, "the norms of all ranks' gradients"):
+            try:
+                dist.all_gather(gathered, own, group=self._group)
+            except RuntimeError as error:
+                self._board.lost(peer, "the norms of all ranks' gradients", error)
+        for k, found in enumerate(gathered):
+            if k != stage:
+                super().give(i, k, found, Buffer(f"gradient norm of stage {k}"), stream)

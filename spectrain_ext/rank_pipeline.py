@@ -1,0 +1,200 @@
+"""RankPipeline: one process's stage of a pipeline over a process group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from .clipping import GlobalNorm
+from .executor import Executor, Result
+from .method import Method
+from .optim import PredictingOptimizer
+from .pipeline import Pipeline
+from .rank_executor import RankExecutor
+from .rank_norm import RankNorm
+from .schedule import Place
+from .stage import Stage
+from .trace import Trace
+from .transport.board import Board
+from .transport.neighbours import open_host_group, open_links
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from .method.choices import Window
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+class RankPipeline(Pipeline):
+    """One stage of a pipeline of as many processes as stages, under ``torchrun`` or any launcher.
+
+    Every rank makes one, with its own stage and otherwise the same arguments, and calls the same
+    methods in the same order. What it computes is what ``Pipeline`` computes in one process, to the
+    bit on a CPU with as many threads, if all ranks start from the same ``torch.manual_seed``.
+
+    Args:
+        stage: the part of the model that belongs to this rank: stage k of N on rank k of N.
+        optimizer, loss_fn, method, scheduler, microbatches, window, clip_norm, clip_scope,
+            master_dtype, recompute: as for ``Pipeline``; the loss function is called on the last
+            rank, and a global norm makes the hosts wait for one another.
+        group: all ranks, stage by stage; None: the default group.
+        device: where the stage is moved; None: where it is. Either all ranks have the CPU (messages
+            go by gloo) or all have a CUDA device (NCCL, and gloo for what is said about them).
+        timeout: seconds that a rank waits for another before all end with a ``RankError``.
+        dynamic_shapes: whether later messages may be larger than the first. Smaller ones, such as
+            an uneven last minibatch, need no permission.
+        share_loss: whether every rank gets the losses, as float64; on CUDA that makes the last
+            rank's host wait for every loss.
+
+    Attributes:
+        rank: this process's rank in the group, which is its stage's index.
+        ranks: their number.
+
+    Raises:
+        ValueError: besides Pipeline's reasons, an argument that another rank has differently.
+        RankError: another rank could not make its part.
+
+    ``state_dict`` has the stage's part of the keys of ``nn.Sequential(*all_stages)``.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
+        loss_fn: Callable[..., Tensor],
+        method: str | Method = "spectrain",
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | int | None = None,
+        scheduler: Callable[[PredictingOptimizer], LRScheduler] | None = None,
+        microbatches: int = 1,
+        window: Window = None,
+        clip_norm: float | None = None,
+        clip_scope: Literal["stage", "global"] = "stage",
+        master_dtype: torch.dtype | None = None,
+        recompute: bool = False,
+        timeout: float = 300.0,
+        dynamic_shapes: bool = False,
+        share_loss: bool = False,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "from_process_group: there is no process group; call "
+                "torch.distributed.init_process_group first"
+            )
+        if not timeout > 0:
+            raise ValueError(f"timeout: expected a positive number of seconds, got {timeout}")
+        members = tuple(dist.get_process_group_ranks(group))
+        if len(members) != dist.get_world_size():
+            raise ValueError(
+                f"group: expected all {dist.get_world_size()} ranks of the default group, one per "
+                f"stage, got {len(members)}"
+            )
+        self.rank = dist.get_rank(group)
+        self.ranks = len(members)
+        self._group = group
+        self._settings = (timeout, dynamic_shapes, share_loss)
+        # All ranks make their pipelines in one order: the count names this one.
+        prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
+        _made[members] += 1
+        store = PrefixStore(prefix, _get_default_store())
+        self._board = Board(store, self.rank, self.ranks, timeout)
+        try:
+            super().__init__(
+                [stage],
+                optimizer,
+                loss_fn,
+                method,
+                None if device is None else [device],
+                scheduler,
+                microbatches,
+                window,
+                clip_norm,
+                clip_scope,
+                master_dtype,
+                recompute,
+            )
+        except BaseException as error:
+            self._board.turn_away(error)
+            raise
+
+    def _span(self, given: int) -> tuple[int, int]:
+        return self.rank, self.ranks
+
+    def _make_norm(self, stages: int) -> GlobalNorm:
+        return RankNorm(self.rank, stages, self._board)
+
+    def _make_executor(
+        self,
+        stages: list[Stage],
+        loss_fn: Callable[..., Tensor],
+        places: list[Place],
+        norm: GlobalNorm | None,
+    ) -> Executor:
+        timeout, dynamic, share_loss = self._settings
+        device = stages[0].device
+        self._board.meet(
+            {
+                "method": self.method.name,
+                "schedule": self.method.schedule,
+                "microbatches": places[0].microbatches,
+                "window": [place.window for place in places],
+                "device": device.type,
+                "dynamic_shapes": dynamic,
+                "share_loss": share_loss,
+                "clip_scope": "stage" if norm is None else "global",
+            }
+        )
+        links = open_links(self._group, device, timeout, dynamic)
+        if isinstance(norm, RankNorm):
+            norm.connect(open_host_group(self._group, timeout))
+        else:
+            norm = None
+        schedule = self.method.schedule
+        return RankExecutor(
+            stages[0], loss_fn, places, schedule, self._board, links, share_loss, norm
+        )
+
+    def run(
+        self, batches: Iterable[object] | None = None, *, trace: Trace | None = None
+    ) -> Iterator[Result]:
+        """Train on every batch; every rank calls it, and every rank yields every minibatch.
+
+        Args:
+            batches: as for ``Pipeline``: the same ones in the same order on rank 0, which uses the
+                inputs and decides how many there are, and on the last rank, which uses the targets.
+                Other ranks need none.
+            trace: records when this rank's actions run.
+
+        Yields:
+            On the last rank a ``Result`` per minibatch as soon as its loss has been issued; on
+            others after this stage's update, and asking it for the loss raises RuntimeError unless
+            losses are shared. Leaving the loop on rank 0 ends the run of all ranks; on any other
+            the rest of the run is trained on within ``close()``.
+
+        Raises:
+            RankError: another rank has failed, or one has let this one wait for too long. Every
+                rank ends, with the same first cause. A rank that is stuck is ended by its own
+                watchdog, with the report on stderr and exit code 1.
+            StageError and others, as for ``Pipeline``: on the rank that has failed.
+
+        After a failure the pipeline cannot run again.
+        """
+        if batches is None and self.rank in (0, self.ranks - 1):
+            raise ValueError("batches: the first and the last rank need them, got None")
+        return super().run(() if batches is None else batches, trace=trace)
+
+    def forward(self, value: Any = None) -> Any:
+        """Not of a pipeline over several processes.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("this process has one stage of the model only; call the stage itself")

@@ -1,0 +1,230 @@
+"""The pipelines that tests run in one process and on several ranks, importable by the ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from rank_programs import commit
+from torch import nn
+
+import spectrain_ext as st
+
+WIDTH = 6
+
+
+def stages(n):
+    """The same on every rank: tuples, several dtypes, dropout, running statistics between them."""
+    torch.manual_seed(3)
+    return [Part(k, n) for k in range(n)]
+
+
+class Part(nn.Module):
+    """Passes a tuple on: activations, and now and then something without a gradient."""
+
+    def __init__(self, k, n):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = Centred() if k % 2 else nn.LayerNorm(WIDTH)
+        self.drop = nn.Dropout(0.1)
+        self.last = k == n - 1
+
+    def forward(self, value):
+        x, count = value if isinstance(value, tuple) else (value, torch.zeros(len(value)).long())
+        x = x + self.drop(torch.tanh(self.norm(self.linear(x))))
+        return x if self.last else (x, count + 1)
+
+
+class Centred(nn.Module):
+    """Takes off a running mean, as a BatchNorm would, of any number of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+def data(count, size=8, last=None):
+    g = torch.Generator().manual_seed(11)
+    sizes = [size] * count
+    if last is not None:
+        sizes[-1] = last
+    return [(torch.randn(s, WIDTH, generator=g), torch.randn(s, WIDTH, generator=g)) for s in sizes]
+
+
+def optimizer(params, ema=False):
+    return st.optim.SGD(params, lr=0.03, momentum=0.9, weight_decay=0.01, ema=ema)
+
+
+def scheduler(opt):
+    return torch.optim.lr_scheduler.StepLR(opt, step_size=4, gamma=0.7)
+
+
+def settings_of(method, n):
+    """What a method needs to be asked for."""
+    parts = n if method == "pipedream-2bw" else 2 if method in ("gpipe", "1f1b", "xpipe") else 1
+    more = {"gpipe": {"clip_norm": 0.05, "clip_scope": "global"}, "pipedream": {"clip_norm": 0.02}}
+    more["spectrain"] = {"recompute": True}
+    return {"microbatches": parts, "scheduler": scheduler, **more.get(method, {})}
+
+
+def make_optimizer(method):
+    return lambda params: optimizer(params, ema=method == "spectrain-ema")
+
+
+def together(method, n, runs):
+    """Losses and final states of a run in this process."""
+    torch.manual_seed(5)
+    parts = [copy.deepcopy(stage) for stage in stages(n)]
+    torch.manual_seed(5)
+    pipe = st.Pipeline(
+        parts, make_optimizer(method), nn.functional.mse_loss, method, **settings_of(method, n)
+    )
+    losses = [[result.loss for result in pipe.run(data(*run))] for run in runs]
+    return losses, [part.state_dict() for part in parts], [o.state_dict() for o in pipe.optimizers]
+
+
+def apart(rank, ranks, methods, runs):
+    """The same of this rank, for one method after another."""
+    found = {}
+    for method in methods:
+        part = stages(ranks)[rank]
+        torch.manual_seed(5)
+        pipe = st.Pipeline.from_process_group(
+            part,
+            make_optimizer(method),
+            nn.functional.mse_loss,
+            method,
+            timeout=30.0,
+            share_loss=method == "vanilla",
+            **settings_of(method, ranks),
+        )
+        feeds = rank in (0, ranks - 1)
+        losses = []
+        for run in runs:
+            results = list(pipe.run(data(*run) if feeds else None))
+            assert [result.index for result in results] == list(range(run[0]))
+            if rank == ranks - 1 or method == "vanilla":
+                losses.append([result.loss for result in results])
+            elif results:
+                try:
+                    _ = results[0].loss
+                except RuntimeError as error:
+                    losses.append(str(error))
+        found[method] = (losses, part.state_dict(), pipe.optimizers[0].state_dict())
+    return found
+
+
+def small(rank, ranks, method="vanilla", make=optimizer, **settings):
+    """A pipeline of this rank's stage."""
+    return st.Pipeline.from_process_group(
+        stages(ranks)[rank], make, nn.functional.mse_loss, method, timeout=20.0, **settings
+    )
+
+
+def leaving(rank, ranks, leaves, after):
+    """One rank leaves the loop; results seen here, and updates after each of two runs."""
+    pipe = small(rank, ranks)
+    opt = pipe.optimizers[0]
+    steps = [0]
+    opt.register_step_post_hook(lambda *_: steps.__setitem__(-1, steps[-1] + 1))
+    seen = 0
+    run = pipe.run(data(30))
+    for result in run:
+        seen += 1
+        if rank == leaves and result.index == after:
+            break
+    run.close()
+    steps.append(steps[-1])
+    list(pipe.run(data(4)))
+    return seen, steps
+
+
+def disagreeing(rank, ranks):
+    """The errors of arguments that differ."""
+    found = {}
+
+    def attempt(name, make):
+        try:
+            make()
+        except (ValueError, TypeError, RuntimeError) as error:
+            found[name] = str(error)
+
+    attempt("method", lambda: small(rank, ranks, ["vanilla", "spectrain"][rank]))
+    attempt("microbatches", lambda: small(rank, ranks, microbatches=rank + 1))
+    makers = [optimizer, lambda params: torch.optim.SGD(params, lr=0.1)]
+    attempt("optimizer", lambda: small(rank, ranks, make=makers[rank]))
+    pipe = small(rank, ranks)
+    attempt("no batches", lambda: pipe.run())
+    attempt("forward", lambda: pipe(torch.zeros(2, WIDTH)))
+    return found
+
+
+def short_of_targets(rank, ranks):
+    """Rank 1 is given fewer batches."""
+    list(small(rank, ranks).run(data(9 if rank == 0 else 3)))
+
+
+def growing(rank, ranks, dynamic):
+    """Sizes of the minibatches that arrived."""
+    g = torch.Generator().manual_seed(0)
+    sizes = [2, 5, 3, 9]
+    made = [(torch.randn(n, WIDTH, generator=g), torch.randn(n, WIDTH, generator=g)) for n in sizes]
+    pipe = small(rank, ranks, dynamic_shapes=dynamic)
+    seen = []
+    module = next(pipe.children())
+    if rank:
+        module.register_forward_pre_hook(lambda _, given: seen.append(len(given[0][0])))
+    list(pipe.run(made))
+    return seen
+
+
+class Faulty(nn.Module):
+    """Does what it should, and in one forward or one backward something else."""
+
+    def __init__(self, module, fault, where, when):
+        super().__init__()
+        self.module = module
+        self.fault = fault
+        self.where = where
+        self.left = {"forward": when, "backward": when}
+        self.left["backward" if where == "forward" else "forward"] = -1
+
+    def at(self, where):
+        self.left[where] -= 1
+        if self.left[where] == -1 and self.where == where:
+            commit(self.fault)
+
+    def forward(self, value):
+        self.at("forward")
+        output = self.module(value)
+        x = output[0] if isinstance(output, tuple) else output
+        x.register_hook(lambda gradient: self.at("backward"))
+        if self.fault == "shape" and self.left["forward"] == -1:
+            return (
+                torch.cat([x, x], 1)
+                if not isinstance(output, tuple)
+                else (x.repeat(1, 2), output[1])
+            )
+        return output
+
+
+def failing(rank, ranks, trial):
+    """A run in which one rank fails."""
+    part = stages(ranks)[rank]
+    if rank == trial["culprit"]:
+        part = Faulty(part, trial["fault"], trial["where"], trial["when"])
+    method = trial["method"]
+    pipe = st.Pipeline.from_process_group(
+        part,
+        make_optimizer(method),
+        nn.functional.mse_loss,
+        method,
+        timeout=trial["timeout"],
+        **settings_of(method, ranks),
+    )
+    for _ in pipe.run(data(10**5)):
+        pass

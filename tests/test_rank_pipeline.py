@@ -1,0 +1,91 @@
+"""Pipelines over processes: the bits of one process, one end for all."""
+
+from __future__ import annotations
+
+import pytest
+import rank_pipelines
+import torch
+from ranks import Ranks, run_ranks
+
+import spectrain_ext as st
+
+METHODS = [name for name in st.methods() if name != "xgrad"]  # which is for one stage
+RUNS = [(11, 8, 5), (3,), (0,), (6, 8, 1)]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_every_method_gives_the_same_bits_as_in_one_process(n):
+    torch.set_num_threads(1)
+    found = run_ranks(rank_pipelines.apart, n, METHODS, RUNS)
+    for method in METHODS:
+        losses, states, optimizers = rank_pipelines.together(method, n, RUNS)
+        of_method = [rank[method] for rank in found]
+        assert of_method[-1][0] == losses, method
+        if method == "vanilla":
+            for rank in range(n - 1):
+                shared = [[loss.item() for loss in run] for run in of_method[rank][0]]
+                assert shared == [[loss.item() for loss in run] for run in losses]
+        else:
+            assert "share_loss=True" in of_method[0][0][0]
+        for rank in range(n):
+            _, state, optimizer = of_method[rank]
+            same(state, states[rank], f"{method}, rank {rank}")
+            same(optimizer["state"], optimizers[rank]["state"], f"{method}, rank {rank}")
+
+
+@pytest.mark.parametrize("leaves", [0, 1, 2])
+def test_rank_0_decides_when_the_run_ends(leaves):
+    made = run_ranks(rank_pipelines.leaving, 3, leaves, 5)
+    counts = {tuple(steps) for _, steps in made}
+    assert len(counts) == 1, made  # all stages made the same updates, in both runs
+    first, second = counts.pop()
+    assert second == first + 4
+    assert first == (30 if leaves else first)
+    assert 5 < first <= 30
+    assert [seen for seen, _ in made] == [6 if rank == leaves else first for rank in range(3)]
+
+
+def test_what_ranks_must_agree_on():
+    found = run_ranks(rank_pipelines.disagreeing, 2)
+    assert found[0]["method"] == (
+        "method: rank 0 has 'vanilla' and rank 1 has 'spectrain'; all must have the same"
+    )
+    assert "rank 1 has 2 and rank 0 has 1" in found[1]["microbatches"]
+    assert "first cause: rank 1, meeting: TypeError: optimizer" in found[0]["optimizer"]
+    assert "pipeline needs one of spectrain_ext.optim" in found[1]["optimizer"]
+    assert "the first and the last rank need them" in found[1]["no batches"]
+    assert "one stage of the model only" in found[0]["forward"]
+
+
+def test_batches_that_differ_between_the_ranks_end_the_run():
+    first, last = Ranks(rank_pipelines.short_of_targets, 2).join()
+    for end in (first, last):
+        assert end.code == 1, end.error
+        assert "they ended after 3 minibatches, rank 0 has more" in end.error
+    assert "first cause: rank 1" in first.error
+
+
+def test_shapes_that_grow_are_allowed_on_request():
+    assert run_ranks(rank_pipelines.growing, 2, True)[1] == [2, 5, 3, 9]
+    first, last = Ranks(rank_pipelines.growing, 2, False).join()
+    assert (first.code, last.code) == (1, 1)
+    assert "edge 0 -> 1 was opened for" in last.error
+    assert "dynamic_shapes=False" in last.error
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        st.Pipeline.from_process_group(
+            torch.nn.Linear(2, 2), rank_pipelines.optimizer, torch.nn.functional.mse_loss
+        )
+
+
+def same(found, expected, where):
+    assert found.keys() == expected.keys(), where
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            same(found[key], value, where)
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(found[key], value), f"{where}: {key}"
+        else:
+            assert found[key] == value, f"{where}: {key}"
