@@ -36,12 +36,14 @@ class StageRandom:
         self._callers = list(self._own)
 
     def __enter__(self) -> None:
-        self._callers = [generator.get_state() for generator in self._generators]
-        _set(self._generators, self._own)
+        self._callers = _swap(self._generators, self._own)
 
     def __exit__(self, *_: object) -> None:
-        self._own = [generator.get_state() for generator in self._generators]
-        _set(self._generators, self._callers)
+        self._own = _swap(self._generators, self._callers)
+
+    def rewind(self) -> None:
+        """Inside ``with``, draw again what has been drawn since it was entered."""
+        _swap(self._generators, self._own)
 
     def states(self) -> States:
         """Where the stage's numbers stand, outside of ``with``."""
@@ -59,17 +61,20 @@ class StageRandom:
     @contextmanager
     def at(self, states: States) -> Iterator[None]:
         """Inside, numbers are drawn again from there; where they stood is not changed."""
-        callers = [generator.get_state() for generator in self._generators]
-        _set(self._generators, states)
+        callers = _swap(self._generators, states)
         try:
             yield
         finally:
-            _set(self._generators, callers)
+            _swap(self._generators, callers)
 
 
-def _set(generators: list[torch.Generator], states: States) -> None:
+def _swap(generators: list[torch.Generator], states: States) -> States:
+    """Set the states, return those before."""
+    before = []
     for generator, state in zip(generators, states, strict=True):
+        before.append(generator.get_state())
         generator.set_state(state)
+    return before
 
 
 def mixed_seed(seed: int, index: int) -> int:

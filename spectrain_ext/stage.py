@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ class Stage:
         self._max_norm = max_norm
         self._global_norm = global_norm
         self._received: Slot
+        self._in_place: bool | None = None  # whether the module works in place on its input
         self._in_transit = Transit(self.compute, 1)
         self._extent: Extent
         self.forget()
@@ -204,7 +206,7 @@ class Stage:
         compute.reads(self.working)
         compute.writes(slot.buffer)  # an in-place first layer does
         compute.writes(self.module_buffers)
-        with compute, torch.enable_grad(), self.random:
+        with compute, _grad_enabled(), self.random:
             leaves, output = self._run(message)
         tape = Tape(slot, leaves, output, activation(output))
         compute.writes(tape.buffer)
@@ -212,7 +214,27 @@ class Stage:
         self._keep(i, j, tape)
 
     def _run(self, message: Message) -> tuple[list[Tensor | None], Any]:
-        """The module's output, and the leaves that it depends on."""
+        """The module's output, and the leaves that it depends on.
+
+        Autograd lets no layer work in place on a leaf. The identity that stands between the two
+        costs as much as a small layer: it stays only where the first forward needed it, and comes
+        back should a later one need it.
+        """
+        if self._in_place is not False:
+            before = _versions(message)
+            found = self._run_on(message, entry=True)
+            self._in_place = self._in_place or _versions(message) != before
+            return found
+        try:
+            return self._run_on(message, entry=False)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+        self._in_place = True
+        self.random.rewind()
+        return self._run_on(message, entry=True)
+
+    def _run_on(self, message: Message, entry: bool) -> tuple[list[Tensor | None], Any]:
         leaves: list[Tensor | None] = []
         values: list[Tensor] = []
         for tensor, differentiable in zip(message.tensors, message.differentiable, strict=True):
@@ -221,7 +243,8 @@ class Stage:
             leaf = None
             if differentiable:
                 leaf = value.requires_grad_()
-                value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
+                if entry:
+                    value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
             leaves.append(leaf)
             values.append(value)
         return leaves, self.module(values[0] if message.single else tuple(values))
@@ -240,7 +263,7 @@ class Stage:
         """Compute the loss of a microbatch on the last stage; returns it detached."""
         tape, target = self._with_target(i, j)
         compute = self.compute
-        with compute, torch.enable_grad(), self.random:
+        with compute, _grad_enabled(), self.random:
             loss = loss_fn(tape.output, target)
         check_loss(loss)
         check_dependence(loss, tape.message)
@@ -314,3 +337,15 @@ class Stage:
 
 
 _STARTS_FORWARD = (Kind.PULL, Kind.LOAD_FORWARD)
+
+
+_NOTHING = nullcontext()
+
+
+def _grad_enabled() -> AbstractContextManager[object]:
+    """``torch.enable_grad()``, and nothing where that is how it is."""
+    return _NOTHING if torch.is_grad_enabled() else torch.enable_grad()
+
+
+def _versions(message: Message) -> list[int]:
+    return [0 if tensor is None else tensor._version for tensor in message.tensors]

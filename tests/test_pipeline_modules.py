@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from pipeline_cases import (
@@ -321,3 +323,38 @@ def test_a_batch_may_be_a_list_as_data_loaders_give_it():
         torch.utils.data.TensorDataset(torch.randn(10, 5), torch.randn(10, 5)), batch_size=4
     )
     assert len(losses(st.Pipeline(tanh_stages(2), sgd(), mse), loader)) == 3
+
+
+class Sometimes(nn.Module):
+    """Works in place on its input in some forwards only, after it has drawn random numbers."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.when, self.count, self.drawn = when, 0, []
+
+    def forward(self, value):
+        self.drawn.append(torch.rand(1).item())
+        self.count += 1
+        return value.relu_() if self.count in self.when else value.relu()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_first_layer_that_works_in_place_now_and_then(first):
+    """The identity before it is there whenever it is needed, and random numbers are as without."""
+    torch.manual_seed(1)
+    layers = tanh_stages(3)
+    found, drawn = [], []
+    marked = (1, 6) if first else (4, 5, 9)
+    for in_place in (False, True):
+        torch.manual_seed(1)
+        stages = [copy.deepcopy(layers[0])]
+        for layer in layers[1:]:
+            sometimes = Sometimes(marked if in_place else ())
+            stages.append(nn.Sequential(sometimes, *copy.deepcopy(layer)))
+        torch.manual_seed(2)
+        pipe = st.Pipeline(stages, sgd(), mse)
+        found.append(torch.stack(losses(pipe, batches(10))))
+        drawn.append([stage[0].drawn for stage in stages[1:]])
+    close(found[1], found[0])
+    for without, with_it in zip(*drawn, strict=True):
+        assert list(dict.fromkeys(with_it)) == without  # a forward that is repeated draws the same

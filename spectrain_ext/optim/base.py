@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from spectrain_ext._lists import bump_versions
 from spectrain_ext.laws import Horizon, Law, as_law
@@ -22,6 +24,8 @@ from spectrain_ext.optim.scaling import Scaling
 from spectrain_ext.optim.templates import Templates
 
 StateDict = dict[str, Any]
+
+_REMEMBERED = 8  # laws that were found good: a training loop asks for the same few every time
 
 
 class PredictingOptimizer(torch.optim.Optimizer):
@@ -46,10 +50,32 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._ledger = Ledger(self._rule, self._momentum_dtype)
         self._resolver = Resolver(self._ledger)
         self._numbers = Templates(self._rule)
-        self._checked: tuple[list[Any], Law, bool] | None = None
+        self._checked: tuple[list[Any], list[tuple[Law, bool]]] = [], []
         self._predicted: list[Rows] | None = None
         self._binding: Binding | None = None
         self._next_write: tuple[PredictionSink, Law] | None = None
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a step in torch's hooks, and in its profiler range only while somebody profiles.
+
+        The range costs as much as the rest of a small step.
+        """
+        hooked: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(func)
+
+        @wraps(func)
+        def step(self: PredictingOptimizer, *args: Any, **kwargs: Any) -> Any:
+            if (
+                self._optimizer_step_pre_hooks
+                or self._optimizer_step_post_hooks
+                or _global_optimizer_pre_hooks
+                or _global_optimizer_post_hooks
+                or torch._C._autograd._profiler_enabled()
+            ):
+                return hooked(self, *args, **kwargs)
+            return func(self, *args, **kwargs)
+
+        return step
 
     # Parameter groups and state, as torch.optim.Optimizer keeps them.
 
@@ -230,15 +256,11 @@ class PredictingOptimizer(torch.optim.Optimizer):
                 )
 
     def _check_law(self, law: Law, templates: list[Any], *, has_gradient: bool = False) -> None:
-        checked = self._checked
-        if (
-            checked is not None
-            and checked[0] is templates
-            and checked[1] == law
-            and checked[2] == has_gradient
-        ):
-            return
-        if not moves(law):
+        known, laws = self._checked
+        if known is not templates:
+            laws = []
+            self._checked = templates, laws
+        if (law, has_gradient) in laws or not moves(law):
             return
         self.check_can_predict()
         for template in templates:
@@ -247,7 +269,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"steps: {law} needs the gradient; order it with write_with_next_step"
                 )
-        self._checked = templates, law, has_gradient
+        laws[_REMEMBERED:] = []
+        laws.insert(0, (law, has_gradient))
 
     def predict_(self, steps: Horizon) -> None:
         """Replace every weight by its prediction ``steps`` updates ahead, until :meth:`restore_`.

@@ -134,9 +134,12 @@ class ByNumbers:
         return self._laws[id(numbers)].adam(numbers)
 
 
+_ANY = Sgd(1.0, 0.5)
+
+
 def moves(law: Law) -> bool:
     """Tell whether a law predicts anything but the weights themselves."""
-    return bool(law.sgd(Sgd(1.0, 0.5)))
+    return bool(law.sgd(_ANY))
 
 
 def without_gradient(law: Law) -> Law:
