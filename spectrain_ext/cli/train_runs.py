@@ -11,8 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from spectrain_ext import __version__
 from spectrain_ext.cli.compare import count_updates, train_once
+from spectrain_ext.cli.selection import stages_of
 from spectrain_ext.cli.settings import TrainSettings
 from spectrain_ext.data import Split, count_batches
+from spectrain_ext.method import find_method
 from spectrain_ext.report import (
     ACCURACY,
     PERPLEXITY,
@@ -91,9 +93,11 @@ def report(
         window=max(1, per_epoch // 2),
         metric=metric,
     )
+    # what trains the uncut model has no timeline of the pipeline
+    found = [find_method(name) for name in settings.methods]
     draw_method_timelines(
         folder / "timelines",
-        settings.methods,
+        [method for method in found if stages_of(method, settings) == settings.stages],
         settings.stages,
         microbatches=settings.microbatches,
         window=settings.window,
