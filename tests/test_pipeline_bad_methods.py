@@ -184,6 +184,7 @@ def test_the_difference_of_weights_needs_no_momentum():
         ({"clip_norm": "1"}, TypeError, "clip_norm"),
         ({"clip_norm": 1.0, "clip_scope": "layer"}, ValueError, "clip_scope.*'layer'"),
         ({"master_dtype": torch.int32}, (TypeError, ValueError), "master_dtype"),
+        ({"recompute": 1}, TypeError, "recompute"),
     ],
     ids=str,
 )
