@@ -78,9 +78,6 @@ def test_weight_versions(method, n, m, window, large_storages):
     """No more than the definitions need, and no less: counted among all tensors that are alive."""
     windows = windows_of(method, n, m, window)
     expected = [most_versions(method, k, n, windows, m) for k in range(n)]
-    if METHODS[method].forward == "counted":  # room for a prediction, even if all turn out to be 0
-        pairs = zip(expected, windows, strict=True)
-        expected = [max(2, count) if window > 1 else count for count, window in pairs]
 
     pipe = pipeline(method, n, m, window)
     run = pipe.run(data(2 * max(windows) // m + 8, m))
