@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from spectrain_ext._lists import bump_versions
 from spectrain_ext.laws import Horizon, Law, as_law
 from spectrain_ext.optim.binding import Binding, PredictionSink, Views, checked_outs
 from spectrain_ext.optim.buffers import check_dtypes, loaded_dtype
 from spectrain_ext.optim.checkpoint import StateLoader, independent, independent_scalars
+from spectrain_ext.optim.hooks import hooked
 from spectrain_ext.optim.ledger import Ledger, named, read_entry
 from spectrain_ext.optim.resolve import Kinds, Resolver
 from spectrain_ext.optim.rows import Rows
@@ -55,27 +54,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._binding: Binding | None = None
         self._next_write: tuple[PredictionSink, Law] | None = None
 
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a step in torch's hooks, and in its profiler range only while somebody profiles.
-
-        The range costs as much as the rest of a small step.
-        """
-        hooked: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(func)
-
-        @wraps(func)
-        def step(self: PredictingOptimizer, *args: Any, **kwargs: Any) -> Any:
-            if (
-                self._optimizer_step_pre_hooks
-                or self._optimizer_step_post_hooks
-                or _global_optimizer_pre_hooks
-                or _global_optimizer_post_hooks
-                or torch._C._autograd._profiler_enabled()
-            ):
-                return hooked(self, *args, **kwargs)
-            return func(self, *args, **kwargs)
-
-        return step
+    profile_hook_step = staticmethod(hooked)
 
     # Parameter groups and state, as torch.optim.Optimizer keeps them.
 
