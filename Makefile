@@ -98,7 +98,7 @@ $(VENV)/.sources: $(VENV)/.made FORCE
 # build's isolated environment, which is gone. The objects stay: only what changed is compiled again.
 $(VENV)/.package: $(VENV)/.torch $(VENV)/.sources $(PACKAGE_SOURCES) README.md LICENSE
 	@rm -rf build/lib build/lib.* build/temp.*/cmake/CMakeCache.txt
-	@echo 'compiling and installing spectrain_ext: up to three minutes with a CUDA compiler, seconds without'
+	@echo 'compiling and installing spectrain_ext: some minutes with a CUDA compiler, less than one without'
 	$(PIP) --quiet install -c constraints.txt .
 	@$(BIN)/spectrain doctor --brief
 	@touch $@
