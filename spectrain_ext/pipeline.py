@@ -302,6 +302,25 @@ class Pipeline(nn.Module):
         """The generators of random numbers in the order of stages."""
         return [stage.random for stage in self._executor.stages]
 
+    @property
+    def first_stage(self) -> int:
+        """The index of the first stage that this process holds."""
+        return self._executor.stages[0].index
+
+    def masters(self, bind: bool = False) -> dict[Tensor, Tensor]:
+        """What the optimizers update where ``master_dtype`` made it wider than the parameter.
+
+        A parameter that is not its master rounded was changed since, and counts. There are none
+        after ``release()``, unless ``bind`` asks for new ones.
+        """
+        found: dict[Tensor, Tensor] = {}
+        for weights in self._weights:
+            if weights is not None:
+                if bind and not weights.bound:
+                    weights.bind()
+                found.update(weights.masters())
+        return found
+
     def check_drained(self, what: str) -> None:
         """Raise RuntimeError, naming ``what`` was asked for, if a run has not ended."""
         self._refuse_in_run(what)

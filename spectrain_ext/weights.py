@@ -198,6 +198,12 @@ class StageWeights:
             return storage.master.views
         return storage.working.views if self.holds(true) else storage.views_of(true)
 
+    def masters(self) -> dict[Tensor, Tensor]:
+        """The masters that are wider than their parameters."""
+        master = None if self.storage is None else self.storage.master
+        views = {} if master is None else master.views
+        return {p: view for p, view in views.items() if view.dtype != p.dtype}
+
     # Loads. What is wanted is asked for first, so that the caller need not prepare for a load that
     # does nothing.
 

@@ -1,26 +1,23 @@
-"""What the processes of test_checkpoint_processes.py run; a spawned process imports it by name."""
+"""What the ranks of a process group do with checkpoints in the tests, importable by the ranks."""
 
 from __future__ import annotations
 
 import os
-import traceback
 
 import torch
 import torch.distributed as dist
-from checkpoint_cases import Noisy, batches, model
+from checkpoint_cases import LOSS, Noisy, batches, ends, halving, model, sgd
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.checkpoint import CheckpointError, load, save
+from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, load, save
 from spectrain_ext.data.sampler import ShuffledSampler
 from spectrain_ext.partitioning import Slice, cut_at
 
-WORLD = 2
 
-
-def stage_of(rank, seed):
-    """A process's part of the model, trained a little on its own."""
-    part = cut_at(model(seed), [2, 4])[rank]
+def stage_of(rank, ranks, seed):
+    """A rank's part of the model, with an optimizer of its own."""
+    part = cut_at(model(seed), ends(4, ranks))[rank]
     optimizer = st.optim.SGD(part.parameters(), lr=0.05 * (rank + 1), momentum=0.9)
     return part, optimizer
 
@@ -31,38 +28,20 @@ def step(part, optimizer, seed):
     optimizer.step()
 
 
-def worker(rank, store, actions, path, answers):
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-        try:
-            answers.put((rank, actions(rank, path)))
-        finally:
-            dist.destroy_process_group()
-    except BaseException:
-        answers.put((rank, traceback.format_exc()))
-        raise
-
-
-def save_and_load(rank, path):
-    part, optimizer = stage_of(rank, seed=1)
+def modules(rank, ranks, path):
+    """Save and load modules; returns the sum of what was saved."""
+    part, optimizer = stage_of(rank, ranks, seed=1)
     step(part, optimizer, 1)
     torch.manual_seed(rank)
-    save(
-        f"{path}/c",
-        part,
-        optimizer=optimizer,
-        minibatches=3,
-        sampler=ShuffledSampler(10, 2),
-        first_stage=rank,
-    )
+    sampler = ShuffledSampler(10, 2)
+    where = {"first_stage": rank}
+    save(f"{path}/c", part, optimizer=optimizer, minibatches=3, sampler=sampler, **where)
     expected = torch.rand(2)
-    other, its_optimizer = stage_of(rank, seed=2)
+    other, its_optimizer = stage_of(rank, ranks, seed=2)
     step(other, its_optimizer, 2)
-    loaded = load(f"{path}/c", other, optimizer=its_optimizer, first_stage=rank)
-    assert loaded.random
+    loaded = load(f"{path}/c", other, optimizer=its_optimizer, **where)
+    assert (loaded.random, loaded.minibatches) == (True, 3)
     assert torch.equal(torch.rand(2), expected)
-    assert (os.path.exists(f"{path}/c"), loaded.minibatches) == (True, 3)
     for a, b in zip(part.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         buffers = [o.state[p]["momentum_buffer"] for o, p in ((optimizer, a), (its_optimizer, b))]
@@ -71,9 +50,10 @@ def save_and_load(rank, path):
     return sum(p.double().sum().item() for p in part.parameters())
 
 
-def errors(rank, path):
+def errors(rank, ranks, path):
+    """Do what must fail; returns the messages."""
     found = []
-    part, optimizer = stage_of(rank, seed=1)
+    part, optimizer = stage_of(rank, ranks, seed=1)
 
     def expect(action):
         try:
@@ -83,22 +63,54 @@ def errors(rank, path):
         else:
             found.append(None)
 
-    same_stage = Slice([Noisy()], 0)
     expect(lambda: save(f"{path}/d", part, first_stage=0))
-    expect(lambda: save(f"{path}/d", same_stage, first_stage=rank))
+    expect(lambda: save(f"{path}/d", Slice([Noisy()], 0), first_stage=rank))
     expect(lambda: save(f"{path}/d", part, first_stage=rank, extra={1} if rank else None))
-    expect(lambda: save(f"{path}/missing\0name", part, first_stage=rank))
     assert not os.path.exists(f"{path}/d")
     save(f"{path}/d", part, optimizer=optimizer, first_stage=rank)
     dist.barrier()
     if rank == 0:
         with open(f"{path}/d/__1_0.distcp", "r+b") as stream:
-            stream.seek(300)
-            byte = stream.read(1)
-            stream.seek(300)
-            stream.write(bytes([byte[0] ^ 255]))
+            content = bytearray(stream.read())
+            stream.seek(0)
+            stream.write(bytes(byte ^ 1 for byte in content))
     dist.barrier()
     before = [p.clone() for p in part.parameters()]
     expect(lambda: load(f"{path}/d", part, first_stage=rank))
     assert all(map(torch.equal, before, part.parameters()))
     return found
+
+
+def manager_of(path, rank, ranks, seed, **more):
+    torch.manual_seed(4)  # the same in all, as for one process
+    pipe = st.Pipeline.from_process_group(
+        cut_at(model(seed), ends(4, ranks))[rank], sgd, LOSS, scheduler=halving, share_loss=True
+    )
+    return CheckpointManager(path, pipe, sampler=ShuffledSampler(9, 2), **more)
+
+
+def trains(rank, ranks, path):
+    """Train, stop, go on in another pipeline; returns what came of it."""
+
+    def mine(data):
+        return data if rank in (0, ranks - 1) else None
+
+    manager = manager_of(f"{path}/ranks", rank, ranks, 0, every_minibatches=2, keep=9)
+    first = [(r.index, r.loss.item()) for r in manager.run(mine(batches(5)))]
+    manager.save()
+    other = manager_of(f"{path}/ranks", rank, ranks, 7, every_minibatches=2, keep=9)
+    assert other.restore().random
+    assert other.minibatches == 5
+    second = [(r.index, r.loss.item()) for r in other.run(mine(batches(4, seed=1)))]
+
+    # rank 0's clock counts, and whoever leaves the loop ends it for all
+    timed = manager_of(
+        f"{path}/timed", rank, ranks, 0, every_seconds=0 if rank == 0 else 1e9, asynchronous=True
+    )
+    list(timed.run(mine(batches(2))))
+    for _ in timed.run(mine(batches(9))):
+        if rank == 1:
+            break
+    timed.wait()
+    state = {other.pipe.first_stage: list(other.pipe.state_dict().values())}
+    return first, second, state, timed.minibatches

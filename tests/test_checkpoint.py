@@ -26,7 +26,7 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.checkpoint import CheckpointError, load, save
 from spectrain_ext.data.sampler import ShuffledSampler
-from spectrain_ext.partitioning import Slice
+from spectrain_ext.partitioning import Slice, cut_at
 
 METHODS = ["sync", "vanilla", "pipedream", "spectrain", "second-order", "lwp-w"]
 
@@ -250,6 +250,64 @@ def test_bfloat16_stages_keep_float32_momentum(tmp_path):
     load(tmp_path / "c", other)
     same(everything(other), everything(saved))
     assert other.optimizers[0].state_dict()["state"][0]["momentum_buffer"].dtype == torch.float32
+
+
+def narrow(seed, n=2, **more):
+    stages = cut_at(model(seed).bfloat16(), [(k + 1) * 4 // n for k in range(n)])
+    return st.Pipeline(stages, sgd, LOSS, master_dtype=torch.float32, **more)
+
+
+def rounded(data):
+    return [(x.bfloat16(), y.bfloat16()) for x, y in data]
+
+
+@pytest.mark.parametrize("released", [False, True], ids=["bound", "released"])
+def test_masters_of_bfloat16_stages_go_on_to_the_bit(tmp_path, released):
+    first, second = rounded(batches(4)), rounded(batches(4, seed=1))
+    kept = narrow(0)
+    train(kept, first)
+    save(tmp_path / "c", kept)
+    continued = narrow(5)
+    if released:
+        continued.release()
+    load(tmp_path / "c", continued)
+    found, expected = continued.masters(), kept.masters()
+    assert len(expected) == 16
+    assert all(map(torch.equal, found.values(), expected.values()))
+    assert any(not torch.equal(m.bfloat16().float(), m) for m in expected.values())
+    losses = train(kept, second)
+    assert [x.item() for x in train(continued, second)] == [x.item() for x in losses]
+    same(everything(continued), everything(kept))
+    assert all(map(torch.equal, continued.masters().values(), kept.masters().values()))
+
+
+def test_masters_and_float32_models_exchange_all_digits(tmp_path):
+    pipe = narrow(0)
+    train(pipe, rounded(batches(4)))
+    save(tmp_path / "narrow", pipe)
+    plain = model(seed=5)
+    load(tmp_path / "narrow", plain)
+    names = dict(plain.named_parameters())
+    masters = pipe.masters()
+    for stage in pipe.children():
+        for name, p in stage.named_parameters():
+            assert torch.equal(names[stage.full_name(name)], masters[p])
+    save(tmp_path / "wide", plain)
+    other = narrow(6, n=4)
+    load(tmp_path / "wide", other, only_model=True)
+    for found, p in zip(other.masters().values(), plain.parameters(), strict=True):
+        assert torch.equal(found, p)
+
+
+def test_a_parameter_that_was_changed_counts_more_than_its_master(tmp_path):
+    pipe = narrow(0)
+    train(pipe, rounded(batches(2)))
+    with torch.no_grad():
+        next(pipe.parameters()).fill_(3.0)
+    save(tmp_path / "c", pipe)
+    plain = model(seed=5)
+    load(tmp_path / "c", plain)
+    assert torch.equal(plain[0].linear.weight, torch.full((4, 4), 3.0))
 
 
 def test_the_samplers_place(tmp_path):

@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
+import checkpoint_programs
 import pytest
-import torch.multiprocessing as mp
-from checkpoint_cases import batches, model, pipeline, train
-from checkpoint_programs import WORLD, errors, save_and_load, worker
+import torch
+from checkpoint_cases import batches, everything, model, pipeline, same, train
+from ranks import run_ranks
 
-from spectrain_ext.checkpoint import CheckpointError, load
+from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, load
 from spectrain_ext.data.sampler import ShuffledSampler
 
 
-def together(actions, tmp_path):
-    """Run ``actions(rank, path)`` in every process; returns what each returned."""
-    context = mp.get_context("spawn")
-    answers = context.SimpleQueue()
-    store = tmp_path / f"store-{actions.__name__}"
-    processes = [
-        context.Process(target=worker, args=(rank, store, actions, str(tmp_path), answers))
-        for rank in range(WORLD)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * WORLD
-    return dict(answers.get() for _ in processes)
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), *_paths()]))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", _loopback())
-
-
-def _paths():
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-
-
-def _loopback():
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
 def test_one_checkpoint_of_two_processes(tmp_path):
-    sums = together(save_and_load, tmp_path)
+    sums = run_ranks(checkpoint_programs.modules, 2, str(tmp_path))
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
         ".metadata",
         "__0_0.distcp",
@@ -54,12 +21,11 @@ def test_one_checkpoint_of_two_processes(tmp_path):
         "checkpoint.json",
     ]
     plain = model(seed=9)
-    sampler = ShuffledSampler(10, 2)
-    loaded = load(tmp_path / "c", plain, sampler=sampler)
+    loaded = load(tmp_path / "c", plain, sampler=ShuffledSampler(10, 2))
     assert (loaded.minibatches, loaded.random) == (3, False)
-    for rank in range(WORLD):
+    for rank, expected in enumerate(sums):
         found = sum(p.double().sum().item() for p in plain[2 * rank : 2 * rank + 2].parameters())
-        assert found == pytest.approx(sums[rank], abs=1e-12)
+        assert found == pytest.approx(expected, abs=1e-12)
     # the stages had other learning rates: two stages here may have them too, one may not
     pipe = pipeline(2, seed=4, scheduler=None)
     load(tmp_path / "c", pipe)
@@ -70,13 +36,40 @@ def test_one_checkpoint_of_two_processes(tmp_path):
 
 
 def test_what_fails_in_one_process_fails_in_all(tmp_path):
-    found = together(errors, tmp_path)
-    a, b = found[0], found[1]
+    a, b = run_ranks(checkpoint_programs.errors, 2, str(tmp_path))
     assert a[0] == b[0] == "ValueError: first_stage: stage 0 is saved by process 0 and process 1"
+    assert a[1] == b[1]
     assert a[1].startswith("ValueError: first_stage: 'model.0.linear.weight' is saved by process 0")
     assert a[2].startswith("RuntimeError: process 1: TypeError: extra: a checkpoint cannot hold")
     assert b[2].startswith("TypeError: extra: a checkpoint cannot hold a builtins.set")
-    assert None not in (a[3], b[3])
-    for reason in (a[4], b[4]):
+    for reason in (a[3], b[3]):
         assert reason.startswith("CheckpointError: ")
         assert "__1_0.distcp: damaged, the SHA-256 of 'model." in reason
+
+
+def test_stopped_and_continued_over_processes_is_never_stopped_in_one(tmp_path):
+    torch.set_num_threads(1)
+    torch.manual_seed(4)
+    manager = CheckpointManager(
+        tmp_path / "one", pipeline(3), sampler=ShuffledSampler(9, 2), every_minibatches=2
+    )
+    losses = [
+        [(r.index, r.loss.item()) for r in manager.run(data)]
+        for data in (batches(5), batches(4, seed=1))
+    ]
+    assert [index for run in losses for index, _ in run] == list(range(9))
+    found = run_ranks(checkpoint_programs.trains, 3, str(tmp_path))
+    for first, second, state, timed in found:
+        assert [first, second] == losses
+        assert timed == 3
+        for stage, tensors in state.items():
+            expected = list(list(manager.pipe.children())[stage].state_dict().values())
+            assert all(map(torch.equal, tensors, expected))
+            assert len(tensors) == len(expected)
+    names = sorted(path.name for path in (tmp_path / "ranks").iterdir())
+    assert names == ["latest", *(f"minibatch-0000000{k}" for k in (2, 4, 5, 6, 8))]
+    # and what the ranks saved goes on in one process
+    one, ranks = pipeline(3, seed=5), pipeline(3, seed=6)
+    load(tmp_path / "one" / "minibatch-00000008", one)
+    load(tmp_path / "ranks" / "minibatch-00000008", ranks)
+    same(everything(ranks), everything(one))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,9 @@ class Loaded:
     Attributes:
         minibatches: as given to ``save``.
         extra: likewise.
-        random: whether the generators of random numbers go on where they were. They do where the
-            stages and processes are those that were saved; else they are left alone.
+        random: whether the generators of random numbers go on where they were. A stage's do where
+            the stages are those that were saved, a process's (a module uses these) where the
+            processes are as many as well; else they are left alone.
     """
 
     minibatches: int
@@ -47,7 +48,7 @@ def load(
     scheduler: Scheduler | None = None,
     sampler: Sampler | None = None,
     only_model: bool = False,
-    first_stage: int = 0,
+    first_stage: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """Put a checkpoint's state in place: parameters, module buffers, optimizers, schedulers.
@@ -84,7 +85,7 @@ def load(
     def names() -> list[str]:
         body = documents.read(directory)
         check_files(directory, body)
-        parts = parts_of(target, optimizer, scheduler, first_stage)
+        parts = parts_of(target, optimizer, scheduler, first_stage, bind=True)
         plans.append(_Plan(directory, body, parts, rank, only_model))
         return plans[0].model_keys
 
@@ -100,7 +101,7 @@ def load(
         )
     gathered(lambda: here.apply(tensors, sampler), process_group)
     extra = decode(here.body.get("extra"))
-    return Loaded(here.body["minibatches"], extra, here.random_keys is not None)
+    return Loaded(here.body["minibatches"], extra, here.random)
 
 
 def _empty(entry: Json) -> Tensor:
@@ -117,11 +118,12 @@ class _Plan:
         self.body = body
         self.parts = parts
         self._rank = rank
-        self.model_keys = [_model_key(part, name) for part in parts for name, _ in part.tensors()]
+        self.model_keys = [f"model.{name}" for part in parts for name, _ in part.tensors()]
         self._only_model = only_model
         self.wanted: list[optimizers.Wanted | None] = [None] * len(parts)
         self.schedulers: list[Any] = [None] * len(parts)
-        self.random_keys: list[str] | None = None
+        self.random_keys: list[str] = []
+        self.random = False
 
     def match(self, known: Iterable[str], size: int) -> None:
         """Find what belongs where; ``known`` are the model's keys in all processes."""
@@ -135,15 +137,16 @@ class _Plan:
             for part in self.parts
         ]
         self.schedulers = [self._scheduler(part) for part in self.parts]
-        self.random_keys = random.matching(self.body, self.parts, self._rank, size)
+        self.random_keys, self.random = random.matching(self.body, self.parts, self._rank, size)
 
     def _check_model(self, part: Part) -> None:
         saved = self.body["tensors"]
         for name, tensor in part.tensors():
-            entry = saved.get(_model_key(part, name))
+            entry = saved.get(f"model.{name}")
             if entry is None:
                 raise CheckpointError(f"{self.path}: has no {name!r}, which stage {part.stage} has")
-            if entry["shape"] != list(tensor.shape):
+            entries = (entry, saved.get(f"master.{name}", entry))
+            if any(found["shape"] != list(tensor.shape) for found in entries):
                 raise CheckpointError(
                     f"{self.path}: {name!r} has shape {entry['shape']}, expected "
                     f"{list(tensor.shape)}"
@@ -182,14 +185,28 @@ class _Plan:
                 )
         return decode(state)
 
+    def _source(self, name: str, dtype: torch.dtype) -> str:
+        """What to load for a parameter or module buffer: where it is wide enough, the master."""
+        saved = self.body["tensors"]
+        key, wide = f"model.{name}", f"master.{name}"
+        narrow = documents.dtype_of(saved[key]["dtype"]).itemsize < dtype.itemsize
+        return wide if narrow and wide in saved else key
+
+    def _sources(self, part: Part) -> Iterator[str]:
+        for name, now in part.tensors():
+            yield self._source(name, now.dtype)
+        for p, name in part.parameter_names().items():
+            if p in part.masters:
+                yield self._source(name, part.masters[p].dtype)
+
     def tensor_keys(self) -> list[str]:
         """Return the names of all tensors to be read."""
-        keys = dict.fromkeys(self.model_keys)
+        keys = dict.fromkeys(source for part in self.parts for source in self._sources(part))
         for wanted in self.wanted:
             if wanted is not None:
                 for entry in wanted.tensors.values():
                     keys.update(dict.fromkeys(entry.values()))
-        keys.update(dict.fromkeys(self.random_keys or ()))
+        keys.update(dict.fromkeys(self.random_keys))
         return list(keys)
 
     def apply(self, tensors: dict[str, Tensor], sampler: Sampler | None) -> None:
@@ -217,13 +234,18 @@ class _Plan:
             self._check_random(tensors)
             undo.pop_all()
         for part in self.parts:
+            names = part.names
             part.module.load_state_dict(
                 {
-                    key: tensors[_model_key(part, part.names[key])]
-                    for key in part.module.state_dict()
+                    key: tensors[self._source(names[key], now.dtype)]
+                    for key, now in part.module.state_dict().items()
                 }
             )
-        if self.random_keys is not None:
+            for p, name in part.parameter_names().items():
+                if p in part.masters:
+                    master = part.masters[p]
+                    master.copy_(tensors[self._source(name, master.dtype)])
+        if self.random_keys:
             for part in self.parts:
                 if part.random is not None:
                     part.random.set_states([tensors[key] for key in random.stage_states(part)])
@@ -233,11 +255,11 @@ class _Plan:
             )
 
     def _check_random(self, tensors: dict[str, Tensor]) -> None:
-        for part in self.parts if self.random_keys is not None else ():
+        for part in self.parts if self.random_keys else ():
             for key, now in random.stage_states(part).items():
                 if tensors[key].shape != now.shape:
                     raise CheckpointError(f"{self.path}: {key!r} is not the state of a generator")
-        for key in self.random_keys or ():
+        for key in self.random_keys:
             if key.endswith((".cpu", ".0")):
                 try:
                     torch.Generator().set_state(tensors[key])
@@ -250,7 +272,3 @@ class _Plan:
         if mine.get("sampler") is None:
             raise CheckpointError(f"{self.path}: has no state of a sampler")
         return decode(mine["sampler"])
-
-
-def _model_key(part: Part, name: str) -> str:
-    return f"model.{name}"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch.distributed as dist
 
@@ -33,8 +33,7 @@ class CheckpointManager:
         pipe: what is trained.
         sampler: gives the order of the data; saved and loaded along.
         every_minibatches: save after so many minibatches.
-        every_seconds: save at the first minibatch after so long. Not with several processes, which
-            would have to agree.
+        every_seconds: save at the first minibatch after so long.
         keep: how many checkpoints stay; older ones are removed once a newer one is whole.
         asynchronous: write in a thread, beside training. It pays where writing takes longer than
             copying (a slow disk, a GPU), and costs a copy of all state in host memory.
@@ -65,7 +64,7 @@ class CheckpointManager:
         every_seconds: float | None = None,
         keep: int = 3,
         asynchronous: bool = False,
-        first_stage: int = 0,
+        first_stage: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         for name, value, least in (
@@ -76,10 +75,6 @@ class CheckpointManager:
             if value is not None and not value >= least:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
         self._rank, size = rank_and_size(process_group)
-        if every_seconds is not None and size > 1:
-            raise ValueError(
-                f"every_seconds: {size} processes would not agree on when; use every_minibatches"
-            )
         self.directory = Path(directory).absolute()
         self.pipe = pipe
         self.minibatches = 0
@@ -88,8 +83,14 @@ class CheckpointManager:
         self._seconds = every_seconds
         self._keep = keep
         self._asynchronous = asynchronous
-        self._placing: dict[str, Any] = {"first_stage": first_stage, "process_group": process_group}
-        self._group = process_group
+        self._first_stage = first_stage
+        self._group = self._writing = process_group
+        if asynchronous and size > 1:
+            # What a thread says to other processes must not get between what the caller says.
+            self._writing = dist.new_group(
+                None if process_group is None else dist.get_process_group_ranks(process_group),
+                backend="gloo",
+            )
         self._saving: Saving | None = None
         self._failed = False
         self._offset = self._position()
@@ -126,7 +127,13 @@ class CheckpointManager:
         path = gathered(self._recover, self._group)[0]
         if path is None:
             return None
-        loaded = load(path, self.pipe, sampler=self._sampler, **self._placing)
+        loaded = load(
+            path,
+            self.pipe,
+            sampler=self._sampler,
+            first_stage=self._first_stage,
+            process_group=self._group,
+        )
         self.minibatches = loaded.minibatches
         self._offset = self._position() - self.minibatches
         self._failed = False
@@ -148,8 +155,11 @@ class CheckpointManager:
 
     # Training.
 
-    def run(self, batches: Iterable[object]) -> Iterator[Result]:
+    def run(self, batches: Iterable[object] | None) -> Iterator[Result]:
         """Train like ``pipe.run``, draining and saving whenever it is time to.
+
+        With several processes all of them call it. The first one decides when it is time, and how
+        many batches there are; those in the middle need none.
 
         Yields:
             The results, numbered through over all runs and restarts. Leaving the loop finishes what
@@ -162,8 +172,9 @@ class CheckpointManager:
         if isinstance(self._sampler, ShuffledSampler):
             # What a loader asked for in advance, before the last run was left, comes again.
             self._sampler.position = self._offset + self.minibatches
-        source = _Source(batches)
-        while not source.exhausted:
+        source = _Source(() if batches is None else batches)
+        ended = False
+        while not ended:
             base = self.minibatches
             run = self.pipe.run(self._segment(source))
             self._failed = True  # unless the run gets to its end
@@ -172,21 +183,29 @@ class CheckpointManager:
                     yield replace(result, index=base + result.index)
             except GeneratorExit:
                 cast("Generator[Result, None, None]", run).close()  # finishes what is in flight
-                self._drained()
+                self._drained(left=True)
                 raise
-            self._drained()
+            ended = self._drained(left=source.exhausted)
 
-    def _drained(self) -> None:
+    def _drained(self, left: bool) -> bool:
+        """Save if that is due; returns whether this was the last run of a loop in any process.
+
+        The first process has counted, and says what is due: it is the one that decides how many
+        minibatches a run has.
+        """
+        found = gathered(lambda: (self.minibatches, self._due(), left), self._group)
+        self.minibatches, due, _ = found[0]
         self._failed = False
-        if self._due():
+        if due:
             self.save()
+        return found[0][2] or any(last for _, _, last in found[1:])
 
     def _segment(self, source: _Source) -> Iterator[object]:
         """Hand over batches until a save is due."""
         for batch in source:
             self.minibatches += 1
             yield batch
-            if self._due():
+            if self._rank == 0 and self._due():
                 return
 
     def _due(self) -> bool:
@@ -222,7 +241,8 @@ class CheckpointManager:
             extra=extra,
             overwrite=True,
             committed=lambda: self._committed(path),
-            **self._placing,
+            first_stage=self._first_stage,
+            process_group=self._writing,
         )
         if self._asynchronous:
             self._saving = prepared.write_behind()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -35,6 +35,7 @@ class Part:
         optimizer: of the module's trainable parameters.
         scheduler: of the optimizer.
         random: the stage's generators; None: it uses the process's.
+        masters: wider weights of narrow parameters, which an optimizer updates instead.
     """
 
     stage: int
@@ -43,6 +44,7 @@ class Part:
     optimizer: torch.optim.Optimizer | None
     scheduler: Scheduler | None
     random: StageRandom | None
+    masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and persistent buffers under the model's names.
@@ -58,6 +60,16 @@ class Part:
                 )
             yield self.names[key], value
 
+    def wide(self) -> dict[str, Tensor]:
+        """Return the masters under the model's names, as the next run will find them."""
+        names = self.parameter_names()
+        found = {}
+        for p, master in self.masters.items():
+            now = p.detach()
+            same = master.to(now.dtype) == now
+            found[names[p]] = torch.where(same, master, now.to(master.dtype))
+        return found
+
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the model's name of every parameter; of several, the first."""
         return {p: self.names[name] for name, p in self.module.named_parameters()}
@@ -67,9 +79,12 @@ def parts_of(
     target: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Scheduler | None = None,
-    first_stage: int = 0,
+    first_stage: int | None = None,
+    bind: bool = False,
 ) -> list[Part]:
     """Return the stages of a pipeline, or a model as the only one.
+
+    With ``bind``, masters that were given up are there again.
 
     Raises:
         ValueError: an optimizer or scheduler beside a pipeline, which has its own.
@@ -77,17 +92,19 @@ def parts_of(
     """
     if not isinstance(target, Pipeline):
         names = _names(target, "")
-        return [Part(first_stage, target, names, optimizer, scheduler, None)]
+        return [Part(first_stage or 0, target, names, optimizer, scheduler, None)]
     if optimizer is not None or scheduler is not None:
         raise ValueError("optimizer, scheduler: a pipeline has its own, expected None")
     target.check_drained("a checkpoint")
+    begin = target.first_stage if first_stage is None else first_stage
+    masters = target.masters(bind)
     parts = []
     optimizers = list(target.optimizers)
     schedulers = {id(s.optimizer): s for s in target.schedulers}
     for k, module in enumerate(target.children()):
         own = set(module.parameters())
         found = next((o for o in optimizers if o.param_groups[0]["params"][0] in own), None)
-        stage = first_stage + k
+        stage = begin + k
         parts.append(
             Part(
                 stage,
@@ -96,6 +113,7 @@ def parts_of(
                 found,
                 schedulers.get(id(found)),
                 target.random[k],
+                {p: master for p, master in masters.items() if p in own},
             )
         )
     return parts

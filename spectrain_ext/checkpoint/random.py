@@ -6,6 +6,7 @@ the stage or the process.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -49,25 +50,31 @@ def _devices(parts: Iterable[Part]) -> list[int]:
     return sorted(index for index in found if index is not None)
 
 
-def matching(body: Json, parts: Sequence[Part], rank: int, size: int) -> list[str] | None:
-    """Return the keys of the states that belong here; None if the cut or the processes differ.
+def matching(body: Json, parts: Sequence[Part], rank: int, size: int) -> tuple[list[str], bool]:
+    """Return the keys of the states that belong here, and whether these are all that are needed.
 
-    A stage's numbers mean nothing to a stage that computes something else.
+    A stage's numbers mean nothing to a stage that computes something else, and a process's nothing
+    to one of another number of processes. Stages with generators of their own need no other.
     """
     stages = {stage["stage"]: stage for stage in body["stages"]}
-    if len(body["processes"]) != size:
-        return None
-    keys = list(body["processes"][rank]["random"])
+    alike = True
+    keys: list[str] = []
     for part in parts:
-        stage = stages.get(part.stage)
-        if stage is None or set(stage["parameters"]) != set(part.parameter_names().values()):
-            return None
-        mine = stage_states(part)
-        if set(stage["random"]) != set(mine):
-            return None
+        stage = stages.get(part.stage, {"parameters": (), "random": ()})
+        mine = list(stage_states(part))
+        alike &= stage["parameters"] == list(part.parameter_names().values())
+        alike &= set(stage["random"]) == set(mine)
         keys += mine
+    keys = keys if alike else []
+    same_processes = alike and len(body["processes"]) == size
+    if same_processes:
+        found = body["processes"][rank]["random"]
+        known = re.compile(rf"random\.process{rank}\.(cpu|cuda\d+)")
+        if not all(isinstance(key, str) and known.fullmatch(key) for key in found):
+            return [], False
+        keys += found
     for key in keys:
         entry = body["tensors"].get(key)
         if entry is None or entry["dtype"] != "uint8" or len(entry["shape"]) != 1:
-            return None
-    return keys
+            return [], False
+    return keys, alike and (same_processes or all(part.random is not None for part in parts))

@@ -66,7 +66,7 @@ def save(
     sampler: Sampler | None = None,
     extra: object = None,
     overwrite: bool = False,
-    first_stage: int = 0,
+    first_stage: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint; afterwards it is whole, and until then it is not there.
@@ -81,8 +81,8 @@ def save(
         extra: anything of JSON's types, and tuples.
         overwrite: replace a checkpoint of this name.
         first_stage: index of the target's first stage, where the processes of a group hold stages
-            of one model. Every process calls this function, with the same ``path`` on a file system
-            they share, and its own stages.
+            of one model; None: what a pipeline says, 0 for a module. Every process calls this
+            function with its own stages, and the same ``path`` on a file system they share.
         process_group: these processes, with a CPU backend; None: all.
 
     Raises:
@@ -152,7 +152,7 @@ def prepare(
     sampler: Sampler | None = None,
     extra: object = None,
     overwrite: bool = False,
-    first_stage: int = 0,
+    first_stage: int | None = None,
     process_group: dist.ProcessGroup | None = None,
     committed: Callable[[], None] = lambda: None,
 ) -> Prepared:
@@ -189,6 +189,7 @@ def _collected(parts: list[Part], rank: int) -> tuple[dict[str, Tensor], Json]:
     stages = []
     for part in parts:
         tensors.update((f"model.{name}", tensor.detach()) for name, tensor in part.tensors())
+        tensors.update((f"master.{name}", tensor) for name, tensor in part.wide().items())
         state, optimizer = optimizers.saved(part)
         tensors.update(state)
         generators = random.stage_states(part)
