@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
+from itertools import chain, count
 
 from .actions import Action
 from .moves import backward, forward
@@ -27,10 +27,16 @@ def asynchronous(place: Place) -> Iterator[Action]:
     inputs. A run of finite length is the stream without the actions of minibatches that do not
     exist, which gives warm-up and drain without a word about them.
     """
+    return chain.from_iterable(_alternating(place))
+
+
+def _alternating(place: Place) -> Iterator[tuple[Action, ...]]:
+    window, parts = place.window, place.microbatches
+    for q in range(window):
+        yield forward(place, *divmod(q, parts))
     for q in count():
-        if q >= place.window:
-            yield from backward(place, *divmod(q - place.window, place.microbatches))
-        yield from forward(place, *divmod(q, place.microbatches))
+        yield backward(place, *divmod(q, parts))
+        yield forward(place, *divmod(q + window, parts))
 
 
 def flushing(place: Place) -> Iterator[Action]:
