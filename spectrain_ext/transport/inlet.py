@@ -17,6 +17,7 @@ from .link import (
     DATA,
     END,
     ENDLESS,
+    HEAD,
     HEADER,
     TAG_BODY,
     TAG_HEADER,
@@ -102,15 +103,23 @@ class Inlet:
 
     def _take(self) -> _Next:
         """The next header, and on the CPU its body."""
-        header = torch.empty(HEADER, dtype=torch.int64)
-        self._fill(header, TAG_HEADER)
-        sequence, kind, parts, value, number, length, nbytes = header.tolist()
+        slot = None
+        if self._capacity is None:
+            header = torch.empty(HEADER, dtype=torch.int64)
+            self._fill(header, TAG_HEADER)
+            fields = header.tolist()
+        else:
+            slot = self._next_slot()
+            fields = slot.memory.header.tolist()
+        sequence, kind, parts, value, number, length, nbytes = fields
         if sequence != self._heard or kind not in (DATA, END):
             raise ValueError(
                 f"expected message {self._heard}, got one that says it is {sequence} of kind {kind}"
             )
         self._heard += 1
         if kind == END:
+            if slot is not None:
+                self._recycle(slot)
             return _Next(Header(0, end=True))
         label = Header(parts, float(np.int64(value).view(np.float64)))
         if length:
@@ -122,20 +131,33 @@ class Inlet:
             raise ValueError(f"the peer announced {layout} and sends {nbytes} bytes")
         if not self.link.by_host:  # the rank's own thread issues device work
             return _Next(label, layout, nbytes)
-        if self._capacity is None and not self.link.dynamic:
-            with self._board.changed:
-                self._capacity = nbytes
-                for slot in self._free:
-                    self._post(slot, nbytes)
+        if slot is None:
+            if self.link.framed:
+                with self._board.changed:
+                    self._capacity = nbytes
+                    for free in self._free:
+                        self._post(free, nbytes)
+            slot = self._next_slot(nbytes)
+        return _Next(label, layout, nbytes, slot)
+
+    def _next_slot(self, nbytes: int = 0) -> Arrived:
+        """The next buffer, with what has been received into it."""
         with self._board.changed:
             self._board.changed.wait_for(lambda: len(self._free) > 0)
             slot = self._free.popleft()
-        if slot.work is None and nbytes:
+        if slot.work is None:
             self._post(slot, nbytes)
         if slot.work is not None:
             slot.work.wait(ENDLESS)
             slot.work = None
-        return _Next(label, layout, nbytes, slot)
+        return slot
+
+    def _recycle(self, slot: Arrived) -> None:
+        with self._board.changed:
+            if self._capacity is not None:
+                self._post(slot, self._capacity)
+            self._free.append(slot)
+            self._board.changed.notify_all()
 
     def _fill(self, tensor: Tensor, tag: int) -> None:
         work = dist.irecv(tensor, self.link.peer, group=self.link.host, tag=tag)
@@ -144,10 +166,13 @@ class Inlet:
 
     def _post(self, slot: Arrived, nbytes: int) -> None:
         slot.memory.fit(nbytes, self._device)
-        if nbytes:
-            slot.work = dist.irecv(
-                slot.memory.bytes[:nbytes], self.link.peer, group=self.link.device, tag=TAG_BODY
-            )
+        if self.link.framed:
+            into = slot.memory.frame[: HEAD + nbytes]
+        elif nbytes:
+            into = slot.memory.bytes[:nbytes]
+        else:
+            return
+        slot.work = dist.irecv(into, self.link.peer, group=self.link.device, tag=TAG_BODY)
 
     # The rank's own thread.
 
@@ -208,11 +233,7 @@ class Inlet:
         assert isinstance(slot, Arrived)
         self._receiver.record(slot.free)
         slot.message = None
-        with self._board.changed:
-            if self._capacity is not None:
-                self._post(slot, self._capacity)
-            self._free.append(slot)
-            self._board.changed.notify_all()
+        self._recycle(slot)
 
     def reset(self) -> None:
         """After a failure: messages may still come, but nobody will ask for them."""

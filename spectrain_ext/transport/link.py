@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .layout import Layout
@@ -15,6 +17,8 @@ from .layout import Layout
 # travels along, number of the layout, its bytes as text (0 if it has been announced), bytes of the
 # body.
 HEADER = 7
+# Bytes before a body that travels in one piece with its header: whole alignment units.
+HEAD = 256
 DATA, END = 1, 2
 # The same two ranks use the same group: what a message is for.
 TAG_HEADER, TAG_LAYOUT, TAG_BODY = 1, 2, 3
@@ -49,6 +53,14 @@ class Link(NamedTuple):
         """Whether bodies are in the CPU's memory."""
         return self.device is self.host
 
+    @property
+    def framed(self) -> bool:
+        """Whether, once the edge is open, a header and its body are one piece of a known size.
+
+        That halves the calls and the waits of a message.
+        """
+        return self.by_host and not self.dynamic
+
 
 class Header(NamedTuple):
     """What precedes a message.
@@ -65,21 +77,36 @@ class Header(NamedTuple):
 
 
 class FlatMemory:
-    """A flat piece of memory, and the tensors of the layout that it was last used with."""
+    """A flat piece of memory for a message, and the tensors of the layout that it last had.
+
+    Attributes:
+        frame: all of it: room for a header, then the body.
+        bytes: the body.
+        header: the header's numbers; only where the memory is the CPU's.
+    """
+
+    header: NDArray[np.int64]
 
     def __init__(self) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.clear()
+
+    def clear(self) -> None:
+        """Have no memory."""
+        self.frame = self.bytes = torch.empty(0, dtype=torch.uint8)
         self._layout: Layout | None = None
         self._views: list[Tensor | None] = []
 
     def fit(self, nbytes: int, device: torch.device) -> None:
-        """Have at least so many bytes."""
-        if self.bytes.numel() < nbytes or self.bytes.device != device:
-            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        """Have a body of at least so many bytes."""
+        if self.frame.numel() < HEAD + nbytes or self.frame.device != device:
+            self.frame = torch.empty(HEAD + nbytes, dtype=torch.uint8, device=device)
+            self.bytes = self.frame[HEAD:]
             self._layout = None
+            if device.type == "cpu":
+                self.header = self.frame[: 8 * HEADER].view(torch.int64).numpy()
 
     def views(self, layout: Layout) -> list[Tensor | None]:
-        """The tensors of a layout in it."""
+        """The tensors of a layout in the body."""
         if self._layout != layout:
             self._layout, self._views = layout, layout.views(self.bytes)
         return self._views
