@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -31,6 +31,10 @@ class Result:
 
     index: int
     loss: Tensor
+
+    def renumbered(self, index: int) -> Result:
+        """The same result under another number."""
+        return replace(self, index=index)
 
 
 _Handler = Callable[[int, int], None]

@@ -25,6 +25,10 @@ class DistantResult(Result):
     def __init__(self, index: int) -> None:
         object.__setattr__(self, "index", index)
 
+    def renumbered(self, index: int) -> DistantResult:
+        """The same result under another number."""
+        return DistantResult(index)
+
     def __repr__(self) -> str:
         return f"Result(index={self.index}, loss on the last rank)"
 

@@ -81,10 +81,15 @@ def errors(rank, ranks, path):
     return found
 
 
-def manager_of(path, rank, ranks, seed, **more):
+def manager_of(path, rank, ranks, seed, share_loss=True, timeout=60.0, **more):
     torch.manual_seed(4)  # the same in all, as for one process
     pipe = st.Pipeline.from_process_group(
-        cut_at(model(seed), ends(4, ranks))[rank], sgd, LOSS, scheduler=halving, share_loss=True
+        cut_at(model(seed), ends(4, ranks))[rank],
+        sgd,
+        LOSS,
+        scheduler=halving,
+        share_loss=share_loss,
+        timeout=timeout,
     )
     return CheckpointManager(path, pipe, sampler=ShuffledSampler(9, 2), **more)
 
@@ -114,3 +119,12 @@ def trains(rank, ranks, path):
     timed.wait()
     state = {other.pipe.first_stage: list(other.pipe.state_dict().values())}
     return first, second, state, timed.minibatches
+
+
+def numbers(rank, ranks, path):
+    """The numbers of the minibatches of two runs, where only the last rank has the losses."""
+    manager = manager_of(path, rank, ranks, 0, share_loss=False, every_minibatches=2)
+    results = [result for _ in range(2) for result in manager.run(batches(3))]
+    if rank == ranks - 1:
+        assert all(torch.isfinite(result.loss) for result in results)
+    return [result.index for result in results]

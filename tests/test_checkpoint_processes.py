@@ -47,6 +47,11 @@ def test_what_fails_in_one_process_fails_in_all(tmp_path):
         assert "__1_0.distcp: damaged, the SHA-256 of 'model." in reason
 
 
+def test_minibatches_are_numbered_through_where_the_loss_is_elsewhere(tmp_path):
+    found = run_ranks(checkpoint_programs.numbers, 2, str(tmp_path))
+    assert found == [list(range(6))] * 2
+
+
 def test_stopped_and_continued_over_processes_is_never_stopped_in_one(tmp_path):
     torch.set_num_threads(1)
     torch.manual_seed(4)

@@ -6,7 +6,6 @@ import os
 import re
 import time
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -180,7 +179,7 @@ class CheckpointManager:
             self._failed = True  # unless the run gets to its end
             try:
                 for result in run:
-                    yield replace(result, index=base + result.index)
+                    yield result.renumbered(base + result.index)
             except GeneratorExit:
                 cast("Generator[Result, None, None]", run).close()  # finishes what is in flight
                 self._drained(left=True)
