@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -56,6 +57,7 @@ class RankPipeline(Pipeline):
     Attributes:
         rank: this process's rank in the group, which is its stage's index.
         ranks: their number.
+        timeout: as given.
 
     Raises:
         ValueError: besides Pipeline's reasons, an argument that another rank has differently.
@@ -99,6 +101,7 @@ class RankPipeline(Pipeline):
             )
         self.rank = dist.get_rank(group)
         self.ranks = len(members)
+        self.timeout = timeout
         self._group = group
         self._settings = (timeout, dynamic_shapes, share_loss)
         # All ranks make their pipelines in one order: the count names this one.
@@ -190,6 +193,23 @@ class RankPipeline(Pipeline):
         if batches is None and self.rank in (0, self.ranks - 1):
             raise ValueError("batches: the first and the last rank need them, got None")
         return super().run(() if batches is None else batches, trace=trace)
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """Inside, all ranks do something together between two runs, and watch each other.
+
+        As a run does, this ends all ranks with one report where one fails or keeps the others
+        waiting; checkpoints use it. All ranks enter it, in the same order.
+
+        Raises:
+            RankError: on leaving: another rank has gone, or let this one wait for too long.
+            RuntimeError: a run has not ended, or an earlier one failed.
+        """
+        self.check_drained(what)
+        return self._board.together(what)
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Inside, within ``together``, this rank says what the others wait for."""
+        return self._board.busy(what)
 
     def forward(self, value: Any = None) -> Any:
         """Not of a pipeline over several processes.

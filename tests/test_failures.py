@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import shutil
+import signal
+import subprocess
 
+import failing_checkpoints
 import pytest
 import rank_pipelines
-from ranks import Ranks
+from checkpoint_cases import everything, pipeline, same
+from failing_checkpoints import EVERY, MINIBATCHES
+from ranks import Ranks, run_ranks
+
+from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, load
 
 FAULTS = ["kill", "stop", "exit", "exception", "hang", "shape"]
 TIMEOUT = 3.0
@@ -53,3 +62,135 @@ def test_one_end_for_all(seed):
             assert f"stage {culprit}, minibatch " in end.error, told
         for waited in re.findall(r"waiting on \S+ .*? for ([0-9.]+) s", end.error):
             assert float(waited) < TIMEOUT + 10, told
+
+
+# While a checkpoint of several processes is written.
+
+ENDS = {"kill": -signal.SIGKILL, "cut": -signal.SIGXFSZ, "stop": -signal.SIGKILL, "exit": 7}
+
+
+def checkpoint_trial(seed):
+    """A rank, a fault, a save and a place in it."""
+    draw = random.Random(1000 + seed)
+    ranks = draw.choice([2, 3, 4])
+    return ranks, {
+        "fault": ["kill", "full", "cut", "exception", "stop", "hang", "exit", "kill"][seed % 8],
+        "culprit": draw.randrange(ranks),
+        "save": draw.randrange(2, MINIBATCHES // EVERY + 1),
+        "calls": draw.randrange(1, 25),
+        "share": draw.random(),
+        "timeout": TIMEOUT,
+        "keeper": draw.random() < 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(n, marks=[] if n < 5 else pytest.mark.nightly) for n in range(100)],
+)
+def test_a_failure_while_saving_loses_nothing(tmp_path, seed):
+    count, what = checkpoint_trial(seed)
+    culprit, fault = what["culprit"], what["fault"]
+    path = str(tmp_path / "c")
+    ranks = Ranks(failing_checkpoints.trains, count, path, what, keeper=what["keeper"])
+    ends = ranks.join(but=(culprit,) if fault == "stop" else (), deadline=60.0)
+    told = f"{what}\n" + "\n".join(
+        f"rank {rank}: {end.code}\n{end.error}" for rank, end in enumerate(ends)
+    )
+    expected = failing_checkpoints.never_stopped(str(tmp_path / "one"), count)
+    codes = [end.code for end in ends]
+    if fault == "full":
+        assert codes == [0] * count, told
+        at = EVERY * what["save"]
+        for end in ends:
+            ((minibatches, error),) = end.value[1]
+            assert minibatches == at, told
+            assert f"minibatch-{at:08d}: process {culprit}: " in error, told
+    elif any(codes):
+        own = ENDS.get(fault, 1)
+        assert codes == [own if r == culprit else 1 for r in range(count)], told
+        for rank, end in enumerate(ends):
+            if fault == "exception" and "ArithmeticError: planned" in end.error:
+                continue  # what fails in one is raised in all
+            if rank != culprit:
+                assert f"first cause: rank {culprit}, " in end.error, told
+            for waited in re.findall(r"waiting on .*? for ([0-9.]+) s", end.error):
+                assert float(waited) < TIMEOUT + 10, told
+    else:  # the last save had fewer calls left
+        assert what["save"] == MINIBATCHES // EVERY, told
+    # Started again, it goes on from the last save, or from the one before it.
+    found = run_ranks(failing_checkpoints.trains, count, path, {"timeout": 30.0, "fault": None})
+    (begun,) = {begun for begun, _, _ in found}
+    if any(codes):
+        assert begun >= EVERY * (what["save"] - 1) > 0, told
+    same({key: value for _, _, state in found for key, value in state.items()}, expected)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system with room for two checkpoints and a half."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=128k", "none", str(path)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a small file system cannot be mounted: {getattr(error, 'stderr', error)}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_disk_that_is_full(small_disk):
+    first, second = run_ranks(failing_checkpoints.fills, 2, str(small_disk))
+    assert first == second
+    saved, reason = first
+    assert saved >= 1
+    assert "No space left on device" in reason
+    assert f"minibatch-{saved:08d}: process " in reason
+    names = sorted(path.name for path in small_disk.iterdir())
+    assert names == ["latest", *(f"minibatch-{n:08d}" for n in range(saved))]
+    assert CheckpointManager(small_disk, pipeline(3)).restore().minibatches == saved - 1
+
+
+# Once it has been written.
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Checkpoints of two processes, and what the newest holds."""
+    path = tmp_path_factory.mktemp("written") / "c"
+    run_ranks(failing_checkpoints.trains, 2, str(path), {"timeout": 30.0, "fault": None})
+    whole = pipeline(2, seed=8)
+    load(CheckpointManager(path, whole).latest(), whole)
+    return path, everything(whole)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(n, marks=[] if n < 15 else pytest.mark.nightly) for n in range(100)],
+)
+def test_a_damaged_file_is_named_and_the_one_before_loads(tmp_path, written, seed):
+    draw = random.Random(2000 + seed)
+    path, expected = written
+    shutil.copytree(path, tmp_path / "c")
+    manager = CheckpointManager(tmp_path / "c", pipeline(2, seed=3))
+    name = [".metadata", "__0_0.distcp", "__1_0.distcp", "checkpoint.json"][seed % 4]
+    damaged = manager.latest() / name
+    content = bytearray(damaged.read_bytes())
+    at = draw.randrange(len(content))
+    if draw.random() < 0.7:
+        content[at] ^= 1 << draw.randrange(8)
+        damaged.write_bytes(content)
+    else:
+        os.truncate(damaged, at)
+    before = {key: tensor.clone() for key, tensor in everything(manager.pipe).items()}
+    if name == ".metadata":  # which nothing here reads
+        manager.restore()
+        same(everything(manager.pipe), expected)
+        return
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(damaged))}: ") as caught:
+        manager.restore()
+    assert re.search("damaged|expected|missing|no checkpoint document|bad", str(caught.value))
+    same(everything(manager.pipe), before)
+    older = tmp_path / "c" / f"minibatch-{MINIBATCHES // EVERY * EVERY - EVERY:08d}"
+    assert load(older, manager.pipe).minibatches == int(older.name[-8:])

@@ -56,3 +56,8 @@ def remove(path: Path) -> None:
     """Remove a directory, if it is there."""
     if path.exists():
         shutil.rmtree(path)
+
+
+def discard(path: Path) -> None:
+    """Remove what a failed save has left, as far as that goes; the next save removes the rest."""
+    shutil.rmtree(path, ignore_errors=True)

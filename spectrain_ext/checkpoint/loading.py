@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 from spectrain_ext.checkpoint import documents, optimizers, random
 from spectrain_ext.checkpoint.documents import Json, decode
 from spectrain_ext.checkpoint.parts import Part, Scheduler, parts_of
-from spectrain_ext.checkpoint.processes import gathered, rank_and_size
+from spectrain_ext.checkpoint.processes import connected, gathered, rank_and_size, together
 from spectrain_ext.checkpoint.saving import Sampler
 from spectrain_ext.checkpoint.storage import VerifyingReader, check_files, nested, plain_errors
 from spectrain_ext.errors import CheckpointError
@@ -64,7 +64,8 @@ def load(
             pipeline has its own.
         scheduler: likewise.
         sampler: to be loaded into.
-        only_model: load parameters and module buffers and nothing else, as to fine-tune.
+        only_model: load parameters and module buffers and nothing else, as to fine-tune; the rest
+            is not checked either.
         first_stage: as for ``save``.
         process_group: as for ``save``.
 
@@ -73,13 +74,29 @@ def load(
             the target (the message names file and key). Everything is as it was then.
         RuntimeError: a run of the pipeline has not ended.
         ValueError: an optimizer or scheduler beside a pipeline.
+        RankError, ConnectionError: as for ``save``.
 
     Nothing in a checkpoint is executed: tensors are read with ``weights_only=True``, everything
     else is JSON.
     """
     directory = Path(path).absolute()
-    rank, size = rank_and_size(process_group)
+    with together(target, f"loading {directory.name}"):
+        return _load(
+            directory, target, optimizer, scheduler, sampler, only_model, first_stage, process_group
+        )
 
+
+def _load(
+    directory: Path,
+    target: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Scheduler | None,
+    sampler: Sampler | None,
+    only_model: bool,
+    first_stage: int | None,
+    process_group: dist.ProcessGroup | None,
+) -> Loaded:
+    rank, size = rank_and_size(process_group)
     plans: list[_Plan] = []
 
     def names() -> list[str]:
@@ -93,10 +110,16 @@ def load(
     here = plans[0]
     gathered(lambda: here.match(known, size), process_group)
     tensors = {key: _empty(here.body["tensors"][key]) for key in here.tensor_keys()}
-    with plain_errors(str(directory)):
+    reader = VerifyingReader(directory, here.body)
+    if not only_model:
+        # What nobody reads, such as the generators of other cuts, each process checks a part of.
+        read = {key for keys in gathered(lambda: list(tensors), process_group) for key in keys}
+        unread = sorted(here.body["tensors"].keys() - read)
+        gathered(lambda: reader.verify(unread[rank::size]), process_group)
+    with connected(size), plain_errors(str(directory)):
         dcp.load(
             nested(tensors),
-            storage_reader=VerifyingReader(directory, here.body),
+            storage_reader=reader,
             process_group=process_group,
         )
     gathered(lambda: here.apply(tensors, sampler), process_group)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from spectrain_ext.checkpoint.files import partial, remove, replace_file, replaced
 from spectrain_ext.checkpoint.loading import Loaded, load
-from spectrain_ext.checkpoint.processes import gathered, rank_and_size
+from spectrain_ext.checkpoint.processes import gathered, patience, rank_and_size, together
 from spectrain_ext.checkpoint.saving import Sampler, Saving, prepare
 from spectrain_ext.data.sampler import ShuffledSampler
 from spectrain_ext.errors import CheckpointError
@@ -88,6 +88,7 @@ class CheckpointManager:
             # What a thread says to other processes must not get between what the caller says.
             self._writing = dist.new_group(
                 None if process_group is None else dist.get_process_group_ranks(process_group),
+                timeout=patience(pipe),
                 backend="gloo",
             )
         self._saving: Saving | None = None
@@ -123,7 +124,8 @@ class CheckpointManager:
                 ones are still there for ``load``.
         """
         self.wait()
-        path = gathered(self._recover, self._group)[0]
+        with together(self.pipe, "looking for the newest checkpoint"):
+            path = gathered(self._recover, self._group)[0]
         if path is None:
             return None
         loaded = load(
@@ -192,7 +194,8 @@ class CheckpointManager:
         The first process has counted, and says what is due: it is the one that decides how many
         minibatches a run has.
         """
-        found = gathered(lambda: (self.minibatches, self._due(), left), self._group)
+        with together(self.pipe, "counting the minibatches of a run"):
+            found = gathered(lambda: (self.minibatches, self._due(), left), self._group)
         self.minibatches, due, _ = found[0]
         self._failed = False
         if due:
@@ -232,21 +235,22 @@ class CheckpointManager:
             )
         self.wait()
         path = self.directory / f"minibatch-{self.minibatches:08d}"
-        prepared = prepare(
-            path,
-            self.pipe,
-            minibatches=self.minibatches,
-            sampler=self._positioned(),
-            extra=extra,
-            overwrite=True,
-            committed=lambda: self._committed(path),
-            first_stage=self._first_stage,
-            process_group=self._writing,
-        )
-        if self._asynchronous:
-            self._saving = prepared.write_behind()
-        else:
-            prepared.write()
+        with together(self.pipe, f"saving {path.name}"):
+            prepared = prepare(
+                path,
+                self.pipe,
+                minibatches=self.minibatches,
+                sampler=self._positioned(),
+                extra=extra,
+                overwrite=True,
+                committed=lambda: self._committed(path),
+                first_stage=self._first_stage,
+                process_group=self._writing,
+            )
+            if self._asynchronous:
+                self._saving = prepared.write_behind()
+            else:
+                prepared.write()
         self._last = (self.minibatches, time.monotonic())
         return path
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch import nn
+
+from spectrain_ext.errors import CheckpointError
+from spectrain_ext.rank_pipeline import RankPipeline
 
 T = TypeVar("T")
 
@@ -33,10 +39,46 @@ def gathered(make: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
         error = caught
     found: list[tuple[T | None, str | None]] = [(None, None)] * size
     told = None if error is None else f"{type(error).__name__}: {error}"
-    dist.all_gather_object(found, (made, told), group)
+    with connected(size):
+        dist.all_gather_object(found, (made, told), group)
     if error is not None:
         raise error
     for rank, (_, reason) in enumerate(found):
         if reason is not None:
             raise RuntimeError(f"process {rank}: {reason}")
     return [value for value, _ in found]  # type: ignore[misc]
+
+
+@contextmanager
+def connected(size: int) -> Iterator[None]:
+    """Inside, a RuntimeError of a group of processes becomes a ConnectionError.
+
+    What fails in a process itself has been told to all others by then, as another exception.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except RuntimeError as error:
+        if size == 1:
+            raise
+        raise ConnectionError(f"the processes have lost one another: {error}") from error
+
+
+def together(target: nn.Module, what: str) -> AbstractContextManager[None]:
+    """Inside, the ranks of a pipeline watch each other: none waits past its deadline."""
+    if isinstance(target, RankPipeline):
+        return target.together(what)
+    return nullcontext()
+
+
+def busy(target: nn.Module, what: str) -> Callable[[], AbstractContextManager[None]]:
+    """Make what says that this rank is at work while the others wait for it."""
+    if isinstance(target, RankPipeline):
+        return lambda: target.busy(what)
+    return nullcontext
+
+
+def patience(target: nn.Module) -> timedelta | None:
+    """Return how long a rank waits for another, None: as long as torch says."""
+    return timedelta(seconds=target.timeout) if isinstance(target, RankPipeline) else None

@@ -17,9 +17,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from spectrain_ext.checkpoint import optimizers, random
 from spectrain_ext.checkpoint.documents import Json, encode
-from spectrain_ext.checkpoint.files import partial, remove
+from spectrain_ext.checkpoint.files import discard, partial, remove
 from spectrain_ext.checkpoint.parts import Part, Scheduler, parts_of
-from spectrain_ext.checkpoint.processes import gathered, rank_and_size
+from spectrain_ext.checkpoint.processes import (
+    busy,
+    connected,
+    gathered,
+    rank_and_size,
+    together,
+)
 from spectrain_ext.checkpoint.storage import AtomicWriter, as_error, nested, plain_errors
 
 # DCP tells everybody who trains in one process that it takes it for one process.
@@ -52,7 +58,7 @@ class Saving:
         try:
             self._future.result()
         except CheckpointException as error:
-            remove(partial(self.path))
+            discard(partial(self.path))
             raise as_error(error, str(self.path)) from error
 
 
@@ -92,19 +98,23 @@ def save(
         ValueError: two processes that have the same stage, or the same parameter.
         CheckpointError: it could not be written; the message names the process and its reason. What
             was at ``path`` is still there.
+        RankError: of a pipeline over processes: another rank has failed, or let this one wait for
+            longer than the pipeline's ``timeout``.
+        ConnectionError: of modules in several processes: another process has ended.
     """
-    prepare(
-        path,
-        target,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        minibatches=minibatches,
-        sampler=sampler,
-        extra=extra,
-        overwrite=overwrite,
-        first_stage=first_stage,
-        process_group=process_group,
-    ).write()
+    with together(target, f"saving {Path(path).name}"):
+        prepare(
+            path,
+            target,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            minibatches=minibatches,
+            sampler=sampler,
+            extra=extra,
+            overwrite=overwrite,
+            first_stage=first_stage,
+            process_group=process_group,
+        ).write()
 
 
 class Prepared:
@@ -114,23 +124,28 @@ class Prepared:
         self,
         tensors: dict[str, Tensor],
         writer: AtomicWriter,
+        target: nn.Module,
         path: Path,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._tensors = tensors
         self._writer = writer
+        self._target = target
         self._path = path
         self._group = group
 
     def write(self) -> None:
         """Write it, and return when it has its name."""
+        rank, size = rank_and_size(self._group)
+        self._writer.busy = busy(self._target, f"writing {self._path.name}")
         try:
-            with plain_errors(str(self._path)):
+            with connected(size), plain_errors(str(self._path)):
                 dcp.save(
                     nested(self._tensors), storage_writer=self._writer, process_group=self._group
                 )
         except BaseException:
-            remove(partial(self._path))
+            if rank == 0:
+                discard(partial(self._path))
             raise
 
     def write_behind(self) -> Saving:
@@ -180,7 +195,8 @@ def prepare(
         }
 
     body = _merged(gathered(collect, process_group))
-    return Prepared(tensors, AtomicWriter(directory, body, committed), directory, process_group)
+    writer = AtomicWriter(directory, body, committed)
+    return Prepared(tensors, writer, target, directory, process_group)
 
 
 def _collected(parts: list[Part], rank: int) -> tuple[dict[str, Tensor], Json]:

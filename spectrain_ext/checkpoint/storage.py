@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -61,7 +61,12 @@ class AtomicWriter(FileSystemWriter):
         path: the final directory.
         body: the document, without what only DCP knows.
         committed: called on the coordinator once the checkpoint has its name.
+
+    Attributes:
+        busy: entered while this process writes and the others may wait for it.
     """
+
+    busy: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, path: Path, body: Json, committed: Callable[[], None]) -> None:
         super().__init__(partial(path), sync_files=True)
@@ -71,15 +76,20 @@ class AtomicWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this process's tensors, and note the digest of each."""
-        results = super().write_data(plan, planner).value()
         hashed: Future[list[WriteResult]] = Future()
-        directory = Path(self.path)
-        hashed.set_result([_with_digest(directory, result) for result in results])
-        sync_directory(directory)
+        with self.busy():
+            results = super().write_data(plan, planner).value()
+            directory = Path(self.path)
+            hashed.set_result([_with_digest(directory, result) for result in results])
+            sync_directory(directory)
         return hashed
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: write the indices, and commit."""
+        with self.busy():
+            self._finish(metadata, results)
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         tensors: Json = {}
         for result in (result for found in results for result in found):
             known = metadata.state_dict_metadata[result.index.fqn]
@@ -154,8 +164,7 @@ class VerifyingReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Check the digests of all that is asked for, then read it."""
         keys = [item.storage_index.fqn for item in plan.items]
-        for key in keys:
-            self._verify(key)
+        self.verify(keys)
         try:
             return super().read_data(plan, planner)
         except Exception as error:  # whatever torch.load finds in a forged file
@@ -163,6 +172,11 @@ class VerifyingReader(FileSystemReader):
             raise CheckpointError(
                 f"{', '.join(files)}: holds something else than tensors: {error}"
             ) from error
+
+    def verify(self, keys: Iterable[str]) -> None:
+        """Raise CheckpointError for a tensor whose bytes are not those that were saved."""
+        for key in keys:
+            self._verify(key)
 
     def _verify(self, key: str) -> None:
         entry = self._tensors[key]

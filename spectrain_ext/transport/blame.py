@@ -32,7 +32,8 @@ class Beat(NamedTuple):
         phase: how far the rank is in beginning and ending runs.
         doing: its action.
         busy: seconds that it had been in that action.
-        waits: the rank that it was waiting for, and on which edge; None if it was not waiting.
+        waits: the rank that it was waiting for (None: all others), and on which edge; None if it
+            was not waiting.
     """
 
     text: bytes
@@ -40,31 +41,44 @@ class Beat(NamedTuple):
     phase: int = 0
     doing: str = "starting"
     busy: float = 0.0
-    waits: tuple[int, str] | None = None
+    waits: tuple[int | None, str] | None = None
 
     @staticmethod
     def read(text: bytes, heard: float) -> Beat:
         """What a board wrote."""
         said = json.loads(text)
-        waits = None if said["waits"] is None else (int(said["waits"][0]), str(said["waits"][1]))
+        waits = None
+        if said["waits"] is not None:
+            peer, edge = said["waits"]
+            waits = (None if peer is None else int(peer), str(edge))
         return Beat(text, heard, int(said["phase"]), str(said["doing"]), float(said["busy"]), waits)
 
     def __str__(self) -> str:
         return f"last known in {self.doing}"
 
 
-def suspect(beats: Sequence[Beat], me: int, peer: int, patience: float) -> Cause:
+def most_silent(beats: Sequence[Beat], me: int) -> tuple[int, float]:
+    """The other rank that was heard of the longest ago, and the seconds since."""
+    rank = min((r for r in range(len(beats)) if r != me), key=lambda r: beats[r].heard)
+    return rank, monotonic() - beats[rank].heard
+
+
+def suspect(beats: Sequence[Beat], me: int, peer: int | None, patience: float) -> Cause:
     """Follow who waits for whom, to a rank that is silent or waits for nobody.
 
     Args:
         beats: of all ranks.
         me: this rank.
-        peer: the rank that this one waits for in vain.
+        peer: the rank that this one waits for in vain, None: all others.
         patience: seconds after which a rank counts as silent.
     """
     now = monotonic()
     passed: list[int] = []
     while True:
+        if peer is None:
+            peer = _of_all(beats, me, patience)
+            if peer in passed:
+                return _circle(beats, me, passed, peer, peer)
         beat = beats[peer]
         silent = now - beat.heard
         if silent > patience:
@@ -72,8 +86,29 @@ def suspect(beats: Sequence[Beat], me: int, peer: int, patience: float) -> Cause
         if beat.waits is None:
             return Cause(peer, f"{beat.doing}: busy with it for {beat.busy + silent:.1f} s")
         passed.append(peer)
-        next_one, edge = beat.waits
+        next_one, _ = beat.waits
         if next_one == me or next_one in passed:
-            circle = " -> ".join(map(str, [me, *passed, next_one]))
-            return Cause(peer, f"{beat.doing}: waits on {edge}; ranks wait in a circle, {circle}")
+            return _circle(beats, me, passed, next_one, peer)
         peer = next_one
+
+
+def _circle(beats: Sequence[Beat], me: int, passed: list[int], last: int, culprit: int) -> Cause:
+    circle = " -> ".join(map(str, [me, *passed, last]))
+    beat = beats[culprit]
+    assert beat.waits is not None
+    return Cause(
+        culprit, f"{beat.doing}: waits on {beat.waits[1]}; ranks wait in a circle, {circle}"
+    )
+
+
+def _of_all(beats: Sequence[Beat], me: int, patience: float) -> int:
+    """Who keeps all waiting: a silent rank, else one that waits for nobody, else not for all."""
+    rank, silent = most_silent(beats, me)
+    if silent > patience:
+        return rank
+
+    def free(r: int) -> int:
+        waits = beats[r].waits
+        return 0 if waits is None else 1 if waits[0] is not None else 2
+
+    return min((r for r in range(len(beats)) if r != me), key=free)

@@ -14,7 +14,7 @@ from time import monotonic
 from torch.distributed.distributed_c10d import Store
 
 from ..errors import RankError, StageError
-from .blame import Beat, Cause, suspect
+from .blame import Beat, Cause, most_silent, suspect
 
 _FAILED = "failed"
 
@@ -66,14 +66,15 @@ class Board:
         self._said = 0
         self._phase = 0  # twice the number of finished runs, one more between the two
         self._doing: tuple[object, ...] = ("starting",)
+        self._ending = ""
         self._since = monotonic()
-        self._waits: tuple[int, str, float] | None = None
+        self._waits: tuple[int | None, str, float] | None = None  # rank None: all others
         self._cause: Cause | None = None
         self._asking: float | None = None  # since when the thread waits for the store
         self._wake = threading.Event()
-        self._stopped = self._hurried = False
+        self._hurried = False
+        self._over = threading.Event()  # of the run
         self._must_end_by: float | None = None
-        self._thread: threading.Thread | None = None
 
     def meet(self, settings: dict[str, object]) -> None:
         """Wait for all ranks, and check that all were given the same.
@@ -130,11 +131,17 @@ class Board:
                 f"{self._cause.reason}), and what was in flight is lost; start the processes again"
             )
         self.doing("beginning a run")
+        self._ending = "ending the run"
         self._beats = [Beat(b"", monotonic()) for _ in range(self.ranks)]
         self._asking = self._must_end_by = None
-        self._stopped = self._hurried = False
-        self._thread = threading.Thread(target=self._watch, name="spectrain board", daemon=True)
-        self._thread.start()
+        self._hurried = False
+        self._over = over = threading.Event()
+        threads = [
+            threading.Thread(target=self._watch, args=(over,), name="spectrain board", daemon=True),
+            threading.Thread(target=self._guard, args=(over,), name="spectrain guard", daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
         try:
             yield
             self._finish()
@@ -147,16 +154,63 @@ class Board:
                 self.fail(f"{self.action()}: {what}")
             raise
         finally:
-            self._stopped = True
+            over.set()
             self._wake.set()
-            self._thread.join(self.grace)
+            for thread in threads:
+                thread.join(self.grace)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Take part for the time of something that all ranks do together outside of a run.
+
+        Inside, they wait for each other by means that cannot be interrupted: the deadline is the
+        thread's. An exception there is expected on all ranks, as they tell each other theirs, and
+        is no failure of the board; but a ConnectionError says that a rank has gone.
+
+        Raises:
+            RankError: a rank has failed, or the deadline has passed.
+            RuntimeError: an earlier run has failed.
+        """
+        failure: Exception | None = None
+        try:
+            with self.run():
+                self.doing(what)
+                self._waits = None, what, monotonic()
+                try:
+                    yield
+                except ConnectionError as error:
+                    self._lost_any(what, error)
+                except Exception as error:
+                    failure = error
+                    self._ending = f"{what}: {_described(error)}"
+                finally:
+                    self._waits = None
+        except RankError as report:
+            if failure is not None:
+                raise report from failure
+            raise
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Inside, this rank waits for nobody, although it is within ``together``."""
+        waits, self._waits = self._waits, None
+        before = self._doing
+        self.doing(what)
+        try:
+            yield
+        finally:
+            self.doing(*before)
+            if waits is not None:
+                self._waits = *waits[:2], monotonic()
 
     def _finish(self) -> None:
         """Wait for all ranks to finish the run: then nobody misses one that has gone home.
 
         Rank 0 may keep the store, and leaves when all others have heard that all have finished.
         """
-        self.doing("ending the run")
+        self.doing(self._ending)
         self._hurried = True
         self._wake.set()
         for needed in range(2 if self.rank == 0 else 1):
@@ -225,6 +279,24 @@ class Board:
         except RankError as report:
             raise report from error
 
+    def _lost_any(self, what: str, error: Exception) -> None:
+        """Raise RankError: a connection to one of the others has broken, nobody says which.
+
+        Who lives is heard of once per interval; whoever has gone is not.
+        """
+        since = monotonic()
+        with self.changed:
+            self.changed.wait_for(lambda: self._cause is not None, 4 * self._interval)
+        rank, silent = most_silent(self._beats, self.rank)
+        if silent > 2 * self._interval:
+            cause = Cause(rank, f"{self._beats[rank]}: its connection was closed without a word")
+        else:
+            cause = Cause(self.rank, f"{self.action()}: {_described(error)}")
+        try:
+            self._raise(self._agree(cause), what, monotonic() - since)
+        except RankError as report:
+            raise report from error
+
     def fail(self, reason: str) -> None:
         """Tell all ranks that this one has failed."""
         self._agree(Cause(self.rank, reason))
@@ -273,7 +345,7 @@ class Board:
         last = self._beats[0] if self._beats else "before its first run"
         return Cause(0, f"{last}: the store that it keeps does not answer")
 
-    def _suspect(self, peer: int) -> Cause:
+    def _suspect(self, peer: int | None) -> Cause:
         patience = max(3 * self._interval, self.timeout / 2)
         return suspect(self._beats, self.rank, peer, patience)
 
@@ -290,12 +362,13 @@ class Board:
         except RuntimeError:
             pass
 
-    # The thread.
+    # The threads.
 
-    def _watch(self) -> None:
+    def _watch(self, over: threading.Event) -> None:
+        """Talk with the others; a store whose keeper has stopped lets this wait for ever."""
         store = self._threads_store
         try:
-            while not self._stopped and not self._overdue():
+            while not over.is_set():
                 self._asking = monotonic()
                 self._say(store)
                 self._hear(store)
@@ -305,10 +378,18 @@ class Board:
                 self._asking = None
                 self._pause()
         except (RuntimeError, ValueError):
-            if not self._stopped:
+            if not over.is_set():
                 self._learn(self._without_store())
-        while not self._stopped and not self._overdue():
-            self._pause()
+
+    def _guard(self, over: threading.Event) -> None:
+        """Keep the deadlines when all other threads are stuck."""
+        while not over.wait(self._interval):
+            asking = self._asking
+            if asking is not None and monotonic() - asking > self.timeout + 2 * self._interval:
+                self._learn(self._without_store())
+            if self._must_end_by is not None and monotonic() > self._must_end_by:
+                self._leave()
+                return
 
     def _keep_deadline(self, store: Store) -> None:
         """Of a wait that the rank's own thread does not end: it cannot, or is about to."""
@@ -351,16 +432,13 @@ class Board:
         if cause is not None and self._cause is None:
             self._learn(cause)
 
-    def _overdue(self) -> bool:
-        """End the process if its own thread has not ended the run in time."""
-        if self._must_end_by is None or monotonic() < self._must_end_by:
-            return False
+    def _leave(self) -> None:
+        """End the process: its own thread has not ended the run in time."""
         cause = self._cause or self._without_store()
         waits = self._waits
         what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
         report = RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited)
         self._end(f"{report}; this rank did not end by itself within {self.grace:.0f} s")
-        return True
 
 
 def _connection(store: Store) -> Store:
