@@ -15,10 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/body.h"
-#include "cuda/prepare.h"
-#include "cuda/resident.h"
-#include "instances.h"
+#include "grids.h"
+#include "rules/rounding.h"
 
 namespace spectrain {
 
@@ -28,95 +26,24 @@ CpuKernel find_kernel_v3(KernelKey);
 CpuKernel find_kernel_v4(KernelKey);
 #endif
 
+uint32_t grid_blocks = 1;
+Operation operation = Operation::copy;
+
 namespace {
 
 int failures = 0;
 long comparisons = 0;
 
-// The launcher that by_types and its siblings ask for: a grid of blocks, one lane after the other.
-constexpr uint32_t kThreads = 32;
-uint32_t grid_blocks = 1;
-Operation operation = Operation::copy;  // of the kernel that is looked for
-
-template <class Rule>
-struct HostGrid {
-  static CpuKernel kernel() { return &run; }
-  static void run(const TableView& table, Settings settings, const CpuOptions&) {
-    std::vector<typename Rule::Args> args(settings.size);
-    for (int i = 0; i < settings.size; ++i) Rule::make(settings.data[i], args[i]);
-    for (uint32_t block = 0; block < grid_blocks; ++block) {
-      for (uint32_t thread = 0; thread < kThreads; ++thread) {
-        Body<Rule>::run(args.data(), table, {block, thread, grid_blocks, kThreads});
-      }
-    }
-  }
-};
-
-// The same with a table as it is on the device: rows, pointers and arguments in one piece of memory
-// of the size that the layout says, and the arguments made there, from settings whose every number
-// is read by a program.
-template <class Rule>
-struct ResidentGrid {
-  static CpuKernel kernel() { return &run; }
-  // Moves the numbers of a setting into memory, and leaves their placeholders behind.
-  static void take(double& field, std::vector<double>& numbers) {
-    numbers.push_back(field);
-    field = placeholder(static_cast<uint16_t>(numbers.size() - 1));
-  }
-  static Setting without_numbers(Setting s, std::vector<double>& numbers) {
-    for (double* field : {&s.sign, &s.weight_decay, &s.decay, &s.gain, &s.decay2, &s.eps}) {
-      take(*field, numbers);
-    }
-    const auto take_term = [&](Term& t) {
-      for (double* field : {&t.keep, &t.momentum, &t.gradient, &t.root}) take(*field, numbers);
-    };
-    take_term(s.step);
-    for (int i = 0; i < used_terms(s); ++i) take_term(s.terms[i]);
-    return s;
-  }
-
-  static void run(const TableView& table, Settings settings, const CpuOptions&) {
-    using Args = typename Rule::Args;
-    const ResidentLayout layout(table, settings.size, sizeof(Args));
-    const std::unique_ptr<Quad[]> memory(new Quad[layout.bytes / sizeof(Quad)]);
-    char* at = reinterpret_cast<char*>(memory.get());
-    memcpy(at, table.rows, layout.rows_bytes);
-    memcpy(at + layout.rows_bytes, table.pointers, layout.pointers_bytes);
-    for (int i = 0; i < settings.size; ++i) {
-      std::vector<double> numbers;
-      Setting setting = without_numbers(settings.data[i], numbers);
-      Program program;
-      for (const double& number : numbers) program.inputs.push_back({&number, InputType::float64});
-      std::vector<double> registers(program.view().n_registers());
-      evaluate(program.view(), registers.data());
-      fill_in(setting, registers.data());
-      place_arguments(operation,
-                      std::is_same_v<typename Rule::Acc, double> ? DType::float64 : DType::float32,
-                      setting, at + layout.arguments_at + i * sizeof(Args));
-    }
-    TableView view = table;
-    view.rows = reinterpret_cast<const Row*>(at);
-    view.pointers = reinterpret_cast<void* const*>(at + layout.rows_bytes);
-    const auto* args = reinterpret_cast<const Args*>(at + layout.arguments_at);
-    for (uint32_t block = 0; block < grid_blocks; ++block) {
-      for (uint32_t thread = 0; thread < kThreads; ++thread) {
-        Body<Rule>::run(args, view, {block, thread, grid_blocks, kThreads});
-      }
-    }
-  }
-};
-
-CpuKernel find_resident_grid(KernelKey key) {
-  operation = key.operation;
-  if (const CpuKernel found = find_copy_family<CpuKernel, ResidentGrid>(key)) return found;
-  if (const CpuKernel found = find_sgd_family<CpuKernel, ResidentGrid>(key)) return found;
-  return find_adam_family<CpuKernel, ResidentGrid>(key);
+CpuKernel find_grid(KernelKey key, bool resident) {
+  if (const CpuKernel found = find_copy_grid(key, resident)) return found;
+  if (const CpuKernel found = find_sgd_grid(key, resident)) return found;
+  return find_adam_grid(key, resident);
 }
 
-CpuKernel find_host_grid(KernelKey key) {
-  if (const CpuKernel found = find_copy_family<CpuKernel, HostGrid>(key)) return found;
-  if (const CpuKernel found = find_sgd_family<CpuKernel, HostGrid>(key)) return found;
-  return find_adam_family<CpuKernel, HostGrid>(key);
+CpuKernel find_host_grid(KernelKey key) { return find_grid(key, false); }
+CpuKernel find_resident_grid(KernelKey key) {
+  operation = key.operation;
+  return find_grid(key, true);
 }
 
 struct Engine {
