@@ -81,7 +81,8 @@ class Executor:
         self._batch = Buffer("the caller's batch")
         self._losses_out = Transit(self._last.compute, len(places))
         self._results: deque[Result] = deque()
-        self._partial_loss: Tensor
+        self._part_of_loss: Tensor  # the last microbatch's
+        self._partial_loss: Tensor  # the minibatch's so far
 
     def _connect(self) -> None:
         """Make the edges: batch -> stage 0, neighbours in both directions, batch -> loss.
@@ -164,7 +165,7 @@ class Executor:
 
     def _begin(self, batches: Iterator[object]) -> None:
         self._batches = batches
-        in_flight = max(place.window for place in self.places) // self._microbatches + 2
+        in_flight = max(place.window // place.microbatches for place in self.places) + 2
         self._extent = Extent(in_flight)
         self._follow_caller()
         schedule = find_generator(self._schedule)
@@ -347,9 +348,9 @@ class Executor:
     def _loss(self, i: int, j: int) -> None:
         loss = self._last.loss(i, j, self._loss_fn)
         shares = self._extent.shares[i]
-        if len(shares) > 1:
-            with self._last.compute:
-                loss = loss * shares[j] if j == 0 else self._partial_loss + loss * shares[j]
+        with self._last.compute:
+            self._part_of_loss = loss if shares[j] == 1.0 else loss * shares[j]
+            loss = self._part_of_loss if j == 0 else self._partial_loss + self._part_of_loss
         self._partial_loss = loss
         if j == len(shares) - 1:
             self._hand_out(i, loss)

@@ -119,7 +119,7 @@ class Pipeline(nn.Module):
         places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
         check_microbatches(microbatches)
         first, count = self._span(len(modules))
-        all_places = places_of(chosen, count, microbatches, window)
+        all_places = self._make_places(chosen, count, microbatches, window)
         stage_places = all_places[first : first + len(modules)]
         choices = [choices_at(chosen, place) for place in stage_places]
         max_norms = max_norms_of(chosen, stage_places, clip_norm, clip_scope)
@@ -205,6 +205,11 @@ class Pipeline(nn.Module):
     def _span(self, given: int) -> tuple[int, int]:
         """The index of the first stage that was given, and the number of all stages."""
         return 0, given
+
+    def _make_places(
+        self, method: Method, stages: int, microbatches: int, window: Window
+    ) -> list[Place]:
+        return places_of(method, stages, microbatches, window)
 
     def _make_norm(self, stages: int) -> GlobalNorm:
         return GlobalNorm(stages)

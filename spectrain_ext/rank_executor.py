@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import nan
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from .batch import Microbatch, split
 from .executor import Executor, Result
+from .gradient_sum import GradientSum
 from .rank_norm import RankNorm
-from .schedule import Kind, Place
+from .schedule import Kind, Place, Replicas
 from .stage import Stage
 from .trace import Trace
+from .transport import Buffer, Edge, Message, Stream
 from .transport.board import Board
+from .transport.fans import FanIn, FanOut
 from .transport.inlet import Inlet
+from .transport.link import Header
 from .transport.neighbours import Neighbours
 from .transport.outlet import Outlet
 
 
 class DistantResult(Result):
-    """A minibatch whose loss is on the last rank only."""
+    """A minibatch whose loss is on the last stage's ranks only."""
 
     def __init__(self, index: int) -> None:
         object.__setattr__(self, "index", index)
@@ -54,18 +60,23 @@ class DistantResult(Result):
 class RankExecutor(Executor):
     """The executor of one rank.
 
-    Stage 0 alone decides how long a run is: the message that there are no more minibatches follows
-    the last one from rank to rank. Gradients come back with the minibatch's loss, if it is shared.
+    Rank 0 alone decides how long a run is: the message that there are no more minibatches follows
+    the last one from rank to rank. Gradients come back with the minibatch's loss, if it is shared;
+    where stages have replicas, each with that of its own microbatch, and replicas add them up.
+
+    The schedule of a replica counts its own microbatches. Its l-th one of a minibatch is microbatch
+    replica + l * replicas of all.
 
     Args:
         stage: the rank's stage.
-        loss_fn: ``(output, target) -> 0-d tensor``; used on the last rank.
-        places: the places of all stages.
+        loss_fn: ``(output, target) -> 0-d tensor``; used on the ranks of the last stage.
+        places: the places of all stages' replicas.
         schedule: the name of the order in which they act.
         board: what the ranks know of each other.
         links: the groups that the edges go by.
         share_loss: whether every rank gets the losses.
         norm: where the ranks put their gradients' norms together, None: nowhere.
+        replicas: of every stage; None: one each.
     """
 
     def __init__(
@@ -78,43 +89,115 @@ class RankExecutor(Executor):
         links: Neighbours,
         share_loss: bool,
         norm: RankNorm | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._board = board
         self._links = links
         self._share_loss = share_loss
-        self._from_previous: Inlet | None = None
-        self._from_next: Inlet | None = None
-        self._to_previous: Outlet | None = None
-        self._to_next: Outlet | None = None
+        self._replicas = Replicas((1,) * len(places)) if replicas is None else replicas
+        self._replica = self._replicas.seat(board.rank)[1]
+        self._count = self._replicas.counts[stage.index]
+        self._from_previous: dict[int, Inlet] = {}
+        self._from_next: dict[int, Inlet] = {}
+        self._to_previous: dict[int, Outlet] = {}
+        self._to_next: dict[int, Outlet] = {}
+        self._from_first: Inlet | None = None
+        self._to_replicas: list[Outlet] = []
         super().__init__([stage], loss_fn, places, schedule, norm)
+        self._microbatches = places[0].microbatches * self._replicas.counts[0]
+        self._sum: GradientSum | None = None
+        if links.circle is not None:
+            params = [] if stage.weights is None else stage.weights.params
+            self._sum = GradientSum(params, links.circle, board, stage.compute)
 
     def _connect(self) -> None:
-        """Make this rank's ends of its edges, with the depths that ``Executor`` gives them."""
+        """Make this rank's ends of its edges, with the depths that ``Executor`` gives them.
+
+        An edge to one of several replicas carries a part of what the stage has in flight.
+        """
         stage, links, board = self.stages[0], self._links, self._board
         device, receiver = stage.device, stage.compute
-        if links.from_previous is None or links.to_previous is None:
+        if not links.from_previous:
             self._take_inputs()
         else:
             depth = self.places[stage.index - 1].window + 1
-            self._from_previous = Inlet(links.from_previous, device, receiver, depth, board)
-            self._to_previous = Outlet(links.to_previous, device, depth, board)
-            stage.inputs, stage.to_previous = self._from_previous, self._to_previous
-        if links.from_next is None or links.to_next is None:
+            for rank, link in links.from_previous.items():
+                self._from_previous[rank] = Inlet(link, device, receiver, depth, board)
+            for rank, link in links.to_previous.items():
+                self._to_previous[rank] = Outlet(link, device, depth, board)
+            stage.inputs = _only(self._from_previous) or FanIn(self._from_previous)
+            stage.to_previous = _only(self._to_previous) or FanOut(self._to_previous)
+        if not links.from_next:
             self._take_targets()
         else:
             depth = self.places[stage.index].window + 1
-            self._from_next = Inlet(links.from_next, device, receiver, depth, board)
-            self._to_next = Outlet(links.to_next, device, depth, board)
-            stage.gradients, stage.to_next = self._from_next, self._to_next
+            for rank, link in links.from_next.items():
+                self._from_next[rank] = Inlet(link, device, receiver, depth, board)
+            for rank, link in links.to_next.items():
+                self._to_next[rank] = Outlet(link, device, depth, board)
+            stage.gradients = _only(self._from_next) or FanIn(self._from_next)
+            stage.to_next = _only(self._to_next) or FanOut(self._to_next)
+        depth = self.places[0].window + 1
+        for link in links.from_first.values():
+            self._from_first = Inlet(link, device, receiver, depth, board)
+        for link in links.to_replicas.values():
+            self._to_replicas.append(Outlet(link, device, depth, board))
+
+    def _entrance(self, name: str, stage: Stage) -> Edge:
+        place = self.places[stage.index]
+        return Edge(name, None, stage.device, stage.compute, place.window + place.microbatches)
+
+    def _inlets(self) -> Iterator[Inlet]:
+        yield from self._from_previous.values()
+        yield from self._from_next.values()
+        if self._from_first is not None:
+            yield self._from_first
+
+    def _streams(self) -> Iterator[Stream]:
+        yield from super()._streams()
+        for inlet in self._inlets():
+            yield inlet.stream
+
+    # Whose turn it is: the neighbour that runs the same microbatch.
+
+    def _microbatch(self, j: int) -> int:
+        """Which of all microbatches of its minibatch this rank's j-th one is."""
+        return self._replica + j * self._count
+
+    def _input(self, j: int) -> Inlet:
+        inputs = self.stages[0].inputs
+        if isinstance(inputs, FanIn):
+            stage = self.stages[0].index - 1
+            return inputs.choose(self._replicas.runs(stage, self._microbatch(j)))
+        assert isinstance(inputs, Inlet)
+        return inputs
+
+    def _gradient(self, j: int) -> Inlet:
+        gradients = self.stages[0].gradients
+        if isinstance(gradients, FanIn):
+            stage = self.stages[0].index + 1
+            return gradients.choose(self._replicas.runs(stage, self._microbatch(j)))
+        assert isinstance(gradients, Inlet)
+        return gradients
+
+    def _output(self, kind: Kind, j: int) -> Outlet:
+        stage = self.stages[0]
+        forward = kind is Kind.SEND_ACTIVATION
+        out = stage.to_next if forward else stage.to_previous
+        if isinstance(out, FanOut):
+            neighbour = stage.index + (1 if forward else -1)
+            return out.choose(self._replicas.runs(neighbour, self._microbatch(j)))
+        assert isinstance(out, Outlet)
+        return out
 
     # A run.
 
     def run(self, batches: Iterator[object], trace: Trace | None = None) -> Iterator[Result]:
         """Train on what arrives; yields a result per minibatch.
 
-        On the last rank as soon as its loss has been issued, on others after its update there.
-        Closing the generator ends the run of all ranks if this is rank 0; on another rank what is
-        still to come is trained on without being yielded.
+        On the last stage as soon as its loss has been issued, or added up over replicas, on others
+        after its update there. Closing the generator ends the run of all ranks if this is rank 0;
+        on another rank what is still to come is trained on without being yielded.
         """
         with self._board.run():
             yield from super().run(batches, trace)
@@ -122,14 +205,24 @@ class RankExecutor(Executor):
     def _begin(self, batches: Iterator[object]) -> None:
         super()._begin(batches)
         self._forwarded = 0  # minibatches whose forwards have all been sent
-        self._ended = False
+        self._ended = self._told_end = False
+        self._heard_end: Inlet | None = None
+        self._parts: dict[int, int] = {}  # minibatch -> its microbatches on all replicas
         self._losses: dict[int, float] = {}
-        for inlet in (self._from_previous, self._from_next):
-            if inlet is not None:
-                inlet.begin()
+        self._own_losses: dict[int, Tensor] = {}
+        self._loss_of: dict[tuple[int, int], float] = {}  # microbatch -> its part of the loss
+        for inlet in self._inlets():
+            inlet.begin()
+        if self._sum is not None:
+            self._sum.begin()
+
+    def _end(self) -> None:
+        if self._sum is not None:
+            self._sum.end()
+        super()._end()
 
     def _leave(self) -> None:
-        if self._from_previous is None:
+        if self._board.rank == 0:
             super()._leave()
 
     def _steps(self, trace: Trace | None) -> Iterator[Result]:
@@ -141,15 +234,17 @@ class RankExecutor(Executor):
         while (action := stage.cursor.head()) is not None:
             kind, i, j = action
             board.check()
-            board.doing(kind.value, "of minibatch", i, "microbatch", j)
+            board.doing(kind.value, "of minibatch", i, "microbatch", self._microbatch(j))
             if kind is Kind.RECEIVE_ACTIVATION and not self._expect_activation(i, j):
                 continue
             if kind is Kind.RECEIVE_GRADIENT:
-                self._expect_gradient(i)
-            if kind is Kind.UPDATE and self._norm is not None:
-                stage.give_norm(i)
+                self._expect_gradient(i, j)
+            if self._sum is not None and kind is Kind.BACKWARD and self._is_last(i, j):
+                self._sum.expect()
+            if kind is Kind.UPDATE:
+                self._before_update(i)
             stage.cursor.advance()
-            self._label(kind, i)
+            self._label(kind, i, j)
             self._act(stage, handlers[kind], action)
             self._note(kind, i, j)
             while results:
@@ -158,12 +253,79 @@ class RankExecutor(Executor):
         board.doing("ending the run")
         self._close()
 
+    def _is_last(self, i: int, j: int) -> bool:
+        """Whether it is the minibatch's last microbatch on this rank."""
+        return j == len(self._extent.shares[i]) - 1
+
+    # Batches, and what is heard of them.
+
+    def _next_batch(self, i: int) -> list[Microbatch]:
+        """Take this rank's microbatches of the caller's next batch; empty: there is none."""
+        told = self._hear_of_batch()
+        if told is not None and told.end:
+            self._extent.stop()
+            return []
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            if told is not None:
+                raise self._too_few(i) from None
+            self._extent.stop()
+            return []
+        parts = split(batch, i, self._microbatches)
+        if told is not None:
+            self._check_parts(i, len(parts), told.parts)
+        self._check_dealt(i, len(parts))
+        self._deal(i, [part.share for part in parts])
+        for outlet in self._to_replicas:
+            outlet.label(len(parts))
+            outlet.send(Message((), False), Buffer("nothing"), self.stages[0].computed)
+        return parts[self._replica :: self._count]
+
+    def _deal(self, i: int, shares: list[float]) -> None:
+        self._parts[i] = len(shares)
+        self._extent.add(shares[self._replica :: self._count])
+
+    def _hear_of_batch(self) -> Header | None:
+        """What rank 0 says of the next batch, to its stage's other replicas."""
+        inlet = self._from_first
+        if inlet is None:
+            return None
+        header = inlet.wait()
+        if not header.end:
+            inlet.free(inlet.receive())
+        return header
+
+    def _check_dealt(self, i: int, parts: int) -> None:
+        for k, count in enumerate(self._replicas.counts):
+            if parts < count:
+                raise ValueError(
+                    f"batches[{i}]: it makes {parts} microbatches, and stage {k} has {count} "
+                    "replicas, each of which needs one; leave such a minibatch out, or make it "
+                    "larger"
+                )
+
+    def _too_few(self, i: int) -> ValueError:
+        return ValueError(
+            f"batches: they ended after {i} minibatches, rank 0 has more; every rank must be "
+            "given the same"
+        )
+
+    def _check_parts(self, i: int, here: int, told: int) -> None:
+        if here != told:
+            raise ValueError(
+                f"batches[{i}]: it makes {here} microbatches here and {told} on rank 0; "
+                "every rank must be given the same"
+            )
+
     def _expect_activation(self, i: int, j: int) -> bool:
         """Wait for a microbatch; whether there is one."""
-        if self._from_previous is None:
+        if not self._from_previous:
             return True
-        header = self._from_previous.wait()
+        inlet = self._input(j)
+        header = inlet.wait()
         if header.end:
+            self._heard_end = inlet
             self._extent.stop()
             self._say_end()
             return False
@@ -172,69 +334,122 @@ class RankExecutor(Executor):
         return True
 
     def _begin_minibatch(self, i: int, parts: int) -> None:
-        if self._to_next is not None:
-            self._extent.add([1 / parts] * parts)
+        if self._to_next:
+            self._deal(i, [1 / parts] * parts)
             return
         here = self._next_batch(i)
         if not here:
-            raise ValueError(
-                f"batches: they ended after {i} minibatches, rank 0 has more; every rank must be "
-                "given the same"
-            )
-        if len(here) != parts:
-            raise ValueError(
-                f"batches[{i}]: it makes {len(here)} microbatches here and {parts} on rank 0; "
-                "every rank must be given the same"
-            )
+            raise self._too_few(i)
+        self._check_parts(i, self._parts[i], parts)
         for part in here:
             self._hand_in(self._targets, part.target)
 
-    def _expect_gradient(self, i: int) -> None:
-        assert self._from_next is not None
-        header = self._from_next.wait()
+    # Losses. Without replicas the minibatch's goes along with its last gradient, as it is. With
+    # them nobody knows it so early: every gradient goes with its own microbatch's part.
+
+    def _expect_gradient(self, i: int, j: int) -> None:
+        header = self._gradient(j).wait()
         if header.end:
             raise RuntimeError("the next rank has ended its run, and this one misses a gradient")
-        self._losses[i] = header.value
+        if self._replicas.dealt:
+            self._pass_on(i, j, header.value)
+            self._losses[i] = self._losses.get(i, 0.0) + header.value
+        else:
+            self._losses[i] = header.value
 
-    def _label(self, kind: Kind, i: int) -> None:
+    def _pass_on(self, i: int, j: int, loss: float) -> None:
+        if self._to_previous:
+            self._loss_of[i, j] = loss
+
+    def _hand_out(self, i: int, loss: Tensor) -> None:
+        if self._sum is None:
+            super()._hand_out(i, loss)
+        else:
+            self._own_losses[i] = loss
+
+    def _before_update(self, i: int) -> None:
+        """Add up over the stage's replicas, then put the norms of all stages together."""
+        stage = self.stages[0]
+        if self._sum is not None:
+            loss = self._own_losses.pop(i, None)
+            if loss is not None:
+                self._losses[i] = loss.item()
+            stage.predict.wait(stage.computed)
+            stage.predict.writes(stage.weight_gradients)
+            total = self._sum.finish(self._losses.get(i, nan), stage.predict)
+            self._losses[i] = total
+            if loss is not None:
+                self._results.append(Result(i, torch.full_like(loss, total)))
+        if self._norm is not None:
+            stage.give_norm(i)
+
+    def _label(self, kind: Kind, i: int, j: int) -> None:
         """What the neighbours learn along with the tensors."""
-        if kind is Kind.SEND_ACTIVATION and self._to_next is not None:
-            self._to_next.label(len(self._extent.shares[i]))
-        elif kind is Kind.SEND_GRADIENT and self._to_previous is not None:
-            self._to_previous.label(len(self._extent.shares[i]), self._losses.get(i, nan))
+        if kind is Kind.SEND_ACTIVATION:
+            self._output(kind, j).label(self._parts[i])
+        elif kind is Kind.SEND_GRADIENT:
+            value = (
+                self._loss_of.pop((i, j), nan) if self._replicas.dealt else self._losses.get(i, nan)
+            )
+            self._output(kind, j).label(self._parts[i], value)
 
     def _note(self, kind: Kind, i: int, j: int) -> None:
         """What follows from an action that has been run."""
         if kind is Kind.SEND_ACTIVATION:
-            self._forwarded += j == len(self._extent.shares[i]) - 1
+            self._forwarded += self._is_last(i, j)
             self._say_end()
         elif kind is Kind.PULL:
             self._say_end()
+        elif kind is Kind.BACKWARD:
+            if self._sum is not None and self._is_last(i, j):
+                self._sum.send_rest()
         elif kind is Kind.UPDATE:
+            del self._parts[i]
             loss = self._losses.pop(i, nan)
-            if self._to_next is not None:
+            if self._to_next:
                 self._results.append(
                     Result(i, torch.tensor(loss, dtype=torch.float64))
                     if self._share_loss
                     else DistantResult(i)
                 )
-        elif kind is Kind.LOSS and self._results and self._share_loss:
-            self._losses[i] = self._results[-1].loss.item()
+        elif kind is Kind.LOSS and self._share_loss:
+            if self._replicas.dealt:
+                self._pass_on(i, j, self._part_of_loss.item())
+            elif self._results:
+                self._losses[i] = self._results[-1].loss.item()
+
+    # The end.
 
     def _say_end(self) -> None:
-        """Once the next rank has had all minibatches."""
-        if self._to_next is None or self._ended:
+        """To the other replicas once it is known, to the next ranks once they have had all."""
+        if self._extent.minibatches is None:
             return
-        if self._extent.minibatches == self._forwarded:
-            self._to_next.end()
+        if not self._told_end:
+            for outlet in self._to_replicas:
+                outlet.end()
+            self._told_end = True
+        if not self._ended and self._extent.minibatches == self._forwarded:
+            for outlet in self._to_next.values():
+                outlet.end()
             self._ended = True
 
     def _close(self) -> None:
-        """Hear that the next rank has sent all gradients, and say so to the previous one."""
-        if self._from_next is not None and not self._from_next.wait().end:
-            raise RuntimeError("the next rank sends a gradient that nothing here waits for")
-        if self._to_previous is not None:
-            self._to_previous.end()
-        for outlet in (self._to_previous, self._to_next):
-            if outlet is not None:
-                outlet.flush()
+        """Hear that all gradients have been sent, and say so to the previous ranks."""
+        for inlet in self._from_previous.values():
+            if inlet is not self._heard_end and not inlet.wait().end:
+                raise RuntimeError("the previous rank sends a microbatch that nothing here takes")
+        for inlet in self._from_next.values():
+            if not inlet.wait().end:
+                raise RuntimeError("the next rank sends a gradient that nothing here waits for")
+        for outlet in self._to_previous.values():
+            outlet.end()
+        for outlet in (*self._to_previous.values(), *self._to_next.values(), *self._to_replicas):
+            outlet.flush()
+
+
+_End = TypeVar("_End", Inlet, Outlet)
+
+
+def _only(ends: dict[int, _End]) -> _End | None:
+    """The one of a neighbour without replicas; None if there are several."""
+    return next(iter(ends.values())) if len(ends) == 1 else None

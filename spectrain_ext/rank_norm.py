@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .clipping import GlobalNorm
+from .schedule import Replicas
 from .transport import Buffer, Stream
 from .transport.board import Board
 
@@ -14,15 +15,17 @@ from .transport.board import Board
 class RankNorm(GlobalNorm):
     """Every rank gives its stage's norm and hears all others', over gloo: the host waits for it.
 
+    Replicas have added up their gradients by then and give the same norm, which counts once.
+
     Args:
-        rank: this rank, which is its stage's index.
-        ranks: their number.
+        replicas: of every stage.
         board: names a failure.
     """
 
-    def __init__(self, rank: int, ranks: int, board: Board) -> None:
-        super().__init__(ranks)
-        self._rank, self._ranks = rank, ranks
+    def __init__(self, replicas: Replicas, board: Board) -> None:
+        super().__init__(replicas.stages)
+        self._replicas = replicas
+        self._rank, self._ranks = board.rank, board.ranks
         self._board = board
         self._group: dist.ProcessGroup | None = None
 
@@ -42,6 +45,7 @@ class RankNorm(GlobalNorm):
                 dist.all_gather(gathered, own, group=self._group)
             except RuntimeError as error:
                 self._board.lost(peer, "the norms of all ranks' gradients", error)
-        for k, found in enumerate(gathered):
+        for k in range(self._replicas.stages):
             if k != stage:
+                found = gathered[self._replicas.ranks_of(k)[0]]
                 super().give(i, k, found, Buffer(f"gradient norm of stage {k}"), stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from .clipping import GlobalNorm
+from .equal_start import check_equal_start
 from .executor import Executor, Result
-from .method import Method
+from .method import Method, places_of
 from .optim import PredictingOptimizer
 from .pipeline import Pipeline
 from .rank_executor import RankExecutor
 from .rank_norm import RankNorm
-from .schedule import Place
+from .rng import StageRandom
+from .schedule import Place, Replicas
 from .stage import Stage
 from .trace import Trace
 from .transport.board import Board
@@ -34,17 +36,27 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 
 class RankPipeline(Pipeline):
-    """One stage of a pipeline of as many processes as stages, under ``torchrun`` or any launcher.
+    """One stage of a pipeline over processes, under ``torchrun`` or any launcher.
+
+    As many processes as stages, or several for a stage: its replicas, between which the
+    microbatches of every minibatch are dealt out, and whose gradients are added up for an update.
 
     Every rank makes one, with its own stage and otherwise the same arguments, and calls the same
     methods in the same order. What it computes is what ``Pipeline`` computes in one process, to the
-    bit on a CPU with as many threads, if all ranks start from the same ``torch.manual_seed``.
+    bit on a CPU with as many threads, if all ranks start from the same ``torch.manual_seed``; with
+    replicas up to the order of sums, and with the versions that each replica reads.
 
     Args:
-        stage: the part of the model that belongs to this rank: stage k of N on rank k of N.
+        stage: the part of the model that belongs to this rank: stage k of N on rank k of N, or on
+            each of the stage's replicas.
         optimizer, loss_fn, method, scheduler, microbatches, window, clip_norm, clip_scope,
             master_dtype, recompute: as for ``Pipeline``; the loss function is called on the last
-            rank, and a global norm makes the hosts wait for one another.
+            stage's ranks, and a global norm makes the hosts wait for one another. Windows count the
+            microbatches of one replica.
+        replicas: ranks of each stage, one number for all or one per stage; None: one. Ranks are
+            numbered stage by stage, replica by replica, and replica c of r runs microbatches c, c +
+            r, c + 2r, ... of every minibatch: r divides ``microbatches``. Replicas must start from
+            the same weights, which is checked; module buffers are each one's own.
         group: all ranks, stage by stage; None: the default group.
         device: where the stage is moved; None: where it is. Either all ranks have the CPU (messages
             go by gloo) or all have a CUDA device (NCCL, and gloo for what is said about them).
@@ -55,9 +67,11 @@ class RankPipeline(Pipeline):
             rank's host wait for every loss.
 
     Attributes:
-        rank: this process's rank in the group, which is its stage's index.
+        rank: this process's rank in the group.
         ranks: their number.
         timeout: as given.
+        replicas: the number of ranks of every stage.
+        replica: which of its stage's this process is, counted from 0.
 
     Raises:
         ValueError: besides Pipeline's reasons, an argument that another rank has differently.
@@ -73,6 +87,7 @@ class RankPipeline(Pipeline):
         loss_fn: Callable[..., Tensor],
         method: str | Method = "spectrain",
         *,
+        replicas: int | Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | int | None = None,
         scheduler: Callable[[PredictingOptimizer], LRScheduler] | None = None,
@@ -96,8 +111,8 @@ class RankPipeline(Pipeline):
         members = tuple(dist.get_process_group_ranks(group))
         if len(members) != dist.get_world_size():
             raise ValueError(
-                f"group: expected all {dist.get_world_size()} ranks of the default group, one per "
-                f"stage, got {len(members)}"
+                f"group: expected all {dist.get_world_size()} ranks of the default group, got "
+                f"{len(members)}"
             )
         self.rank = dist.get_rank(group)
         self.ranks = len(members)
@@ -108,8 +123,12 @@ class RankPipeline(Pipeline):
         prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
         _made[members] += 1
         store = PrefixStore(prefix, _get_default_store())
+        self._store = store
         self._board = Board(store, self.rank, self.ranks, timeout)
         try:
+            self._seats = Replicas.of(replicas, self.ranks)
+            self.replicas = self._seats.counts
+            self._stage, self.replica = self._seats.seat(self.rank)
             super().__init__(
                 [stage],
                 optimizer,
@@ -129,10 +148,22 @@ class RankPipeline(Pipeline):
             raise
 
     def _span(self, given: int) -> tuple[int, int]:
-        return self.rank, self.ranks
+        return self._stage, self._seats.stages
+
+    def _make_places(
+        self, method: Method, stages: int, microbatches: int, window: Window
+    ) -> list[Place]:
+        self._seats.check_microbatches(microbatches)
+        if method.forward_reads == "entry" and len(set(self.replicas)) > 1:
+            raise ValueError(
+                f"replicas: method {method.name!r} has a microbatch read the version that stage 0 "
+                "had at its entry, which is counted for as many replicas there as on every other "
+                f"stage; expected the same number everywhere, got {list(self.replicas)}"
+            )
+        return places_of(method, stages, microbatches, window, self._seats)
 
     def _make_norm(self, stages: int) -> GlobalNorm:
-        return RankNorm(self.rank, stages, self._board)
+        return RankNorm(self._seats, self._board)
 
     def _make_executor(
         self,
@@ -145,9 +176,10 @@ class RankPipeline(Pipeline):
         device = stages[0].device
         self._board.meet(
             {
+                "replicas": list(self.replicas),
                 "method": self.method.name,
                 "schedule": self.method.schedule,
-                "microbatches": places[0].microbatches,
+                "microbatches": places[0].microbatches * self.replicas[0],
                 "window": [place.window for place in places],
                 "device": device.type,
                 "dynamic_shapes": dynamic,
@@ -155,14 +187,19 @@ class RankPipeline(Pipeline):
                 "clip_scope": "stage" if norm is None else "global",
             }
         )
-        links = open_links(self._group, device, timeout, dynamic)
+        if self._seats.dealt:
+            module, weights = stages[0].module, self._weights[0]
+            optimizer = None if weights is None else weights.optimizer
+            check_equal_start(self._store, self.rank, self._seats, module, optimizer)
+            stages[0].random = StageRandom(stages[0].index, device, self.replica)
+        links = open_links(self._group, device, timeout, dynamic, self._seats)
         if isinstance(norm, RankNorm):
             norm.connect(open_host_group(self._group, timeout))
         else:
             norm = None
         schedule = self.method.schedule
         return RankExecutor(
-            stages[0], loss_fn, places, schedule, self._board, links, share_loss, norm
+            stages[0], loss_fn, places, schedule, self._board, links, share_loss, norm, self._seats
         )
 
     def run(
@@ -171,16 +208,18 @@ class RankPipeline(Pipeline):
         """Train on every batch; every rank calls it, and every rank yields every minibatch.
 
         Args:
-            batches: as for ``Pipeline``: the same ones in the same order on rank 0, which uses the
-                inputs and decides how many there are, and on the last rank, which uses the targets.
+            batches: as for ``Pipeline``: the same ones in the same order on the ranks of stage 0,
+                which use the inputs and of which rank 0 decides how many there are, and on those of
+                the last stage, which use the targets. Replicas take their microbatches out of them.
                 Other ranks need none.
             trace: records when this rank's actions run.
 
         Yields:
-            On the last rank a ``Result`` per minibatch as soon as its loss has been issued; on
-            others after this stage's update, and asking it for the loss raises RuntimeError unless
-            losses are shared. Leaving the loop on rank 0 ends the run of all ranks; on any other
-            the rest of the run is trained on within ``close()``.
+            On the last rank a ``Result`` per minibatch as soon as its loss has been issued, on the
+            last stage's replicas before its update; on others after this stage's update, and asking
+            it for the loss raises RuntimeError unless losses are shared. Leaving the loop on rank 0
+            ends the run of all ranks; on any other the rest of the run is trained on within
+            ``close()``.
 
         Raises:
             RankError: another rank has failed, or one has let this one wait for too long. Every
@@ -190,8 +229,10 @@ class RankPipeline(Pipeline):
 
         After a failure the pipeline cannot run again.
         """
-        if batches is None and self.rank in (0, self.ranks - 1):
-            raise ValueError("batches: the first and the last rank need them, got None")
+        if batches is None and self._stage in (0, self._seats.stages - 1):
+            raise ValueError(
+                "batches: the ranks of the first and the last stage need them, got None"
+            )
         return super().run(() if batches is None else batches, trace=trace)
 
     def together(self, what: str) -> AbstractContextManager[None]:

@@ -20,17 +20,20 @@ class StageRandom:
     Args:
         stage: index of the stage.
         device: the stage's device. On CUDA both its generator and the CPU's are the stage's own.
+        replica: which of the stage's replicas; the first has the numbers of a stage without.
 
     The state is seeded from ``torch.initial_seed()`` and the stage's index; the caller's generator
     is not advanced.
     """
 
-    def __init__(self, stage: int, device: torch.device) -> None:
+    def __init__(self, stage: int, device: torch.device, replica: int = 0) -> None:
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()
             self._generators.append(torch.cuda.default_generators[device.index])
         seed = mixed_seed(torch.initial_seed(), stage)
+        if replica:
+            seed = mixed_seed(seed, replica)
         own = [torch.Generator(g.device).manual_seed(seed) for g in self._generators]
         self._own = [generator.get_state() for generator in own]
         self._callers = list(self._own)

@@ -62,10 +62,7 @@ class Oracle:
         n, m = len(self.stages), self.microbatches
         minibatches = [cut(batch, m) for batch in batches]
         counts = [len(parts) for parts in minibatches]
-        self.read = [
-            updates_before(order(self.method.schedule, k, n, w, m, counts), "F")
-            for k, w in enumerate(self.windows)
-        ]
+        self.read = [self.versions_read(k, counts) for k in range(n)]
         self.versions = [[self.version(k)] for k in range(n)]
         losses = []
         for i, parts in enumerate(minibatches):
@@ -85,6 +82,15 @@ class Oracle:
 
     # Weights.
 
+    def versions_read(self, k, counts):
+        """(i, j) -> the updates before the forward, for minibatches of so many microbatches."""
+        n, w, m = len(self.stages), self.windows[k], self.microbatches
+        return updates_before(order(self.method.schedule, k, n, w, m, counts), "F")
+
+    def first(self, j, k):
+        """The microbatch whose weights j shares, where those of a minibatch share weights."""
+        return 0
+
     def version(self, k):
         return rows_of(self.optimizers[k], self.true[k]) if self.true[k] else []
 
@@ -95,7 +101,7 @@ class Oracle:
 
     def forward_weights(self, i, j, k):
         if self.method.once:
-            j = 0
+            j = self.first(j, k)
         u = self.read_by_forward(i, j, k)
         rule = self.method.forward
         steps = i - u if rule == "counted" else rule(*self.place(k))

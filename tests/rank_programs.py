@@ -33,8 +33,8 @@ def ends_of(rank, ranks, depth=3, dynamic=False, timeout=30.0):
     links = open_links(None, CPU, timeout, dynamic)
     stream = callers_stream(CPU)
     if rank == 0:
-        return told, Outlet(links.to_next, CPU, depth, told)
-    return told, Inlet(links.from_previous, CPU, stream, depth, told)
+        return told, Outlet(links.to_next[1], CPU, depth, told)
+    return told, Inlet(links.from_previous[0], CPU, stream, depth, told)
 
 
 def send(outlet, *tensors, single=False, grads=None):
@@ -137,9 +137,9 @@ def chain(rank, ranks, fault, culprit, timeout, grace):
     told = board(rank, ranks, timeout, grace)
     links = open_links(None, CPU, timeout, False)
     if rank:
-        inlet = Inlet(links.from_previous, CPU, callers_stream(CPU), 3, told)
+        inlet = Inlet(links.from_previous[rank - 1], CPU, callers_stream(CPU), 3, told)
         inlet.begin()
-    outlet = Outlet(links.to_next, CPU, 3, told) if rank < ranks - 1 else None
+    outlet = Outlet(links.to_next[rank + 1], CPU, 3, told) if rank < ranks - 1 else None
     with told.run():
         for n in range(1000000):
             told.doing("F", n)

@@ -53,7 +53,7 @@ def test_what_ranks_must_agree_on():
     assert "rank 1 has 2 and rank 0 has 1" in found[1]["microbatches"]
     assert "first cause: rank 1, meeting: TypeError: optimizer" in found[0]["optimizer"]
     assert "pipeline needs one of spectrain_ext.optim" in found[1]["optimizer"]
-    assert "the first and the last rank need them" in found[1]["no batches"]
+    assert "the ranks of the first and the last stage need them" in found[1]["no batches"]
     assert "one stage of the model only" in found[0]["forward"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, NoReturn, get_args
 
-from ..schedule import FLUSHING, Place, find_generator
+from ..schedule import FLUSHING, Place, ReplicaPlace, Replicas, find_generator
 from . import rules
 from .value import FAMILIES, Backward, Law, Method, Reads, StageRule, WindowRule
 
@@ -41,8 +41,18 @@ class Choices(NamedTuple):
         return self.forward != 0 or self.lead > 0 or self.backward_ahead > 0
 
 
-def places_of(method: Method, stages: int, microbatches: int, window: Window = None) -> list[Place]:
-    """The place of every stage.
+def places_of(
+    method: Method,
+    stages: int,
+    microbatches: int,
+    window: Window = None,
+    replicas: Replicas | None = None,
+) -> list[Place]:
+    """The place of every stage, or of each of its replicas, which all have the same.
+
+    A replica of stage k has 1/r_k of a minibatch's microbatches. Its window is that of a stage 0 of
+    so many stages as there are ranks from stage k on for each of its replicas, rounded up: for k =
+    0 this is PipeDream's NOAM (Narayanan et al., 2019).
 
     Raises:
         ValueError: an unknown schedule, a window below 1, or one for a schedule that flushes.
@@ -52,23 +62,62 @@ def places_of(method: Method, stages: int, microbatches: int, window: Window = N
         find_generator(method.schedule)
     except ValueError as error:
         raise ValueError(f"method: schedule of {method.name!r}: {error}") from None
+    counts = (1,) * stages if replicas is None else replicas.counts
+    alone = all(r == 1 for r in counts)
+    parts = [microbatches // r for r in counts]
+    # What a named rule is asked for: the stage, the stages, the microbatches.
+    asked = [(k, stages, microbatches) for k in range(stages)]
+    if replicas is not None and not alone:
+        asked = [(0, replicas.depth(k), parts[k]) for k in range(stages)]
     if window is not None:
-        windows = _given_windows(method, stages, microbatches, window)
+        windows = _given_windows(method, asked, window)
     else:
-        rule = method.window or _USUAL.get(method.schedule, rules.classic_window)
-        windows = [rule(k, stages, microbatches) for k in range(stages)]
+        if method.window is not None:
+            own = method.window
+            windows = [own(k, stages, parts[k]) for k in range(stages)]
+        else:
+            rule = _USUAL.get(method.schedule, rules.classic_window)
+            windows = [rule(*place) for place in asked]
         for k, w in enumerate(windows):
             _at_least(method, k, stages, "window", w, 1)
+    if alone:
+        _check_windows(windows)
+        return [Place(k, stages, w, microbatches) for k, w in enumerate(windows)]
+    if method.schedule not in FLUSHING:
+        _check_replicas_windows(windows, counts)
+    return [ReplicaPlace(k, stages, w, parts[k]) for k, w in enumerate(windows)]
+
+
+def _check_windows(windows: Sequence[int]) -> None:
+    stages = len(windows)
     for k in range(stages - 1):
         if windows[k + 1] > windows[k]:
             raise ValueError(
                 f"window: stage {k + 1} of {stages} would wait for {windows[k + 1]} microbatches, "
                 f"and stage {k} sends no more than {windows[k]} before a backward: a deadlock"
             )
-    return [Place(k, stages, w, microbatches) for k, w in enumerate(windows)]
 
 
-def _given_windows(method: Method, stages: int, microbatches: int, window: Window) -> list[int]:
+def _check_replicas_windows(windows: Sequence[int], counts: Sequence[int]) -> None:
+    """No replica may wait for a microbatch that the stage before sends after its own next update.
+
+    Before the backward of a microbatch stage k+1 has begun the forwards of the (w-1)*r after it.
+    Stage k has begun w*r, but an update ends a minibatch on all replicas of it: r - 1 less.
+    """
+    for k in range(len(windows) - 1):
+        later, earlier = ((windows[s] - 1) * counts[s] for s in (k + 1, k))
+        if later > earlier:
+            raise ValueError(
+                f"window: stage {k + 1} of {len(windows)}, {windows[k + 1]} microbatches on each "
+                f"of its {counts[k + 1]} replicas, would wait for more than stage {k} sends before "
+                f"an update, {windows[k]} on each of its {counts[k]}: a deadlock"
+            )
+
+
+def _given_windows(
+    method: Method, asked: Sequence[tuple[int, int, int]], window: Window
+) -> list[int]:
+    stages = len(asked)
     if method.schedule in FLUSHING:
         raise ValueError(
             f"window: method {method.name!r} finishes every minibatch before the next "
@@ -78,7 +127,7 @@ def _given_windows(method: Method, stages: int, microbatches: int, window: Windo
     if isinstance(window, str):
         if window not in _NAMED:
             raise ValueError(f"window: expected 'classic', 'wide' or numbers, got {window!r}")
-        given = [_NAMED[window](k, stages, microbatches) for k in range(stages)]
+        given = [_NAMED[window](*place) for place in asked]
     elif isinstance(window, Sequence):
         given = window
         if len(given) != stages:

@@ -11,7 +11,8 @@ from .interleaving import interleave
 from .ledger import Count, Ledger, Reading, Rules
 from .levels import simulate_repeating
 from .one_f_one_b import asynchronous, flushing
-from .place import Place
+from .place import Place, ReplicaPlace
+from .replicas import Replicas
 from .rounds import Horizons, count_horizons
 from .simulation import Durations, Lane, Span, Summary, simulate, summarize
 from .turns import streams, turns
@@ -33,6 +34,8 @@ __all__ = [
     "Met",
     "Place",
     "Reading",
+    "ReplicaPlace",
+    "Replicas",
     "Rules",
     "ScheduleError",
     "Span",

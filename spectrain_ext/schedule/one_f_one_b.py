@@ -43,10 +43,10 @@ def flushing(place: Place) -> Iterator[Action]:
     """The endless actions of a stage that finishes every minibatch before it begins the next.
 
     As ``asynchronous`` within a minibatch, with a window of N - k or all microbatches, whichever is
-    less, whatever the place says (DAPPLE, PipeDream-Flush, Megatron-LM).
+    less, whatever the place says, unless it is a replica's (DAPPLE, PipeDream-Flush, Megatron-LM).
     """
     parts = place.microbatches
-    window = min(parts, place.stages - place.stage)
+    window = min(parts, place.flushing_window)
     for i in count():
         for q in range(parts + window):
             if q >= window:

@@ -19,3 +19,22 @@ class Place(NamedTuple):
     stages: int
     window: int
     microbatches: int = 1
+
+    @property
+    def flushing_window(self) -> int:
+        """Microbatches that 1F1B with a flush begins before a backward, if there are as many."""
+        return self.stages - self.stage
+
+
+class ReplicaPlace(Place):
+    """One replica of a stage that has several, or whose neighbours have.
+
+    ``window`` and ``microbatches`` are the replica's own share.
+    """
+
+    __slots__ = ()
+
+    @property
+    def flushing_window(self) -> int:
+        """The window: it knows how many replicas the later stages have."""
+        return self.window

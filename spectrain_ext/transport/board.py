@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic
@@ -296,6 +296,14 @@ class Board:
             self._raise(self._agree(cause), what, monotonic() - since)
         except RankError as report:
             raise report from error
+
+    def lost_one_of(self, peers: Iterable[int], what: str, error: BaseException) -> None:
+        """Raise RankError: one of several connections has broken, to who says nothing any more."""
+        others = [peer for peer in peers if peer != self.rank]
+        if len(others) > 1:
+            with self.changed:
+                self.changed.wait_for(lambda: self._cause is not None, 2.5 * self._interval)
+        self.lost(min(others, key=lambda peer: self._beats[peer].heard), what, error)
 
     def fail(self, reason: str) -> None:
         """Tell all ranks that this one has failed."""

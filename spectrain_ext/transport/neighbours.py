@@ -1,27 +1,58 @@
-"""Neighbours: the links of one rank, over groups of two that all ranks make in one order."""
+"""Neighbours: the links and groups of one rank, which all ranks make in one order."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ..schedule import Replicas
 from .link import Link
 
 
-class Neighbours(NamedTuple):
-    """The links of one rank; None where there is no neighbour."""
+class Circle(NamedTuple):
+    """The replicas of one stage, as they add up what each of them has.
 
-    from_previous: Link | None
-    to_previous: Link | None
-    from_next: Link | None
-    to_next: Link | None
+    Attributes:
+        ranks: of the replicas, within the pipeline.
+        host: a gloo group of them.
+        device: the group that gradients go by: the same, or one of NCCL.
+    """
+
+    ranks: tuple[int, ...]
+    host: dist.ProcessGroup
+    device: dist.ProcessGroup
+
+
+class Neighbours(NamedTuple):
+    """The links of one rank by the rank at their other end; empty where there is no neighbour.
+
+    Attributes:
+        from_previous, to_previous: those to the stage before.
+        from_next, to_next: those to the stage after.
+        from_first: on the replicas of stage 0, what its first replica says of batches.
+        to_replicas: the same on that one.
+        circle: the replicas of this rank's stage; None if it has one.
+    """
+
+    from_previous: dict[int, Link]
+    to_previous: dict[int, Link]
+    from_next: dict[int, Link]
+    to_next: dict[int, Link]
+    from_first: dict[int, Link]
+    to_replicas: dict[int, Link]
+    circle: Circle | None = None
 
 
 def open_links(
-    group: dist.ProcessGroup | None, device: torch.device, timeout: float, dynamic: bool
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    timeout: float,
+    dynamic: bool,
+    replicas: Replicas | None = None,
 ) -> Neighbours:
     """Make the groups of all directed edges that end or begin at this rank, and use each once.
 
@@ -33,6 +64,7 @@ def open_links(
         device: of this rank's stage; on CUDA bodies go by NCCL.
         timeout: seconds that a rank may take to come here.
         dynamic: whether later messages may be larger than the first.
+        replicas: of every stage; None: one each.
 
     Raises:
         ValueError: the group has not all ranks of the default group.
@@ -40,32 +72,38 @@ def open_links(
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) != dist.get_world_size():
         raise ValueError(
-            f"group: expected all {dist.get_world_size()} ranks of the default group, one per "
-            f"stage, got {len(ranks)}"
+            f"group: expected all {dist.get_world_size()} ranks of the default group, got "
+            f"{len(ranks)}"
         )
     me = dist.get_rank(group)
-    links: dict[tuple[int, int], Link] = {}
-    for k in range(len(ranks) - 1):
-        for sender, receiver in ((k, k + 1), (k + 1, k)):
-            pair = [ranks[sender], ranks[receiver]]
-            mine = me in (sender, receiver)
-            host = _group(pair, mine, "gloo", torch.device("cpu"), timeout)
-            by_device = host
-            if device.type == "cuda":
-                by_device = _group(pair, mine, "nccl", device, timeout)
-            if mine:
-                assert host is not None and by_device is not None
-                peer = ranks[receiver if sender == me else sender]
-                name = f"edge {sender} -> {receiver}"
-                links[sender, receiver] = Link(
-                    name, sender, receiver, peer, host, by_device, dynamic
-                )
-    return Neighbours(
-        links.get((me - 1, me)),
-        links.get((me, me - 1)),
-        links.get((me + 1, me)),
-        links.get((me, me + 1)),
-    )
+    seats = Replicas((1,) * len(ranks)) if replicas is None else replicas
+    found = Neighbours({}, {}, {}, {}, {}, {})
+
+    def link(sender: int, receiver: int, out: dict[int, Link], into: dict[int, Link]) -> None:
+        pair = [ranks[sender], ranks[receiver]]
+        mine = me in (sender, receiver)
+        host, by_device = _groups(pair, mine, device, timeout)
+        if host is None or by_device is None:
+            return
+        other = receiver if sender == me else sender
+        name = f"edge {sender} -> {receiver}"
+        made = Link(name, sender, receiver, ranks[other], host, by_device, dynamic)
+        (out if sender == me else into)[other] = made
+
+    for a, b in seats.edges():
+        link(a, b, found.to_next, found.from_previous)
+        link(b, a, found.to_previous, found.from_next)
+    first, *others = seats.ranks_of(0)
+    for other in others:
+        link(first, other, found.to_replicas, found.from_first)
+    circle = None
+    for k in range(seats.stages):
+        members = seats.ranks_of(k)
+        if len(members) > 1:
+            host, by_device = _groups([ranks[r] for r in members], me in members, device, timeout)
+            if host is not None and by_device is not None:
+                circle = Circle(tuple(members), host, by_device)
+    return found._replace(circle=circle)
 
 
 def open_host_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup:
@@ -76,12 +114,22 @@ def open_host_group(group: dist.ProcessGroup | None, timeout: float) -> dist.Pro
     return made
 
 
+def _groups(
+    ranks: Sequence[int], mine: bool, device: torch.device, timeout: float
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The group for the hosts, and that for the device: the same on the CPU."""
+    host = by_device = _group(ranks, mine, "gloo", torch.device("cpu"), timeout)
+    if device.type == "cuda":
+        by_device = _group(ranks, mine, "nccl", device, timeout)
+    return host, by_device
+
+
 def _group(
-    ranks: list[int], mine: bool, backend: str, device: torch.device, timeout: float
+    ranks: Sequence[int], mine: bool, backend: str, device: torch.device, timeout: float
 ) -> dist.ProcessGroup | None:
     # gloo's own deadline would break the connection: the board's comes first.
     longer = timedelta(seconds=max(4 * timeout, 60.0))
-    made = dist.new_group(ranks, timeout=longer, backend=backend)
+    made = dist.new_group(list(ranks), timeout=longer, backend=backend)
     if not mine:
         return None
     assert isinstance(made, dist.ProcessGroup)

@@ -1,0 +1,101 @@
+"""Replicas: several ranks for one stage, which deal the microbatches out among themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+
+class Replicas:
+    """How many replicas every stage has: which rank is which, and who runs which microbatch.
+
+    Ranks are numbered stage by stage, replica by replica. Microbatch j of every minibatch is run by
+    replica j mod r of a stage with r replicas: the 1F1B-RR of PipeDream (Narayanan et al., 2019).
+
+    Args:
+        counts: replicas of every stage, each at least 1.
+
+    Attributes:
+        counts: as given.
+        stages: their number.
+        ranks: the number of all replicas of all stages.
+        dealt: whether any stage has more than one.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = tuple(counts)
+        self.stages = len(self.counts)
+        self._first = [0, *accumulate(self.counts)]
+        self.ranks = self._first[-1]
+        self.dealt = any(count > 1 for count in self.counts)
+
+    @staticmethod
+    def of(given: int | Sequence[int] | None, ranks: int) -> Replicas:
+        """What was asked for, on so many ranks: a number for every stage, one for all, or None: 1.
+
+        Raises:
+            TypeError: something else than numbers.
+            ValueError: a number below 1, or they do not make up the ranks.
+        """
+        counts: Sequence[object]
+        if given is None or isinstance(given, int):
+            each = 1 if given is None else given
+            _check_count("replicas", each)
+            if ranks % each:
+                raise ValueError(f"replicas: {each} for every stage do not divide {ranks} ranks")
+            return Replicas((each,) * (ranks // each))
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise TypeError(
+                f"replicas: expected a number, or one per stage, got {type(given).__name__}"
+            )
+        counts = given
+        for k, count in enumerate(counts):
+            _check_count(f"replicas[{k}]", count)
+        found = Replicas(given)
+        if found.ranks != ranks:
+            raise ValueError(
+                f"replicas: {list(given)} are {found.ranks} ranks in all, and there are {ranks}"
+            )
+        return found
+
+    def check_microbatches(self, microbatches: int) -> None:
+        """Raise ValueError unless every stage can deal them out evenly."""
+        for k, count in enumerate(self.counts):
+            if microbatches % count:
+                raise ValueError(
+                    f"replicas: stage {k} has {count}, which must divide the {microbatches} "
+                    "microbatches of a minibatch"
+                )
+
+    def seat(self, rank: int) -> tuple[int, int]:
+        """The stage of a rank, and which of its replicas it is."""
+        for k in range(self.stages):
+            if rank < self._first[k + 1]:
+                return k, rank - self._first[k]
+        raise IndexError(f"rank {rank} of {self.ranks}")
+
+    def ranks_of(self, stage: int) -> range:
+        """The ranks of a stage's replicas."""
+        return range(self._first[stage], self._first[stage + 1])
+
+    def runs(self, stage: int, microbatch: int) -> int:
+        """The rank that runs a microbatch of every minibatch on a stage."""
+        return self._first[stage] + microbatch % self.counts[stage]
+
+    def depth(self, stage: int) -> int:
+        """Ranks from this stage on, per replica of it, rounded up: N - k where all have one."""
+        return -(-(self.ranks - self._first[stage]) // self.counts[stage])
+
+    def edges(self) -> Iterator[tuple[int, int]]:
+        """The ranks of neighbouring stages that share microbatches, as (earlier, later)."""
+        for k in range(self.stages - 1):
+            # The counts divide the microbatches: who meets whom repeats after their product.
+            period = self.counts[k] * self.counts[k + 1]
+            yield from sorted({(self.runs(k, j), self.runs(k + 1, j)) for j in range(period)})
+
+
+def _check_count(where: str, count: object) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{where}: expected an int, got {type(count).__name__}")
+    if count < 1:
+        raise ValueError(f"{where}: expected at least 1, got {count}")

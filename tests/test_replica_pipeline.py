@@ -1,0 +1,212 @@
+"""Pipelines with replicated stages, over processes: what one process computes, one end for all."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import replica_programs
+import torch
+from oracle_replicas import ReplicaOracle
+from oracle_sgd import AveragingSGD
+from ranks import Ranks, run_ranks
+from replica_programs import RUNS, data, mse, sgd, stages, steps
+
+import spectrain_ext as st
+
+ASYNCHRONOUS = ["vanilla", "pipedream", "spectrain", "spectrain-stash", "pipedream-2bw"]
+SYNCHRONOUS = ["sync", "gpipe", "1f1b"]
+OTHERS = [
+    name
+    for name in st.methods()
+    if name not in (*ASYNCHRONOUS, *SYNCHRONOUS, "xgrad", "pipedream-vertical-sync")
+]
+
+
+def cases(counts, microbatches, methods):
+    return [(counts, method, {"microbatches": microbatches}) for method in methods]
+
+
+CASES = {
+    2: [
+        *cases([2], 2, ["sync", "vanilla"]),
+        *cases([2], 4, ["gpipe", "1f1b", "pipedream", "spectrain"]),
+        ([2], "vanilla", {"microbatches": 4, "clip_norm": 0.02}),
+        ([2], "spectrain", {"microbatches": 2, "recompute": True, "window": 3}),
+    ],
+    3: [
+        *cases([2, 1], 4, [*SYNCHRONOUS, *ASYNCHRONOUS]),
+        *cases([1, 2], 4, [*SYNCHRONOUS, *ASYNCHRONOUS]),
+        ([2, 1], "gpipe", {"microbatches": 4, "clip_norm": 0.05, "clip_scope": "global"}),
+        ([1, 2], "1f1b", {"microbatches": 4, "clip_norm": 0.05, "clip_scope": "global"}),
+        ([2, 1], "vanilla", {"microbatches": 4, "share_loss": True, "window": "wide"}),
+        ([1, 2], "vanilla", {"microbatches": 2, "share_loss": True, "window": [5, 3]}),
+    ],
+    4: [
+        *cases([2, 2], 4, [*SYNCHRONOUS, *ASYNCHRONOUS, *OTHERS, "pipedream-vertical-sync"]),
+        *cases([1, 2, 1], 4, [*SYNCHRONOUS, "vanilla", "pipedream", "spectrain"]),
+        *cases([1, 2, 1], 6, ["pipedream-2bw", "spectrain-stash"]),
+        ([2, 2], "sync", {"microbatches": 4, "share_loss": True}),
+        ([1, 2, 1], "vanilla", {"microbatches": 4, "share_loss": True}),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_methods_are_what_the_oracle_says(ranks):
+    torch.set_num_threads(1)
+    found = run_ranks(replica_programs.trained, ranks, CASES[ranks])
+    for number, (counts, method, settings) in enumerate(CASES[ranks]):
+        where = f"{counts} {method} {settings}"
+        mine = [rank[number] for rank in found]
+        more = {k: v for k, v in settings.items() if k != "share_loss"}
+        optimizer = of_torch(AveragingSGD, ema=True) if method == "spectrain-ema" else of_torch()
+        if isinstance(more.get("window"), int):
+            more["window"] = [more["window"]] * len(counts)
+        oracle = ReplicaOracle(stages(len(counts)), counts, optimizer, mse, method, steps, **more)
+        expected = [[loss.item() for loss in oracle.run(data(*run))] for run in RUNS]
+        for rank, (losses, state, momentum) in enumerate(mine):
+            k, replica = replica_programs.seat(counts, rank)
+            if k == len(counts) - 1 or settings.get("share_loss"):
+                assert losses == [pytest.approx(run, rel=1e-9, abs=1e-12) for run in expected], (
+                    where
+                )
+            else:
+                assert losses == [], where
+            for name, tensor in oracle.stages[k].state_dict().items():
+                torch.testing.assert_close(
+                    state[f"{k}.{name}"], tensor, rtol=1e-9, atol=1e-12, msg=where
+                )
+            if replica:  # the bits of the first one
+                _, weights, buffers = mine[rank - replica]
+                assert all(map(torch.equal, state.values(), weights.values())), where
+                for p, buffer in buffers.items():
+                    assert torch.equal(buffer["momentum_buffer"], momentum[p]["momentum_buffer"]), (
+                        where
+                    )
+        if method in SYNCHRONOUS and "clip_norm" not in settings:
+            together(counts, method, settings, expected, mine)
+
+
+def together(counts, method, settings, losses, found):
+    """Synchronous training does not depend on who computes what: one process, no replicas."""
+    parts = stages(len(counts))
+    pipe = st.Pipeline(
+        parts, sgd, mse, method, scheduler=steps, microbatches=settings["microbatches"]
+    )
+    for run, expected in zip(RUNS, losses, strict=True):
+        assert [r.loss.item() for r in pipe.run(data(*run))] == pytest.approx(expected, rel=1e-9)
+    for rank, (_, state, _) in enumerate(found):
+        k = replica_programs.seat(counts, rank)[0]
+        for name, tensor in parts[k].state_dict().items():
+            torch.testing.assert_close(state[f"{k}.{name}"], tensor, rtol=1e-9, atol=1e-12)
+
+
+def of_torch(kind=torch.optim.SGD, **more):
+    return lambda params: kind(params, lr=0.03, momentum=0.9, weight_decay=0.01, **more)
+
+
+@pytest.mark.parametrize(("counts", "leaves"), [([2, 1], 0), ([2, 1], 1), ([1, 2], 2)])
+def test_rank_0_decides_when_the_run_ends(counts, leaves):
+    made = run_ranks(replica_programs.leaving, 3, counts, leaves, 4)
+    updates = {tuple(count) for _, count, _ in made}
+    assert len(updates) == 1, made  # all made the same, in both runs
+    first, second = updates.pop()
+    assert second == first + 3
+    assert first < 20 if leaves == 0 else first == 20
+    assert [seen for seen, _, _ in made] == [5 if rank == leaves else first for rank in range(3)]
+    pair = [made[0], made[1]] if counts == [2, 1] else [made[1], made[2]]
+    assert all(map(torch.equal, *(state.values() for _, _, state in pair)))
+
+
+def test_what_does_not_fit():
+    found = run_ranks(replica_programs.refused, 4)
+    for rank in range(4):
+        mine = found[rank]
+        assert mine["sum"] == ("ValueError: replicas: [2, 1] are 3 ranks in all, and there are 4")
+        assert mine["division"] == "ValueError: replicas: 3 for every stage do not divide 4 ranks"
+        assert mine["zero"] == "ValueError: replicas[1]: expected at least 1, got 0"
+        assert mine["type"] == "TypeError: replicas: expected a number, or one per stage, got str"
+        assert mine["dealt"] == (
+            "ValueError: replicas: stage 1 has 3, which must divide the 4 microbatches of a "
+            "minibatch"
+        )
+        assert "stage 1 of 2, 2 microbatches on each of its 3 replicas" in mine["window"]
+        assert "expected the same number everywhere, got [1, 3]" in mine["entry"]
+        assert mine["seats"].endswith("all must have the same")
+        assert re.search(r"replicas: rank \d has \[\d, \d\] and rank \d has", mine["seats"])
+        assert mine["weights"] == (
+            "ValueError: stage: the replicas of stage 1 must start from the same weights and "
+            "options; '0.bias' of rank 2 is not that of rank 3"
+        )
+        assert mine["options"] == (
+            "ValueError: stage: the replicas of stage 0 must start from the same weights and "
+            "options; the optimizer's 'lr' of parameter group 0 is 0.04 on rank 0 and 0.03 on "
+            "rank 1"
+        )
+
+
+@pytest.mark.parametrize(
+    ("program", "ranks", "told"),
+    [
+        (
+            replica_programs.too_small,
+            3,
+            "batches[2]: it makes 1 microbatches, and stage 1 has 2 replicas, each of which needs",
+        ),
+        (replica_programs.short, 2, "they ended after 2 minibatches, rank 0 has more"),
+    ],
+    ids=["too small", "short"],
+)
+def test_batches_that_do_not_fit_end_the_run(program, ranks, told):
+    for end in Ranks(program, ranks).join():
+        assert end.code == 1, end.error
+        assert told in end.error
+
+
+@pytest.mark.parametrize(
+    ("counts", "culprit", "fault", "where", "when", "method"),
+    [
+        ([2], 1, "kill", "backward", 7, "vanilla"),
+        ([3], 0, "kill", "backward", 8, "sync"),
+        ([2, 1], 1, "exception", "forward", 4, "spectrain"),
+        ([1, 2], 2, "hang", "backward", 5, "1f1b"),
+    ],
+    ids=["kill one of two", "kill one of three", "exception", "hang"],
+)
+def test_a_failing_replica_ends_all(counts, culprit, fault, where, when, method):
+    trial = {
+        "counts": counts,
+        "culprit": culprit,
+        "fault": fault,
+        "where": where,
+        "when": when,
+        "method": method,
+        "timeout": 4.0,
+    }
+    ends = Ranks(replica_programs.failing, sum(counts), trial).join()
+    told = "\n".join(f"rank {rank}: {end.code}\n{end.error}" for rank, end in enumerate(ends))
+    own = -9 if fault == "kill" else 1
+    assert [e.code for e in ends] == [own if r == culprit else 1 for r in range(len(ends))], told
+    for rank, end in enumerate(ends):
+        if rank != culprit:
+            assert f"first cause: rank {culprit}, " in end.error, told
+
+
+def test_gradients_are_summed_while_the_backward_runs():
+    for events in run_ranks(replica_programs.overlap, 2):
+        kinds = [kind for kind, _ in events]
+        # four microbatches, of which a replica has two: sums belong to the second backward
+        gradients = [n for n, kind in enumerate(kinds) if kind == "gradient"]
+        assert [events[n][1] for n in gradients] == [*range(11, -1, -1)] * 2
+        sums = [n for n, kind in enumerate(kinds) if kind == "sum"]
+        assert sums[0] > gradients[12]  # not of the first
+        assert sum(gradients[12] < n < gradients[-1] for n in sums) >= 3, events
+        assert sums[-1] < kinds.index("step")
+
+
+def test_one_stage_with_two_replicas_is_data_parallel_training():
+    for theirs, own, expected, found in run_ranks(replica_programs.against_ddp, 2):
+        assert own == pytest.approx(theirs, rel=1e-12)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,170 @@
+"""Stages with replicas: who runs what, and that no order of theirs can end in a deadlock."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+
+import pytest
+
+from spectrain_ext.method import find_method, places_of
+from spectrain_ext.schedule import Kind, Replicas, find_generator, turns
+
+
+def test_who_is_who():
+    replicas = Replicas((1, 2, 1))
+    assert (replicas.ranks, replicas.stages, replicas.dealt) == (4, 3, True)
+    assert [replicas.seat(rank) for rank in range(4)] == [(0, 0), (1, 0), (1, 1), (2, 0)]
+    assert [list(replicas.ranks_of(k)) for k in range(3)] == [[0], [1, 2], [3]]
+    assert [replicas.runs(1, j) for j in range(4)] == [1, 2, 1, 2]
+    assert list(replicas.edges()) == [(0, 1), (0, 2), (1, 3), (2, 3)]
+    # replicas c and d share microbatches where c and d agree modulo the common divisor
+    assert list(Replicas((2, 4)).edges()) == [(0, 2), (0, 4), (1, 3), (1, 5)]
+    assert list(Replicas((2, 3)).edges()) == [(a, b) for a in (0, 1) for b in (2, 3, 4)]
+    assert not Replicas((1, 1)).dealt
+    with pytest.raises(IndexError, match="rank 4 of 4"):
+        replicas.seat(4)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "counts"),
+    [(None, 3, (1, 1, 1)), (1, 2, (1, 1)), (2, 4, (2, 2)), ([2, 1], 3, (2, 1)), ((3,), 3, (3,))],
+)
+def test_what_can_be_asked_for(given, ranks, counts):
+    assert Replicas.of(given, ranks).counts == counts
+
+
+def test_windows():
+    def windows(counts, m, window=None, method="vanilla"):
+        return [
+            (place.window, place.microbatches)
+            for place in places_of(find_method(method), len(counts), m, window, Replicas(counts))
+        ]
+
+    # PipeDream's: as many minibatches as there are machines for each replica of the input stage
+    assert windows((3, 1), 3) == [(2, 1), (1, 3)]
+    assert windows((1, 3), 3) == [(4, 3), (1, 1)]
+    assert windows((2, 2, 1), 4) == [(3, 2), (2, 2), (1, 4)]
+    assert windows((2, 2, 1), 4, "wide") == [(5, 2), (3, 2), (1, 4)]
+    assert windows((2, 1), 4, [4, 6]) == [(4, 2), (6, 4)]
+    assert windows((2, 1), 4, method="gpipe") == [(2, 2), (4, 4)]
+    assert windows((1, 2, 1), 2, method="1f1b") == [(2, 2), (1, 1), (1, 2)]
+    for counts in itertools.product((1, 2, 3), repeat=3):
+        assert windows(counts, 6) == [
+            (math.ceil(sum(counts[k:]) / r), 6 // r) for k, r in enumerate(counts)
+        ]
+    # with one replica each it is what it is without
+    for method in ("vanilla", "gpipe", "1f1b"):
+        expected = places_of(find_method(method), 3, 2)
+        assert places_of(find_method(method), 3, 2, None, Replicas((1, 1, 1))) == expected
+
+
+SETTINGS = [
+    (counts, factor)
+    for n in (1, 2, 3)
+    for counts in itertools.product((1, 2, 3, 4), repeat=n)
+    for factor in (1, 2)
+]
+
+
+@pytest.mark.parametrize("method", ["vanilla", "gpipe", "1f1b"])
+def test_no_deadlock(method):
+    for counts, factor in SETTINGS:
+        replicas, m = Replicas(counts), factor * math.lcm(*counts)
+        places = places_of(find_method(method), len(counts), m, None, replicas)
+        assert stuck(find_method(method).schedule, places, replicas) is None, (counts, m)
+
+
+@pytest.mark.parametrize("window", ["wide", 1, 2, 5, "drawn"])
+def test_no_deadlock_with_a_window_that_is_allowed(window):
+    allowed = refused = 0
+    for n, (counts, factor) in enumerate(SETTINGS):
+        replicas, m = Replicas(counts), factor * math.lcm(*counts)
+        asked = [1 + (n + 3 * k) % 7 for k in range(len(counts))] if window == "drawn" else window
+        vanilla = find_method("vanilla")
+        try:
+            places = places_of(vanilla, len(counts), m, asked, replicas)
+        except ValueError as error:
+            assert "a deadlock" in str(error)
+            refused += 1
+            continue
+        allowed += 1
+        assert stuck("1f1b-async", places, replicas) is None, (counts, m, asked)
+    assert allowed >= 30
+    assert (refused == 0) == (window in ("wide", 1)), refused
+
+
+def test_a_window_that_is_refused_would_be_a_deadlock():
+    replicas = Replicas((1, 2))
+    vanilla = find_method("vanilla")
+    with pytest.raises(
+        ValueError,
+        match=r"window: stage 1 of 2, 3 microbatches on each of its 2 replicas, would wait for "
+        r"more than stage 0 sends before an update, 4 on each of its 1: a deadlock",
+    ):
+        places_of(vanilla, 2, 2, [4, 3], replicas)
+    places = places_of(vanilla, 2, 2, [5, 3], replicas)
+    assert stuck("1f1b-async", places, replicas) is None
+    places[0] = places[0]._replace(window=4)
+    assert stuck("1f1b-async", places, replicas) is not None
+
+
+def stuck(schedule, places, replicas, minibatches=5):
+    """Run all ranks against each other, computing nothing; the turns that wait for ever, or None.
+
+    Messages of an edge come in the order in which they were sent. An update waits for the last
+    backward of all replicas, the first microbatch of a minibatch on stage 0 for rank 0.
+    """
+    n = replicas.stages
+    ranks = range(replicas.ranks)
+    seats = [replicas.seat(rank) for rank in ranks]
+    left = []
+    for k, _ in seats:
+        actions = find_generator(schedule)(places[k])
+        left.append(deque(turns(actions, k, n, minibatches)))
+    sent = {}  # (sender, receiver) -> what is under way
+    for a, b in replicas.edges():
+        sent[a, b], sent[b, a] = deque(), deque()
+    arrived = [set() for _ in range(n)]  # replicas that have come to an update
+    flying = [0] * len(seats)
+    pulled = -1
+
+    def can(rank, turn):
+        (k, c), (kind, i, j) = seats[rank], turn
+        if kind is Kind.UPDATE:
+            arrived[k].add((i, c))
+            return all((i, other) in arrived[k] for other in range(replicas.counts[k]))
+        j = c + j * replicas.counts[k]
+        source = k - 1 if kind is Kind.FORWARD else k + 1
+        if not 0 <= source < n:
+            return kind is Kind.BACKWARD or c == 0 or i <= pulled
+        edge = sent[replicas.runs(source, j), rank]
+        if edge:
+            assert edge[0] == (i, j), "out of order"
+        return bool(edge)
+
+    progress = True
+    while progress:
+        progress = False
+        for rank in ranks:
+            k, c = seats[rank]
+            while left[rank] and can(rank, left[rank][0]):
+                progress = True
+                kind, i, j = left[rank].popleft()
+                if kind is Kind.UPDATE:
+                    continue
+                j = c + j * replicas.counts[k]
+                forward = kind is Kind.FORWARD
+                flying[rank] += 1 if forward else -1
+                assert flying[rank] <= places[k].window
+                if rank == 0 and forward:
+                    pulled = max(pulled, i)
+                source, target = (k - 1, k + 1) if forward else (k + 1, k - 1)
+                if 0 <= source < n:
+                    sent[replicas.runs(source, j), rank].popleft()
+                if 0 <= target < n:
+                    sent[rank, replicas.runs(target, j)].append((i, j))
+    waiting = {rank: str(left[rank][0]) for rank in ranks if left[rank]}
+    assert waiting or not any(sent.values())
+    return waiting or None
