@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import nan
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,17 +11,15 @@ from torch import Tensor
 from .batch import Microbatch, split
 from .executor import Executor, Result
 from .gradient_sum import GradientSum
+from .rank_edges import RankEdges
 from .rank_norm import RankNorm
 from .schedule import Kind, Place, Replicas
 from .stage import Stage
 from .trace import Trace
-from .transport import Buffer, Edge, Message, Stream
+from .transport import Edge, Stream
 from .transport.board import Board
-from .transport.fans import FanIn, FanOut
 from .transport.inlet import Inlet
-from .transport.link import Header
 from .transport.neighbours import Neighbours
-from .transport.outlet import Outlet
 
 
 class DistantResult(Result):
@@ -64,8 +61,7 @@ class RankExecutor(Executor):
     the last one from rank to rank. Gradients come back with the minibatch's loss, if it is shared;
     where stages have replicas, each with that of its own microbatch, and replicas add them up.
 
-    The schedule of a replica counts its own microbatches. Its l-th one of a minibatch is microbatch
-    replica + l * replicas of all.
+    The schedule of a replica counts its own microbatches.
 
     Args:
         stage: the rank's stage.
@@ -95,14 +91,6 @@ class RankExecutor(Executor):
         self._links = links
         self._share_loss = share_loss
         self._replicas = Replicas((1,) * len(places)) if replicas is None else replicas
-        self._replica = self._replicas.seat(board.rank)[1]
-        self._count = self._replicas.counts[stage.index]
-        self._from_previous: dict[int, Inlet] = {}
-        self._from_next: dict[int, Inlet] = {}
-        self._to_previous: dict[int, Outlet] = {}
-        self._to_next: dict[int, Outlet] = {}
-        self._from_first: Inlet | None = None
-        self._to_replicas: list[Outlet] = []
         super().__init__([stage], loss_fn, places, schedule, norm)
         self._microbatches = places[0].microbatches * self._replicas.counts[0]
         self._sum: GradientSum | None = None
@@ -111,84 +99,21 @@ class RankExecutor(Executor):
             self._sum = GradientSum(params, links.circle, board, stage.compute)
 
     def _connect(self) -> None:
-        """Make this rank's ends of its edges, with the depths that ``Executor`` gives them.
-
-        An edge to one of several replicas carries a part of what the stage has in flight.
-        """
-        stage, links, board = self.stages[0], self._links, self._board
-        device, receiver = stage.device, stage.compute
-        if not links.from_previous:
+        stage = self.stages[0]
+        self._edges = RankEdges(stage, self.places, self._replicas, self._links, self._board)
+        if not self._edges.from_previous:
             self._take_inputs()
-        else:
-            depth = self.places[stage.index - 1].window + 1
-            for rank, link in links.from_previous.items():
-                self._from_previous[rank] = Inlet(link, device, receiver, depth, board)
-            for rank, link in links.to_previous.items():
-                self._to_previous[rank] = Outlet(link, device, depth, board)
-            stage.inputs = _only(self._from_previous) or FanIn(self._from_previous)
-            stage.to_previous = _only(self._to_previous) or FanOut(self._to_previous)
-        if not links.from_next:
+        if not self._edges.from_next:
             self._take_targets()
-        else:
-            depth = self.places[stage.index].window + 1
-            for rank, link in links.from_next.items():
-                self._from_next[rank] = Inlet(link, device, receiver, depth, board)
-            for rank, link in links.to_next.items():
-                self._to_next[rank] = Outlet(link, device, depth, board)
-            stage.gradients = _only(self._from_next) or FanIn(self._from_next)
-            stage.to_next = _only(self._to_next) or FanOut(self._to_next)
-        depth = self.places[0].window + 1
-        for link in links.from_first.values():
-            self._from_first = Inlet(link, device, receiver, depth, board)
-        for link in links.to_replicas.values():
-            self._to_replicas.append(Outlet(link, device, depth, board))
 
     def _entrance(self, name: str, stage: Stage) -> Edge:
         place = self.places[stage.index]
         return Edge(name, None, stage.device, stage.compute, place.window + place.microbatches)
 
-    def _inlets(self) -> Iterator[Inlet]:
-        yield from self._from_previous.values()
-        yield from self._from_next.values()
-        if self._from_first is not None:
-            yield self._from_first
-
     def _streams(self) -> Iterator[Stream]:
         yield from super()._streams()
-        for inlet in self._inlets():
+        for inlet in self._edges.inlets():
             yield inlet.stream
-
-    # Whose turn it is: the neighbour that runs the same microbatch.
-
-    def _microbatch(self, j: int) -> int:
-        """Which of all microbatches of its minibatch this rank's j-th one is."""
-        return self._replica + j * self._count
-
-    def _input(self, j: int) -> Inlet:
-        inputs = self.stages[0].inputs
-        if isinstance(inputs, FanIn):
-            stage = self.stages[0].index - 1
-            return inputs.choose(self._replicas.runs(stage, self._microbatch(j)))
-        assert isinstance(inputs, Inlet)
-        return inputs
-
-    def _gradient(self, j: int) -> Inlet:
-        gradients = self.stages[0].gradients
-        if isinstance(gradients, FanIn):
-            stage = self.stages[0].index + 1
-            return gradients.choose(self._replicas.runs(stage, self._microbatch(j)))
-        assert isinstance(gradients, Inlet)
-        return gradients
-
-    def _output(self, kind: Kind, j: int) -> Outlet:
-        stage = self.stages[0]
-        forward = kind is Kind.SEND_ACTIVATION
-        out = stage.to_next if forward else stage.to_previous
-        if isinstance(out, FanOut):
-            neighbour = stage.index + (1 if forward else -1)
-            return out.choose(self._replicas.runs(neighbour, self._microbatch(j)))
-        assert isinstance(out, Outlet)
-        return out
 
     # A run.
 
@@ -211,8 +136,7 @@ class RankExecutor(Executor):
         self._losses: dict[int, float] = {}
         self._own_losses: dict[int, Tensor] = {}
         self._loss_of: dict[tuple[int, int], float] = {}  # microbatch -> its part of the loss
-        for inlet in self._inlets():
-            inlet.begin()
+        self._edges.begin()
         if self._sum is not None:
             self._sum.begin()
 
@@ -234,7 +158,7 @@ class RankExecutor(Executor):
         while (action := stage.cursor.head()) is not None:
             kind, i, j = action
             board.check()
-            board.doing(kind.value, "of minibatch", i, "microbatch", self._microbatch(j))
+            board.doing(kind.value, "of minibatch", i, "microbatch", self._edges.microbatch(j))
             if kind is Kind.RECEIVE_ACTIVATION and not self._expect_activation(i, j):
                 continue
             if kind is Kind.RECEIVE_GRADIENT:
@@ -251,7 +175,7 @@ class RankExecutor(Executor):
                 board.doing("the caller's loop, which has the result of minibatch", i)
                 yield results.popleft()
         board.doing("ending the run")
-        self._close()
+        self._edges.close(self._heard_end)
 
     def _is_last(self, i: int, j: int) -> bool:
         """Whether it is the minibatch's last microbatch on this rank."""
@@ -261,7 +185,7 @@ class RankExecutor(Executor):
 
     def _next_batch(self, i: int) -> list[Microbatch]:
         """Take this rank's microbatches of the caller's next batch; empty: there is none."""
-        told = self._hear_of_batch()
+        told = self._edges.hear_of_batch()
         if told is not None and told.end:
             self._extent.stop()
             return []
@@ -277,24 +201,12 @@ class RankExecutor(Executor):
             self._check_parts(i, len(parts), told.parts)
         self._check_dealt(i, len(parts))
         self._deal(i, [part.share for part in parts])
-        for outlet in self._to_replicas:
-            outlet.label(len(parts))
-            outlet.send(Message((), False), Buffer("nothing"), self.stages[0].computed)
-        return parts[self._replica :: self._count]
+        self._edges.tell_of_batch(len(parts))
+        return parts[self._edges.replica :: self._edges.count]
 
     def _deal(self, i: int, shares: list[float]) -> None:
         self._parts[i] = len(shares)
-        self._extent.add(shares[self._replica :: self._count])
-
-    def _hear_of_batch(self) -> Header | None:
-        """What rank 0 says of the next batch, to its stage's other replicas."""
-        inlet = self._from_first
-        if inlet is None:
-            return None
-        header = inlet.wait()
-        if not header.end:
-            inlet.free(inlet.receive())
-        return header
+        self._extent.add(shares[self._edges.replica :: self._edges.count])
 
     def _check_dealt(self, i: int, parts: int) -> None:
         for k, count in enumerate(self._replicas.counts):
@@ -320,9 +232,9 @@ class RankExecutor(Executor):
 
     def _expect_activation(self, i: int, j: int) -> bool:
         """Wait for a microbatch; whether there is one."""
-        if not self._from_previous:
+        if not self._edges.from_previous:
             return True
-        inlet = self._input(j)
+        inlet = self._edges.input(j)
         header = inlet.wait()
         if header.end:
             self._heard_end = inlet
@@ -334,7 +246,7 @@ class RankExecutor(Executor):
         return True
 
     def _begin_minibatch(self, i: int, parts: int) -> None:
-        if self._to_next:
+        if self._edges.to_next:
             self._deal(i, [1 / parts] * parts)
             return
         here = self._next_batch(i)
@@ -348,7 +260,7 @@ class RankExecutor(Executor):
     # them nobody knows it so early: every gradient goes with its own microbatch's part.
 
     def _expect_gradient(self, i: int, j: int) -> None:
-        header = self._gradient(j).wait()
+        header = self._edges.gradient(j).wait()
         if header.end:
             raise RuntimeError("the next rank has ended its run, and this one misses a gradient")
         if self._replicas.dealt:
@@ -358,7 +270,7 @@ class RankExecutor(Executor):
             self._losses[i] = header.value
 
     def _pass_on(self, i: int, j: int, loss: float) -> None:
-        if self._to_previous:
+        if self._edges.to_previous:
             self._loss_of[i, j] = loss
 
     def _hand_out(self, i: int, loss: Tensor) -> None:
@@ -386,12 +298,12 @@ class RankExecutor(Executor):
     def _label(self, kind: Kind, i: int, j: int) -> None:
         """What the neighbours learn along with the tensors."""
         if kind is Kind.SEND_ACTIVATION:
-            self._output(kind, j).label(self._parts[i])
+            self._edges.output(kind, j).label(self._parts[i])
         elif kind is Kind.SEND_GRADIENT:
             value = (
                 self._loss_of.pop((i, j), nan) if self._replicas.dealt else self._losses.get(i, nan)
             )
-            self._output(kind, j).label(self._parts[i], value)
+            self._edges.output(kind, j).label(self._parts[i], value)
 
     def _note(self, kind: Kind, i: int, j: int) -> None:
         """What follows from an action that has been run."""
@@ -406,7 +318,7 @@ class RankExecutor(Executor):
         elif kind is Kind.UPDATE:
             del self._parts[i]
             loss = self._losses.pop(i, nan)
-            if self._to_next:
+            if self._edges.to_next:
                 self._results.append(
                     Result(i, torch.tensor(loss, dtype=torch.float64))
                     if self._share_loss
@@ -425,31 +337,8 @@ class RankExecutor(Executor):
         if self._extent.minibatches is None:
             return
         if not self._told_end:
-            for outlet in self._to_replicas:
-                outlet.end()
+            self._edges.end_batches()
             self._told_end = True
         if not self._ended and self._extent.minibatches == self._forwarded:
-            for outlet in self._to_next.values():
-                outlet.end()
+            self._edges.end_forward()
             self._ended = True
-
-    def _close(self) -> None:
-        """Hear that all gradients have been sent, and say so to the previous ranks."""
-        for inlet in self._from_previous.values():
-            if inlet is not self._heard_end and not inlet.wait().end:
-                raise RuntimeError("the previous rank sends a microbatch that nothing here takes")
-        for inlet in self._from_next.values():
-            if not inlet.wait().end:
-                raise RuntimeError("the next rank sends a gradient that nothing here waits for")
-        for outlet in self._to_previous.values():
-            outlet.end()
-        for outlet in (*self._to_previous.values(), *self._to_next.values(), *self._to_replicas):
-            outlet.flush()
-
-
-_End = TypeVar("_End", Inlet, Outlet)
-
-
-def _only(ends: dict[int, _End]) -> _End | None:
-    """The one of a neighbour without replicas; None if there are several."""
-    return next(iter(ends.values())) if len(ends) == 1 else None
