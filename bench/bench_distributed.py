@@ -2,7 +2,8 @@
 
 Everything is measured in one run, in rounds: every candidate once in every round; medians count.
 A figure is microbatches per second. Asynchronous methods make an update after each microbatch,
-synchronous ones after M of them.
+synchronous ones after M of them. Data parallel training, as one stage with two replicas and by
+DistributedDataParallel, has both stages on both ranks: what it can reach at best is the same.
 
     python bench/bench_distributed.py --milliseconds 20 --rounds 5 --json run.json
 """
@@ -15,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from statistics import mean, median
 from typing import Any
@@ -24,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
 
 import spectrain_ext as st
 
@@ -126,6 +129,60 @@ def theirs(rank: int, kind: Any, blocks: int, batch: int, parts: int) -> Callabl
     return measure
 
 
+def whole_of(blocks: int) -> nn.Sequential:
+    """Both stages as one module: what a rank has in data parallel training."""
+    return nn.Sequential(stage_of(blocks), stage_of(blocks))
+
+
+def replicated(blocks: int, batch: int, parts: int) -> Callable[[int], float]:
+    """Microbatches per second of one stage with two replicas, with an update per minibatch."""
+    pipe = st.Pipeline.from_process_group(
+        whole_of(blocks), optimizer_of, _mse, "sync", timeout=120.0, replicas=2, microbatches=parts
+    )
+    data = torch.randn(batch * parts, WIDTH), torch.randn(batch * parts, WIDTH)
+
+    def measure(count: int) -> float:
+        warm, steps = 2, max(1, count // parts)
+        start = 0.0
+        for result in pipe.run(data for _ in range(steps + warm)):
+            if result.index == warm - 1:
+                start = time.perf_counter()
+            elif result.index == steps + warm - 1:
+                return steps * parts / (time.perf_counter() - start)
+        raise AssertionError("a run yields every minibatch")
+
+    return measure
+
+
+def data_parallel(blocks: int, batch: int, parts: int) -> Callable[[int], float]:
+    """The same of DistributedDataParallel, which sums gradients in the last backward only."""
+    module = DistributedDataParallel(whole_of(blocks))
+    optimizer = optimizer_of(module.parameters())
+    own = max(1, parts // 2)
+    x, y = torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)
+
+    def step() -> None:
+        for j in range(own):
+            with module.no_sync() if j < own - 1 else nullcontext():
+                (_mse(module(x), y) / own).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()  # which puts its buckets into the order of the first backward
+
+    def measure(count: int) -> float:
+        steps = max(1, count // parts)
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        dist.barrier()
+        return steps * parts / (time.perf_counter() - start)
+
+    return measure
+
+
 def rank_main(rank: int, port: int, options: argparse.Namespace) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -144,6 +201,9 @@ def rank_main(rank: int, port: int, options: argparse.Namespace) -> None:
         for kind in (Schedule1F1B, ScheduleGPipe):
             name = f"torch {kind.__name__.removeprefix('Schedule')}, M = {parts}"
             candidates[name] = theirs(rank, kind, blocks, options.batch, parts)
+    for parts in MICROBATCHES[:3:2]:
+        candidates[f"replicas, M = {parts}"] = replicated(blocks, options.batch, parts)
+        candidates[f"DDP, M = {parts}"] = data_parallel(blocks, options.batch, parts)
     seconds = slowest(median(alone(module, x, 2.0, False)))
     figures: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(options.rounds):

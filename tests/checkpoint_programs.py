@@ -6,7 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from checkpoint_cases import LOSS, Noisy, batches, ends, halving, model, sgd
+from checkpoint_cases import LOSS, Noisy, batches, ends, halving, model, sgd, weights
 from torch import nn
 
 import spectrain_ext as st
@@ -128,3 +128,50 @@ def numbers(rank, ranks, path):
     if rank == ranks - 1:
         assert all(torch.isfinite(result.loss) for result in results)
     return [result.index for result in results]
+
+
+def replicated(rank, ranks, path):
+    """Stages with replicas: train, stop, go on in another pipeline; then with other replicas.
+
+    Returns what was trained, what went on, and what other cuts and replicas loaded.
+    """
+    counts = [1, 2]
+    stage, replica = [(0, 0), (1, 0), (1, 1)][rank]
+
+    def pipe_of(seed, counts, stage, cuts):
+        torch.manual_seed(4)
+        part = cut_at(model(seed), ends(4, cuts))[stage]
+        return st.Pipeline.from_process_group(
+            part,
+            sgd,
+            LOSS,
+            scheduler=halving,
+            replicas=counts,
+            microbatches=2,
+            share_loss=True,
+            timeout=60.0,
+        )
+
+    def manager_of(seed):
+        return CheckpointManager(f"{path}/replicas", pipe_of(seed, counts, stage, 2), keep=9)
+
+    def trained(manager, count, seed):
+        return [(r.index, r.loss.item()) for r in manager.run(batches(count, seed))]
+
+    first = manager_of(0)
+    trained(first, 5, 0)
+    first.save()
+    expected = trained(first, 4, 1)
+    other = manager_of(7)  # which overwrites the weights that the replicas start with
+    assert other.restore().random
+    assert other.minibatches == 5
+    found = trained(other, 4, 1)
+    states = [weights(manager.pipe) for manager in (first, other)]
+    loaded = []
+    for counts_now, stage_now, cuts in (([2, 1], [0, 0, 1][rank], 2), (None, rank, 3)):
+        pipe = pipe_of(9, counts_now, stage_now, cuts)
+        same_numbers = load(f"{path}/replicas/minibatch-00000005", pipe).random
+        part = next(iter(pipe.children()))
+        state = {part.full_name(k): v.clone() for k, v in part.state_dict().items()}
+        loaded.append((same_numbers, state))
+    return expected, found, states, loaded, replica

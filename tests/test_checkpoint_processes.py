@@ -78,3 +78,26 @@ def test_stopped_and_continued_over_processes_is_never_stopped_in_one(tmp_path):
     load(tmp_path / "one" / "minibatch-00000008", one)
     load(tmp_path / "ranks" / "minibatch-00000008", ranks)
     same(everything(ranks), everything(one))
+
+
+def test_replicas_save_once_and_all_load(tmp_path):
+    made = run_ranks(checkpoint_programs.replicated, 3, str(tmp_path))
+    plain = model(seed=9)
+    load(tmp_path / "replicas" / "minibatch-00000005", plain)
+    expected = plain.state_dict()
+    for losses, again, (state, resumed), loaded, replica in made:
+        assert again == losses  # dropout included
+        assert [index for index, _ in losses] == [5, 6, 7, 8]
+        for key, value in state.items():
+            if replica and ("running" in key or "batches" in key):
+                continue  # module buffers are those of the first replica now
+            assert torch.equal(resumed[key], value), key
+        for same_numbers, found in loaded:
+            assert not same_numbers
+            assert all(torch.equal(value, expected[key]) for key, value in found.items())
+    names = [set(found) for _, _, _, loaded, _ in made for _, found in loaded[1:]]
+    assert set.union(*names) == set(expected)
+    pipe = pipeline(4, seed=3)
+    assert not load(tmp_path / "replicas" / "minibatch-00000005", pipe).random
+    for key, value in expected.items():
+        assert torch.equal(everything(pipe)[key], value)

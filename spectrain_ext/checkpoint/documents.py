@@ -134,12 +134,13 @@ _SHAPE: dict[str, tuple[type, dict[str, type | tuple[type, ...]] | None]] = {
         {"stage": int, "parameters": list, "optimizer": (dict, type(None)), "random": list},
     ),
     "processes": (list, {"random": list}),
+    "replicas": (list, {"stage": int, "replica": int, "random": list}),
 }
 
 
 def _check(body: Json, path: Path) -> None:
     for key, (kind, members) in _SHAPE.items():
-        found = body.get(key)
+        found = body.get(key, [] if key == "replicas" else None)  # older ones have none
         if not isinstance(found, kind):
             raise CheckpointError(
                 f"{path}: {key}: expected a {kind.__name__}, got {type(found).__name__}"

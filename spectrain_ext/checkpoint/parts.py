@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.pipeline import Pipeline
+from spectrain_ext.rank_pipeline import RankPipeline
 from spectrain_ext.rng import StageRandom
 
 
@@ -36,6 +37,8 @@ class Part:
         scheduler: of the optimizer.
         random: the stage's generators; None: it uses the process's.
         masters: wider weights of narrow parameters, which an optimizer updates instead.
+        replica: which replica of the stage this is; the first one speaks for all.
+        replicas: how many there are.
     """
 
     stage: int
@@ -45,6 +48,8 @@ class Part:
     scheduler: Scheduler | None
     random: StageRandom | None
     masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    replica: int = 0
+    replicas: int = 1
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and persistent buffers under the model's names.
@@ -98,6 +103,9 @@ def parts_of(
     target.check_drained("a checkpoint")
     begin = target.first_stage if first_stage is None else first_stage
     masters = target.masters(bind)
+    replica, replicas = 0, 1
+    if isinstance(target, RankPipeline):
+        replica, replicas = target.replica, target.replicas[target.first_stage]
     parts = []
     optimizers = list(target.optimizers)
     schedulers = {id(s.optimizer): s for s in target.schedulers}
@@ -114,6 +122,8 @@ def parts_of(
                 schedulers.get(id(found)),
                 target.random[k],
                 {p: master for p, master in masters.items() if p in own},
+                replica,
+                replicas,
             )
         )
     return parts

@@ -17,9 +17,10 @@ from spectrain_ext.checkpoint.parts import Part
 
 
 def stage_states(part: Part) -> dict[str, Tensor]:
-    """Return the states of a stage's own generators."""
+    """Return the states of a stage's own generators; each of its replicas has some."""
     states = [] if part.random is None else part.random.states()
-    return {f"random.stage{part.stage}.{k}": state for k, state in enumerate(states)}
+    owner = f"stage{part.stage}" + (f".replica{part.replica}" if part.replica else "")
+    return {f"random.{owner}.{k}": state for k, state in enumerate(states)}
 
 
 def process_states(rank: int, parts: Sequence[Part]) -> dict[str, Tensor]:
@@ -63,7 +64,9 @@ def matching(body: Json, parts: Sequence[Part], rank: int, size: int) -> tuple[l
         stage = stages.get(part.stage, {"parameters": (), "random": ()})
         mine = list(stage_states(part))
         alike &= stage["parameters"] == list(part.parameter_names().values())
-        alike &= set(stage["random"]) == set(mine)
+        others = [r for r in body.get("replicas", ()) if r["stage"] == part.stage]
+        saved = {0: stage["random"], **{r["replica"]: r["random"] for r in others}}
+        alike &= len(saved) == part.replicas and set(saved.get(part.replica, ())) == set(mine)
         keys += mine
     keys = keys if alike else []
     same_processes = alike and len(body["processes"]) == size

@@ -203,7 +203,15 @@ def _collected(parts: list[Part], rank: int) -> tuple[dict[str, Tensor], Json]:
     """Return the tensors of a process's stages, and what it has to say about them."""
     tensors: dict[str, Tensor] = {}
     stages = []
+    replicas = []
     for part in parts:
+        if part.replica:  # the first one has the same, but for random numbers
+            generators = random.stage_states(part)
+            tensors.update(generators)
+            replicas.append(
+                {"stage": part.stage, "replica": part.replica, "random": list(generators)}
+            )
+            continue
         tensors.update((f"model.{name}", tensor.detach()) for name, tensor in part.tensors())
         tensors.update((f"master.{name}", tensor) for name, tensor in part.wide().items())
         state, optimizer = optimizers.saved(part)
@@ -224,7 +232,12 @@ def _collected(parts: list[Part], rank: int) -> tuple[dict[str, Tensor], Json]:
         )
     process = random.process_states(rank, parts)
     tensors.update(process)
-    return tensors, {"stages": stages, "random": list(process), "keys": list(tensors)}
+    return tensors, {
+        "stages": stages,
+        "replicas": replicas,
+        "random": list(process),
+        "keys": list(tensors),
+    }
 
 
 def _merged(found: list[Json]) -> Json:
@@ -242,5 +255,6 @@ def _merged(found: list[Json]) -> Json:
         "extra": found[0]["extra"],
         "torch": found[0]["torch"],
         "stages": [stage for document in found for stage in document["stages"]],
+        "replicas": [replica for document in found for replica in document["replicas"]],
         "processes": [{"random": d["random"], "sampler": d["sampler"]} for d in found],
     }
