@@ -56,7 +56,7 @@ class RankPipeline(Pipeline):
         replicas: ranks of each stage, one number for all or one per stage; None: one. Ranks are
             numbered stage by stage, replica by replica, and replica c of r runs microbatches c, c +
             r, c + 2r, ... of every minibatch: r divides ``microbatches``. Replicas must start from
-            the same weights, which is checked; module buffers are each one's own.
+            the same weights, which is checked once, here; module buffers are each one's own.
         group: all ranks, stage by stage; None: the default group.
         device: where the stage is moved; None: where it is. Either all ranks have the CPU (messages
             go by gloo) or all have a CUDA device (NCCL, and gloo for what is said about them).
@@ -215,11 +215,11 @@ class RankPipeline(Pipeline):
             trace: records when this rank's actions run.
 
         Yields:
-            On the last rank a ``Result`` per minibatch as soon as its loss has been issued, on the
-            last stage's replicas before its update; on others after this stage's update, and asking
-            it for the loss raises RuntimeError unless losses are shared. Leaving the loop on rank 0
-            ends the run of all ranks; on any other the rest of the run is trained on within
-            ``close()``.
+            On the last rank a ``Result`` per minibatch as soon as its loss has been issued, or with
+            replicas of the last stage after its update there; on others after this stage's update,
+            and asking it for the loss raises RuntimeError unless losses are shared. Leaving the
+            loop on rank 0 ends the run of all ranks; on any other the rest of the run is trained on
+            within ``close()``.
 
         Raises:
             RankError: another rank has failed, or one has let this one wait for too long. Every

@@ -199,6 +199,34 @@ def overlap(rank, ranks):
     return events
 
 
+class Choosy(nn.Module):
+    """Has a parameter that some microbatches use, and one that none does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.sometimes = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.never = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y * self.sometimes if x[0, 0] > 0 else y
+
+
+def choosy(rank, ranks):
+    """Weights, updates of the parameter that is used sometimes, and of bfloat16 with masters."""
+    part = Choosy()
+    list(make(rank, [2], "gpipe", part=part, microbatches=2).run(data(9)))
+    narrow = stages(1, layers=2)[0].to(torch.bfloat16)
+    pipe = make(rank, [2], part=narrow, optimizer=sgd, microbatches=2, master_dtype=torch.float32)
+    before = copy.deepcopy(narrow.state_dict())
+    list(pipe.run((x.bfloat16(), y.bfloat16()) for x, y in data(6)))
+    masters = [pipe.masters()[p].clone() for p in narrow.parameters()]
+    moved = [not torch.equal(before[key], p) for key, p in narrow.state_dict().items()]
+    return part.state_dict(), masters, moved
+
+
 def against_ddp(rank, ranks):
     """Weights after training one stage with two replicas, and by DDP with half the batch each."""
     module = stages(1, layers=3)[0]

@@ -205,6 +205,21 @@ def test_gradients_are_summed_while_the_backward_runs():
         assert sums[-1] < kinds.index("step")
 
 
+def test_parameters_that_not_every_replica_has_a_gradient_of():
+    part = replica_programs.Choosy()
+    pipe = st.Pipeline([part], sgd, mse, "gpipe", microbatches=2)
+    list(pipe.run(data(9)))
+    (first, masters, moved), (second, others, _) = run_ranks(replica_programs.choosy, 2)
+    for name, tensor in part.state_dict().items():
+        torch.testing.assert_close(first[name], tensor, rtol=1e-12, atol=1e-14)
+        assert torch.equal(first[name], second[name]), name
+    assert torch.equal(first["never"], torch.ones_like(first["never"]))  # not even decayed
+    assert not torch.equal(first["sometimes"], torch.ones_like(first["sometimes"]))
+    # bfloat16 parameters: gradients are summed in their dtype
+    assert all(moved)
+    assert all(map(torch.equal, masters, others))
+
+
 def test_one_stage_with_two_replicas_is_data_parallel_training():
     for theirs, own, expected, found in run_ranks(replica_programs.against_ddp, 2):
         assert own == pytest.approx(theirs, rel=1e-12)
