@@ -15,7 +15,7 @@ import spectrain_ext as st
 from spectrain_ext import gradient_sum
 
 WIDTH = 5
-RUNS = [(7, 8, 5), (4, 8, 3)]  # minibatches, samples of each, samples of the last
+RUNS = [(6, 12, 5), (4, 12, 3)]  # minibatches, samples of each, samples of the last
 mse = nn.functional.mse_loss
 
 
