@@ -118,6 +118,17 @@ def apart(rank, ranks, methods, runs):
     return found
 
 
+def endless(rank, ranks, timeout, mark, after):
+    """Train until something ends it; opens a FIFO when that may be."""
+    pipe = st.Pipeline.from_process_group(
+        stages(ranks)[rank], optimizer, nn.functional.mse_loss, "vanilla", timeout=timeout
+    )
+    for result in pipe.run(data(10**5)):
+        if rank == ranks - 1 and result.index == after:
+            with open(mark, "w"):
+                pass
+
+
 def small(rank, ranks, method="vanilla", make=optimizer, **settings):
     """A pipeline of this rank's stage."""
     return st.Pipeline.from_process_group(

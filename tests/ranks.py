@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from spectrain_ext.benchmark.slow_link import Host
+
 _DEADLINE = 120.0
 
 
@@ -37,21 +39,27 @@ def _main(
     port: int,
     folder: str,
     pipe: Any,
+    hosts: tuple[Host, ...] | None,
     args: tuple[Any, ...],
 ) -> None:
     out = os.open(f"{folder}/{rank}.err", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    address = "127.0.0.1"
+    if hosts is not None:
+        hosts[rank].enter()
+        os.environ["GLOO_SOCKET_IFNAME"] = hosts[rank].interface
+        address = hosts[0].address
     torch.set_num_threads(1)
     if port:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        store = dist.TCPStore(address, port, is_master=False)
     elif rank == 0:  # the store lives and dies with rank 0, as without torchrun
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         for _ in range(ranks - 1):
             pipe.send(store.port)
     else:
-        store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False)
+        store = dist.TCPStore(address, pipe.recv(), is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
@@ -75,11 +83,18 @@ class Ranks:
         ranks: their number.
         args: more arguments.
         keeper: whether this process keeps the store, as torchrun does, or rank 0.
+        hosts: where each rank is, None: all here; without a keeper only.
     """
 
     def __init__(
-        self, program: Callable[..., Any], ranks: int, *args: Any, keeper: bool = True
+        self,
+        program: Callable[..., Any],
+        ranks: int,
+        *args: Any,
+        keeper: bool = True,
+        hosts: tuple[Host, ...] | None = None,
     ) -> None:
+        assert hosts is None or not keeper
         self._folder = tempfile.TemporaryDirectory()
         self._store = None
         if keeper:
@@ -98,6 +113,7 @@ class Ranks:
                     port,
                     self._folder.name,
                     theirs if rank == 0 else ours,
+                    hosts,
                     args,
                 ),
                 daemon=True,
@@ -141,10 +157,14 @@ class Ranks:
 
 
 def run_ranks(
-    program: Callable[..., Any], ranks: int, *args: Any, keeper: bool = True
+    program: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    keeper: bool = True,
+    hosts: tuple[Host, ...] | None = None,
 ) -> list[Any]:
     """Run the program on all ranks, expect success, return what each returned."""
-    ends = Ranks(program, ranks, *args, keeper=keeper).join()
+    ends = Ranks(program, ranks, *args, keeper=keeper, hosts=hosts).join()
     for rank, end in enumerate(ends):
         assert end.code == 0, f"rank {rank} ended with {end.code}:\n{end.error}"
     return [end.value for end in ends]

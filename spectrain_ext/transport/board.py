@@ -72,7 +72,7 @@ class Board:
         self._cause: Cause | None = None
         self._asking: float | None = None  # since when the thread waits for the store
         self._wake = threading.Event()
-        self._hurried = False
+        self._hurried = self._parting = False
         self._over = threading.Event()  # of the run
         self._must_end_by: float | None = None
 
@@ -134,7 +134,7 @@ class Board:
         self._ending = "ending the run"
         self._beats = [Beat(b"", monotonic()) for _ in range(self.ranks)]
         self._asking = self._must_end_by = None
-        self._hurried = False
+        self._hurried = self._parting = False
         self._over = over = threading.Event()
         threads = [
             threading.Thread(target=self._watch, args=(over,), name="spectrain board", daemon=True),
@@ -220,6 +220,7 @@ class Board:
                 if r != self.rank and (needed == 0 or self._beats[r].phase < goal):
                     self._wait_for_phase(r, goal)
         if self.rank != 0:
+            self._parting = True
             self._phase += 1
             said = self._said
             self.wait(lambda: self._said > said + 1, 0, "the store")
@@ -386,7 +387,11 @@ class Board:
                 self._asking = None
                 self._pause()
         except (RuntimeError, ValueError):
-            if not over.is_set():
+            if self._parting:  # rank 0 has heard what it waits for, and left before its answer came
+                with self.changed:
+                    self._said += 2
+                    self.changed.notify_all()
+            elif not over.is_set():
                 self._learn(self._without_store())
 
     def _guard(self, over: threading.Event) -> None:

@@ -1,0 +1,169 @@
+"""SlowLink: two network namespaces on one machine, and a link between them that delays and loses.
+
+The kernel's own means is netem, which small kernels leave out. Here the two ends are tunnel devices
+and a process carries the packets: real TCP over a real link, whose other side takes its time.
+
+Run as a program this file is that process; it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import itertools
+import os
+import random
+import select
+import shutil
+import struct
+import subprocess
+import sys
+from collections import deque
+from time import monotonic
+from types import TracebackType
+from typing import NamedTuple
+
+_TUNSETIFF = 0x400454CA
+_TUN, _NO_PACKET_INFO = 0x0001, 0x1000
+_CLONE_NEWNET = 0x40000000
+_count = itertools.count()
+
+
+class Host(NamedTuple):
+    """One side of the link.
+
+    Attributes:
+        namespace: its name, for ``ip netns exec``.
+        interface: its end of the link, for ``GLOO_SOCKET_IFNAME``.
+        address: of that.
+    """
+
+    namespace: str
+    interface: str
+    address: str
+
+    def enter(self) -> None:
+        """Move this process there; it must not have started a thread that talks already.
+
+        Raises:
+            OSError: without the right to.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        handle = os.open(f"/run/netns/{self.namespace}", os.O_RDONLY)
+        try:
+            if libc.setns(handle, _CLONE_NEWNET) != 0:
+                number = ctypes.get_errno()
+                raise OSError(number, f"setns: {os.strerror(number)}")
+        finally:
+            os.close(handle)
+
+
+class SlowLink:
+    """Two hosts and the link between them, inside ``with``.
+
+    Args:
+        delay: seconds that a packet takes, one way.
+        loss: share of packets that do not arrive.
+        seed: of the choice of these.
+
+    Attributes:
+        hosts: the two sides.
+
+    Raises:
+        OSError: this machine or this user cannot have one; the message says why.
+    """
+
+    def __init__(self, delay: float, loss: float = 0.0, seed: int = 0) -> None:
+        self._arguments = [str(delay), str(loss), str(seed)]
+        self._carrier: subprocess.Popen[bytes] | None = None
+        name = f"st{os.getpid()}n{next(_count)}"
+        self.hosts = tuple(Host(f"{name}{s}", f"{name}{s}"[-15:], f"10.213.0.{s}") for s in (1, 2))
+
+    def __enter__(self) -> SlowLink:
+        if shutil.which("ip") is None:
+            raise OSError("there is no program ip (of iproute2)")
+        ends: list[int] = []
+        try:
+            for host in self.hosts:
+                _run("ip", "netns", "add", host.namespace)
+                ends.append(_tunnel(host.interface))
+                _run("ip", "link", "set", host.interface, "netns", host.namespace)
+                self._ip(host, "addr", "add", f"{host.address}/24", "dev", host.interface)
+                self._ip(host, "link", "set", "lo", "up")
+                self._ip(host, "link", "set", host.interface, "up")
+            command = [sys.executable, __file__, *map(str, ends), *self._arguments]
+            self._carrier = subprocess.Popen(command, pass_fds=ends)
+        except BaseException:
+            self._remove()
+            raise
+        finally:
+            for end in ends:
+                os.close(end)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    def cut(self) -> None:
+        """Pull the plug: nothing arrives any more, and nobody is told."""
+        for host in self.hosts:
+            self._ip(host, "link", "set", host.interface, "down")
+
+    def _ip(self, host: Host, *arguments: str) -> None:
+        _run("ip", "-n", host.namespace, *arguments)
+
+    def _remove(self) -> None:
+        if self._carrier is not None:
+            self._carrier.kill()
+            self._carrier.wait()
+        for host in self.hosts:
+            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _tunnel(name: str) -> int:
+    """A new tunnel device; what is written to the file arrives there, and the other way round."""
+    end = os.open("/dev/net/tun", os.O_RDWR)
+    try:
+        fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH", name.encode(), _TUN | _NO_PACKET_INFO))
+    except OSError as error:
+        os.close(end)
+        raise OSError(error.errno, f"/dev/net/tun: {error.strerror}") from error
+    return end
+
+
+def _carry(ends: tuple[int, int], delay: float, loss: float, seed: int) -> None:
+    """Hand every packet on after the delay, until the devices are gone."""
+    draw = random.Random(seed)
+    other = {ends[0]: ends[1], ends[1]: ends[0]}
+    under_way: deque[tuple[float, int, bytes]] = deque()
+    while True:
+        wait = max(0.0, under_way[0][0] - monotonic()) if under_way else None
+        readable, _, _ = select.select(ends, [], [], wait)
+        for end in readable:
+            try:
+                packet = os.read(end, 1 << 16)
+            except OSError:
+                return
+            if draw.random() >= loss:
+                under_way.append((monotonic() + delay, other[end], packet))
+        while under_way and under_way[0][0] <= monotonic():
+            _, end, packet = under_way.popleft()
+            try:
+                os.write(end, packet)
+            except OSError:  # the link is down
+                continue
+
+
+if __name__ == "__main__":
+    _carry((int(sys.argv[1]), int(sys.argv[2])), *map(float, sys.argv[3:5]), int(sys.argv[5]))
