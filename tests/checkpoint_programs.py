@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from checkpoint_cases import LOSS, Noisy, batches, ends, halving, model, sgd, we
 from torch import nn
 
 import spectrain_ext as st
+from spectrain_ext import rank_pipeline
 from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, load, save
 from spectrain_ext.data.sampler import ShuffledSampler
 from spectrain_ext.partitioning import Slice, cut_at
@@ -127,7 +129,7 @@ def numbers(rank, ranks, path):
     results = [result for _ in range(2) for result in manager.run(batches(3))]
     if rank == ranks - 1:
         assert all(torch.isfinite(result.loss) for result in results)
-    return [result.index for result in results]
+    return [result.index for result in results], manager.sampler.position
 
 
 def replicated(rank, ranks, path):
@@ -175,3 +177,22 @@ def replicated(rank, ranks, path):
         state = {part.full_name(k): v.clone() for k, v in part.state_dict().items()}
         loaded.append((same_numbers, state))
     return expected, found, states, loaded, replica
+
+
+def runs_script(rank, ranks, script, folder):
+    """Run a script that makes its own process group, with the one that there is."""
+    os.chdir(folder)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    dist.rendezvous = lambda _: [(dist.HashStore(), rank, ranks)]
+    dist.init_process_group = lambda *_, **__: None
+    runpy.run_path(script, run_name="__main__")
+
+
+def same_store(rank, ranks):
+    """Two starts of the same pipeline, as a store that outlives them sees it; returns the error."""
+    manager_of(".", rank, ranks, 0)
+    rank_pipeline._made.clear()
+    try:
+        manager_of(".", rank, ranks, 0)
+    except RuntimeError as error:
+        return str(error)

@@ -67,9 +67,7 @@ def test_the_same_bits_over_a_slow_link_that_loses_packets(link):
     torch.set_num_threads(1)
     methods, runs = ["spectrain", "1f1b"], [(9, 8, 5), (3,)]
     near, far = link.hosts
-    found = run_ranks(
-        rank_pipelines.apart, 3, methods, runs, keeper=False, hosts=(near, near, far)
-    )
+    found = run_ranks(rank_pipelines.apart, 3, methods, runs, keeper=False, hosts=(near, near, far))
     for method in methods:
         losses, states, _ = rank_pipelines.together(method, 3, runs)
         assert found[-1][method][0] == losses

@@ -166,4 +166,5 @@ def _carry(ends: tuple[int, int], delay: float, loss: float, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    _carry((int(sys.argv[1]), int(sys.argv[2])), *map(float, sys.argv[3:5]), int(sys.argv[5]))
+    one, other = int(sys.argv[1]), int(sys.argv[2])
+    _carry((one, other), float(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))

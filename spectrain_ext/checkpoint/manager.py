@@ -42,6 +42,7 @@ class CheckpointManager:
     Attributes:
         minibatches: how many have been trained on, over all runs.
         pipe: as given.
+        sampler: as given; after a run a ``ShuffledSampler`` is where training is, in all processes.
         directory: as given, absolute.
 
     Raises:
@@ -77,7 +78,7 @@ class CheckpointManager:
         self.directory = Path(directory).absolute()
         self.pipe = pipe
         self.minibatches = 0
-        self._sampler = sampler
+        self.sampler = sampler
         self._every = every_minibatches
         self._seconds = every_seconds
         self._keep = keep
@@ -131,7 +132,7 @@ class CheckpointManager:
         loaded = load(
             path,
             self.pipe,
-            sampler=self._sampler,
+            sampler=self.sampler,
             first_stage=self._first_stage,
             process_group=self._group,
         )
@@ -170,9 +171,7 @@ class CheckpointManager:
             CheckpointError, OSError: a save failed, with ``asynchronous`` an earlier one; the
                 checkpoints before it are whole. Else what ``pipe.run`` raises.
         """
-        if isinstance(self._sampler, ShuffledSampler):
-            # What a loader asked for in advance, before the last run was left, comes again.
-            self._sampler.position = self._offset + self.minibatches
+        self._rewind()  # what a loader asked for before the last run failed comes again
         source = _Source(() if batches is None else batches)
         ended = False
         while not ended:
@@ -200,7 +199,15 @@ class CheckpointManager:
         self._failed = False
         if due:
             self.save()
-        return found[0][2] or any(last for _, _, last in found[1:])
+        ended = found[0][2] or any(last for _, _, last in found[1:])
+        if ended:
+            self._rewind()
+        return ended
+
+    def _rewind(self) -> None:
+        """Let the sampler say how far training is: no loader asks those of ranks in the middle."""
+        if isinstance(self.sampler, ShuffledSampler):
+            self.sampler.position = self._offset + self.minibatches
 
     def _segment(self, source: _Source) -> Iterator[object]:
         """Hand over batches until a save is due."""
@@ -279,12 +286,12 @@ class CheckpointManager:
     # A loader with workers asks the sampler for batches that nobody has trained on yet.
 
     def _position(self) -> int:
-        return self._sampler.position if isinstance(self._sampler, ShuffledSampler) else 0
+        return self.sampler.position if isinstance(self.sampler, ShuffledSampler) else 0
 
     def _positioned(self) -> Sampler | None:
-        if isinstance(self._sampler, ShuffledSampler):
-            return self._sampler.at(self._offset + self.minibatches)
-        return self._sampler
+        if isinstance(self.sampler, ShuffledSampler):
+            return self.sampler.at(self._offset + self.minibatches)
+        return self.sampler
 
 
 class _Source:

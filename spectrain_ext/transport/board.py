@@ -37,6 +37,9 @@ class Board:
 
     Attributes:
         changed: notified by whoever fulfils what ``wait`` waits for.
+
+    Raises:
+        RuntimeError: the store still has what this rank said in an earlier start.
     """
 
     def __init__(
@@ -58,6 +61,12 @@ class Board:
         self._patient_store = store  # ranks may start minutes apart
         for connection in (self._store, self._threads_store):
             connection.set_timeout(patience)
+        if self._store.check([f"settings/{rank}"]):
+            raise RuntimeError(
+                "the process group's store has outlived a restart, and still has what this rank "
+                "said before; give init_process_group a store whose prefix is "
+                "TORCHELASTIC_RESTART_COUNT, as docs/checkpoints.md does"
+            )
         if rank == 0:
             self._store.set(_FAILED, "")
         self._keys = [f"beat/{r}" for r in range(ranks)]
