@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import click
 from torch import nn
@@ -96,23 +97,37 @@ def build_pipeline(
     *,
     devices: Sequence[str] | None = None,
     scheduler: Callable[[PredictingOptimizer], LambdaLR] | None = None,
+    rank: int | None = None,
 ) -> Pipeline:
     """Return the pipeline of a method, with everything that the settings say of it.
+
+    Args:
+        settings: of the comparison.
+        method: one that works with them.
+        modules: all stages.
+        devices: one per stage; None: where the stages are.
+        scheduler: makes a stage's learning-rate scheduler.
+        rank: the stage that is this process's; None: it has all of them.
 
     Raises:
         ValueError: the method does not work with the settings.
     """
-    return Pipeline(
-        modules,
-        optimizer=lambda parameters: make_optimizer(settings, method, parameters),
-        loss_fn=mean_loss,
-        method=method,
-        devices=devices,
-        scheduler=scheduler,
-        microbatches=settings.microbatches,
-        window=window_of(method, settings),
-        clip_norm=settings.clip_norm,
-        recompute=settings.recompute,
+    more: dict[str, Any] = {
+        "scheduler": scheduler,
+        "microbatches": settings.microbatches,
+        "window": window_of(method, settings),
+        "clip_norm": settings.clip_norm,
+        "recompute": settings.recompute,
+    }
+
+    def optimizer(parameters: list[nn.Parameter]) -> PredictingOptimizer:
+        return make_optimizer(settings, method, parameters)
+
+    if rank is None:
+        return Pipeline(modules, optimizer, mean_loss, method, devices, **more)
+    device = None if devices is None else devices[rank]
+    return Pipeline.from_process_group(
+        modules[rank], optimizer, mean_loss, method, device=device, **more
     )
 
 

@@ -48,10 +48,11 @@ class TrainSettings:
     threads: int
 
 
-def choose_devices(given: str, stages: int) -> tuple[str, ...]:
+def choose_devices(given: str, stages: int, local_rank: int = 0) -> tuple[str, ...]:
     """Return one device name per stage from a list with commas, of at most ``stages`` names.
 
-    Fewer devices than stages take contiguous runs of stages each.
+    Fewer devices than stages take contiguous runs of stages each. ``local_rank`` is the number of
+    the CUDA device that is meant where none is given.
 
     Raises:
         click.BadParameter: a name torch does not know, a device that is not there, or too many.
@@ -75,7 +76,8 @@ def choose_devices(given: str, stages: int) -> tuple[str, ...]:
                 f"entry {position} is {name!r}, expected cpu, cuda or cuda:<number>",
                 param_hint=hint,
             )
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        index = local_rank if device.index is None else device.index
+        if device.type == "cuda" and index >= torch.cuda.device_count():
             raise click.BadParameter(
                 f"entry {position} is {name!r}, but torch sees {torch.cuda.device_count()} CUDA "
                 "devices ('spectrain doctor' says why)",

@@ -11,7 +11,7 @@ import torch
 from click.core import ParameterSource
 from rich.console import Console
 
-from spectrain_ext import StageError
+from spectrain_ext import RankError, StageError
 from spectrain_ext.cli.presets import DATA_SETS, DEFAULT_MODEL, MODELS, models_for, preset
 from spectrain_ext.cli.selection import (
     all_asked,
@@ -22,14 +22,30 @@ from spectrain_ext.cli.selection import (
 from spectrain_ext.cli.settings import TrainSettings, choose_devices, choose_window, finite
 from spectrain_ext.cli.train_runs import report, train_all
 from spectrain_ext.cli.workload import build_stages, load_data
-from spectrain_ext.report import require_matplotlib, summarize
+from spectrain_ext.cli.world import World
+from spectrain_ext.data import Split
+from spectrain_ext.report import Run, require_matplotlib, summarize
 
 _POSITIVE = click.IntRange(min=1)
 _COUNT = click.IntRange(min=0)
 _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 
 
+class _OnceToldCommand(click.Command):
+    """Of several processes that were given the same, only the first complains of it."""
+
+    def make_context(self, *args: Any, **more: Any) -> click.Context:
+        """Parse the arguments."""
+        try:
+            return super().make_context(*args, **more)
+        except click.UsageError as error:
+            if World.of_environment().first:
+                raise
+            raise click.exceptions.Exit(error.exit_code) from error
+
+
 @click.command(
+    cls=_OnceToldCommand,
     context_settings={"show_default": True},
     epilog="What has no default here depends on --data, --model and --quick; results.json has what "
     "was used. Finished runs are kept in --out: the same command with the same --out goes on "
@@ -46,7 +62,12 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     type=click.Choice(MODELS),
     help="[default: residual-mlp for digits, resnet for cifar10, gpt for text]",
 )
-@click.option("--stages", type=_POSITIVE, default=8, help="Parts the model is cut into.")
+@click.option(
+    "--stages",
+    type=_POSITIVE,
+    default=8,
+    help="Parts the model is cut into; under torchrun as many as there are processes.",
+)
 @click.option(
     "--method",
     "-m",
@@ -59,7 +80,8 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--devices",
     default="cpu",
-    help="One device, or several with commas (cuda:0,cuda:1): each takes a run of stages.",
+    help="One device, or several with commas (cuda:0,cuda:1): each takes a run of stages. Under "
+    "torchrun cuda is the one of the process's local rank.",
 )
 @click.option("--seeds", type=_POSITIVE, help="Train with seeds 0 to this, less one.")
 @click.option("--seed", "seed_list", type=int, multiple=True, help="Exactly this seed; repeatable.")
@@ -136,16 +158,52 @@ def train(
 
     All methods start from the same weights and see the same minibatches under the same settings.
     """
-    console = Console()
-    data_name, stages = options["data"], options["stages"]
-    model = _choose_model(data_name, model)
-    _check_data_dir(data_name, options["data_dir"])
-    defaults = preset(data_name, model, quick=quick)
+    world = World.of_environment()
+    console = Console(quiet=not world.first)
+    asked = _Asked(method_names, model, devices, seeds, seed_list, window_text, quick, options)
+    with world.joined(cuda="cuda" in devices):
+        with world.agreed():
+            settings, left_out = _settle(context, asked, world, console)
+        folder = Path(world.tell(str(out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S"))))
+        data = _load(settings, cache_dir or folder.parent / "data-cache", world)
+        for name, reason in left_out.items():
+            console.print(f"Left out: [bold]{name}[/] ({reason})", highlight=False)
+        with world.agreed():
+            if world.first:
+                _make_folder(folder)
+        results = summarize(_trained(settings, data, folder, console, world))
+        if world.first:
+            report(folder, settings, data, results, left_out, console, world)
+
+
+@dataclasses.dataclass
+class _Asked:
+    """The command line, as far as it does not say where files are."""
+
+    method_names: Sequence[str]
+    model: str | None
+    devices: str
+    seeds: int | None
+    seed_list: Sequence[int]
+    window_text: str | None
+    quick: bool
+    options: dict[str, Any]
+
+
+def _settle(
+    context: click.Context, asked: _Asked, world: World, console: Console
+) -> tuple[TrainSettings, dict[str, str]]:
+    """Fill in what was not given, check all of it; returns what is left out as well."""
+    options = asked.options
+    options["stages"] = stages = _choose_stages(context, options["stages"], world)
+    model = _choose_model(options["data"], asked.model)
+    _check_data_dir(options["data"], options["data_dir"])
+    defaults = preset(options["data"], model, quick=asked.quick)
     for field in dataclasses.fields(defaults):
         if field.name != "seeds" and options[field.name] is None:
             options[field.name] = getattr(defaults, field.name)
-    chosen = choose_methods(method_names)
-    leave_out = all_asked(method_names)
+    chosen = choose_methods(asked.method_names)
+    leave_out = all_asked(asked.method_names)
     if not leave_out and not _given(context, "microbatches"):
         options["microbatches"] = microbatches_for(chosen, stages)
         if options["microbatches"] > 1:
@@ -153,35 +211,63 @@ def train(
     settings = TrainSettings(
         model=model,
         methods=chosen,
-        seeds=tuple(dict.fromkeys(seed_list)) or tuple(range(seeds or defaults.seeds)),
-        devices=choose_devices(devices, stages),
-        window=choose_window(window_text, stages),
+        seeds=tuple(dict.fromkeys(asked.seed_list)) or tuple(range(asked.seeds or defaults.seeds)),
+        devices=choose_devices(asked.devices, stages, world.local_rank),
+        window=choose_window(asked.window_text, stages),
         **options,
     )
     _check_optimizer(context, settings)
     try:
-        settings, left_out = fitting(settings, leave_out=leave_out)
         require_matplotlib()
-        folder = out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
-        data = load_data(settings, cache_dir or folder.parent / "data-cache")
-        build_stages(settings, stages, settings.seeds[0], data)
-    except (ModuleNotFoundError, ValueError, OSError) as error:
+        return fitting(settings, leave_out=leave_out)
+    except (ModuleNotFoundError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-    for name, reason in left_out.items():
-        console.print(f"Left out: [bold]{name}[/] ({reason})", highlight=False)
-    _make_folder(folder)
+
+
+def _load(settings: TrainSettings, cache: Path, world: World) -> Split:
+    """Read the data on every rank, the first of a machine before others, and try the model."""
+    data = None
+    for turn in (True, False):
+        with world.agreed():
+            if (world.local_rank == 0) == turn:
+                try:
+                    data = load_data(settings, cache)
+                    build_stages(settings, settings.stages, settings.seeds[0], data)
+                except (ModuleNotFoundError, ValueError, OSError) as error:
+                    raise click.ClickException(str(error)) from error
+    assert data is not None
+    return data
+
+
+def _trained(
+    settings: TrainSettings, data: Split, folder: Path, console: Console, world: World
+) -> list[Run]:
     threads_before = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
-        results = summarize(train_all(settings, data, folder, console))
-    except StageError as error:
-        raise click.ClickException(_with_cause(error)) from error
+        return train_all(settings, data, folder, console, world)
+    except (StageError, RankError) as error:
+        if world.tells(error):
+            raise click.ClickException(_in_words(error)) from error
+        raise click.exceptions.Exit(1) from error
     except KeyboardInterrupt:
         console.print(f"Finished runs are kept. To go on: the same again, with --out {folder}")
-        raise
+        if world.first:
+            raise
+        raise click.exceptions.Exit(1) from None
     finally:
         torch.set_num_threads(threads_before)
-    report(folder, settings, data, results, left_out, console)
+
+
+def _choose_stages(context: click.Context, stages: int, world: World) -> int:
+    if not world.together:
+        return stages
+    if _given(context, "stages") and stages != world.size:
+        raise click.BadParameter(
+            f"expected {world.size}, one for each process that torchrun started, got {stages}",
+            param_hint="'--stages'",
+        )
+    return world.size
 
 
 def _given(context: click.Context, option: str) -> bool:
@@ -237,6 +323,8 @@ def _make_folder(folder: Path) -> None:
         ) from error
 
 
-def _with_cause(error: BaseException) -> str:
+def _in_words(error: StageError | RankError) -> str:
     cause = error.__cause__
-    return f"{error} ({type(cause).__name__}: {cause})" if cause else str(error)
+    if cause is None or isinstance(error, RankError):  # which has the first cause in its words
+        return str(error)
+    return f"{error} ({type(cause).__name__}: {cause})"

@@ -7,12 +7,22 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from spectrain_ext import __version__
 from spectrain_ext.cli.compare import count_updates, train_once
 from spectrain_ext.cli.selection import stages_of
 from spectrain_ext.cli.settings import TrainSettings
+from spectrain_ext.cli.world import World
 from spectrain_ext.data import Split, count_batches
 from spectrain_ext.method import find_method
 from spectrain_ext.report import (
@@ -31,37 +41,57 @@ from spectrain_ext.report import (
 _NOT_OF_A_RUN = ("methods", "seeds", "data_dir")
 
 
-def train_all(settings: TrainSettings, data: Split, folder: Path, console: Console) -> list[Run]:
+class _Rate(ProgressColumn):
+    """Minibatches per second, of late."""
+
+    def render(self, task: Task) -> Text:
+        """Return the rate, empty as long as it is not known."""
+        return Text("" if task.speed is None else f"{task.speed:.0f}/s")
+
+
+def train_all(
+    settings: TrainSettings, data: Split, folder: Path, console: Console, world: World
+) -> list[Run]:
     """Train every method with every seed; finished runs are read from ``folder``, new ones kept.
+
+    Returns:
+        The runs on rank 0; on others none.
 
     Raises:
         StageError: training failed inside a stage; the runs before it are kept.
+        RankError: another rank failed; likewise.
     """
-    store = RunStore(folder / "runs", {**describe(settings, data), **_versions()})
+    store = RunStore(folder / "runs", {**describe(settings, data, world), **_versions()})
     per_run = count_updates(settings, data)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
+        _Rate(),
         TimeRemainingColumn(),
     )
     runs = []
     found = 0
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=not world.first) as progress:
         task = progress.add_task("", total=per_run * len(settings.seeds) * len(settings.methods))
         # seeds outside: when it is interrupted or watched, the methods advance together
         for number, seed in enumerate(settings.seeds, start=1):
             for method in settings.methods:
                 label = f"seed {number}/{len(settings.seeds)} [bold]{method}[/]"
                 progress.update(task, description=label)
-                run = store.find(method, seed)
-                if run is None:
-                    run = train_once(settings, method, seed, data, lambda: progress.advance(task))
-                    store.save(run)
-                else:
+                run = store.find(method, seed) if world.first else None
+                if world.tell(run is not None):
                     found += 1
                     progress.advance(task, per_run)
-                runs.append(run)
+                else:
+                    world.renew()
+                    run = train_once(
+                        settings, method, seed, data, lambda: progress.advance(task), world
+                    )
+                    if run is not None:
+                        store.save(run)
+                if run is not None:
+                    runs.append(run)
     if found:
         console.print(f"{found} of {len(runs)} runs were finished before and read from {folder}")
     return runs
@@ -74,12 +104,13 @@ def report(
     results: Sequence[MethodResult],
     left_out: Mapping[str, str],
     console: Console,
+    world: World,
 ) -> None:
     """Write results.json, losses.png and the methods' timelines, and print the table."""
     per_epoch = count_batches(len(data.train_inputs), settings.batch_size, 1)
     seeds = len(settings.seeds)
     metric = PERPLEXITY if data.kind == "text" else ACCURACY
-    about = describe(settings, data)
+    about = describe(settings, data, world)
     about |= {"methods": settings.methods, "seeds": settings.seeds}
     if left_out:
         about["left_out"] = dict(left_out)
@@ -102,17 +133,28 @@ def report(
         microbatches=settings.microbatches,
         window=settings.window,
     )
-    console.print(comparison_table(results, test_samples=len(data.test_inputs), metric=metric))
+    console.print(
+        comparison_table(
+            results,
+            test_samples=len(data.test_inputs),
+            metric=metric,
+            processes=world.size,
+        )
+    )
     console.print(f"losses:  {folder / 'losses.png'}", highlight=False, soft_wrap=True)
     console.print(f"timelines: {folder / 'timelines'}", highlight=False, soft_wrap=True)
     console.print(f"numbers: {folder / 'results.json'}", highlight=False, soft_wrap=True)
 
 
-def describe(settings: TrainSettings, data: Split) -> dict[str, object]:
-    """What a run depends on besides its method and seed: settings and data."""
+def describe(settings: TrainSettings, data: Split, world: World) -> dict[str, object]:
+    """What a run depends on besides its method and seed: settings, data, number of processes.
+
+    The last is for its throughput; losses are the same.
+    """
     values = dataclasses.asdict(settings)
     return {
         **{name: value for name, value in values.items() if name not in _NOT_OF_A_RUN},
+        "processes": world.size,
         "data_name": data.name,
         "data_sha256": data.fingerprint,
         "train_samples": len(data.train_inputs),

@@ -133,8 +133,8 @@ def make_scheduler(
     return lambda optimizer: LambdaLR(optimizer, factor)
 
 
-def synchronize(devices: Iterable[str]) -> None:
+def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait for CUDA devices, so that the clock sees work and not its launch."""
     for device in set(devices):
-        if torch.device(device).type == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize(device)

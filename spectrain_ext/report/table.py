@@ -10,17 +10,22 @@ from spectrain_ext.report.results import MethodResult
 
 
 def comparison_table(
-    results: Sequence[MethodResult], *, test_samples: int, metric: Metric = ACCURACY
+    results: Sequence[MethodResult],
+    *,
+    test_samples: int,
+    metric: Metric = ACCURACY,
+    processes: int = 1,
 ) -> Table:
     """Return one row per method; with several seeds, mean and standard deviation.
 
-    ``test_samples`` says what a single test sample is worth in the accuracy column.
+    ``test_samples`` says what a single test sample is worth in the accuracy column, ``processes``
+    how many had a part in each run.
     """
     seeds = len(results[0].runs) if results else 0
     table = Table(
         title=f"Same initial weights, minibatches and settings; {_plural(seeds)}",
         title_justify="left",
-        caption=_caption(seeds, test_samples, metric),
+        caption=_caption(seeds, test_samples, metric, processes),
         caption_justify="left",
     )
     table.add_column("method", style="bold", no_wrap=True)
@@ -47,10 +52,13 @@ def comparison_table(
     return table
 
 
-def _caption(seeds: int, test_samples: int, metric: Metric) -> str:
+def _caption(seeds: int, test_samples: int, metric: Metric, processes: int) -> str:
     sentences = [
         "One process runs all stages in turn, so minibatches/s is no throughput comparison: it is "
-        "what a method costs, not what its overlap gains on several devices.",
+        "what a method costs, not what its overlap gains on several devices."
+        if processes == 1
+        else f"{processes} processes, a stage each: minibatches/s is rank 0's. A method without "
+        "stages ran on rank 0 alone.",
     ]
     if metric is ACCURACY:
         sentences.append(f"One test sample is {100 / test_samples:.1g} points of accuracy.")

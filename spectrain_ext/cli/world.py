@@ -1,0 +1,238 @@
+"""World: the processes that train one comparison together, as torchrun started them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import click
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from spectrain_ext.errors import RankError
+
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LOCAL = frozenset(("localhost", "127.0.0.1", "::1"))
+# How long the others wait for what one rank does alone: it tests, and it trains what has no stages.
+_ALONE = timedelta(days=1)
+
+
+class World:
+    """One process of those that train together; alone, it is rank 0 of 1.
+
+    Attributes:
+        rank: of this process: also the stage that it trains.
+        size: how many processes, and stages, there are.
+        local_rank: this process's number on its machine.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0) -> None:
+        self.rank, self.size, self.local_rank = rank, size, local_rank
+        self._joined = 0
+
+    @staticmethod
+    def of_environment(environment: Mapping[str, str] = os.environ) -> World:
+        """What torchrun says; without it, and with one process, this process alone."""
+        if any(name not in environment for name in _VARIABLES):
+            return World()
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        if size == 1:
+            return World()
+        return World(rank, size, int(environment.get("LOCAL_RANK", rank)))
+
+    @property
+    def together(self) -> bool:
+        """Whether there are other processes."""
+        return self.size > 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that talks and writes."""
+        return self.rank == 0
+
+    def device(self, name: str) -> str:
+        """The device of this process that a name means: cuda is the one of its local rank."""
+        return f"cuda:{self.local_rank}" if name == "cuda" and self.together else name
+
+    @contextmanager
+    def joined(self, cuda: bool) -> Iterator[None]:
+        """Inside there is a process group of all ranks.
+
+        Args:
+            cuda: whether it is to have NCCL beside gloo.
+        """
+        if not self.together:
+            yield
+            return
+        _stay_on_loopback(os.environ, self.size)
+        self._backend = "gloo"
+        if cuda and torch.cuda.is_available() and dist.is_nccl_available():
+            torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
+            self._backend = "cpu:gloo,cuda:nccl"
+        self._store, *_ = next(iter(rendezvous("env://", self.rank, self.size)))
+        self._join()
+        yield
+        # Not after a failure: what is in flight would be waited for.
+        dist.destroy_process_group()
+
+    def _join(self) -> None:
+        self._joined += 1
+        # torchrun's store outlives a restart, with what was said before it
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        dist.init_process_group(
+            self._backend,
+            store=PrefixStore(f"spectrain train/{life}/{self._joined}", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=_ALONE,
+        )
+
+    def renew(self) -> None:
+        """Leave all groups and make a new one: those of an earlier pipeline hold their sockets.
+
+        A pipeline of four ranks leaves 16 open files and 10 threads in each of the middle ones.
+        """
+        if self.together:
+            dist.destroy_process_group()
+            self._join()
+
+    # What the ranks tell each other: JSON and tensors, nothing that could be executed.
+
+    def tell(self, value: T) -> T:
+        """Return the value that rank 0 gives, on every rank."""
+        if not self.together:
+            return value
+        text = json.dumps(value).encode() if self.first else b""
+        size = torch.tensor([len(text)])
+        with _quiet_if_lost():
+            dist.broadcast(size, 0)
+            body = _bytes(text, int(size))
+            dist.broadcast(body, 0)
+        told: T = json.loads(bytes(body.tolist()))
+        return told
+
+    def exchange(self, text: str) -> list[str]:
+        """Return what every rank gives, by rank."""
+        if not self.together:
+            return [text]
+        mine = text.encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        with _quiet_if_lost():
+            dist.all_gather(sizes, torch.tensor([len(mine)]))
+            longest = max(int(size) for size in sizes)
+            found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(found, _bytes(mine, longest))
+        return [
+            bytes(body[: int(size)].tolist()).decode()
+            for body, size in zip(found, sizes, strict=True)
+        ]
+
+    def sum(self, number: int) -> int:
+        """Return the sum of what the ranks give."""
+        if not self.together:
+            return number
+        total = torch.tensor([number])
+        with _quiet_if_lost():
+            dist.all_reduce(total)
+        return int(total)
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """What is inside fails on all ranks or on none, and every reason is told once.
+
+        Raises:
+            click.ClickException: this rank is the first one with that reason.
+            click.exceptions.Exit: another rank has failed, or says the same.
+        """
+        error = None
+        try:
+            yield
+        except click.ClickException as caught:
+            if not self.together:
+                raise
+            error = caught
+        reasons = self.exchange("" if error is None else error.format_message())
+        if not any(reasons):
+            return
+        if error is None or reasons.index(reasons[self.rank]) != self.rank:
+            raise click.exceptions.Exit(1 if error is None else error.exit_code)
+        if len(set(reasons)) == 1:
+            raise error
+        kind = click.UsageError if isinstance(error, click.UsageError) else click.ClickException
+        raise kind(f"rank {self.rank}: {error.format_message()}") from error
+
+    def tells(self, error: BaseException) -> bool:
+        """Whether a failure in training is this rank's to report: its own, or the others' first.
+
+        The rank that failed may have been killed; any other may be killed by torchrun as soon as
+        that one has ended. Between them they tell it once or twice.
+        """
+        if not isinstance(error, RankError):
+            return True
+        return self.rank == min(rank for rank in range(self.size) if rank != error.culprit)
+
+    # Tensors.
+
+    def collect(self, stages: list[nn.Module]) -> None:
+        """Give rank 0, which has all stages as they were made, the state that each rank trained.
+
+        Args:
+            stages: on rank k stage k is the trained one.
+        """
+        for k in range(1, self.size):
+            for tensor in stages[k].state_dict().values():
+                if self.rank == k:
+                    with _quiet_if_lost():
+                        dist.send(tensor.detach().cpu().contiguous(), 0)
+                elif self.first:
+                    received = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    with _quiet_if_lost():
+                        dist.recv(received, k)
+                    with torch.no_grad():
+                        tensor.copy_(received)
+
+    def from_last(self, values: list[float]) -> list[float]:
+        """Return the last rank's numbers on rank 0; others give what they like and get it back."""
+        if not self.together:
+            return values
+        count = torch.tensor([len(values)])
+        with _quiet_if_lost():
+            dist.broadcast(count, self.size - 1)
+            numbers = torch.tensor(values, dtype=torch.float64)
+            if self.rank != self.size - 1:
+                numbers = torch.empty(int(count), dtype=torch.float64)
+            dist.broadcast(numbers, self.size - 1)
+        return [float(number) for number in numbers.tolist()] if self.first else values
+
+
+def _bytes(text: bytes, size: int) -> Tensor:
+    return torch.tensor([*text, *bytes(size - len(text))], dtype=torch.uint8)
+
+
+def _stay_on_loopback(environment: dict[str, str] | os._Environ[str], size: int) -> None:
+    """On one machine nothing needs to be heard outside of it; a user's own choice stands."""
+    one_machine = environment.get("LOCAL_WORLD_SIZE") == str(size)
+    if one_machine or environment["MASTER_ADDR"] in _LOCAL:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environment.setdefault(name, "lo")
+
+
+@contextmanager
+def _quiet_if_lost() -> Iterator[None]:
+    """A rank that has ended has said why; those that waited for it have nothing to add."""
+    try:
+        yield
+    except RuntimeError as error:
+        _logger.info("another process has ended: %s", error)
+        raise click.exceptions.Exit(1) from error
