@@ -15,7 +15,7 @@ from .errors import RankError, StageError
 from .schedule import Action, Cursor, Extent, Kind, Place, find_generator
 from .stage import Stage
 from .tape import activation
-from .trace import Trace
+from .trace import Trace, watched
 from .transport import Buffer, Edge, Stream, Transit, callers_stream
 
 
@@ -259,9 +259,9 @@ class Executor:
         results = self._results
         # Made per run: kept, these methods would make a cycle that holds all buffers until a
         # garbage collection.
-        unfinished = [(stage, self._handlers_of(stage)) for stage in self.stages]
-        if trace is not None:
-            unfinished = [(stage, trace.watch(stage, handlers)) for stage, handlers in unfinished]
+        unfinished = [
+            (stage, watched(trace, stage, self._handlers_of(stage))) for stage in self.stages
+        ]
         while unfinished:
             progress = False
             for stage, handlers in unfinished:

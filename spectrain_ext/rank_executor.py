@@ -15,7 +15,7 @@ from .rank_edges import RankEdges
 from .rank_norm import RankNorm
 from .schedule import Kind, Place, Replicas
 from .stage import Stage
-from .trace import Trace
+from .trace import Trace, watched
 from .transport import Edge, Stream
 from .transport.board import Board
 from .transport.inlet import Inlet
@@ -151,9 +151,7 @@ class RankExecutor(Executor):
 
     def _steps(self, trace: Trace | None) -> Iterator[Result]:
         stage, board, results = self.stages[0], self._board, self._results
-        handlers = self._handlers_of(stage)
-        if trace is not None:
-            handlers = trace.watch(stage, handlers)
+        handlers = watched(trace, stage, self._handlers_of(stage))
         self._say_end()  # the caller may have left the loop
         while (action := stage.cursor.head()) is not None:
             kind, i, j = action

@@ -1,4 +1,4 @@
-"""Trace: records when every action of a run really ran."""
+"""Trace: records when every action of a run really ran; ranges of the same in torch.profiler."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd import profiler
 
 from .schedule import Action, Kind, Lane, Rules, Span, open_ledgers
 from .transport import CudaStream, Stream
@@ -27,7 +28,46 @@ _LANES: dict[Kind, Lane] = {
     Kind.SEND_ACTIVATION: "to next",
     Kind.SEND_GRADIENT: "to previous",
 }
+_RANGES: dict[Kind, str] = {
+    Kind.LOAD_FORWARD: "predict",
+    Kind.RECEIVE_ACTIVATION: "recv",
+    Kind.FORWARD: "F{}",
+    Kind.SEND_ACTIVATION: "send",
+    Kind.LOSS: "loss",
+    Kind.LOAD_BACKWARD: "predict",
+    Kind.RECEIVE_GRADIENT: "recv",
+    Kind.BACKWARD: "B{}",
+    Kind.SEND_GRADIENT: "send",
+    Kind.UPDATE: "update",
+}
 _TURNS = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE))
+
+
+def watched(
+    trace: Trace | None, stage: Stage, handlers: dict[Kind, _Handler]
+) -> dict[Kind, _Handler]:
+    """The handlers of a stage's actions, as they are unless somebody watches the run.
+
+    Where a trace was given, or a profiler is active when the run begins, every action is a range of
+    ``torch.profiler``: "F17" and "B17" (of microbatch 1 "F17.1"), "predict", "send", "recv", "loss"
+    and "update". A range on CUDA is the host's; the kernels in it are the device's.
+    """
+    if trace is not None:
+        handlers = trace.watch(stage, handlers)
+    elif not profiler._is_profiler_enabled:
+        return handlers
+    return {
+        kind: _ranged(_RANGES[kind], handler) if kind in _RANGES else handler
+        for kind, handler in handlers.items()
+    }
+
+
+def _ranged(name: str, handler: _Handler) -> _Handler:
+    def ranged(i: int, j: int) -> None:
+        with profiler.record_function(name.format(f"{i}.{j}" if j else i)):
+            handler(i, j)
+
+    return ranged
 
 
 class Trace:
@@ -45,6 +85,7 @@ class Trace:
     def __init__(self) -> None:
         self._records: list[tuple[int, Action, _Mark, _Mark]] = []
         self._rules: Sequence[Rules] = ()
+        self._wall = 0.0  # what a clock on the wall is ahead of the marks
         self._origins: dict[torch.device, tuple[float, torch.cuda.Event]] = {}
 
     def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
@@ -56,6 +97,7 @@ class Trace:
         """
         self._records.clear()
         self._rules = rules
+        self._wall = time.time() - time.perf_counter()
         self._origins.clear()
         for device in devices:
             if device.type == "cuda" and device not in self._origins:
@@ -107,6 +149,11 @@ class Trace:
             lane_ends[k, lane] = ended
             found.append(Span(k, lane, *action, begun, ended, *reading))
         return found
+
+    @property
+    def origin(self) -> float:
+        """When the first action started, in seconds since 1970, for ``write_trace``."""
+        return self._wall + min((self._seconds(record[2]) for record in self._records), default=0.0)
 
     def _seconds(self, mark: _Mark) -> float:
         if isinstance(mark, float):

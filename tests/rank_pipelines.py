@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import torch
 from rank_programs import commit
 from torch import nn
 
 import spectrain_ext as st
+from spectrain_ext.report import write_trace
 
 WIDTH = 6
+RANGE = re.compile(r"[FB]\d+|predict|send|recv|loss|update")
 
 
 def stages(n):
@@ -127,6 +130,31 @@ def endless(rank, ranks, timeout, mark, after):
         if rank == ranks - 1 and result.index == after:
             with open(mark, "w"):
                 pass
+
+
+def traced(rank, ranks, folder):
+    """A traced run in which rank 1 computes only once the next message has come meanwhile.
+
+    Returns the names of the ranges in a profile, in the order in which they began.
+    """
+    pipe = small(rank, ranks, "spectrain")
+    if rank == 1:
+        inputs, changed = pipe._executor.stages[0].inputs, pipe._board.changed
+        left = iter([True])  # in the first forward only
+
+        def wait_for_next(*_):
+            if next(left, False):
+                with changed:
+                    assert changed.wait_for(inputs.has, 30.0)
+
+        next(pipe.children()).register_forward_pre_hook(wait_for_next)
+    trace = st.Trace()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        list(pipe.run(data(6), trace=trace))
+    write_trace(f"{folder}/{rank}.json", trace.spans(), microseconds=1e6, origin=trace.origin)
+    profile.export_chrome_trace(f"{folder}/{rank}.profile.json")
+    ranges = [event for event in profile.events() if RANGE.fullmatch(event.name)]
+    return [event.name for event in sorted(ranges, key=lambda event: event.time_range.start)]
 
 
 def small(rank, ranks, method="vanilla", make=optimizer, **settings):

@@ -5,9 +5,11 @@ They come from a server that has imported torch already: a rank starts in a mome
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
@@ -45,6 +47,7 @@ def _main(
     out = os.open(f"{folder}/{rank}.err", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.register(signal.SIGUSR1)  # says where it is, to whom it keeps waiting
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     address = "127.0.0.1"
     if hosts is not None:
@@ -137,7 +140,10 @@ class Ranks:
                 process.join(deadline)
                 if process.is_alive():
                     hung.append(rank)
-        for process in self.processes:
+        for rank, process in enumerate(self.processes):
+            if rank in hung:
+                os.kill(self.pid(rank), signal.SIGUSR1)
+                process.join(2.0)
             if process.is_alive():
                 process.kill()
             process.join()

@@ -15,6 +15,8 @@ from spectrain_ext.rank_pipeline import RankPipeline
 
 T = TypeVar("T")
 
+_watched: RankPipeline | None = None  # whose ranks do something together just now
+
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return this process's rank and how many there are; 0 of 1 without torch.distributed."""
@@ -34,7 +36,8 @@ def gathered(make: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     error: Exception | None = None
     made: T | None = None
     try:
-        made = make()
+        with nullcontext() if _watched is None else _watched.busy("its part of a checkpoint"):
+            made = make()
     except Exception as caught:
         error = caught
     found: list[tuple[T | None, str | None]] = [(None, None)] * size
@@ -65,11 +68,19 @@ def connected(size: int) -> Iterator[None]:
         raise ConnectionError(f"the processes have lost one another: {error}") from error
 
 
-def together(target: nn.Module, what: str) -> AbstractContextManager[None]:
+@contextmanager
+def together(target: nn.Module, what: str) -> Iterator[None]:
     """Inside, the ranks of a pipeline watch each other: none waits past its deadline."""
-    if isinstance(target, RankPipeline):
-        return target.together(what)
-    return nullcontext()
+    global _watched
+    if not isinstance(target, RankPipeline):
+        yield
+        return
+    with target.together(what):
+        _watched = target
+        try:
+            yield
+        finally:
+            _watched = None
 
 
 def busy(target: nn.Module, what: str) -> Callable[[], AbstractContextManager[None]]:

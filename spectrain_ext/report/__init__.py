@@ -1,5 +1,6 @@
 """What a comparison of methods leaves behind: numbers, a table and a picture."""
 
+from spectrain_ext.report.merging import merge_traces
 from spectrain_ext.report.method_timeline import draw_method_timelines, simulate_method
 from spectrain_ext.report.metric import ACCURACY, PERPLEXITY, Metric
 from spectrain_ext.report.picture import draw_losses, require_matplotlib
@@ -19,6 +20,7 @@ __all__ = [
     "draw_losses",
     "draw_method_timelines",
     "draw_timeline",
+    "merge_traces",
     "require_matplotlib",
     "simulate_method",
     "summarize",

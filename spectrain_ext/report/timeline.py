@@ -176,13 +176,21 @@ def _draw_legend(figure: Any, drawn: Sequence[Span], communication: bool) -> Non
     )
 
 
-def write_trace(path: str | Path, spans: Iterable[Span], *, microseconds: float = 1000.0) -> None:
+def write_trace(
+    path: str | Path,
+    spans: Iterable[Span],
+    *,
+    microseconds: float = 1000.0,
+    origin: float | None = None,
+) -> None:
     """Write a trace in Chrome's JSON format, which Perfetto and chrome://tracing open.
 
     Args:
         path: the file.
         spans: what happened; a stage becomes a process, its lanes become threads.
         microseconds: of one unit of the spans' time.
+        origin: ``Trace.origin``, which ``merge_traces`` needs to put the files of several ranks
+            side by side.
     """
     lanes: dict[tuple[int, str], int] = {}
     events: list[dict[str, object]] = []
@@ -214,7 +222,9 @@ def write_trace(path: str | Path, spans: Iterable[Span], *, microseconds: float 
         )
     for (stage, lane), thread in sorted(lanes.items()):
         events.append(_named("thread_name", lane, stage) | {"tid": thread})
-    document = {"traceEvents": events, "displayTimeUnit": "ms"}
+    document: dict[str, object] = {"traceEvents": events, "displayTimeUnit": "ms"}
+    if origin is not None:
+        document["baseTimeNanoseconds"] = round(origin * 1e9)  # the key that torch.profiler uses
     Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 

@@ -75,7 +75,7 @@ class Board:
         self._said = 0
         self._phase = 0  # twice the number of finished runs, one more between the two
         self._doing: tuple[object, ...] = ("starting",)
-        self._ending = ""
+        self._failure = ""  # of this rank within ``together``, which the others may not have
         self._since = monotonic()
         self._waits: tuple[int | None, str, float] | None = None  # rank None: all others
         self._cause: Cause | None = None
@@ -140,7 +140,7 @@ class Board:
                 f"{self._cause.reason}), and what was in flight is lost; start the processes again"
             )
         self.doing("beginning a run")
-        self._ending = "ending the run"
+        self._failure = ""
         self._beats = [Beat(b"", monotonic()) for _ in range(self.ranks)]
         self._asking = self._must_end_by = None
         self._hurried = self._parting = False
@@ -191,7 +191,7 @@ class Board:
                     self._lost_any(what, error)
                 except Exception as error:
                     failure = error
-                    self._ending = f"{what}: {_described(error)}"
+                    self._failure = f"{what}: {_described(error)}"
                 finally:
                     self._waits = None
         except RankError as report:
@@ -219,7 +219,7 @@ class Board:
 
         Rank 0 may keep the store, and leaves when all others have heard that all have finished.
         """
-        self.doing(self._ending)
+        self.doing(self._failure or "ending the run")
         self._hurried = True
         self._wake.set()
         for needed in range(2 if self.rank == 0 else 1):
@@ -364,6 +364,8 @@ class Board:
         return Cause(0, f"{last}: the store that it keeps does not answer")
 
     def _suspect(self, peer: int | None) -> Cause:
+        if self._failure:
+            return Cause(self.rank, self._failure)
         patience = max(3 * self._interval, self.timeout / 2)
         return suspect(self._beats, self.rank, peer, patience)
 
@@ -428,7 +430,7 @@ class Board:
         self._wake.clear()
 
     def _say(self, store: Store) -> None:
-        now, waits = monotonic(), self._waits
+        now, waits = monotonic(), None if self._failure else self._waits
         beat = {
             "count": self._said,
             "phase": self._phase,

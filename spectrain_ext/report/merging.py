@@ -1,0 +1,80 @@
+"""Merging: the traces of several ranks as one, on one time axis.
+
+python -m spectrain_ext.report.merging OUT.json RANK0.json RANK1.json ...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_BASE = "baseTimeNanoseconds"
+_OTHERS = 10**8  # above what a process or a stage is numbered with
+
+
+def merge_traces(path: str | Path, parts: Sequence[str | Path]) -> None:
+    """Write one trace in Chrome's JSON format from those of several ranks.
+
+    Args:
+        path: the file to write.
+        parts: of the ranks, in order: files of ``write_trace`` with its ``origin``, or of
+            ``torch.profiler``'s ``export_chrome_trace``.
+
+    Raises:
+        ValueError: a file is none of these, or does not say when it began.
+
+    Ranks on one machine share its clock. Between machines it is as good as these agree on the time
+    of day, often within milliseconds.
+    """
+    documents = [_read(Path(part)) for part in parts]
+    first = min((document[_BASE] for document in documents), default=0)
+    events: list[dict[str, Any]] = []
+    taken: dict[Any, int] = {}
+    for rank, document in enumerate(documents):
+        shift = (document[_BASE] - first) / 1000.0
+        for event in document["traceEvents"]:
+            moved = dict(event)
+            if "ts" in moved:
+                moved["ts"] = float(moved["ts"]) + shift
+            if "pid" in moved:
+                moved["pid"] = _place(taken, moved["pid"], rank)
+            if moved.get("name") == "process_name":
+                moved["args"] = {"name": f"rank {rank}: {moved['args']['name']}"}
+            events.append(moved)
+    merged = {"traceEvents": events, "displayTimeUnit": "ms", _BASE: first}
+    Path(path).write_text(json.dumps(merged) + "\n", encoding="utf-8")
+
+
+def _place(taken: dict[Any, int], pid: Any, rank: int) -> Any:
+    """The same number, unless another rank has it: replicas of a stage do."""
+    if taken.setdefault(pid, rank) == rank:
+        return pid
+    return pid + rank * _OTHERS if isinstance(pid, int) else f"{pid}, rank {rank}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected a trace in JSON: {error}") from error
+    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
+        raise ValueError(f"{path}: expected a trace with traceEvents")
+    if not isinstance(document.get(_BASE), int):
+        raise ValueError(f"{path}: does not say when it began; write_trace needs origin=")
+    return document
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Merge the files named on the command line; returns the exit status."""
+    if len(arguments) < 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    merge_traces(arguments[0], arguments[1:])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
