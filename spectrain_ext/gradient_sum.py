@@ -15,9 +15,9 @@ from .transport import Stream
 from .transport.board import Board
 from .transport.neighbours import Circle
 
-# A gradient goes in about this many pieces, of sizes that are worth a message of their own.
+# A gradient goes in about this many pieces, of sizes that are worth a collective of their own.
 PIECES = 8
-LEAST_BYTES = 2**18
+LEAST_BYTES = 2**20
 MOST_BYTES = 25 * 2**20
 
 
@@ -51,12 +51,16 @@ class _Bucket:
 
     def copy(self) -> None:
         """Take the gradients; none counts as zeros."""
-        with torch.no_grad():
-            for p, view in self.flat.views.items():
-                if p.grad is None:
-                    view.zero_()
-                else:
-                    view.copy_(p.grad)
+        views, gradients = [], []
+        for p, view in self.flat.views.items():
+            if p.grad is None:
+                view.zero_()
+            else:
+                views.append(view)
+                gradients.append(p.grad)
+        if views:
+            with torch.no_grad():
+                torch._foreach_copy_(views, gradients)
 
 
 class GradientSum:
@@ -147,13 +151,18 @@ class GradientSum:
         """
         own = [number, *(float(p.grad is not None) for p in self._params)]
         tail = torch.tensor(own, dtype=torch.float64)
-        last = self._all_reduce(tail, self._circle.host)
-        for bucket in self._buckets:
-            assert bucket.pending is not None
+        under_way = [bucket.pending for bucket in self._buckets if bucket.pending is not None]
+        under_way.append(self._all_reduce(tail, self._circle.host))
+        # Where the rank can hear of failures; for NCCL the stream waits, below.
+        self._board.wait(lambda: all(p.done for p in under_way), self._peer, _WHAT)
+        try:
             with stream:
-                self._wait(bucket.pending)
+                for pending in under_way:
+                    pending.work.wait()
+        except RuntimeError as error:
+            self._board.lost_one_of(self._circle.ranks, _WHAT, error)
+        for bucket in self._buckets:
             bucket.pending = None
-        self._wait(last)
         total, *have = tail.tolist()
         for p, count in zip(self._params, have, strict=True):
             p.grad = self._bucket_of[p].flat.views[p] if count else None
@@ -168,14 +177,6 @@ class GradientSum:
             self._board.lost_one_of(self._circle.ranks, _WHAT, error)
         assert work is not None
         return _Pending(work, self._board.changed, group is self._circle.host)
-
-    def _wait(self, pending: _Pending) -> None:
-        """Wait where the rank can hear of failures; for NCCL the current stream waits."""
-        self._board.wait(lambda: pending.done, self._peer, _WHAT)
-        try:
-            pending.work.wait()
-        except RuntimeError as error:
-            self._board.lost_one_of(self._circle.ranks, _WHAT, error)
 
 
 _WHAT = "the gradients of the stage's other replicas"

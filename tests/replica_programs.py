@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import spectrain_ext as st
 from spectrain_ext import gradient_sum
+from spectrain_ext.schedule import Kind
 
 WIDTH = 5
 RUNS = [(6, 12, 5), (4, 12, 3)]  # minibatches, samples of each, samples of the last
@@ -212,6 +213,18 @@ class Choosy(nn.Module):
     def forward(self, x):
         y = self.linear(x)
         return y * self.sometimes if x[0, 0] > 0 else y
+
+
+def plain(rank, ranks):
+    """A stage without parameters that has two replicas: losses, updates as a trace saw them."""
+    parts = [*stages(1), nn.Tanh(), *stages(1)]
+    pipe = make(
+        rank, [1, 2, 1], "sync", part=parts[[0, 1, 1, 2][rank]], microbatches=4, share_loss=True
+    )
+    trace = st.Trace()
+    losses = [result.loss.item() for result in pipe.run(data(3), trace=trace)]
+    spans = [(s.stage, s.minibatch, s.microbatch) for s in trace.spans() if s.kind is Kind.FORWARD]
+    return losses, spans
 
 
 def choosy(rank, ranks):

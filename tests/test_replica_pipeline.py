@@ -42,6 +42,7 @@ CASES = {
         ([1, 2], "1f1b", {"microbatches": 4, "clip_norm": 0.05, "clip_scope": "global"}),
         ([2, 1], "vanilla", {"microbatches": 4, "share_loss": True, "window": "wide"}),
         ([1, 2], "vanilla", {"microbatches": 2, "share_loss": True, "window": [5, 3]}),
+        ([1, 2], "spectrain", {"microbatches": 2, "dynamic_shapes": True}),
     ],
     4: [
         *cases([2, 2], 4, [*SYNCHRONOUS, *ASYNCHRONOUS, *SOME]),
@@ -72,7 +73,7 @@ def check(ranks, chosen):
     for number, (counts, method, settings) in enumerate(chosen):
         where = f"{counts} {method} {settings}"
         mine = [rank[number] for rank in found]
-        more = {k: v for k, v in settings.items() if k != "share_loss"}
+        more = {k: v for k, v in settings.items() if k not in ("share_loss", "dynamic_shapes")}
         optimizer = of_torch(AveragingSGD, ema=True) if method == "spectrain-ema" else of_torch()
         if isinstance(more.get("window"), int):
             more["window"] = [more["window"]] * len(counts)
@@ -216,6 +217,16 @@ def test_gradients_are_summed_while_the_backward_runs():
         assert sums[0] > gradients[12]  # not of the first
         assert sum(gradients[12] < n < gradients[-1] for n in sums) >= 3, events
         assert sums[-1] < kinds.index("step")
+
+
+def test_a_stage_without_parameters_and_a_trace():
+    parts = [*stages(1), torch.nn.Tanh(), *stages(1)]
+    pipe = st.Pipeline(parts, sgd, mse, "sync", microbatches=4)
+    expected = [result.loss.item() for result in pipe.run(data(3))]
+    for rank, (losses, spans) in enumerate(run_ranks(replica_programs.plain, 4)):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        own = 2 if rank in (1, 2) else 4  # microbatches of a replica
+        assert spans == [([0, 1, 1, 2][rank], i, j) for i in range(3) for j in range(own)]
 
 
 def test_parameters_that_not_every_replica_has_a_gradient_of():

@@ -289,7 +289,7 @@ class Board:
         except RankError as report:
             raise report from error
 
-    def _lost_any(self, what: str, error: Exception) -> None:
+    def _lost_any(self, what: str, error: BaseException) -> None:
         """Raise RankError: a connection to one of the others has broken, nobody says which.
 
         Who lives is heard of once per interval; whoever has gone is not.
@@ -308,12 +308,11 @@ class Board:
             raise report from error
 
     def lost_one_of(self, peers: Iterable[int], what: str, error: BaseException) -> None:
-        """Raise RankError: one of several connections has broken, to who says nothing any more."""
+        """Raise RankError: a connection to one of these ranks has broken."""
         others = [peer for peer in peers if peer != self.rank]
-        if len(others) > 1:
-            with self.changed:
-                self.changed.wait_for(lambda: self._cause is not None, 2.5 * self._interval)
-        self.lost(min(others, key=lambda peer: self._beats[peer].heard), what, error)
+        if len(others) == 1:
+            self.lost(others[0], what, error)
+        self._lost_any(what, error)
 
     def fail(self, reason: str) -> None:
         """Tell all ranks that this one has failed."""
