@@ -1,9 +1,9 @@
 """Two processes on a link with delay: what a wide window keeps of the throughput without it.
 
-Two pairs of processes run the same stages, one over a link with a delay and one over a link without;
-in every round all candidates are measured in turn while the other pair stands still. The simulation
-is given the durations that the pair without a delay measured, and the delay. Needs root (network
-namespaces, tunnel devices), and two idle cores.
+Two pairs of processes run the same stages, one over a link with a delay and one over a link that
+has none; in every round all candidates are measured in turn while the other pair stands still. The
+simulation is given the durations that the pair without a delay measured, and the delay. Needs root
+(network namespaces, tunnel devices), and two idle cores.
 
     python bench/bench_network.py --milliseconds 50 --delay 20 --rounds 5 --json run.json
 """
@@ -200,7 +200,9 @@ def report(
         f"forward and backward, {options.delay:.0f} ms of delay one way, {options.rounds} rounds "
         f"of {options.count} minibatches, load {load[0]:.1f} on {os.cpu_count()} cores\n"
     )
-    print("| window | without delay, minibatches/s | with | with / without | predicted / measured |")
+    print(
+        "| window | without delay, minibatches/s | with | with / without | predicted / measured |"
+    )
     print("|---|--:|--:|--:|--:|")
     for window in WINDOWS:
         without, slow = figures["without"][window], figures["delay"][window]
