@@ -31,7 +31,14 @@ CALLS = (
 def trains(rank, ranks, path, trial):
     """Go on from what is there; returns how far that was, the errors of saves, all state."""
     manager = manager_of(
-        path, rank, ranks, 0, timeout=trial["timeout"], every_minibatches=EVERY, keep=2
+        path,
+        rank,
+        ranks,
+        0,
+        timeout=trial["timeout"],
+        every_minibatches=EVERY,
+        keep=2,
+        asynchronous=trial.get("asynchronous", False),
     )
     manager.restore()
     begun = manager.minibatches
@@ -49,6 +56,7 @@ def trains(rank, ranks, path, trial):
             errors.append((manager.minibatches, str(error)))
             resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
             manager.save()  # there is room again
+    manager.wait()
     state = everything(manager.pipe)
     own = {re.sub(r"^(state|random)\.0\.", rf"\1.{rank}.", key): v for key, v in state.items()}
     return begun, errors, own

@@ -73,7 +73,7 @@ def checkpoint_trial(seed):
     """A rank, a fault, a save and a place in it."""
     draw = random.Random(1000 + seed)
     ranks = draw.choice([2, 3, 4])
-    return ranks, {
+    what = {
         "fault": ["kill", "full", "cut", "exception", "stop", "hang", "exit", "kill"][seed % 8],
         "culprit": draw.randrange(ranks),
         "save": draw.randrange(2, MINIBATCHES // EVERY + 1),
@@ -82,6 +82,10 @@ def checkpoint_trial(seed):
         "timeout": TIMEOUT,
         "keeper": draw.random() < 0.5,
     }
+    # Another save follows, in which whoever is left hears of it.
+    lost = what["fault"] in ("kill", "stop", "exit") and what["save"] < MINIBATCHES // EVERY
+    what["asynchronous"] = lost and draw.random() < 0.5
+    return ranks, what
 
 
 @pytest.mark.parametrize(

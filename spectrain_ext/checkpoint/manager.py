@@ -124,8 +124,8 @@ class CheckpointManager:
             CheckpointError: it is damaged or does not fit. The message names the file; the older
                 ones are still there for ``load``.
         """
-        self.wait()
         with together(self.pipe, "looking for the newest checkpoint"):
+            self.wait()
             path = gathered(self._recover, self._group)[0]
         if path is None:
             return None
@@ -240,9 +240,9 @@ class CheckpointManager:
                 "save: the last run failed, and its stages may have made different numbers of "
                 "updates; restore() first"
             )
-        self.wait()
         path = self.directory / f"minibatch-{self.minibatches:08d}"
         with together(self.pipe, f"saving {path.name}"):
+            self.wait()
             prepared = prepare(
                 path,
                 self.pipe,

@@ -45,8 +45,9 @@ class Sampler(Protocol):
 class Saving:
     """A checkpoint on its way to the disk; ``wait`` for it before the process ends."""
 
-    def __init__(self, future: Future[Any], path: Path) -> None:
+    def __init__(self, future: Future[Any], path: Path, processes: int) -> None:
         self._future = future
+        self._processes = processes
         self.path = path
 
     def done(self) -> bool:
@@ -56,7 +57,8 @@ class Saving:
     def wait(self) -> None:
         """Return once the checkpoint has its name; raises what ``save`` would have raised."""
         try:
-            self._future.result()
+            with connected(self._processes):
+                self._future.result()
         except CheckpointException as error:
             discard(partial(self.path))
             raise as_error(error, str(self.path)) from error
@@ -154,7 +156,7 @@ class Prepared:
             nested(self._tensors), storage_writer=self._writer, process_group=self._group
         )
         assert isinstance(future, Future)
-        return Saving(future, self._path)
+        return Saving(future, self._path, rank_and_size(self._group)[1])
 
 
 def prepare(
