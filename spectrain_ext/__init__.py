@@ -1,5 +1,6 @@
 """Fused weight prediction, and asynchronous pipeline training that stands on it (SpecTrain)."""
 
+import logging as _logging
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 from typing import Any as _Any
@@ -18,6 +19,8 @@ from spectrain_ext.errors import (
     StageError,
 )
 from spectrain_ext.method import Method, methods, second_order, xgrad
+from spectrain_ext.metrics import Metrics
+from spectrain_ext.observer import Observer
 from spectrain_ext.ops import (
     adam_predict,
     adam_step_,
@@ -39,11 +42,16 @@ from spectrain_ext.trace import Trace
 if TYPE_CHECKING:
     from spectrain_ext import checkpoint
 
+# What the library has to say goes to whoever asks for it, and nowhere else.
+_logging.getLogger(__name__).addHandler(_logging.NullHandler())
+
 __version__: str = _build_info()["version"]
 
 __all__ = [
     "CheckpointError",
     "Method",
+    "Metrics",
+    "Observer",
     "OrderingError",
     "Pipeline",
     "Plan",

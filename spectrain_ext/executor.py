@@ -12,10 +12,11 @@ from torch import Tensor
 from .batch import Microbatch, Value, split
 from .clipping import GlobalNorm
 from .errors import RankError, StageError
+from .observer import Observer
 from .schedule import Action, Cursor, Extent, Kind, Place, find_generator
 from .stage import Stage
 from .tape import activation
-from .trace import Trace, watched
+from .trace import watched
 from .transport import Buffer, Edge, Stream, Transit, callers_stream
 
 
@@ -135,7 +136,7 @@ class Executor:
 
     # A run.
 
-    def run(self, batches: Iterator[object], trace: Trace | None = None) -> Iterator[Result]:
+    def run(self, batches: Iterator[object], trace: Observer | None = None) -> Iterator[Result]:
         """Train on every batch; yields results in order, each as soon as its loss has been issued.
 
         Closing the generator finishes the minibatches in flight and takes no further batch.
@@ -146,6 +147,8 @@ class Executor:
             self._begin(batches)
             try:
                 for result in self._steps(trace):
+                    if trace is not None:
+                        trace.result(result)
                     yield result
                     self._check_storage()
             except GeneratorExit:
@@ -254,7 +257,7 @@ class Executor:
 
     # The loop.
 
-    def _steps(self, trace: Trace | None) -> Iterator[Result]:
+    def _steps(self, trace: Observer | None) -> Iterator[Result]:
         """Give the stages their turns until all have finished."""
         results = self._results
         # Made per run: kept, these methods would make a cycle that holds all buffers until a

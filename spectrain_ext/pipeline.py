@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,19 +29,22 @@ from .executor import Executor, Result
 from .memory import StageMemory
 from .method import Method, choices_at, find_method, places_of, reading_rules
 from .method.choices import Window
+from .observer import Observer
 from .optim import PredictingOptimizer
 from .rates import ComingRates
 from .recomputing import RecomputingStage
 from .rng import StageRandom
 from .schedule import Place
 from .stage import Stage
-from .trace import Trace
 from .weights import StageWeights
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from .rank_pipeline import RankPipeline
+
+
+_logger = logging.getLogger(__name__)
 
 
 class Pipeline(nn.Module):
@@ -225,7 +229,7 @@ class Pipeline(nn.Module):
 
     # Training.
 
-    def run(self, batches: Iterable[object], *, trace: Trace | None = None) -> Iterator[Result]:
+    def run(self, batches: Iterable[object], *, trace: Observer | None = None) -> Iterator[Result]:
         """Train on every batch, one update per batch and stage, without flushing in between.
 
         Args:
@@ -233,7 +237,7 @@ class Pipeline(nn.Module):
                 batch is taken only when stage 0 is ready for it, and is trained on in full. On the
                 GPU and in pageable memory it may be overwritten as soon as the next one is asked
                 for; in pinned memory it must be left alone.
-            trace: records when every action runs; at some cost.
+            trace: a ``Trace`` records when every action runs, ``Metrics`` sums up; at some cost.
 
         Yields:
             A ``Result`` per minibatch, in order, as soon as its loss has been issued; backwards and
@@ -253,7 +257,7 @@ class Pipeline(nn.Module):
         self._refuse_in_run("run")
         return self._run(iter(batches), trace)
 
-    def _run(self, batches: Iterator[object], trace: Trace | None) -> Iterator[Result]:
+    def _run(self, batches: Iterator[object], trace: Observer | None) -> Iterator[Result]:
         self._refuse_in_run("run")
         if torch.is_inference_mode_enabled():
             raise RuntimeError("run: inference mode is on; training needs autograd")
@@ -266,10 +270,32 @@ class Pipeline(nn.Module):
         for weights in self._weights:
             if weights is not None and not weights.bound:
                 weights.bind()
-        if trace is not None:
-            rules = [reading_rules(self.method, place) for place in self._executor.places]
-            trace.begin(rules, self.devices)
-        yield from self._executor.run(batches, trace)
+        _logger.info("run begins: %s, %s", self.method.name, self._where())
+        try:
+            if trace is None:
+                yield from self._executor.run(batches)
+            else:
+                yield from self._watched(batches, trace)
+        except GeneratorExit:
+            _logger.info("run ended, left by the caller: %s", self._where())
+            raise
+        except BaseException as error:
+            _logger.error("run failed: %s: %s", type(error).__name__, error)
+            raise
+        _logger.info("run ended: %s", self._where())
+
+    def _watched(self, batches: Iterator[object], trace: Observer) -> Iterator[Result]:
+        rules = [reading_rules(self.method, place) for place in self._executor.places]
+        trace.begin(rules, self.devices)
+        try:
+            yield from self._executor.run(batches, trace)
+        finally:
+            trace.end()
+
+    def _where(self) -> str:
+        first, here = self.first_stage, len(self.places)
+        of = f"of {len(self._executor.places)}"
+        return f"stage {first} {of}" if here == 1 else f"stages {first} to {first + here - 1} {of}"
 
     def forward(self, value: Any) -> Any:
         """The output of the true weights; tensors are moved from stage to stage.

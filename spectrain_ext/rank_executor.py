@@ -11,11 +11,12 @@ from torch import Tensor
 from .batch import Microbatch, split
 from .executor import Executor, Result
 from .gradient_sum import GradientSum
+from .observer import Observer
 from .rank_edges import RankEdges
 from .rank_norm import RankNorm
 from .schedule import Kind, Place, Replicas
 from .stage import Stage
-from .trace import Trace, watched
+from .trace import watched
 from .transport import Edge, Stream
 from .transport.board import Board
 from .transport.inlet import Inlet
@@ -117,7 +118,7 @@ class RankExecutor(Executor):
 
     # A run.
 
-    def run(self, batches: Iterator[object], trace: Trace | None = None) -> Iterator[Result]:
+    def run(self, batches: Iterator[object], trace: Observer | None = None) -> Iterator[Result]:
         """Train on what arrives; yields a result per minibatch.
 
         On the last stage as soon as its loss has been issued, or added up over replicas, on others
@@ -149,7 +150,7 @@ class RankExecutor(Executor):
         if self._board.rank == 0:
             super()._leave()
 
-    def _steps(self, trace: Trace | None) -> Iterator[Result]:
+    def _steps(self, trace: Observer | None) -> Iterator[Result]:
         stage, board, results = self.stages[0], self._board, self._results
         handlers = watched(trace, stage, self._handlers_of(stage))
         self._say_end()  # the caller may have left the loop

@@ -16,6 +16,7 @@ from .clipping import GlobalNorm
 from .equal_start import check_equal_start
 from .executor import Executor, Result
 from .method import Method, places_of
+from .observer import Observer
 from .optim import PredictingOptimizer
 from .pipeline import Pipeline
 from .rank_executor import RankExecutor
@@ -23,7 +24,6 @@ from .rank_norm import RankNorm
 from .rng import StageRandom
 from .schedule import Place, Replicas
 from .stage import Stage
-from .trace import Trace
 from .transport.board import Board
 from .transport.neighbours import open_host_group, open_links
 
@@ -203,7 +203,7 @@ class RankPipeline(Pipeline):
         )
 
     def run(
-        self, batches: Iterable[object] | None = None, *, trace: Trace | None = None
+        self, batches: Iterable[object] | None = None, *, trace: Observer | None = None
     ) -> Iterator[Result]:
         """Train on every batch; every rank calls it, and every rank yields every minibatch.
 
@@ -212,7 +212,7 @@ class RankPipeline(Pipeline):
                 which use the inputs and of which rank 0 decides how many there are, and on those of
                 the last stage, which use the targets. Replicas take their microbatches out of them.
                 Other ranks need none.
-            trace: records when this rank's actions run.
+            trace: records when this rank's actions run, or measures them.
 
         Yields:
             On the last rank a ``Result`` per minibatch as soon as its loss has been issued, or with

@@ -197,6 +197,14 @@ class Stage:
         """Take the input, or the batch, as it arrives."""
         self._received = self.inputs.receive()
 
+    @property
+    def samples(self) -> int:
+        """Of the microbatch that was received last: the length of its first tensor."""
+        message = self._received.message
+        assert message is not None
+        sizes = (len(t) for t in message.tensors if t is not None and t.dim() > 0)
+        return next(sizes, 0)
+
     def forward(self, i: int, j: int) -> None:
         """Compute the output."""
         slot = self._received

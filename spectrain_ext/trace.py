@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import profiler
 
+from .observer import Handler, Observer
 from .schedule import Action, Kind, Lane, Rules, Span, open_ledgers
 from .transport import CudaStream, Stream
 
 if TYPE_CHECKING:
     from .stage import Stage
 
-_Handler = Callable[[int, int], None]
-_Mark = float | torch.cuda.Event
+Mark = float | torch.cuda.Event
 
 _LANES: dict[Kind, Lane] = {
     Kind.LOAD_FORWARD: "compute",
@@ -44,17 +44,17 @@ _TURNS = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE))
 
 
 def watched(
-    trace: Trace | None, stage: Stage, handlers: dict[Kind, _Handler]
-) -> dict[Kind, _Handler]:
+    trace: Observer | None, stage: Stage, handlers: dict[Kind, Handler]
+) -> dict[Kind, Handler]:
     """The handlers of a stage's actions, as they are unless somebody watches the run.
 
-    Where a trace was given, or a profiler is active when the run begins, every action is a range of
+    Where it is traced, or a profiler is active when the run begins, every action is a range of
     ``torch.profiler``: "F17" and "B17" (of microbatch 1 "F17.1"), "predict", "send", "recv", "loss"
     and "update". A range on CUDA is the host's; the kernels in it are the device's.
     """
     if trace is not None:
         handlers = trace.watch(stage, handlers)
-    elif not profiler._is_profiler_enabled:
+    if not (isinstance(trace, Trace) or profiler._is_profiler_enabled):
         return handlers
     return {
         kind: _ranged(_RANGES[kind], handler) if kind in _RANGES else handler
@@ -62,7 +62,7 @@ def watched(
     }
 
 
-def _ranged(name: str, handler: _Handler) -> _Handler:
+def _ranged(name: str, handler: Handler) -> Handler:
     def ranged(i: int, j: int) -> None:
         with profiler.record_function(name.format(f"{i}.{j}" if j else i)):
             handler(i, j)
@@ -70,7 +70,7 @@ def _ranged(name: str, handler: _Handler) -> _Handler:
     return ranged
 
 
-class Trace:
+class Trace(Observer):
     """Give one to ``Pipeline.run`` and look at its ``spans`` afterwards.
 
     On the CPU an action's time is the host's, from its call to its return; stages there run in
@@ -83,7 +83,7 @@ class Trace:
     """
 
     def __init__(self) -> None:
-        self._records: list[tuple[int, Action, _Mark, _Mark]] = []
+        self._records: list[tuple[int, Action, Mark, Mark]] = []
         self._rules: Sequence[Rules] = ()
         self._wall = 0.0  # what a clock on the wall is ahead of the marks
         self._origins: dict[torch.device, tuple[float, torch.cuda.Event]] = {}
@@ -106,21 +106,21 @@ class Trace:
                 event.record(torch.cuda.current_stream(device))
                 self._origins[device] = time.perf_counter(), event
 
-    def watch(self, stage: Stage, handlers: dict[Kind, _Handler]) -> dict[Kind, _Handler]:
+    def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
         """The handlers of a stage's actions, with a mark before and after each."""
         return {
             kind: self._watched(stage, kind, handler) if kind in _LANES else handler
             for kind, handler in handlers.items()
         }
 
-    def _watched(self, stage: Stage, kind: Kind, handler: _Handler) -> _Handler:
-        stream = _stream_of(stage, kind)
+    def _watched(self, stage: Stage, kind: Kind, handler: Handler) -> Handler:
+        stream = stream_of(stage, kind)
         records, k = self._records, stage.index
 
         def watched(i: int, j: int) -> None:
-            start = _mark(stream)
+            start = mark(stream)
             handler(i, j)
-            records.append((k, Action(kind, i, j), start, _mark(stream)))
+            records.append((k, Action(kind, i, j), start, mark(stream)))
 
         return watched
 
@@ -155,7 +155,7 @@ class Trace:
         """When the first action started, in seconds since 1970, for ``write_trace``."""
         return self._wall + min((self._seconds(record[2]) for record in self._records), default=0.0)
 
-    def _seconds(self, mark: _Mark) -> float:
+    def _seconds(self, mark: Mark) -> float:
         if isinstance(mark, float):
             return mark
         at, origin = self._origins[mark.device]
@@ -163,7 +163,7 @@ class Trace:
         return at + float(origin.elapsed_time(mark)) / 1000.0
 
 
-def _stream_of(stage: Stage, kind: Kind) -> Stream:
+def stream_of(stage: Stage, kind: Kind) -> Stream:
     """The stream that an action is issued to."""
     edge = {Kind.SEND_ACTIVATION: stage.to_next, Kind.SEND_GRADIENT: stage.to_previous}.get(kind)
     if edge is not None:
@@ -172,9 +172,31 @@ def _stream_of(stage: Stage, kind: Kind) -> Stream:
     return stage.predict if loads else stage.compute
 
 
-def _mark(stream: Stream) -> _Mark:
+def mark(stream: Stream) -> Mark:
+    """Now, on the CPU; on CUDA, the moment when the stream has done what it was given so far."""
     if not isinstance(stream, CudaStream):
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     stream.record(event)
     return event
+
+
+def seconds_between(marks: Sequence[tuple[Mark, Mark]]) -> float:
+    """The sum of the times between pairs of marks in order; waits until the last has been passed.
+
+    An event on an idle stream happens at once: of what overlaps there, the later part counts.
+    """
+    total = 0.0
+    before: torch.cuda.Event | None = None
+    for start, end in marks:
+        if isinstance(start, float) or isinstance(end, float):
+            assert isinstance(start, float) and isinstance(end, float)
+            total += end - start
+            continue
+        end.synchronize()
+        taken = float(start.elapsed_time(end))
+        if before is not None:
+            taken = min(taken, float(before.elapsed_time(end)))
+        total += max(0.0, taken) / 1000.0
+        before = end
+    return total

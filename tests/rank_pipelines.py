@@ -268,3 +268,11 @@ def failing(rank, ranks, trial):
     )
     for _ in pipe.run(data(10**5)):
         pass
+
+
+def measured(rank, ranks, path):
+    """A run that is looked at."""
+    pipe = small(rank, ranks)
+    with st.Metrics(pipe, path, every=4) as metrics:
+        for _ in pipe.run(data(9), trace=metrics):
+            pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -18,7 +19,10 @@ from spectrain_ext.checkpoint.saving import Sampler, Saving, prepare
 from spectrain_ext.data.sampler import ShuffledSampler
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.executor import Result
+from spectrain_ext.observer import Observer
 from spectrain_ext.pipeline import Pipeline
+
+_logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 _NAME = re.compile(r"minibatch-\d{8,}")
@@ -140,6 +144,7 @@ class CheckpointManager:
         self._offset = self._position() - self.minibatches
         self._failed = False
         self._last = (self.minibatches, time.monotonic())
+        self._log("checkpoint loaded: %s", path)
         return loaded
 
     def _recover(self) -> Path | None:
@@ -157,7 +162,9 @@ class CheckpointManager:
 
     # Training.
 
-    def run(self, batches: Iterable[object] | None) -> Iterator[Result]:
+    def run(
+        self, batches: Iterable[object] | None, *, trace: Observer | None = None
+    ) -> Iterator[Result]:
         """Train like ``pipe.run``, draining and saving whenever it is time to.
 
         With several processes all of them call it. The first one decides when it is time, and how
@@ -176,7 +183,7 @@ class CheckpointManager:
         ended = False
         while not ended:
             base = self.minibatches
-            run = self.pipe.run(self._segment(source))
+            run = self.pipe.run(self._segment(source), trace=trace)
             self._failed = True  # unless the run gets to its end
             try:
                 for result in run:
@@ -261,6 +268,11 @@ class CheckpointManager:
         self._last = (self.minibatches, time.monotonic())
         return path
 
+    def _log(self, what: str, path: Path) -> None:
+        """Once, where several processes do it together."""
+        if self._rank == 0:
+            _logger.info(what, path)
+
     def wait(self) -> None:
         """Return once nothing is being written; raises if an asynchronous save failed."""
         saving, self._saving = self._saving, None
@@ -270,9 +282,11 @@ class CheckpointManager:
     def _committed(self, path: Path) -> None:
         """Point to a new checkpoint, and remove those that are too many."""
         replace_file(self.directory / LATEST, f"{path.name}\n".encode())
+        self._log("checkpoint saved: %s", path)
         for old in self._whole()[: -self._keep]:
             if old != path:
                 remove(old)
+                self._log("checkpoint removed: %s", old)
 
     def _whole(self) -> list[Path]:
         """All checkpoints, oldest first; one has its name only when it is whole."""

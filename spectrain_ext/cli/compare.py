@@ -1,11 +1,14 @@
 """Trains one method with one seed and measures it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from spectrain_ext.cli.observation import Observation
+from spectrain_ext.cli.resuming import Keeper
 from spectrain_ext.cli.selection import build_pipeline, stages_of
 from spectrain_ext.cli.settings import TrainSettings
 from spectrain_ext.cli.workload import (
@@ -32,14 +35,26 @@ def train_once(
     name: str,
     seed: int,
     data: Split,
-    advance: Callable[[], None],
+    advance: Callable[[int], None],
     world: World,
+    observation: Observation,
+    checkpoints: Path,
 ) -> Run | None:
     """Train method ``name`` from the weights and in the batch order of ``seed``, then test it.
 
-    Weights and order depend on ``seed`` and ``settings`` alone, so methods can be compared.
-    ``advance`` is called once per minibatch. Where there are several processes each trains its
-    stage; a method that has fewer stages than there are processes is trained by rank 0 alone.
+    Weights and order depend on ``seed`` and ``settings`` alone, so methods can be compared. Where
+    there are several processes each trains its stage; a method that has fewer stages than there are
+    processes is trained by rank 0 alone.
+
+    Args:
+        settings: of the comparison.
+        name: of the method.
+        seed: of weights and order.
+        data: to train on, and to test with.
+        advance: told how many minibatches have been done since it was last called.
+        world: the processes.
+        observation: who looks on.
+        checkpoints: the folder of this run's checkpoints, if the settings ask for any.
 
     Returns:
         The run on rank 0, None on others.
@@ -47,6 +62,7 @@ def train_once(
     Raises:
         StageError: training failed inside a stage.
         RankError: another rank failed.
+        CheckpointError: a checkpoint could not be read or written.
     """
     torch.manual_seed(seed)
     method = find_method(name)
@@ -56,38 +72,53 @@ def train_once(
             return None
         world = World()
     stages = build_stages(settings, count, seed, data)
+    total = count_updates(settings, data)
     pipe = build_pipeline(
         settings,
         method,
         stages,
         devices=[world.device(name) for name in settings.devices[:count]],
-        scheduler=make_scheduler(settings, count_updates(settings, data)),
+        scheduler=make_scheduler(settings, total),
         rank=world.rank if world.together else None,
     )
     pipe.train()
-    batches = training_batches(
-        data,
-        batch_size=settings.batch_size,
-        epochs=settings.epochs,
-        seed=seed,
-        augmented=settings.augment,
-    )
+    keeper = None
+    done, losses, seconds = 0, list[float](), 0.0
+    if settings.keeps_checkpoints:
+        every, interval = settings.checkpoint_every, settings.checkpoint_seconds
+        keeper = Keeper(checkpoints, pipe, world, every, interval)
+        keeper.restore()
+        done, losses, seconds = keeper.minibatches, keeper.losses, keeper.seconds
+        advance(done)
     # between the first and the last stage nobody looks at them
     feeds = world.rank in (0, world.size - 1)
     has_loss = world.rank == world.size - 1
-    minibatches = 0
-    losses: list[Tensor] = []
-    synchronize(pipe.devices)
-    start = time.perf_counter()
-    for result in pipe.run(batches if feeds else ()):
-        minibatches += 1
-        if has_loss:
-            losses.append(result.loss)
-        advance()
-    synchronize(pipe.devices)
-    seconds = time.perf_counter() - start
+    with observation.of(pipe, name, seed, start=done) as metrics:
+        while done < total:
+            batches: Iterator[object] = training_batches(
+                data,
+                batch_size=settings.batch_size,
+                epochs=settings.epochs,
+                seed=seed,
+                augmented=settings.augment,
+                begin=done,
+            )
+            if keeper is not None:
+                batches = keeper.segment(batches)
+            fresh: list[Tensor] = []
+            synchronize(pipe.devices)
+            began = time.perf_counter()
+            for result in pipe.run(batches if feeds else (), trace=metrics):
+                done += 1
+                if has_loss:
+                    fresh.append(result.loss)
+                advance(1)
+            synchronize(pipe.devices)
+            seconds += time.perf_counter() - began
+            losses += world.from_last(torch.stack(fresh).tolist() if has_loss else [])
+            if keeper is not None and done < total:
+                keeper.save(done, losses, seconds)
     version_bytes = world.sum(pipe.weight_version_bytes)
-    numbers = world.from_last(torch.stack(losses).tolist() if has_loss else [])
     pipe.release()
     world.collect(stages)
     if not world.first:
@@ -100,9 +131,9 @@ def train_once(
         seed=seed,
         test_accuracy=accuracy,
         test_loss=loss,
-        minibatches_per_second=minibatches / seconds,
+        minibatches_per_second=total / seconds,
         weight_version_bytes=version_bytes,
-        losses=tuple(numbers),
+        losses=tuple(losses),
     )
 
 

@@ -46,6 +46,13 @@ class TrainSettings:
     lr_schedule: str
     warmup: int
     threads: int
+    checkpoint_every: int | None = None
+    checkpoint_seconds: float | None = None
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether a run can go on where it was interrupted."""
+        return self.checkpoint_every is not None or self.checkpoint_seconds is not None
 
 
 def choose_devices(given: str, stages: int, local_rank: int = 0) -> tuple[str, ...]:

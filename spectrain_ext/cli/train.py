@@ -11,7 +11,8 @@ import torch
 from click.core import ParameterSource
 from rich.console import Console
 
-from spectrain_ext import RankError, StageError
+from spectrain_ext import CheckpointError, RankError, StageError
+from spectrain_ext.cli.observation import Observation, logged
 from spectrain_ext.cli.presets import DATA_SETS, DEFAULT_MODEL, MODELS, models_for, preset
 from spectrain_ext.cli.selection import (
     all_asked,
@@ -24,6 +25,7 @@ from spectrain_ext.cli.train_runs import report, train_all
 from spectrain_ext.cli.workload import build_stages, load_data
 from spectrain_ext.cli.world import World
 from spectrain_ext.data import Split
+from spectrain_ext.metrics import require_tensorboard
 from spectrain_ext.report import Run, require_matplotlib, summarize
 
 _POSITIVE = click.IntRange(min=1)
@@ -138,6 +140,24 @@ class _OnceToldCommand(click.Command):
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for decoded images.  [default: data-cache beside --out]",
 )
+@click.option(
+    "--checkpoint-every",
+    type=_POSITIVE,
+    metavar="MINIBATCHES",
+    help="Drain and save after so many; an interrupted run then goes on from there. Needs --out.",
+)
+@click.option(
+    "--checkpoint-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Likewise after so long, where the clock decides what is computed.",
+)
+@click.option("--metrics", is_flag=True, help="Write figures of every stage to metrics.jsonl.")
+@click.option(
+    "--tensorboard",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write them for TensorBoard into this folder.",
+)
+@click.option("--verbose", "-v", is_flag=True, help="Show the log: what begins, ends, fails.")
 @click.option("--quick", is_flag=True, help="Sizes that take minutes at most, and one seed.")
 @click.pass_context
 def train(
@@ -151,6 +171,9 @@ def train(
     window_text: str | None,
     out: Path | None,
     cache_dir: Path | None,
+    metrics: bool,
+    tensorboard: Path | None,
+    verbose: bool,
     quick: bool,
     **options: Any,
 ) -> None:
@@ -161,9 +184,15 @@ def train(
     world = World.of_environment()
     console = Console(quiet=not world.first)
     asked = _Asked(method_names, model, devices, seeds, seed_list, window_text, quick, options)
-    with world.joined(cuda="cuda" in devices):
+    with logged(verbose, console, world), world.joined(cuda="cuda" in devices):
         with world.agreed():
+            if tensorboard is not None:
+                _require_tensorboard()
             settings, left_out = _settle(context, asked, world, console)
+            if settings.keeps_checkpoints and out is None:
+                raise click.UsageError(
+                    "checkpoints need --out: there the same command finds them again"
+                )
         folder = Path(world.tell(str(out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S"))))
         data = _load(settings, cache_dir or folder.parent / "data-cache", world)
         for name, reason in left_out.items():
@@ -171,7 +200,8 @@ def train(
         with world.agreed():
             if world.first:
                 _make_folder(folder)
-        results = summarize(_trained(settings, data, folder, console, world))
+        observation = Observation(folder / "metrics.jsonl" if metrics else None, tensorboard)
+        results = summarize(_trained(settings, data, folder, console, world, observation))
         if world.first:
             report(folder, settings, data, results, left_out, console, world)
 
@@ -239,14 +269,26 @@ def _load(settings: TrainSettings, cache: Path, world: World) -> Split:
     return data
 
 
+def _require_tensorboard() -> None:
+    try:
+        require_tensorboard()
+    except ModuleNotFoundError as error:
+        raise click.ClickException(str(error)) from error
+
+
 def _trained(
-    settings: TrainSettings, data: Split, folder: Path, console: Console, world: World
+    settings: TrainSettings,
+    data: Split,
+    folder: Path,
+    console: Console,
+    world: World,
+    observation: Observation,
 ) -> list[Run]:
     threads_before = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
-        return train_all(settings, data, folder, console, world)
-    except (StageError, RankError) as error:
+        return train_all(settings, data, folder, console, world, observation)
+    except (StageError, RankError, CheckpointError) as error:
         if world.tells(error):
             raise click.ClickException(_in_words(error)) from error
         raise click.exceptions.Exit(1) from error
@@ -323,8 +365,8 @@ def _make_folder(folder: Path) -> None:
         ) from error
 
 
-def _in_words(error: StageError | RankError) -> str:
+def _in_words(error: StageError | RankError | CheckpointError) -> str:
     cause = error.__cause__
-    if cause is None or isinstance(error, RankError):  # which has the first cause in its words
+    if cause is None or not isinstance(error, StageError):  # others have the cause in their words
         return str(error)
     return f"{error} ({type(cause).__name__}: {cause})"

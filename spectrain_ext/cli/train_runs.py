@@ -20,6 +20,8 @@ from rich.text import Text
 
 from spectrain_ext import __version__
 from spectrain_ext.cli.compare import count_updates, train_once
+from spectrain_ext.cli.observation import Observation
+from spectrain_ext.cli.resuming import forget
 from spectrain_ext.cli.selection import stages_of
 from spectrain_ext.cli.settings import TrainSettings
 from spectrain_ext.cli.world import World
@@ -50,7 +52,12 @@ class _Rate(ProgressColumn):
 
 
 def train_all(
-    settings: TrainSettings, data: Split, folder: Path, console: Console, world: World
+    settings: TrainSettings,
+    data: Split,
+    folder: Path,
+    console: Console,
+    world: World,
+    observation: Observation,
 ) -> list[Run]:
     """Train every method with every seed; finished runs are read from ``folder``, new ones kept.
 
@@ -60,6 +67,7 @@ def train_all(
     Raises:
         StageError: training failed inside a stage; the runs before it are kept.
         RankError: another rank failed; likewise.
+        CheckpointError: a checkpoint could not be read or written; likewise.
     """
     store = RunStore(folder / "runs", {**describe(settings, data, world), **_versions()})
     per_run = count_updates(settings, data)
@@ -80,17 +88,26 @@ def train_all(
                 label = f"seed {number}/{len(settings.seeds)} [bold]{method}[/]"
                 progress.update(task, description=label)
                 run = store.find(method, seed) if world.first else None
+                checkpoints = folder / "checkpoints" / store.path(method, seed).stem
                 if world.tell(run is not None):
                     found += 1
                     progress.advance(task, per_run)
                 else:
                     world.renew()
                     run = train_once(
-                        settings, method, seed, data, lambda: progress.advance(task), world
+                        settings,
+                        method,
+                        seed,
+                        data,
+                        lambda count: progress.advance(task, count),
+                        world,
+                        observation,
+                        Path(world.tell(str(checkpoints))),
                     )
                     if run is not None:
                         store.save(run)
                 if run is not None:
+                    forget(checkpoints)
                     runs.append(run)
     if found:
         console.print(f"{found} of {len(runs)} runs were finished before and read from {folder}")

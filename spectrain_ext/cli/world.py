@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from spectrain_ext.errors import RankError
+from spectrain_ext.errors import CheckpointError, RankError
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -178,6 +178,8 @@ class World:
         The rank that failed may have been killed; any other may be killed by torchrun as soon as
         that one has ended. Between them they tell it once or twice.
         """
+        if isinstance(error, CheckpointError):  # all have the same
+            return self.first
         if not isinstance(error, RankError):
             return True
         return self.rank == min(rank for rank in range(self.size) if rank != error.culprit)

@@ -16,6 +16,12 @@ def normalize(images: Tensor) -> Tensor:
     return images.float().div_(255).sub_(mean).div_(deviation)
 
 
+def draw_variations(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Shifts in pixels from 0, ``(2, batch, 1)``, and which images to mirror, ``(batch, 1)``."""
+    shifts = torch.randint(2 * _PADDING + 1, (2, batch, 1), generator=generator)
+    return shifts, torch.rand(batch, 1, generator=generator) < 0.5
+
+
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     """Shift every image by up to 4 pixels each way, black coming in, and mirror every second one.
 
@@ -23,10 +29,9 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     """
     batch, _, rows, columns = images.shape
     padded = torch.nn.functional.pad(images, (_PADDING,) * 4)
-    down, right = torch.randint(2 * _PADDING + 1, (2, batch, 1), generator=generator)
+    (down, right), mirrored = draw_variations(batch, generator)
     row = down + torch.arange(rows)
     column = right + torch.arange(columns)
-    mirrored = torch.rand(batch, 1, generator=generator) < 0.5
     column = torch.where(mirrored, column.flip(1), column)
     samples = torch.arange(batch).view(batch, 1, 1)
     # advanced indices around the channels' slice: its dimension comes last

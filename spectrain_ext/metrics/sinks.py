@@ -1,0 +1,104 @@
+"""Where records go: a file of JSON lines, and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+Record = dict[str, Any]
+
+
+class Sink(Protocol):
+    """Takes records."""
+
+    def write(self, record: Record) -> None:
+        """Take one."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+class JsonLines:
+    """Appends to a file, one JSON object per line, each in one call.
+
+    A process that is killed leaves whole lines; what a stopped machine left of one is ended first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  # closed by close
+        if self._file.seek(0, os.SEEK_END):
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
+
+    def write(self, record: Record) -> None:
+        """Append a line; a number that is not finite becomes null, which JSON can hold."""
+        self._file.write(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Writes the numbers of every record as scalars ``stage<k>/<name>``, by minibatch.
+
+    Raises:
+        ModuleNotFoundError: the extra ``tensorboard`` is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        require_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, record: Record) -> None:
+        """Add a point to every curve."""
+        for name, value in _numbers(record):
+            self._writer.add_scalar(
+                f"stage{record['stage']}/{name}", value, record["minibatch"], record["time"]
+            )
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+def require_tensorboard() -> None:
+    """Raise ModuleNotFoundError, naming the extra, where TensorBoard cannot be imported."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "tensorboard: it is not installed; pip install 'spectrain_ext[tensorboard]'"
+        ) from error
+
+
+_NO_CURVES = frozenset(("time", "stage", "rank", "minibatch", "minibatches"))
+
+
+def _numbers(record: Record) -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for name, value in record.items():
+        if name in _NO_CURVES:
+            continue
+        if isinstance(value, dict):
+            found += [(f"{name}/{key}", part) for key, part in _numbers(value)]
+        elif isinstance(value, list):
+            found += [(f"{name}/{place}", part) for place, part in enumerate(value)]
+        elif isinstance(value, (int, float)):
+            found.append((name, value))
+    return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
