@@ -13,6 +13,8 @@ from spectrain_ext import Metrics, Pipeline
 from spectrain_ext.cli.world import World
 
 _LOGGER = "spectrain_ext"
+# Minibatches from one measurement of prediction errors to the next, counted from each checkpoint.
+_ERRORS_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,14 @@ class Observation:
             return
         folder = None if self.tensorboard is None else self.tensorboard / f"{method}-seed{seed}"
         labels: dict[str, str | int | float] = {"method": method, "seed": seed}
-        with Metrics(pipe, self.metrics, tensorboard=folder, start=start, labels=labels) as metrics:
+        with Metrics(
+            pipe,
+            self.metrics,
+            tensorboard=folder,
+            errors_every=_ERRORS_EVERY,
+            start=start,
+            labels=labels,
+        ) as metrics:
             yield metrics
 
 
