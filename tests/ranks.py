@@ -14,6 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,7 +143,8 @@ class Ranks:
                     hung.append(rank)
         for rank, process in enumerate(self.processes):
             if rank in hung:
-                os.kill(self.pid(rank), signal.SIGUSR1)
+                with suppress(ProcessLookupError):  # it may end just now
+                    os.kill(self.pid(rank), signal.SIGUSR1)
                 process.join(2.0)
             if process.is_alive():
                 process.kill()
