@@ -2,8 +2,9 @@
 
 Everything is measured in one run, in rounds: every candidate once in every round; medians count.
 A figure is microbatches per second. Asynchronous methods make an update after each microbatch,
-synchronous ones after M of them. Data parallel training, as one stage with two replicas and by
-DistributedDataParallel, has both stages on both ranks: what it can reach at best is the same.
+synchronous ones after M of them; so does spectrain with M microbatches per minibatch. Data parallel
+training, as one stage with two replicas and by DistributedDataParallel, has both stages on both
+ranks: what it can reach at best is the same.
 
     python bench/bench_distributed.py --milliseconds 20 --rounds 5 --json run.json
 """
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from statistics import mean, median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -75,25 +76,38 @@ def calibrated(milliseconds: float, batch: int) -> int:
     return int(blocks)
 
 
-def ours(rank: int, method: str, blocks: int, batch: int) -> Callable[[int], float]:
+def ours(
+    method: str,
+    blocks: int,
+    batch: int,
+    parts: int = 1,
+    window: Literal["classic", "wide"] = "classic",
+) -> Callable[[int], float]:
     """Microbatches per second of a run, between the first results and the last one."""
     pipe = st.Pipeline.from_process_group(
-        stage_of(blocks), optimizer_of, _mse, method, timeout=120.0, share_loss=True
+        stage_of(blocks),
+        optimizer_of,
+        _mse,
+        method,
+        microbatches=parts,
+        window=window,
+        timeout=120.0,
+        share_loss=True,
     )
-    data = torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)
+    data = torch.randn(batch * parts, WIDTH), torch.randn(batch * parts, WIDTH)
 
     def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
         for _ in range(count):
             yield data
 
     def measure(count: int) -> float:
-        warm = 4
+        warm, steps = (4 if parts == 1 else 2), max(1, count // parts)
         start = 0.0
-        for result in pipe.run(batches(count + warm)):
+        for result in pipe.run(batches(steps + warm)):
             if result.index == warm - 1:
                 start = time.perf_counter()
-            elif result.index == count + warm - 1:
-                return count / (time.perf_counter() - start)
+            elif result.index == steps + warm - 1:
+                return steps * parts / (time.perf_counter() - start)
         raise AssertionError("a run yields every minibatch")
 
     return measure
@@ -195,9 +209,11 @@ def rank_main(rank: int, port: int, options: argparse.Namespace) -> None:
     module = stage_of(blocks)
     candidates: dict[str, Callable[[int], float]] = {
         "ideal": lambda count: 1 / slowest(mean(alone(module, x, count * 0.02, True))),
-        **{method: ours(rank, method, blocks, options.batch) for method in METHODS},
+        **{method: ours(method, blocks, options.batch) for method in METHODS},
+        "spectrain, wide window": ours("spectrain", blocks, options.batch, window="wide"),
     }
     for parts in MICROBATCHES:
+        candidates[f"spectrain, M = {parts}"] = ours("spectrain", blocks, options.batch, parts)
         for kind in (Schedule1F1B, ScheduleGPipe):
             name = f"torch {kind.__name__.removeprefix('Schedule')}, M = {parts}"
             candidates[name] = theirs(rank, kind, blocks, options.batch, parts)
@@ -232,17 +248,22 @@ def report(
         f"{options.rounds} rounds of {options.count} microbatches, load {os.getloadavg()[0]:.1f} "
         f"on {os.cpu_count()} cores"
     )
-    print("| | microbatches/s | of the ideal | spectrain against it | vanilla against it |")
-    print("|---|---|---|---|---|")
+    print(
+        "| | microbatches/s | of the ideal | spectrain against it | with as many updates "
+        "| vanilla against it |"
+    )
+    print("|---|---|---|---|---|---|")
     for name, values in figures.items():
 
         def ratio(above: str, below: list[float] = values) -> float:
             return median(a / b for a, b in zip(figures[above], below, strict=True))
 
         ideal = 1 / ratio("ideal")
+        same = f"spectrain, M = {name.rpartition('M = ')[2]}"
         print(
             f"| {name} | {median(values):.1f} | {ideal:.1%} | "
-            f"{ratio('spectrain'):.2f} | {ratio('vanilla'):.2f} |"
+            f"{ratio('spectrain'):.2f} | {f'{ratio(same):.2f}' if same in figures else ''} | "
+            f"{ratio('vanilla'):.2f} |"
         )
     if options.json:
         about = {

@@ -153,13 +153,6 @@ class RankPipeline(Pipeline):
     def _make_places(
         self, method: Method, stages: int, microbatches: int, window: Window
     ) -> list[Place]:
-        self._seats.check_microbatches(microbatches)
-        if method.forward_reads == "entry" and len(set(self.replicas)) > 1:
-            raise ValueError(
-                f"replicas: method {method.name!r} has a microbatch read the version that stage 0 "
-                "had at its entry, which is counted for as many replicas there as on every other "
-                f"stage; expected the same number everywhere, got {list(self.replicas)}"
-            )
         return places_of(method, stages, microbatches, window, self._seats)
 
     def _make_norm(self, stages: int) -> GlobalNorm:

@@ -153,6 +153,18 @@ def chain(rank, ranks, fault, culprit, timeout, grace):
             told.check()
 
 
+def waits_for_one(rank, ranks, timeout, grace, seconds):
+    """Rank 0 works alone, in steps of so many seconds (None: without end), and the others wait."""
+    told = board(rank, ranks, timeout, grace)
+    with told.together("the work of one"):
+        if rank == 0:
+            with told.busy("the work"):
+                for n, each in enumerate(seconds):
+                    told.doing("step", n)
+                    threading.Event().wait(each)
+    return True
+
+
 def commit(fault):
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import subprocess
 import sys
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import cli_programs
+import click
 import pytest
 from click.testing import CliRunner
 from ranks import Ranks, run_ranks
 
 from spectrain_ext.cli import main
 from spectrain_ext.cli import world as world_module
+from spectrain_ext.cli.settings import choose_replicas
 from spectrain_ext.cli.world import World
 
 pytest.importorskip("sklearn")
@@ -99,15 +102,76 @@ def test_all_methods_and_several_seeds_with_uneven_microbatches_and_clipping(
     assert "finished before" not in one.output
 
 
+def test_replicas_share_the_microbatches_of_their_stage(tmp_path: Path) -> None:
+    arguments = (*FAST, "-m", "sync,spectrain,xgrad", "--clip-norm", "0.5")
+    together = tmp_path / "together"
+    more = ("--replicas", "1,2", "--metrics", "--out", str(together))
+    ends = run_ranks(cli_programs.train, 3, _free_port(), *arguments, *more)
+    assert [code for code, _ in ends] == [0, 0, 0]
+    assert [output for _, output in ends[1:]] == ["", ""]
+    text = " ".join(ends[0][1].split())
+    assert "Microbatches: 2, which methods and replicas need" in text
+    assert "3 processes, 1 + 2 for the stages" in text
+    settings = _document(together)["settings"]
+    assert (settings["stages"], settings["replicas"]) == (2, [1, 2])
+    # The last one is of a method without stages, which rank 0 trains alone.
+    names = {*(f"metrics-rank{rank}.jsonl" for rank in range(3)), "metrics.jsonl"}
+    assert {path.name for path in together.glob("metrics*")} == names
+    # Without delays replicas change the order of sums, and nothing else.
+    _alone(tmp_path / "alone", *arguments, "--stages", "2", "--microbatches", "2")
+    ours, theirs = (_document(each)["methods"] for each in (together, tmp_path / "alone"))
+    for found, expected in zip(ours, theirs, strict=True):
+        a, b = (entry["seeds"][0]["train_losses"] for entry in (found, expected))
+        assert len(a) == len(b) > 3
+        assert a == pytest.approx(b, rel=1e-5 if found["method"] == "sync" else 0.5)
+    assert ours[2]["seeds"][0]["train_losses"] == theirs[2]["seeds"][0]["train_losses"]
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "expected"),
+    [
+        (None, 3, None),
+        ("1", 3, None),
+        ("1,1", 2, None),
+        ("2", 4, (2, 2)),
+        ("1,2,1", 4, (1, 2, 1)),
+    ],
+)
+def test_replicas_are_as_many_as_processes(given, processes, expected) -> None:
+    assert choose_replicas(given, processes) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "said"),
+    [
+        ("2", 3, "2 for every stage do not divide the number of processes, 3"),
+        ("2", 1, "do not divide the number of processes, 1; torchrun starts more"),
+        ("1,2", 1, "are 3 processes, and there are 1: torchrun --nproc-per-node 3 -m spec"),
+        ("0", 3, "at least 1"),
+        ("1,x", 3, "got '1,x'"),
+        ("", 3, "got ''"),
+    ],
+)
+def test_replicas_that_cannot_be(given: str, processes: int, said: str) -> None:
+    with pytest.raises(click.BadParameter, match=re.escape(said)):
+        choose_replicas(given, processes)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
+        (("--replicas", "2", "--stages", "2"), 2, "expected 1, for 2 processes and --replicas 2"),
+        (
+            ("--replicas", "2", "--microbatches", "3"),
+            1,
+            "method sync: replicas: stage 0 has 2, which must divide the 3 microbatches",
+        ),
         (("--stages", "3"), 2, "--stages': expected 2, one for each process that torchrun started"),
         (("--lr", "nan"), 2, "expected a finite number"),
         (("--data", "text", "--data-dir", "/dev/null"), 1, "/dev/null"),
         (("--out", __file__), 2, "--out"),
     ],
-    ids=["stages", "parser", "data", "out"],
+    ids=["replicas", "microbatches", "stages", "parser", "data", "out"],
 )
 def test_an_error_of_all_is_told_once(
     arguments: tuple[str, ...], code: int, expected: str, tmp_path: Path

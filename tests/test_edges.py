@@ -37,6 +37,20 @@ def test_a_larger_message_ends_both_ranks_with_one_reason():
     assert "first cause: rank 0" in receiver.error
 
 
+def test_a_rank_that_gets_on_is_waited_for_beyond_the_deadline():
+    assert run_ranks(rank_programs.waits_for_one, 3, 1.0, 3.0, [0.3] * 9) == [True] * 3
+
+
+def test_a_rank_that_does_not_get_on_is_not():
+    began = monotonic()
+    ends = Ranks(rank_programs.waits_for_one, 3, 1.0, 2.0, [0.3] * 6 + [None]).join()
+    assert [end.code for end in ends] == [1, 1, 1]
+    for end in ends[1:]:
+        assert "first cause: rank 0, step 6: busy with it for 1." in end.error
+    # 1.8 s of steps, the deadline, the grace of the rank that is stuck, and starting processes
+    assert monotonic() - began < 30
+
+
 FAULTS = ["kill", "stop", "exit", "exception", "hang"]
 # Each fault with either store and on changing ranks; the other combinations are the night's.
 TRIALS = [

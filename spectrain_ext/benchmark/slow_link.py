@@ -26,6 +26,7 @@ from typing import NamedTuple
 _TUNSETIFF = 0x400454CA
 _TUN, _NO_PACKET_INFO = 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
+_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
 _count = itertools.count()
 
 
@@ -91,8 +92,12 @@ class SlowLink:
                 self._ip(host, "addr", "add", f"{host.address}/24", "dev", host.interface)
                 self._ip(host, "link", "set", "lo", "up")
                 self._ip(host, "link", "set", host.interface, "up")
+                # Whatever this machine's is: BBR paces what a sender with pauses sends. Over 20 ms
+                # of delay 64 KB arrived after 33 ms with it, after 22 with cubic and with reno, of
+                # which only reno may be chosen in every namespace.
+                _run("ip", "netns", "exec", host.namespace, "sh", "-c", f"echo reno > {_CONTROL}")
             command = [sys.executable, __file__, *map(str, ends), *self._arguments]
-            self._carrier = subprocess.Popen(command, pass_fds=ends)
+            self._carrier = subprocess.Popen(command, pass_fds=ends, stdin=subprocess.PIPE)
         except BaseException:
             self._remove()
             raise
@@ -109,6 +114,12 @@ class SlowLink:
     ) -> None:
         self._remove()
 
+    def set_delay(self, seconds: float) -> None:
+        """Delay the packets that are sent from now on by so many seconds, one way."""
+        assert self._carrier is not None and self._carrier.stdin is not None
+        self._carrier.stdin.write(f"{seconds}\n".encode())
+        self._carrier.stdin.flush()
+
     def cut(self) -> None:
         """Pull the plug: nothing arrives any more, and nobody is told."""
         for host in self.hosts:
@@ -120,7 +131,7 @@ class SlowLink:
     def _remove(self) -> None:
         if self._carrier is not None:
             self._carrier.kill()
-            self._carrier.wait()
+            self._carrier.communicate()
         for host in self.hosts:
             subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)
 
@@ -143,14 +154,20 @@ def _tunnel(name: str) -> int:
 
 
 def _carry(ends: tuple[int, int], delay: float, loss: float, seed: int) -> None:
-    """Hand every packet on after the delay, until the devices are gone."""
+    """Hand every packet on after the delay, until the devices are gone; a line of standard input is
+    a new delay."""
     draw = random.Random(seed)
     other = {ends[0]: ends[1], ends[1]: ends[0]}
     under_way: deque[tuple[float, int, bytes]] = deque()
+    told: tuple[int, ...] = (0,)
     while True:
         wait = max(0.0, under_way[0][0] - monotonic()) if under_way else None
-        readable, _, _ = select.select(ends, [], [], wait)
+        readable, _, _ = select.select((*ends, *told), [], [], wait)
         for end in readable:
+            if end in told:
+                lines = os.read(end, 1 << 12).split()
+                told, delay = (told, float(lines[-1])) if lines else ((), delay)
+                continue
             try:
                 packet = os.read(end, 1 << 16)
             except OSError:

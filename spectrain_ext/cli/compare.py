@@ -43,8 +43,8 @@ def train_once(
     """Train method ``name`` from the weights and in the batch order of ``seed``, then test it.
 
     Weights and order depend on ``seed`` and ``settings`` alone, so methods can be compared. Where
-    there are several processes each trains its stage; a method that has fewer stages than there are
-    processes is trained by rank 0 alone.
+    there are several processes each trains its stage; a method that has fewer stages than the
+    settings say is trained by rank 0 alone.
 
     Args:
         settings: of the comparison.
@@ -64,13 +64,30 @@ def train_once(
         RankError: another rank failed.
         CheckpointError: a checkpoint could not be read or written.
     """
-    torch.manual_seed(seed)
-    method = find_method(name)
-    count = stages_of(method, settings)
-    if count != settings.stages:
+    count = stages_of(find_method(name), settings)
+    if count == settings.stages:
+        return _train(settings, name, count, seed, data, advance, world, observation, checkpoints)
+    with world.alone(f"training with {name}") as told:
         if not world.first:
             return None
-        world = World()
+        alone = World(tell_others=told)
+        return _train(settings, name, count, seed, data, advance, alone, observation, checkpoints)
+
+
+def _train(
+    settings: TrainSettings,
+    name: str,
+    count: int,
+    seed: int,
+    data: Split,
+    advance: Callable[[int], None],
+    world: World,
+    observation: Observation,
+    checkpoints: Path,
+) -> Run | None:
+    """Train and test a model of ``count`` stages, with all processes of ``world``."""
+    torch.manual_seed(seed)
+    method = find_method(name)
     stages = build_stages(settings, count, seed, data)
     total = count_updates(settings, data)
     pipe = build_pipeline(
@@ -79,7 +96,7 @@ def train_once(
         stages,
         devices=[world.device(name) for name in settings.devices[:count]],
         scheduler=make_scheduler(settings, total),
-        rank=world.rank if world.together else None,
+        stage=world.stage if world.together else None,
     )
     pipe.train()
     keeper = None
@@ -91,8 +108,8 @@ def train_once(
         done, losses, seconds = keeper.minibatches, keeper.losses, keeper.seconds
         advance(done)
     # between the first and the last stage nobody looks at them
-    feeds = world.rank in (0, world.size - 1)
-    has_loss = world.rank == world.size - 1
+    has_loss = world.stage == world.seats.stages - 1
+    feeds = has_loss or world.stage == 0
     with observation.of(pipe, name, seed, start=done) as metrics:
         while done < total:
             batches: Iterator[object] = training_batches(
@@ -113,6 +130,7 @@ def train_once(
                 if has_loss:
                     fresh.append(result.loss)
                 advance(1)
+                world.tell_others("training with", name, "after minibatch", done)
             synchronize(pipe.devices)
             seconds += time.perf_counter() - began
             losses += world.from_last(torch.stack(fresh).tolist() if has_loss else [])
@@ -121,11 +139,12 @@ def train_once(
     version_bytes = world.sum(pipe.weight_version_bytes)
     pipe.release()
     world.collect(stages)
-    if not world.first:
-        return None
-    device = pipe.devices[0]
-    model = nn.Sequential(*stages).to(device) if world.together else pipe
-    accuracy, loss = _test(model, data, device)
+    with world.alone("testing") as told:
+        if not world.first:
+            return None
+        device = pipe.devices[0]
+        model = nn.Sequential(*stages).to(device) if world.together else pipe
+        accuracy, loss = _test(model, data, device, told)
     return Run(
         method=name,
         seed=seed,
@@ -137,14 +156,18 @@ def train_once(
     )
 
 
-def _test(model: nn.Module, data: Split, device: torch.device) -> tuple[float, float]:
+def _test(
+    model: nn.Module, data: Split, device: torch.device, told: Callable[..., None]
+) -> tuple[float, float]:
     """Accuracy and mean loss over all targets of the test part."""
     model.eval()
-    loss, correct = 0.0, 0
+    loss, correct, done = 0.0, 0, 0
     with torch.no_grad():
         for inputs, targets in zip(
             data.test_inputs.split(_TEST_BATCH), data.test_targets.split(_TEST_BATCH), strict=True
         ):
+            told("testing after", done, "of", len(data.test_inputs), "samples")
+            done += len(inputs)
             outputs = model(data.prepare(inputs).to(device)).cpu()
             loss += mean_loss(outputs, targets).item() * targets.numel()
             correct += int((outputs.argmax(dim=-1) == targets).sum())

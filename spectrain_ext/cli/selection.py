@@ -1,6 +1,7 @@
 """Which methods are compared, and what each of them needs to be set to."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from spectrain_ext import Pipeline, methods
 from spectrain_ext.cli.settings import TrainSettings, Window
 from spectrain_ext.cli.workload import make_optimizer, mean_loss
-from spectrain_ext.method import Method, find_method
+from spectrain_ext.method import Method, find_method, places_of
 from spectrain_ext.optim import PredictingOptimizer
-from spectrain_ext.schedule import FLUSHING, Place
+from spectrain_ext.schedule import FLUSHING, Place, Replicas
 
 #: What is compared where no method is named: synchronous training, and one of each kind.
 DEFAULT_METHODS = ("sync", "vanilla", "pipedream", "spectrain", "spectrain-stash")
@@ -52,8 +53,13 @@ def _names(given: Sequence[str]) -> list[str]:
     return [name.strip() for entry in given for name in entry.split(",") if name.strip()]
 
 
-def microbatches_for(names: Sequence[str], stages: int) -> int:
-    """Microbatches that let every method of ``names`` be what it is; 1 where all are content."""
+def microbatches_for(
+    names: Sequence[str], stages: int, replicas: Sequence[int] | None = None
+) -> int:
+    """Microbatches that let every method of ``names`` be what it is; 1 where all are content.
+
+    Replicas deal them out evenly.
+    """
     least = 1
     for name in names:
         method = find_method(name)
@@ -62,7 +68,8 @@ def microbatches_for(names: Sequence[str], stages: int) -> int:
         elif method.min_microbatches is not None:
             place = Place(0, stages, stages, 1)
             least = max(least, method.min_microbatches(place))
-    return least
+    each = math.lcm(*replicas) if replicas else 1
+    return -(-least // each) * each
 
 
 def stages_of(method: Method, settings: TrainSettings) -> int:
@@ -97,7 +104,7 @@ def build_pipeline(
     *,
     devices: Sequence[str] | None = None,
     scheduler: Callable[[PredictingOptimizer], LambdaLR] | None = None,
-    rank: int | None = None,
+    stage: int | None = None,
 ) -> Pipeline:
     """Return the pipeline of a method, with everything that the settings say of it.
 
@@ -107,7 +114,7 @@ def build_pipeline(
         modules: all stages.
         devices: one per stage; None: where the stages are.
         scheduler: makes a stage's learning-rate scheduler.
-        rank: the stage that is this process's; None: it has all of them.
+        stage: the one that is this process's; None: it has all of them.
 
     Raises:
         ValueError: the method does not work with the settings.
@@ -123,11 +130,17 @@ def build_pipeline(
     def optimizer(parameters: list[nn.Parameter]) -> PredictingOptimizer:
         return make_optimizer(settings, method, parameters)
 
-    if rank is None:
+    if stage is None:
         return Pipeline(modules, optimizer, mean_loss, method, devices, **more)
-    device = None if devices is None else devices[rank]
+    device = None if devices is None else devices[stage]
     return Pipeline.from_process_group(
-        modules[rank], optimizer, mean_loss, method, device=device, **more
+        modules[stage],
+        optimizer,
+        mean_loss,
+        method,
+        replicas=settings.replicas,
+        device=device,
+        **more,
     )
 
 
@@ -135,8 +148,15 @@ def why_not(name: str, settings: TrainSettings) -> str | None:
     """What keeps a method from working with these settings, None if nothing does."""
     method = find_method(name)
     # as many stages of the smallest kind: whether it can work does not depend on the model
-    stages: list[nn.Module] = [nn.Linear(1, 1) for _ in range(stages_of(method, settings))]
+    count = stages_of(method, settings)
+    stages: list[nn.Module] = [nn.Linear(1, 1) for _ in range(count)]
     try:
+        if settings.replicas is not None and count == settings.stages:
+            window = window_of(method, settings)
+            replicas = Replicas(settings.replicas)
+            places_of(method, count, settings.microbatches, window, replicas)
+            # windows of replicas are no windows of a pipeline without them
+            settings = dataclasses.replace(settings, window=None)
         build_pipeline(settings, method, stages).release()
     except ValueError as error:
         return str(error)

@@ -15,8 +15,8 @@ Window = Literal["classic", "wide"] | int | tuple[int, ...] | None
 class TrainSettings:
     """The same for every method and seed of one comparison.
 
-    ``devices`` has one entry per stage. ``depth`` None is the model's own, ``train_samples`` and
-    ``test_samples`` None are all.
+    ``devices`` has one entry per stage; ``replicas`` too, and is None where all have one. ``depth``
+    None is the model's own, ``train_samples`` and ``test_samples`` None are all.
     """
 
     data: str
@@ -48,6 +48,7 @@ class TrainSettings:
     threads: int
     checkpoint_every: int | None = None
     checkpoint_seconds: float | None = None
+    replicas: tuple[int, ...] | None = None
 
     @property
     def keeps_checkpoints(self) -> bool:
@@ -91,6 +92,48 @@ def choose_devices(given: str, stages: int, local_rank: int = 0) -> tuple[str, .
                 param_hint=hint,
             )
     return tuple(names[stage * len(names) // stages] for stage in range(stages))
+
+
+def choose_replicas(given: str | None, processes: int) -> tuple[int, ...] | None:
+    """Return the replicas of every stage from one number for all, or one per stage with commas.
+
+    Args:
+        given: the text; None: one for each.
+        processes: how many there are.
+
+    Returns:
+        The numbers, which add up to the processes; None where all are 1.
+
+    Raises:
+        click.BadParameter: something else, or they do not add up.
+    """
+    if given is None:
+        return None
+    hint = "'--replicas'"
+    try:
+        numbers = tuple(int(number) for number in given.split(","))
+        if min(numbers) < 1:
+            raise ValueError
+    except ValueError as error:
+        raise click.BadParameter(
+            f"expected a number of at least 1, or one per stage with commas, got {given!r}",
+            param_hint=hint,
+        ) from error
+    if len(numbers) == 1:
+        if processes % numbers[0]:
+            raise click.BadParameter(
+                f"{numbers[0]} for every stage do not divide the number of processes, {processes}"
+                + ("" if processes > 1 else "; torchrun starts more: see docs/distributed.md"),
+                param_hint=hint,
+            )
+        numbers *= processes // numbers[0]
+    if sum(numbers) != processes:
+        raise click.BadParameter(
+            f"{given} are {sum(numbers)} processes, and there are {processes}: torchrun "
+            f"--nproc-per-node {sum(numbers)} -m spectrain_ext.cli train",
+            param_hint=hint,
+        )
+    return None if max(numbers) == 1 else numbers
 
 
 def choose_window(given: str | None, stages: int) -> Window:

@@ -20,13 +20,20 @@ from spectrain_ext.cli.selection import (
     fitting,
     microbatches_for,
 )
-from spectrain_ext.cli.settings import TrainSettings, choose_devices, choose_window, finite
+from spectrain_ext.cli.settings import (
+    TrainSettings,
+    choose_devices,
+    choose_replicas,
+    choose_window,
+    finite,
+)
 from spectrain_ext.cli.train_runs import report, train_all
 from spectrain_ext.cli.workload import build_stages, load_data
 from spectrain_ext.cli.world import World
 from spectrain_ext.data import Split
 from spectrain_ext.metrics import require_tensorboard
 from spectrain_ext.report import Run, require_matplotlib, summarize
+from spectrain_ext.schedule import Replicas
 
 _POSITIVE = click.IntRange(min=1)
 _COUNT = click.IntRange(min=0)
@@ -94,6 +101,13 @@ class _OnceToldCommand(click.Command):
     type=_POSITIVE,
     default=1,
     help="Parts of every minibatch; one per stage where a method named needs them.",
+)
+@click.option(
+    "--replicas",
+    "replicas_text",
+    metavar="NUMBERS",
+    help="Processes of each stage under torchrun, one number or one per stage with commas, which "
+    "deal the microbatches out among themselves.  [default: 1]",
 )
 @click.option(
     "--window",
@@ -168,6 +182,7 @@ def train(
     devices: str,
     seeds: int | None,
     seed_list: Sequence[int],
+    replicas_text: str | None,
     window_text: str | None,
     out: Path | None,
     cache_dir: Path | None,
@@ -183,7 +198,9 @@ def train(
     """
     world = World.of_environment()
     console = Console(quiet=not world.first)
-    asked = _Asked(method_names, model, devices, seeds, seed_list, window_text, quick, options)
+    asked = _Asked(
+        method_names, model, devices, seeds, seed_list, replicas_text, window_text, quick, options
+    )
     with logged(verbose, console, world), world.joined(cuda="cuda" in devices):
         with world.agreed():
             if tensorboard is not None:
@@ -215,6 +232,7 @@ class _Asked:
     devices: str
     seeds: int | None
     seed_list: Sequence[int]
+    replicas_text: str | None
     window_text: str | None
     quick: bool
     options: dict[str, Any]
@@ -225,6 +243,9 @@ def _settle(
 ) -> tuple[TrainSettings, dict[str, str]]:
     """Fill in what was not given, check all of it; returns what is left out as well."""
     options = asked.options
+    replicas = choose_replicas(asked.replicas_text, world.size)
+    if replicas is not None:
+        world.seats = Replicas(replicas)
     options["stages"] = stages = _choose_stages(context, options["stages"], world)
     model = _choose_model(options["data"], asked.model)
     _check_data_dir(options["data"], options["data_dir"])
@@ -235,14 +256,16 @@ def _settle(
     chosen = choose_methods(asked.method_names)
     leave_out = all_asked(asked.method_names)
     if not leave_out and not _given(context, "microbatches"):
-        options["microbatches"] = microbatches_for(chosen, stages)
+        options["microbatches"] = microbatches_for(chosen, stages, replicas)
         if options["microbatches"] > 1:
-            console.print(f"Microbatches: {options['microbatches']}, which a named method needs.")
+            needs = "a named method needs" if replicas is None else "methods and replicas need"
+            console.print(f"Microbatches: {options['microbatches']}, which {needs}.")
     settings = TrainSettings(
         model=model,
         methods=chosen,
         seeds=tuple(dict.fromkeys(asked.seed_list)) or tuple(range(asked.seeds or defaults.seeds)),
         devices=choose_devices(asked.devices, stages, world.local_rank),
+        replicas=replicas,
         window=choose_window(asked.window_text, stages),
         **options,
     )
@@ -304,12 +327,14 @@ def _trained(
 def _choose_stages(context: click.Context, stages: int, world: World) -> int:
     if not world.together:
         return stages
-    if _given(context, "stages") and stages != world.size:
-        raise click.BadParameter(
-            f"expected {world.size}, one for each process that torchrun started, got {stages}",
-            param_hint="'--stages'",
-        )
-    return world.size
+    there = world.seats.stages
+    if _given(context, "stages") and stages != there:
+        what = "one for each process that torchrun started"
+        if world.seats.dealt:
+            counts = ",".join(map(str, world.seats.counts))
+            what = f"for {world.size} processes and --replicas {counts}"
+        raise click.BadParameter(f"expected {there}, {what}, got {stages}", param_hint="'--stages'")
+    return there
 
 
 def _given(context: click.Context, option: str) -> bool:

@@ -155,7 +155,7 @@ def report(
             results,
             test_samples=len(data.test_inputs),
             metric=metric,
-            processes=world.size,
+            processes=world.seats.counts,
         )
     )
     console.print(f"losses:  {folder / 'losses.png'}", highlight=False, soft_wrap=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -18,28 +18,50 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from spectrain_ext.errors import CheckpointError, RankError
+from spectrain_ext.schedule import Replicas
+from spectrain_ext.transport.board import Board
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1"))
-# How long the others wait for what one rank does alone: it tests, and it trains what has no stages.
-_ALONE = timedelta(days=1)
+# How long ranks wait for what another does before training, such as decoding 60,000 images.
+_PATIENCE = timedelta(hours=1)
+# And, with a board, for a rank that does not get on with what it does alone.
+_STUCK = 300.0
+
+
+def _to_nobody(*what: object) -> None:
+    """Nobody waits."""
 
 
 class World:
     """One process of those that train together; alone, it is rank 0 of 1.
 
-    Attributes:
-        rank: of this process: also the stage that it trains.
-        size: how many processes, and stages, there are.
+    Args:
+        rank: of this process.
+        size: how many processes there are.
         local_rank: this process's number on its machine.
+        tell_others: told what it does, where it works alone and others wait.
+
+    Attributes:
+        rank, size, local_rank, tell_others: as given.
+        seats: which stage every process trains; one each, until ``seat`` says otherwise.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        local_rank: int = 0,
+        tell_others: Callable[..., None] = _to_nobody,
+    ) -> None:
         self.rank, self.size, self.local_rank = rank, size, local_rank
+        self.seats = Replicas((1,) * size)
+        self.tell_others = tell_others
         self._joined = 0
+        self._board: Board | None = None
 
     @staticmethod
     def of_environment(environment: Mapping[str, str] = os.environ) -> World:
@@ -60,6 +82,11 @@ class World:
     def first(self) -> bool:
         """Whether this is the process that talks and writes."""
         return self.rank == 0
+
+    @property
+    def stage(self) -> int:
+        """The stage that this process trains."""
+        return self.seats.seat(self.rank)[0]
 
     def device(self, name: str) -> str:
         """The device of this process that a name means: cuda is the one of its local rank."""
@@ -95,8 +122,15 @@ class World:
             store=PrefixStore(f"spectrain train/{life}/{self._joined}", self._store),
             rank=self.rank,
             world_size=self.size,
-            timeout=_ALONE,
+            timeout=_PATIENCE,
         )
+        self._board = Board(
+            PrefixStore(f"spectrain train/{life}/{self._joined}/board", self._store),
+            self.rank,
+            self.size,
+            _STUCK,
+        )
+        self._board.meet({})
 
     def renew(self) -> None:
         """Leave all groups and make a new one: those of an earlier pipeline hold their sockets.
@@ -106,6 +140,27 @@ class World:
         if self.together:
             dist.destroy_process_group()
             self._join()
+
+    @contextmanager
+    def alone(self, what: str) -> Iterator[Callable[..., None]]:
+        """Inside, rank 0 works and the others, which have nothing to do there, wait for it.
+
+        Yields:
+            What rank 0 calls with what it does next, a few words: as long as it gets on it is
+            waited for.
+
+        Raises:
+            RankError: a rank has gone, or rank 0 does not get on.
+        """
+        if self._board is None:
+            yield self.tell_others
+            return
+        with self._board.together(what):
+            if not self.first:
+                yield _to_nobody
+                return
+            with self._board.busy(what):
+                yield self._board.doing
 
     # What the ranks tell each other: JSON and tensors, nothing that could be executed.
 
@@ -190,17 +245,18 @@ class World:
         """Give rank 0, which has all stages as they were made, the state that each rank trained.
 
         Args:
-            stages: on rank k stage k is the trained one.
+            stages: on every rank its own one is the trained one.
         """
-        for k in range(1, self.size):
+        for k in range(1, self.seats.stages):
+            source = self.seats.ranks_of(k)[0]  # replicas have the same parameters
             for tensor in stages[k].state_dict().values():
-                if self.rank == k:
+                if self.rank == source:
                     with _quiet_if_lost():
                         dist.send(tensor.detach().cpu().contiguous(), 0)
                 elif self.first:
                     received = torch.empty(tensor.shape, dtype=tensor.dtype)
                     with _quiet_if_lost():
-                        dist.recv(received, k)
+                        dist.recv(received, source)
                     with torch.no_grad():
                         tensor.copy_(received)
 

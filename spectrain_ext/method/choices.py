@@ -55,9 +55,12 @@ def places_of(
     0 this is PipeDream's NOAM (Narayanan et al., 2019).
 
     Raises:
-        ValueError: an unknown schedule, a window below 1, or one for a schedule that flushes.
+        ValueError: an unknown schedule, a window below 1, or one for a schedule that flushes; or
+            replicas that the method cannot have, or that do not divide the microbatches.
         TypeError: a window that is no number.
     """
+    if replicas is not None:
+        _check_replicas(method, replicas, microbatches)
     try:
         find_generator(method.schedule)
     except ValueError as error:
@@ -86,6 +89,16 @@ def places_of(
     if method.schedule not in FLUSHING:
         _check_replicas_windows(windows, counts)
     return [ReplicaPlace(k, stages, w, parts[k]) for k, w in enumerate(windows)]
+
+
+def _check_replicas(method: Method, replicas: Replicas, microbatches: int) -> None:
+    replicas.check_microbatches(microbatches)
+    if method.forward_reads == "entry" and len(set(replicas.counts)) > 1:
+        raise ValueError(
+            f"replicas: method {method.name!r} has a microbatch read the version that stage 0 "
+            "had at its entry, which is counted for as many replicas there as on every other "
+            f"stage; expected the same number everywhere, got {list(replicas.counts)}"
+        )
 
 
 def _check_windows(windows: Sequence[int]) -> None:

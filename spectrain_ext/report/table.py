@@ -14,12 +14,12 @@ def comparison_table(
     *,
     test_samples: int,
     metric: Metric = ACCURACY,
-    processes: int = 1,
+    processes: Sequence[int] = (),
 ) -> Table:
     """Return one row per method; with several seeds, mean and standard deviation.
 
     ``test_samples`` says what a single test sample is worth in the accuracy column, ``processes``
-    how many had a part in each run.
+    how many each stage had; none: one had all of them.
     """
     seeds = len(results[0].runs) if results else 0
     table = Table(
@@ -52,12 +52,15 @@ def comparison_table(
     return table
 
 
-def _caption(seeds: int, test_samples: int, metric: Metric, processes: int) -> str:
+def _caption(seeds: int, test_samples: int, metric: Metric, processes: Sequence[int]) -> str:
+    share = "a stage each"
+    if max(processes, default=1) > 1:
+        share = f"{' + '.join(map(str, processes))} for the stages"
     sentences = [
         "One process runs all stages in turn, so minibatches/s is no throughput comparison: it is "
         "what a method costs, not what its overlap gains on several devices."
-        if processes == 1
-        else f"{processes} processes, a stage each: minibatches/s is rank 0's. A method without "
+        if sum(processes) <= 1
+        else f"{sum(processes)} processes, {share}: minibatches/s is rank 0's. A method without "
         "stages ran on rank 0 alone.",
     ]
     if metric is ACCURACY:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import inf
 from time import monotonic
 from typing import NamedTuple
 
@@ -72,23 +73,43 @@ def suspect(beats: Sequence[Beat], me: int, peer: int | None, patience: float) -
         peer: the rank that this one waits for in vain, None: all others.
         patience: seconds after which a rank counts as silent.
     """
+    return _follow(beats, me, peer, patience)[0]
+
+
+def seconds_stuck(beats: Sequence[Beat], me: int, patience: float) -> float:
+    """For how long the rank that keeps all waiting has been in its present action.
+
+    Where ranks wait for one another it is the last to have begun with it: one that ends a run has
+    not heard yet that all others do. Infinity if it is silent.
+    """
+    return _follow(beats, me, None, patience)[1]
+
+
+def _follow(
+    beats: Sequence[Beat], me: int, peer: int | None, patience: float
+) -> tuple[Cause, float]:
     now = monotonic()
     passed: list[int] = []
+
+    def newest(ranks: list[int]) -> float:
+        return min(beats[r].busy + now - beats[r].heard for r in ranks)
+
     while True:
         if peer is None:
             peer = _of_all(beats, me, patience)
             if peer in passed:
-                return _circle(beats, me, passed, peer, peer)
+                return _circle(beats, me, passed, peer, peer), newest(passed)
         beat = beats[peer]
         silent = now - beat.heard
         if silent > patience:
-            return Cause(peer, f"{beat}: no sign of life for {silent:.1f} s")
+            return Cause(peer, f"{beat}: no sign of life for {silent:.1f} s"), inf
         if beat.waits is None:
-            return Cause(peer, f"{beat.doing}: busy with it for {beat.busy + silent:.1f} s")
+            busy = beat.busy + silent
+            return Cause(peer, f"{beat.doing}: busy with it for {busy:.1f} s"), busy
         passed.append(peer)
         next_one, _ = beat.waits
         if next_one == me or next_one in passed:
-            return _circle(beats, me, passed, next_one, peer)
+            return _circle(beats, me, passed, next_one, peer), newest(passed)
         peer = next_one
 
 

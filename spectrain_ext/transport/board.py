@@ -9,12 +9,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from math import inf
 from time import monotonic
 
 from torch.distributed.distributed_c10d import Store
 
 from ..errors import RankError, StageError
-from .blame import Beat, Cause, most_silent, suspect
+from .blame import Beat, Cause, most_silent, seconds_stuck, suspect
 
 _FAILED = "failed"
 
@@ -55,6 +56,7 @@ class Board:
         self.changed = threading.Condition()
         self._end = end or _end_process
         self._interval = min(max(timeout / 20, 0.02), 1.0)
+        self._patience = max(3 * self._interval, timeout / 2)
         patience = timedelta(seconds=min(timeout, grace))
         # A call blocks its connection: the thread's calls must not wait for the other's.
         self._store, self._threads_store = _connection(store), _connection(store)
@@ -76,12 +78,14 @@ class Board:
         self._phase = 0  # twice the number of finished runs, one more between the two
         self._doing: tuple[object, ...] = ("starting",)
         self._failure = ""  # of this rank within ``together``, which the others may not have
+        self._lenient = False  # whether ranks may be waited for as long as they get on
         self._since = monotonic()
         self._waits: tuple[int | None, str, float] | None = None  # rank None: all others
         self._cause: Cause | None = None
         self._asking: float | None = None  # since when the thread waits for the store
         self._wake = threading.Event()
-        self._hurried = self._parting = False
+        self._hurried: float | None = None  # since when
+        self._parting = False
         self._over = threading.Event()  # of the run
         self._must_end_by: float | None = None
 
@@ -141,9 +145,10 @@ class Board:
             )
         self.doing("beginning a run")
         self._failure = ""
+        self._lenient = False
         self._beats = [Beat(b"", monotonic()) for _ in range(self.ranks)]
         self._asking = self._must_end_by = None
-        self._hurried = self._parting = False
+        self._hurried, self._parting = None, False
         self._over = over = threading.Event()
         threads = [
             threading.Thread(target=self._watch, args=(over,), name="spectrain board", daemon=True),
@@ -173,8 +178,10 @@ class Board:
         """Take part for the time of something that all ranks do together outside of a run.
 
         Inside, they wait for each other by means that cannot be interrupted: the deadline is the
-        thread's. An exception there is expected on all ranks, as they tell each other theirs, and
-        is no failure of the board; but a ConnectionError says that a rank has gone.
+        thread's, and does not pass while the rank that keeps the others waiting has begun something
+        new within it (``busy``). An exception there is expected on all ranks, as they tell each
+        other theirs, and is no failure of the board; but a ConnectionError says that a rank has
+        gone.
 
         Raises:
             RankError: a rank has failed, or the deadline has passed.
@@ -184,6 +191,7 @@ class Board:
         try:
             with self.run():
                 self.doing(what)
+                self._lenient = True
                 self._waits = None, what, monotonic()
                 try:
                     yield
@@ -220,7 +228,7 @@ class Board:
         Rank 0 may keep the store, and leaves when all others have heard that all have finished.
         """
         self.doing(self._failure or "ending the run")
-        self._hurried = True
+        self._hurried = monotonic()
         self._wake.set()
         for needed in range(2 if self.rank == 0 else 1):
             self._phase += 1
@@ -262,7 +270,7 @@ class Board:
             self._waits = (peer, what, began)
             while not ready() and self._cause is None:
                 left = began + self.timeout - monotonic()
-                if left <= 0:
+                if left <= 0 and (left := self.timeout - self._stuck()) <= 0:
                     break
                 self.changed.wait(left)
             cause = None if ready() else self._cause
@@ -365,8 +373,13 @@ class Board:
     def _suspect(self, peer: int | None) -> Cause:
         if self._failure:
             return Cause(self.rank, self._failure)
-        patience = max(3 * self._interval, self.timeout / 2)
-        return suspect(self._beats, self.rank, peer, patience)
+        return suspect(self._beats, self.rank, peer, self._patience)
+
+    def _stuck(self) -> float:
+        """Seconds since whoever keeps the others waiting has got on; infinity where none may."""
+        if not self._lenient or self._failure:
+            return inf
+        return seconds_stuck(self._beats, self.rank, self._patience)
 
     def _stay(self) -> None:
         """Rank 0 may keep the store: it stays until all that still live have read the cause."""
@@ -419,13 +432,18 @@ class Board:
         waits = self._waits
         if waits is None or self._cause is not None:
             return
-        if monotonic() - waits[2] > self.timeout + 2 * self._interval:
+        late = self.timeout + 2 * self._interval
+        if monotonic() - waits[2] > late and self._stuck() > late:
             mine = self._suspect(waits[0])
             said = store.compare_set(_FAILED, "", json.dumps(mine))
             self._learn(Cause.read(said) or mine)
 
     def _pause(self) -> None:
-        self._wake.wait(0.002 if self._hurried and self._cause is None else self._interval)
+        pause = self._interval
+        if self._hurried is not None and self._cause is None:
+            # Less often where others take long: every 2 ms would take a core's time from them.
+            pause = min(pause, max(0.002, (monotonic() - self._hurried) / 20))
+        self._wake.wait(pause)
         self._wake.clear()
 
     def _say(self, store: Store) -> None:
