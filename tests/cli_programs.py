@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 
 import click
 import torch
@@ -44,21 +45,49 @@ class Told(Exception):
     """What a command said before it ended."""
 
 
-def talk(rank, ranks):
-    """What the ranks hear of each other."""
+@contextmanager
+def joined(rank, ranks, port):
+    """The world that torchrun would make."""
+    dist.destroy_process_group()  # of the test: the world makes its own
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     world = World(rank, ranks, rank)
+    with world.joined(cuda=False):
+        yield world
+
+
+def talk(rank, ranks, port):
+    """What the ranks hear of each other."""
     stages = [nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(ranks)]
     with torch.no_grad():
         for tensor in stages[rank].state_dict().values():
             tensor.fill_(rank + 1)
-    world.collect(stages)
-    return {
-        "told": world.tell({"from": rank, "text": "ä"}),
-        "exchanged": world.exchange("ä" * rank),
-        "sum": world.sum(rank + 1),
-        "last": world.from_last([0.1, float("nan")] if rank == ranks - 1 else []),
-        "state": [[float(t.sum()) for t in stage.state_dict().values()] for stage in stages],
-    }
+    with joined(rank, ranks, port) as world:
+        world.collect(stages)
+        return {
+            "told": world.tell({"from": rank, "text": "ä"}),
+            "exchanged": world.exchange("ä" * rank),
+            "sum": world.sum(rank + 1),
+            "last": world.from_last([0.1, float("nan")] if rank == ranks - 1 else []),
+            "state": [[float(t.sum()) for t in stage.state_dict().values()] for stage in stages],
+        }
+
+
+def collect_from_nobody(rank, ranks, port):
+    """The last rank ends without a word, while the first one collects the stages."""
+    stages = [nn.Linear(1000, 1000) for _ in range(ranks)]
+    with joined(rank, ranks, port) as world:
+        if rank == ranks - 1:
+            os._exit(7)
+        world.collect(stages)
+
+
+def wait_for_the_first(rank, ranks, port):
+    """Rank 0 works alone and fails there."""
+    with joined(rank, ranks, port) as world:
+        with world.alone("the work"):
+            if world.first:
+                raise ArithmeticError("planned")
+        world.exchange("")
 
 
 def complain(rank, ranks, texts):

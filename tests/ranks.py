@@ -41,7 +41,7 @@ def _main(
     ranks: int,
     port: int,
     folder: str,
-    pipe: Any,
+    port_of_store: Any,
     hosts: tuple[Host, ...] | None,
     args: tuple[Any, ...],
 ) -> None:
@@ -61,9 +61,9 @@ def _main(
     elif rank == 0:  # the store lives and dies with rank 0, as without torchrun
         store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         for _ in range(ranks - 1):
-            pipe.send(store.port)
+            port_of_store.put(store.port)
     else:
-        store = dist.TCPStore(address, pipe.recv(), is_master=False)
+        store = dist.TCPStore(address, port_of_store.get(), is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
@@ -106,7 +106,8 @@ class Ranks:
         port = 0 if self._store is None else self._store.port
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "spectrain_ext"])
-        ours, theirs = context.Pipe()
+        # a pipe would mix up what several read at once; kept, as its lock has to outlive the starts
+        self._port_of_store = context.SimpleQueue()
         self.processes = [
             context.Process(
                 target=_main,
@@ -116,7 +117,7 @@ class Ranks:
                     ranks,
                     port,
                     self._folder.name,
-                    theirs if rank == 0 else ours,
+                    self._port_of_store,
                     hosts,
                     args,
                 ),

@@ -202,7 +202,7 @@ def test_a_failure_ends_all_ranks_and_is_told_by_the_rank_and_by_one_more(
 
 
 def test_what_ranks_tell_each_other() -> None:
-    found = run_ranks(cli_programs.talk, 3)
+    found = run_ranks(cli_programs.talk, 3, _free_port())
     for rank, heard in enumerate(found):
         assert heard["told"] == {"from": 0, "text": "ä"}
         assert heard["exchanged"] == ["", "ä", "ää"]
@@ -232,6 +232,23 @@ def test_a_rank_that_is_gone_ends_those_that_wait_for_it() -> None:
     ends = Ranks(cli_programs.talk_to_nobody, 2).join()
     assert ends[1].code == 7
     assert ends[0].value == 1
+
+
+def test_a_stage_that_is_gone_is_named_by_all_that_collect() -> None:
+    ends = Ranks(cli_programs.collect_from_nobody, 3, _free_port()).join()
+    assert ends[2].code == 7
+    for end in ends[:2]:
+        assert end.code == 1
+        assert "first cause: rank 2" in end.error
+        assert "RankError: rank" in end.error
+
+
+def test_a_failure_of_the_rank_that_works_alone_ends_the_others() -> None:
+    ends = Ranks(cli_programs.wait_for_the_first, 3, _free_port()).join()
+    assert [end.code for end in ends] == [1, 1, 1]
+    assert "ArithmeticError: planned" in ends[0].error
+    for end in ends[1:]:
+        assert "Exit" in end.error
 
 
 @pytest.mark.parametrize(

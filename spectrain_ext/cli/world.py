@@ -247,18 +247,21 @@ class World:
         Args:
             stages: on every rank its own one is the trained one.
         """
-        for k in range(1, self.seats.stages):
-            source = self.seats.ranks_of(k)[0]  # replicas have the same parameters
-            for tensor in stages[k].state_dict().values():
-                if self.rank == source:
-                    with _quiet_if_lost():
+        if self._board is None:
+            return
+        with _lost_to(self._board, "collecting the stages"):
+            for k in range(1, self.seats.stages):
+                source = self.seats.ranks_of(k)[0]  # replicas have the same parameters
+                for name, tensor in stages[k].state_dict().items():
+                    if self.rank == source:
+                        self._board.doing("sending", name, "of stage", k)
                         dist.send(tensor.detach().cpu().contiguous(), 0)
-                elif self.first:
-                    received = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    with _quiet_if_lost():
+                    elif self.first:
+                        self._board.doing("receiving", name, "of stage", k)
+                        received = torch.empty(tensor.shape, dtype=tensor.dtype)
                         dist.recv(received, source)
-                    with torch.no_grad():
-                        tensor.copy_(received)
+                        with torch.no_grad():
+                            tensor.copy_(received)
 
     def from_last(self, values: list[float]) -> list[float]:
         """Return the last rank's numbers on rank 0; others give what they like and get it back."""
@@ -284,6 +287,16 @@ def _stay_on_loopback(environment: dict[str, str] | os._Environ[str], size: int)
     if one_machine or environment["MASTER_ADDR"] in _LOCAL:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment.setdefault(name, "lo")
+
+
+@contextmanager
+def _lost_to(board: Board, what: str) -> Iterator[None]:
+    """Something that all ranks do together: who is missed there has gone."""
+    with board.together(what):
+        try:
+            yield
+        except RuntimeError as error:  # as gloo has it
+            raise ConnectionError(str(error)) from error
 
 
 @contextmanager

@@ -386,13 +386,19 @@ class Board:
         cause = self._cause
         if self.rank != 0 or cause is None:
             return
-        others = [f"seen/{r}" for r in range(1, self.ranks) if r != cause.rank]
         until = monotonic() + self.grace / 2
         try:
-            while others and not self._store.check(others) and monotonic() < until:
+            while monotonic() < until:
+                missing = [r for r in range(1, self.ranks) if not self._store.check([f"seen/{r}"])]
+                if not any(r != cause.rank or self._lives(r) for r in missing):
+                    return
                 self._wake.wait(self._interval / 4)
         except RuntimeError:
             pass
+
+    def _lives(self, rank: int) -> bool:
+        """Whether the rank has been heard of just now, even if its own thread is stuck."""
+        return bool(self._beats) and monotonic() - self._beats[rank].heard < 3 * self._interval
 
     # The threads.
 
