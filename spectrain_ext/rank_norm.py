@@ -11,6 +11,8 @@ from .schedule import Replicas
 from .transport import Buffer, Stream
 from .transport.board import Board
 
+_WHAT = "the norms of all ranks' gradients"
+
 
 class RankNorm(GlobalNorm):
     """Every rank gives its stage's norm and hears all others', over gloo: the host waits for it.
@@ -25,7 +27,7 @@ class RankNorm(GlobalNorm):
     def __init__(self, replicas: Replicas, board: Board) -> None:
         super().__init__(replicas.stages)
         self._replicas = replicas
-        self._rank, self._ranks = board.rank, board.ranks
+        self._ranks = board.ranks
         self._board = board
         self._group: dist.ProcessGroup | None = None
 
@@ -39,12 +41,11 @@ class RankNorm(GlobalNorm):
         with stream:
             own = norm.to("cpu", torch.float64)
         gathered = [torch.empty((), dtype=torch.float64) for _ in range(self._ranks)]
-        peer = (self._rank + 1) % self._ranks
-        with self._board.blocked(peer, "the norms of all ranks' gradients"):
+        with self._board.blocked(None, _WHAT):
             try:
                 dist.all_gather(gathered, own, group=self._group)
-            except RuntimeError as error:
-                self._board.lost(peer, "the norms of all ranks' gradients", error)
+            except RuntimeError as error:  # which does not say whose connection has broken
+                self._board.lost_one_of(range(self._ranks), _WHAT, error)
         for k in range(self._replicas.stages):
             if k != stage:
                 found = gathered[self._replicas.ranks_of(k)[0]]

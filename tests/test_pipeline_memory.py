@@ -14,6 +14,8 @@ from pipeline_cases import float64, mse, sgd  # noqa: F401  # a fixture
 from torch import nn
 
 import spectrain_ext as st
+from spectrain_ext.method import find_method, places_of, reading_rules
+from spectrain_ext.schedule import streams, validate
 
 WIDTH = 64
 BYTES = WIDTH * WIDTH * 8  # of a stage's weights: whole alignment units, so that nothing is padded
@@ -100,6 +102,39 @@ def test_weight_versions(method, n, m, window, large_storages):
     for stages in (pipe.predicted_memory(), pipe.measured_memory()):
         assert [stage.versions for stage in stages] == expected
         assert [stage.weight_bytes for stage in stages] == [count * BYTES for count in expected]
+
+
+def schedules():
+    """(method, stages, microbatches, window), more of them than are worth a run."""
+    for name in METHODS:
+        for n in {min(n, METHODS[name].stages) for n in (1, 2, 4)}:
+            for m in (1, 2, 4):
+                for window in (None, "wide", 3):
+                    yield name, n, m, window
+
+
+def test_schedules_count_the_versions_that_pipelines_have():
+    """Two counts of the same: ``schedule.validate``'s, and the definitions', as above."""
+    seen = 0
+    for name, n, m, window in schedules():
+        method = find_method(name)
+        try:
+            places = places_of(method, n, m, window)
+            rules = [reading_rules(method, place) for place in places]
+        except ValueError:  # a window that it cannot have
+            continue
+        windows = [place.window for place in places]
+        counts = validate(
+            streams(method.schedule, windows, m),
+            minibatches=24,
+            microbatches=m,
+            windows=windows,
+            rules=rules,
+        )
+        expected = [most_versions(name, k, n, windows, m) for k in range(n)]
+        assert [count.versions for count in counts] == expected, (name, windows, m)
+        seen += 1
+    assert seen > 350
 
 
 class Tapes:

@@ -20,5 +20,5 @@ def reading_rules(method: Method, place: Place) -> Rules:
         ahead="counted" if choices.forward is None else choices.forward + choices.lead,
         backward=choices.backward,
         backward_ahead=choices.backward_ahead,
-        differences=choices.law == "difference",
+        differences=choices.law == "difference" and choices.predicts,
     )

@@ -281,8 +281,13 @@ class Board:
         self._raise(cause or self._agree(self._suspect(peer)), what, waited)
 
     @contextmanager
-    def blocked(self, peer: int, what: str) -> Iterator[None]:
-        """Inside, this rank waits where it cannot be interrupted; its deadline is the thread's."""
+    def blocked(self, peer: int | None, what: str) -> Iterator[None]:
+        """Inside, this rank waits where it cannot be interrupted; its deadline is the thread's.
+
+        Args:
+            peer: whom it waits for, None: all others.
+            what: is waited on, for the report.
+        """
         self._waits = (peer, what, monotonic())
         yield
         self._waits = None
