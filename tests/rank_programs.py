@@ -153,6 +153,23 @@ def chain(rank, ranks, fault, culprit, timeout, grace):
             told.check()
 
 
+def frees_late(rank, ranks):
+    """Rank 1 gives a buffer back after rank 0, which had sent into it, has gone."""
+    told, end = ends_of(rank, ranks)
+    with told.run():
+        if rank == 0:
+            send(end, torch.ones(4), single=True)
+            end.flush()
+            commit("kill")
+        end.begin()
+        end.wait()
+        slot = end.receive()
+        with told.changed:
+            told.changed.wait_for(lambda: end._error is not None, 20.0)
+        end.free(slot)
+    return "freed"
+
+
 def waits_for_one(rank, ranks, timeout, grace, seconds):
     """Rank 0 works alone, in steps of so many seconds (None: without end), and the others wait."""
     told = board(rank, ranks, timeout, grace)

@@ -37,6 +37,13 @@ def test_a_larger_message_ends_both_ranks_with_one_reason():
     assert "first cause: rank 0" in receiver.error
 
 
+def test_a_buffer_given_back_to_a_rank_that_has_gone():
+    ends = Ranks(rank_programs.frees_late, 2).join()
+    assert [end.code for end in ends] == [-9, 1]
+    assert "RankError: rank 1" in ends[1].error
+    assert "first cause: rank 0, " in ends[1].error
+
+
 def test_a_rank_that_gets_on_is_waited_for_beyond_the_deadline():
     assert run_ranks(rank_programs.waits_for_one, 3, 1.0, 3.0, [0.3] * 9) == [True] * 3
 

@@ -212,14 +212,7 @@ class Inlet:
                 copy.wait(slot.free)
                 slot.memory.fit(nbytes, self._device)
                 if nbytes:
-                    work = dist.irecv(
-                        slot.memory.bytes[:nbytes],
-                        self.link.peer,
-                        group=self.link.device,
-                        tag=TAG_BODY,
-                    )
-                    assert work is not None
-                    work.wait()  # the stream does
+                    self._receive_on_device(slot.memory.bytes[:nbytes])
         else:
             copy.wait(slot.free)
         copy.writes(slot.buffer)
@@ -228,12 +221,23 @@ class Inlet:
         slot.message = layout.message(slot.memory.views(layout))
         return slot
 
+    def _receive_on_device(self, into: Tensor) -> None:
+        try:
+            work = dist.irecv(into, self.link.peer, group=self.link.device, tag=TAG_BODY)
+            assert work is not None
+            work.wait()  # the stream does
+        except RuntimeError as error:
+            self._board.lost(self.link.sender, self.link.name, error)
+
     def free(self, slot: Slot) -> None:
         """The receiver's stream will not use the message after what it has been given so far."""
         assert isinstance(slot, Arrived)
         self._receiver.record(slot.free)
         slot.message = None
-        self._recycle(slot)
+        try:
+            self._recycle(slot)
+        except RuntimeError as error:  # gloo takes no buffers for a broken connection
+            self._board.lost(self.link.sender, self.link.name, error)
 
     def reset(self) -> None:
         """After a failure: messages may still come, but nobody will ask for them."""

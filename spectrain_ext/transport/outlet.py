@@ -93,9 +93,7 @@ class Outlet:
             self._lend(slot, torch.frombuffer(bytearray(text), dtype=torch.uint8), TAG_LAYOUT)
         if nbytes and not self.link.framed:
             with copy:
-                slot.body = dist.isend(
-                    slot.bytes[:nbytes], self.link.peer, group=self.link.device, tag=TAG_BODY
-                )
+                self._send_on_device(slot, slot.bytes[:nbytes])
         return slot.read
 
     def _kind_of(self, message: Message) -> tuple[_Kind, bytes]:
@@ -182,6 +180,12 @@ class Outlet:
         except RuntimeError as error:
             self._board.lost(self.link.receiver, self.link.name, error)
         slot.works.append(work)
+
+    def _send_on_device(self, slot: _Outgoing, tensor: Tensor) -> None:
+        try:
+            slot.body = dist.isend(tensor, self.link.peer, group=self.link.device, tag=TAG_BODY)
+        except RuntimeError as error:
+            self._board.lost(self.link.receiver, self.link.name, error)
 
     def flush(self) -> None:
         """Wait until everything has been sent."""
