@@ -122,11 +122,12 @@ def test_a_failure_while_saving_loses_nothing(tmp_path, seed):
                 assert float(waited) < TIMEOUT + 10, told
     else:  # the last save had fewer calls left
         assert what["save"] == MINIBATCHES // EVERY, told
-    # Started again, it goes on from the last save, or from the one before it.
+    # Started again, it goes on from the last save, or from the one before it; written behind, that
+    # one may still be under way when the next begins.
     found = run_ranks(failing_checkpoints.trains, count, path, {"timeout": 30.0, "fault": None})
     (begun,) = {begun for begun, _, _ in found}
     if any(codes):
-        assert begun >= EVERY * (what["save"] - 1) > 0, told
+        assert begun >= EVERY * (what["save"] - 1 - what["asynchronous"]), told
     same({key: value for _, _, state in found for key, value in state.items()}, expected)
 
 
