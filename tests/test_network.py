@@ -10,12 +10,12 @@ import time
 import pytest
 import rank_pipelines
 import torch
+from failing_runs import TIMEOUT, expect_one_end, trial
 from ranks import Ranks, run_ranks
 
 from spectrain_ext.benchmark.slow_link import SlowLink
 
 pytestmark = pytest.mark.network
-TIMEOUT = 3.0
 
 
 @pytest.fixture
@@ -75,6 +75,18 @@ def test_the_same_bits_over_a_slow_link_that_loses_packets(link):
             state = found[rank][method][1]
             assert state.keys() == states[rank].keys()
             assert all(torch.equal(state[key], states[rank][key]) for key in state)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(n, marks=[] if n in (1, 3) else pytest.mark.nightly) for n in range(60)],
+)
+def test_one_end_for_all_over_a_slow_link_that_loses_packets(link, seed):
+    """As in test_failures.py, with the last rank far from the others and from the store."""
+    count, what = trial(seed)
+    near, far = link.hosts
+    hosts = (*[near] * (count - 1), far)
+    expect_one_end(Ranks(rank_pipelines.failing, count, what, keeper=False, hosts=hosts), what)
 
 
 def test_a_cut_link_ends_all_ranks(tmp_path, link):

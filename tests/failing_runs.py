@@ -1,0 +1,48 @@
+"""Trials in which a rank fails in a run: what it does and when, and what all must say of it."""
+
+from __future__ import annotations
+
+import random
+import re
+
+FAULTS = ["kill", "stop", "exit", "exception", "hang", "shape"]
+TIMEOUT = 3.0
+
+
+def trial(seed):
+    """A rank, a method, a fault and a moment."""
+    draw = random.Random(seed)
+    ranks = draw.choice([2, 3, 4])
+    fault = FAULTS[seed % len(FAULTS)]
+    # What the last rank returns goes to the loss, not over an edge.
+    culprit = draw.randrange(ranks - 1 if fault == "shape" else ranks)
+    return ranks, {
+        "fault": fault,
+        "culprit": culprit,
+        "where": "forward" if fault == "shape" else draw.choice(["forward", "backward"]),
+        "when": draw.randrange(1, 30),
+        "method": draw.choice(["vanilla", "pipedream", "spectrain", "1f1b", "gpipe"]),
+        "timeout": TIMEOUT,
+        "keeper": draw.random() < 0.5,
+    }
+
+
+def expect_one_end(ranks, what):
+    """All ranks end, in time, and name the one that failed."""
+    culprit, fault = what["culprit"], what["fault"]
+    ends = ranks.join(but=(culprit,) if fault == "stop" else ())
+    told = f"{what}\n" + "\n".join(
+        f"rank {rank}: {end.code}\n{end.error}" for rank, end in enumerate(ends)
+    )
+    own = {"kill": -9, "stop": -9, "exit": 7}.get(fault, 1)
+    assert [end.code for end in ends] == [
+        own if rank == culprit else 1 for rank in range(len(ends))
+    ], told
+    for rank, end in enumerate(ends):
+        if rank == culprit and fault != "hang":
+            continue
+        assert f"first cause: rank {culprit}, " in end.error, told
+        if fault in ("exception", "shape"):
+            assert f"stage {culprit}, minibatch " in end.error, told
+        for waited in re.findall(r"waiting on \S+ .*? for ([0-9.]+) s", end.error):
+            assert float(waited) < TIMEOUT + 10, told
