@@ -191,9 +191,11 @@ class RankPipeline(Pipeline):
         else:
             norm = None
         schedule = self.method.schedule
-        return RankExecutor(
+        executor = RankExecutor(
             stages[0], loss_fn, places, schedule, self._board, links, share_loss, norm, self._seats
         )
+        self._board.begin()
+        return executor
 
     def run(
         self, batches: Iterable[object] | None = None, *, trace: Observer | None = None

@@ -10,6 +10,7 @@ from rank_programs import commit
 from torch import nn
 
 import spectrain_ext as st
+from spectrain_ext import rank_pipeline
 from spectrain_ext.report import write_trace
 
 WIDTH = 6
@@ -162,6 +163,19 @@ def small(rank, ranks, method="vanilla", make=optimizer, **settings):
     return st.Pipeline.from_process_group(
         stages(ranks)[rank], make, nn.functional.mse_loss, method, timeout=20.0, **settings
     )
+
+
+def opening(rank, ranks, culprit):
+    """One rank has its edges and fails before the others know of it."""
+    real = rank_pipeline.open_links
+
+    def fails(*given):
+        real(*given)
+        raise ArithmeticError("planned")
+
+    if rank == culprit:
+        rank_pipeline.open_links = fails
+    small(rank, ranks)
 
 
 def leaving(rank, ranks, leaves, after):

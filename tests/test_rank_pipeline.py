@@ -57,6 +57,16 @@ def test_what_ranks_must_agree_on():
     assert "one stage of the model only" in found[0]["forward"]
 
 
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_fails_while_edges_are_opened(culprit):
+    ends = Ranks(rank_pipelines.opening, 3, culprit).join()
+    assert [end.code for end in ends] == [1, 1, 1]
+    assert "ArithmeticError: planned" in ends[culprit].error
+    for rank in {0, 1, 2} - {culprit}:
+        cause = f"rank {culprit}, starting: ArithmeticError: planned"
+        assert f"RankError: rank {rank}, starting; first cause: {cause}" in ends[rank].error
+
+
 def test_batches_that_differ_between_the_ranks_end_the_run():
     first, last = Ranks(rank_pipelines.short_of_targets, 2).join()
     for end in (first, last):

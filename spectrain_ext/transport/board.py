@@ -72,7 +72,7 @@ class Board:
         if rank == 0:
             self._store.set(_FAILED, "")
         self._keys = [f"beat/{r}" for r in range(ranks)]
-        self._came = False
+        self._came = self._opened = False  # in ``meet``, in ``begin``
         self._beats: list[Beat] = []
         self._said = 0
         self._phase = 0  # twice the number of finished runs, one more between the two
@@ -112,11 +112,28 @@ class Board:
                         f"{theirs.get(name)!r}; all must have the same"
                     )
 
+    def begin(self) -> None:
+        """Wait until all ranks have opened their edges: deadlines count from here on.
+
+        Over a link that loses packets opening them can take seconds longer for one than for others.
+
+        Raises:
+            RankError: another has failed in that.
+        """
+        self._opened = True
+        self._store.set(f"opened/{self.rank}", "")
+        keys = [f"opened/{r}" for r in range(self.ranks)]
+        self._patient_store.wait(keys)
+        for r, reason in enumerate(self._patient_store.multi_get(keys)):
+            if reason:
+                raise RankError(self.rank, "starting", r, f"starting: {reason.decode()}")
+
     def turn_away(self, error: BaseException) -> None:
-        """Tell those who wait in ``meet`` that this rank will not come, unless it has."""
-        if self._came:
-            return
-        self._store.set(f"settings/{self.rank}", json.dumps({"failed": _described(error)}))
+        """Tell those who wait in ``meet`` or ``begin`` that this rank will not come; not if it has."""
+        if not self._came:
+            self._store.set(f"settings/{self.rank}", json.dumps({"failed": _described(error)}))
+        elif not self._opened:
+            self._store.set(f"opened/{self.rank}", _described(error))
 
     # What this rank does.
 
