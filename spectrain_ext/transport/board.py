@@ -129,7 +129,7 @@ class Board:
                 raise RankError(self.rank, "starting", r, f"starting: {reason.decode()}")
 
     def turn_away(self, error: BaseException) -> None:
-        """Tell those who wait in ``meet`` or ``begin`` that this rank will not come; not if it has."""
+        """Tell those who wait in ``meet`` or ``begin`` that this rank does not come."""
         if not self._came:
             self._store.set(f"settings/{self.rank}", json.dumps({"failed": _described(error)}))
         elif not self._opened:
