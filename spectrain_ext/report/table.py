@@ -29,10 +29,11 @@ def comparison_table(
         caption_justify="left",
     )
     table.add_column("method", style="bold", no_wrap=True)
-    # two lines each, so that five columns fit into a terminal of 80
+    # several lines each, so that five columns fit into a terminal of 80
+    unit = metric.loss_unit.replace(" per ", "\nper ")
     for heading in (
         metric.heading,
-        f"test loss\n{metric.loss_unit}",
+        f"test loss\n{unit}",
         "mini-\nbatches/s",
         "weight versions\npeak KiB",
     ):
