@@ -266,14 +266,15 @@ def report(
             f"{ratio('vanilla'):.2f} |"
         )
     if options.json:
-        about = {
+        about: dict[str, Any] = {
             "blocks": blocks,
             "seconds": seconds,
             "load": os.getloadavg(),
             "torch": torch.__version__,
         }
+        about["options"] = {name: value for name, value in vars(options).items() if name != "json"}
         with open(options.json, "w") as file:
-            json.dump({**about, "options": vars(options), "microbatches_per_second": figures}, file)
+            json.dump({**about, "microbatches_per_second": figures}, file)
 
 
 def main() -> None:

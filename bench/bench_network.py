@@ -240,7 +240,7 @@ def report(
         print(f"| {window} {WINDOWS[window]} | {' | '.join(cells)} |")
     if options.json:
         document = {
-            "options": vars(options),
+            "options": {name: value for name, value in vars(options).items() if name != "json"},
             "blocks": blocks,
             "load": load,
             "cores": os.cpu_count(),
