@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from statistics import mean, median
@@ -94,16 +94,17 @@ def ours(
         timeout=120.0,
         share_loss=True,
     )
-    data = torch.randn(batch * parts, WIDTH), torch.randn(batch * parts, WIDTH)
+    return throughput_of(pipe, batch, parts)
 
-    def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in range(count):
-            yield data
+
+def throughput_of(pipe: st.Pipeline, batch: int, parts: int) -> Callable[[int], float]:
+    """What measures a pipeline, in minibatches of so many microbatches."""
+    data = torch.randn(batch * parts, WIDTH), torch.randn(batch * parts, WIDTH)
 
     def measure(count: int) -> float:
         warm, steps = (4 if parts == 1 else 2), max(1, count // parts)
         start = 0.0
-        for result in pipe.run(batches(steps + warm)):
+        for result in pipe.run(data for _ in range(steps + warm)):
             if result.index == warm - 1:
                 start = time.perf_counter()
             elif result.index == steps + warm - 1:
@@ -153,19 +154,7 @@ def replicated(blocks: int, batch: int, parts: int) -> Callable[[int], float]:
     pipe = st.Pipeline.from_process_group(
         whole_of(blocks), optimizer_of, _mse, "sync", timeout=120.0, replicas=2, microbatches=parts
     )
-    data = torch.randn(batch * parts, WIDTH), torch.randn(batch * parts, WIDTH)
-
-    def measure(count: int) -> float:
-        warm, steps = 2, max(1, count // parts)
-        start = 0.0
-        for result in pipe.run(data for _ in range(steps + warm)):
-            if result.index == warm - 1:
-                start = time.perf_counter()
-            elif result.index == steps + warm - 1:
-                return steps * parts / (time.perf_counter() - start)
-        raise AssertionError("a run yields every minibatch")
-
-    return measure
+    return throughput_of(pipe, batch, parts)
 
 
 def data_parallel(blocks: int, batch: int, parts: int) -> Callable[[int], float]:
@@ -266,15 +255,20 @@ def report(
             f"{ratio('vanilla'):.2f} |"
         )
     if options.json:
-        about: dict[str, Any] = {
+        about = {
             "blocks": blocks,
             "seconds": seconds,
             "load": os.getloadavg(),
             "torch": torch.__version__,
+            "options": settings_of(options),
         }
-        about["options"] = {name: value for name, value in vars(options).items() if name != "json"}
         with open(options.json, "w") as file:
             json.dump({**about, "microbatches_per_second": figures}, file)
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What a run depended on: not where its figures went."""
+    return {name: value for name, value in vars(options).items() if name != "json"}
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench_distributed import WIDTH, calibrated, optimizer_of, stage_of
+from bench_distributed import WIDTH, calibrated, optimizer_of, settings_of, stage_of
 from torch import Tensor, nn
 
 import spectrain_ext as st
@@ -240,7 +240,7 @@ def report(
         print(f"| {window} {WINDOWS[window]} | {' | '.join(cells)} |")
     if options.json:
         document = {
-            "options": {name: value for name, value in vars(options).items() if name != "json"},
+            "options": settings_of(options),
             "blocks": blocks,
             "load": load,
             "cores": os.cpu_count(),

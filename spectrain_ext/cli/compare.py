@@ -43,8 +43,7 @@ def train_once(
     """Train method ``name`` from the weights and in the batch order of ``seed``, then test it.
 
     Weights and order depend on ``seed`` and ``settings`` alone, so methods can be compared. Where
-    there are several processes each trains its stage; a method that has fewer stages than the
-    settings say is trained by rank 0 alone.
+    there are several processes each trains its stage.
 
     Args:
         settings: of the comparison.
@@ -52,7 +51,7 @@ def train_once(
         seed: of weights and order.
         data: to train on, and to test with.
         advance: told how many minibatches have been done since it was last called.
-        world: the processes.
+        world: the processes that have a part in it.
         observation: who looks on.
         checkpoints: the folder of this run's checkpoints, if the settings ask for any.
 
@@ -64,30 +63,9 @@ def train_once(
         RankError: another rank failed.
         CheckpointError: a checkpoint could not be read or written.
     """
-    count = stages_of(find_method(name), settings)
-    if count == settings.stages:
-        return _train(settings, name, count, seed, data, advance, world, observation, checkpoints)
-    with world.alone(f"training with {name}") as told:
-        if not world.first:
-            return None
-        alone = World(tell_others=told)
-        return _train(settings, name, count, seed, data, advance, alone, observation, checkpoints)
-
-
-def _train(
-    settings: TrainSettings,
-    name: str,
-    count: int,
-    seed: int,
-    data: Split,
-    advance: Callable[[int], None],
-    world: World,
-    observation: Observation,
-    checkpoints: Path,
-) -> Run | None:
-    """Train and test a model of ``count`` stages, with all processes of ``world``."""
     torch.manual_seed(seed)
     method = find_method(name)
+    count = stages_of(method, settings)
     stages = build_stages(settings, count, seed, data)
     total = count_updates(settings, data)
     pipe = build_pipeline(

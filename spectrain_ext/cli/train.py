@@ -2,7 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from spectrain_ext.cli.workload import build_stages, load_data
 from spectrain_ext.cli.world import World
 from spectrain_ext.data import Split
 from spectrain_ext.metrics import require_tensorboard
-from spectrain_ext.report import Run, require_matplotlib, summarize
+from spectrain_ext.report import require_matplotlib, summarize
 from spectrain_ext.schedule import Replicas
 
 _POSITIVE = click.IntRange(min=1)
@@ -218,7 +219,9 @@ def train(
             if world.first:
                 _make_folder(folder)
         observation = Observation(folder / "metrics.jsonl" if metrics else None, tensorboard)
-        results = summarize(_trained(settings, data, folder, console, world, observation))
+        with _training(settings.threads, folder, console, world):
+            runs = train_all(settings, data, folder, console, world, observation)
+        results = summarize(runs)
         if world.first:
             report(folder, settings, data, results, left_out, console, world)
 
@@ -299,18 +302,13 @@ def _require_tensorboard() -> None:
         raise click.ClickException(str(error)) from error
 
 
-def _trained(
-    settings: TrainSettings,
-    data: Split,
-    folder: Path,
-    console: Console,
-    world: World,
-    observation: Observation,
-) -> list[Run]:
+@contextmanager
+def _training(threads: int, folder: Path, console: Console, world: World) -> Iterator[None]:
+    """Inside there are so many threads, and failures are told in words, by the right rank."""
     threads_before = torch.get_num_threads()
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(threads)
     try:
-        return train_all(settings, data, folder, console, world, observation)
+        yield
     except (StageError, RankError, CheckpointError) as error:
         if world.tells(error):
             raise click.ClickException(_in_words(error)) from error

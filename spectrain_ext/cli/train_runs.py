@@ -94,16 +94,21 @@ def train_all(
                     progress.advance(task, per_run)
                 else:
                     world.renew()
-                    run = train_once(
-                        settings,
-                        method,
-                        seed,
-                        data,
-                        lambda count: progress.advance(task, count),
-                        world,
-                        observation,
-                        Path(world.tell(str(checkpoints))),
-                    )
+                    checkpoints = Path(world.tell(str(checkpoints)))
+                    # with fewer stages than the settings say it has nothing for other ranks to do
+                    cut = stages_of(find_method(method), settings) == settings.stages
+                    with world.part(cut, f"training with {method}") as part:
+                        if part is not None:
+                            run = train_once(
+                                settings,
+                                method,
+                                seed,
+                                data,
+                                lambda count: progress.advance(task, count),
+                                part,
+                                observation,
+                                checkpoints,
+                            )
                     if run is not None:
                         store.save(run)
                 if run is not None:

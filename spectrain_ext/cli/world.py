@@ -162,6 +162,22 @@ class World:
             with self._board.busy(what):
                 yield self._board.doing
 
+    @contextmanager
+    def part(self, all_ranks: bool, what: str) -> Iterator[World | None]:
+        """Inside, the processes that this one works with: all, or rank 0 by itself.
+
+        Yields:
+            None on a rank that has no part in it, and waits.
+
+        Raises:
+            RankError: as ``alone``.
+        """
+        if all_ranks:
+            yield self
+            return
+        with self.alone(what) as told:
+            yield World(tell_others=told) if self.first else None
+
     # What the ranks tell each other: JSON and tensors, nothing that could be executed.
 
     def tell(self, value: T) -> T:
