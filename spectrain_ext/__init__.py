@@ -5,6 +5,8 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
+from spectrain_ext import _interpreter  # noqa: F401  # isort: skip  # before torch, which would hang
+
 import torch as _torch  # noqa: F401  # before _C, so that both use the OpenMP runtime torch brings
 
 from spectrain_ext import laws, optim, partitioning

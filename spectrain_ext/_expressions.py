@@ -190,6 +190,11 @@ class _Lowering:
     def _place(self, expression: Expression) -> _Place:
         if isinstance(expression, Scalar):
             t = expression.tensor
+            if t.untyped_storage().nbytes() < (t.storage_offset() + 1) * t.element_size():
+                raise ValueError(
+                    f"{expression.name}: expected one element in memory, got a tensor whose "
+                    "storage was resized and does not hold it any more"
+                )
             entry = (t.data_ptr(), _TYPES[t.dtype])
             index = t.device.index if t.is_cuda else 0
             self._inputs.setdefault(entry, (*entry, t.is_cuda, index, expression.name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 from spectrain_ext._calls import (
     PLAIN,
@@ -40,7 +40,14 @@ class Plan:
     must not refuse that backward. In a loop of your own use the module-level operators, unless you
     know that no graph still needs the values that a plan overwrites.
 
-    A plan is not thread-safe (use one per thread) and cannot be pickled or copied.
+    The memory that it was given stays its own: `model.double()`, `p.data = ...`, `set_` and the like
+    give a parameter another storage, and the plan keeps the old one alive. A call that would work on
+    arrays that have moved since, by these or by `resize_`, `share_memory_` or a resized storage,
+    raises RuntimeError and names the tensor (of torch's tensors; other frameworks do not move what
+    they have lent). Replays of a captured CUDA graph do not ask.
+
+    Threads may share a plan: they take turns, and one that calls it from within one of its own
+    calls gets a RuntimeError. It cannot be pickled or copied.
 
     Args:
         params: the weights W; one tensor or a sequence, float16, bfloat16, float32 or float64, all
@@ -92,13 +99,23 @@ class Plan:
         for j, out in enumerate(outs):
             lists.add(Role.OUT, f"outs[{j}]", out, writes=True)
         self._take(lists, groups)
-        self._native.keep_tables()
+        self._native.keep(self._watches)
 
     def _take(self, lists: Lists, groups: Sequence[int] | None) -> None:
         self._single = lists.single
         self._native = lists.plan(groups)
         self._n_groups: int = self._native.n_groups
         self._n_outs: int = self._native.n_outs
+
+    _watches: ClassVar[bool] = True
+
+    @property
+    def holds_prediction(self) -> bool:
+        """Whether `stash_predict_` has replaced W, and `restore_` not put it back since.
+
+        It changes with the memory, in one step: what interrupts the call cannot come between.
+        """
+        return self._native.holds_prediction
 
     @classmethod
     def of(cls, lists: Lists) -> Plan:

@@ -90,7 +90,7 @@ class Adam:
         with np.errstate(all="ignore"):
             d = self.direction(w, g)
             new_m = fma(scalar(beta1), as_type(widen(m), wide), scalar(1.0 - beta1) * d)
-            new_u = fma(scalar(beta2), as_type(widen(u), wide), scalar(1.0 - beta2) * (d * d))
+            new_u = fma(scalar(beta2), as_type(widen(u), wide), scalar(1.0 - beta2) * d * d)
             if self.decoupled_weight_decay:
                 wide = shrink(wide, self.lr * self.weight_decay)
             new_w = wide - _step(scalar, by_moment, by_gradient, root, self.eps, new_m, new_u, d)

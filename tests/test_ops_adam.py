@@ -372,3 +372,25 @@ def test_step_counts_of_any_kind_are_the_same_number() -> None:
         results.append(w)
     for step, w in zip(given_, results, strict=True):
         ref.assert_bits(w, results[0], repr(step))
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-24, 1e18, 1e19, 1e20])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam"])
+def test_extreme_gradients_are_taken_as_torch_takes_them(name: str, magnitude: float) -> None:
+    """The square of 1e20 is no float32; (1 - beta2)*g*g in torch's order is, and weights go on."""
+    gradients = [magnitude, -magnitude, 1.0, -1e-3 * magnitude]
+    p, q = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    mine = getattr(st.optim, name)([p], lr=1e-2)
+    theirs = getattr(torch.optim, name)([q], lr=1e-2, foreach=False)
+    for factor in (1.0, 0.5, -0.25):
+        for x in (p, q):
+            x.grad = factor * torch.tensor(gradients)
+        mine.step()
+        theirs.step()
+        state = mine.state[p]
+        assert p.isfinite().all() and p.ne(1.0).all() and state["exp_avg_sq"].isfinite().all()
+        if (name, magnitude) != ("NAdam", 1e20):  # torch divides its u by 1 - beta2: infinite
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            state["exp_avg_sq"], theirs.state[q]["exp_avg_sq"], rtol=1e-5, atol=0.0
+        )

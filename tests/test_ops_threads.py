@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 
 import ops_reference as ref
 import pytest
@@ -143,3 +144,200 @@ def test_a_forked_child_can_call_operators(threads: int) -> None:
             os.killpg(parent.pid, signal.SIGKILL)
             raise AssertionError("a forked child hung in an operator") from None
     assert parent.returncode == 0, errors.decode()
+
+
+def _together(work: Callable[[int, Callable[[], bool]], None], seconds: float, n: int = 3) -> None:
+    """Run work in several threads until the time is up; raise what any of them raised."""
+    end = time.monotonic() + seconds
+    failures: list[BaseException] = []
+
+    def run(k: int) -> None:
+        try:
+            work(k, lambda: time.monotonic() < end and not failures)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(n)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if failures:
+        raise failures[0]
+
+
+STRESS = [
+    pytest.param(1.0, id="a second"),
+    pytest.param(60.0, id="a minute", marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize("seconds", STRESS)
+def test_threads_that_share_one_plan(seconds: float) -> None:
+    """Calls of so many kinds that tables are made and evicted all the time, on moving gradients."""
+    sizes = [70_000, 3, 257, 0, 1000]
+    w, v, kept, *outs = ([torch.ones(n) for n in sizes] for _ in range(12))
+    plan = st.Plan(w, momentum_buffers=v, stashed=kept, outs=outs, grads=_ones(sizes))
+
+    def work(k: int, go_on: Callable[[], bool]) -> None:
+        i = k
+        while go_on():
+            i += 1
+            if i % 3 == 0:
+                plan.refresh([None if (i + j) % 7 == 0 else g for j, g in enumerate(_ones(sizes))])
+            elif i % 3 == 1:
+                predict = [1.0 if (i >> j) % 2 else None for j in range(len(outs))]
+                first = [(i + j) % 5 == 0 for j in range(len(sizes))]
+                plan.sgd_step_(lr=0.0, momentum=0.5, first_step=first, predict=predict)
+            else:
+                plan.predict(lr=0.0, steps=1.0, out=i % len(outs))
+                plan.stash()
+
+    _together(work, seconds)
+    for x in [*w, *kept]:
+        assert torch.equal(x, torch.ones_like(x))  # lr is 0: whatever ran in between, these stay
+
+
+def _ones(sizes: list[int]) -> list[torch.Tensor]:
+    return [torch.ones(n) for n in sizes]
+
+
+@pytest.mark.parametrize("seconds", STRESS)
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_threads_that_share_one_optimizer(name: str, seconds: float) -> None:
+    params = [torch.nn.Parameter(torch.ones(n)) for n in (70_000, 3, 257)]
+    kinds = {"SGD": {"momentum": 0.5}, "AdamW": {"weight_decay": 0.0}}
+    optimizer = getattr(st.optim, name)(params, lr=0.0, **kinds[name])
+    for (
+        p
+    ) in params:  # set once: torch itself crashes where one thread sets .grad and others read it
+        p.grad = torch.ones_like(p)
+    steps = [0, 0, 0]
+
+    def work(k: int, go_on: Callable[[], bool]) -> None:
+        while go_on():
+            optimizer.step()
+            steps[k] += 1
+            if k == 0 and steps[k] % 5 == 0:
+                optimizer.load_state_dict(optimizer.state_dict())
+
+    _together(work, seconds)
+    assert min(steps) > 0
+    for p in params:
+        assert torch.equal(p, torch.ones_like(p))
+
+
+def test_a_plan_called_from_within_its_own_call() -> None:
+    class Reentrant:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (1, 0)
+
+        def __dlpack__(self, **_: object) -> object:
+            plan.stash()
+            return torch.ones(1).__dlpack__()
+
+    w = torch.zeros(3)
+    plan = st.Plan(w, grads=torch.ones(3), stashed=torch.zeros(3))
+    with pytest.raises((RuntimeError, TypeError), match="from within one of its own calls"):
+        plan.sgd_step_(lr=1.0, momentum=0.0, clip_factor=Reentrant())
+    assert w.tolist() == [0.0] * 3
+    plan.stash()
+
+
+def test_a_plan_in_a_child_that_was_forked_in_the_middle_of_a_call() -> None:
+    """The thread that has the turn does not exist in the child, which must not wait for it."""
+    program = """
+        import os, threading, torch
+        import spectrain_ext as st
+
+        plan = st.Plan(torch.zeros(3), grads=torch.ones(3))
+        inside, forked = threading.Event(), threading.Event()
+
+        class Waits:
+            def __dlpack_device__(self):
+                return (1, 0)
+            def __dlpack__(self, **_):
+                inside.set()
+                forked.wait()
+                return torch.ones(1).__dlpack__()
+
+        thread = threading.Thread(
+            target=lambda: plan.sgd_step_(lr=1.0, momentum=0.0, clip_factor=Waits())
+        )
+        thread.start()
+        inside.wait()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                plan.sgd_step_(lr=1.0, momentum=0.0)
+            except RuntimeError as error:
+                os._exit(0 if "forked" in str(error) else 1)
+            os._exit(2)
+        forked.set()
+        thread.join()
+        print("child", os.waitpid(pid, 0)[1])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "child 0", done.stderr
+
+
+class TestInterrupts:
+    """What a user's own code raises on the way: Ctrl-C stays Ctrl-C."""
+
+    @pytest.mark.parametrize("where", ["__dlpack__", "__dlpack_device__", "lookup"])
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+    def test_while_memory_is_borrowed(self, where: str, error: type[BaseException]) -> None:
+        class Array:
+            def __getattr__(self, name: str) -> object:
+                if where == "lookup" and name == "__cuda_array_interface__":
+                    raise error
+                raise AttributeError(name)
+
+            def __dlpack_device__(self) -> tuple[int, int]:
+                if where == "__dlpack_device__":
+                    raise error
+                return (1, 0)
+
+            def __dlpack__(self, **_: object) -> object:
+                if where == "__dlpack__":
+                    raise error
+                raise BufferError
+
+        array = Array()
+        if where == "lookup":
+            del Array.__dlpack__
+        with pytest.raises(error):
+            st.predict_(array, torch.zeros(3), lr=0.1, steps=1.0)
+
+    def test_while_gradients_are_read(self) -> None:
+        class Weight(torch.nn.Parameter):
+            @property
+            def grad(self) -> torch.Tensor:  # type: ignore[override]
+                raise KeyboardInterrupt
+
+        p = Weight(torch.zeros(3))
+        plan = st.Plan(p)
+        with pytest.raises(KeyboardInterrupt):
+            plan.refresh()
+
+
+def test_a_subinterpreter_is_refused_instead_of_hanging() -> None:
+    program = """
+        for name in ("_interpreters", "_xxsubinterpreters"):
+            try:
+                interpreters = __import__(name)
+                break
+            except ImportError:
+                pass
+        code = "try:\\n import spectrain_ext\\nexcept ImportError as e:\\n print(e, flush=True)"
+        interpreters.run_string(interpreters.create(), code)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60
+    )
+    assert "cannot be used in a subinterpreter" in done.stdout, done.stderr

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -210,3 +215,59 @@ def test_prediction_needs_momentum_in_every_group() -> None:
         optimizer.check_can_predict()
     optimizer.param_groups[1]["momentum"] = 0.5
     optimizer.check_can_predict()
+
+
+def _interrupted_at(n: int, work: Callable[[], None]) -> bool:
+    """Run work; raise KeyboardInterrupt at the n-th line inside the package, counted from 1."""
+    inside, seen = str(Path(st.__file__).parent), 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal seen
+        if not frame.f_code.co_filename.startswith(inside):
+            return None
+        if event == "line":
+            seen += 1
+            if seen == n:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_an_interrupt_at_any_line_leaves_the_true_weights_or_says_so(twice: bool) -> None:
+    params = [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(3).double())]
+    optimizer = st.optim.SGD(params, lr=0.1, momentum=0.9)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    true = [p.detach().clone() for p in params]
+
+    def work() -> None:
+        with optimizer.predicted(2.0):
+            pass
+
+    n = 0
+    interrupted = True
+    while interrupted:
+        n += 1
+        interrupted = _interrupted_at(n, work)
+        if interrupted and twice and optimizer._predicted is not None:
+            for m in (1, 5, 10, 20):
+                _interrupted_at(m, optimizer.restore_)
+                if optimizer._predicted is None:
+                    break
+        if optimizer._predicted is not None:
+            with pytest.raises(RuntimeError, match="restore_"):
+                optimizer.step()
+            optimizer.restore_()
+        for p, kept in zip(params, true, strict=True):
+            assert torch.equal(p, kept), f"interrupted at line {n}"
+    assert n > 50

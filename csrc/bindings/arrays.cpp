@@ -46,7 +46,7 @@ PyGetSetDef* grad_getter_of(PyTypeObject* type) {
   if (type->tp_getattro == PyObject_GenericGetAttr) {
     PyObject* found = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "grad");
     if (found == nullptr) {
-      PyErr_Clear();
+      dismiss_error();
     } else if (Py_IS_TYPE(found, &PyGetSetDescr_Type)) {
       getter = reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset;
     }
@@ -65,7 +65,7 @@ py::object gradient_of(py::handle param) {
   PyObject* grad = getter != nullptr ? getter->get(param.ptr(), getter->closure)
                                      : PyObject_GetAttr(param.ptr(), name);
   if (grad == nullptr) {
-    PyErr_Clear();
+    dismiss_error();
     return py::none();
   }
   return py::reinterpret_steal<py::object>(grad);
@@ -102,7 +102,8 @@ Arrays::Arrays(std::vector<ArrayList> lists, const std::vector<int>& groups, boo
     params.at[i] = b.data;
     params.dtype[i] = b.dtype;
   }
-  std::vector<uint16_t> group_of(n, 0);  // _lists.py has checked what was given
+  if (!groups.empty() && groups.size() != n) throw py::value_error("groups: one per tensor");
+  std::vector<uint16_t> group_of(n, 0);  // _lists.py has checked the values
   std::copy(groups.begin(), groups.end(), group_of.begin());
   plan = std::make_unique<Plan>(device_, std::move(sizes), std::move(group_of));
   plan->params = std::move(params);
@@ -331,7 +332,7 @@ const float* Arrays::scalar(py::handle array, const std::string& name, bool zero
   return static_cast<const float*>(b.data);
 }
 
-Column Arrays::borrow_gradients(const py::tuple& grads, bool autograds, Loans& loans) const {
+Column Arrays::borrow_gradients(const py::tuple& grads, Loans& loans) const {
   if (grads.size() != params_.size()) {
     throw py::value_error(grads_name_ + ": expected as many tensors as " + params_name_ + ", " +
                           std::to_string(params_.size()) + ", got " + std::to_string(grads.size()));
@@ -342,11 +343,13 @@ Column Arrays::borrow_gradients(const py::tuple& grads, bool autograds, Loans& l
     const py::handle grad = PyTuple_GET_ITEM(grads.ptr(), static_cast<py::ssize_t>(i));
     if (grad.is_none()) continue;
     const Place place{grads_name_, static_cast<py::ssize_t>(i), single_};
-    const Borrowed b = borrow(grad, place, loans, autograds);
+    const Borrowed b = borrow(grad, place, loans);
     check(b, place, Role::grads, i);
     column.at[i] = b.data != nullptr ? b.data : &empty;
     column.dtype[i] = b.dtype;
-    if (column.at[i] != plan->grads.at[i]) check_apart(b, place, written_);
+    if (column.at[i] != plan->grads.at[i] || column.dtype[i] != plan->grads.dtype[i]) {
+      check_apart(b, place, written_);
+    }
   }
   return column;
 }
@@ -370,14 +373,16 @@ py::tuple Arrays::parameter_gradients() const {
   return grads;
 }
 
-void Arrays::take_gradients(const py::tuple& grads, bool autograds) {
+void Arrays::take_gradients(const py::tuple& grads) {
   Loans loans{first(), {}};
-  Column column = borrow_gradients(grads, autograds, loans);
+  Column column = borrow_gradients(grads, loans);
   if (plan->gradients_pinned()) check_pinned(column);
   grads_ = grads;
   gradient_loans_ = std::move(loans);
   gradients_known_ = true;
   gradients_writable_ = false;
+  gradient_watch_ = Watch();
+  gradient_uses_ = 0;
   if (column.at != plan->grads.at || column.dtype != plan->grads.dtype) {
     plan->grads = std::move(column);
     plan->gradients_changed();
@@ -385,16 +390,74 @@ void Arrays::take_gradients(const py::tuple& grads, bool autograds) {
 }
 
 void Arrays::set_gradients(const py::tuple& grads) {
-  take_gradients(grads, false);
+  take_gradients(grads);
   for (size_t i = 0; i < params_.size(); ++i) {
     from_parameter_[i] = grads[i].is_none() || gradient_of(params_[i]).is(grads[i]);
   }
 }
 
-void Arrays::refresh() {
-  const bool all =
-      std::all_of(from_parameter_.begin(), from_parameter_.end(), [](bool b) { return b; });
-  take_gradients(parameter_gradients(), all);
+void Arrays::refresh() { take_gradients(parameter_gradients()); }
+
+void Arrays::keep(bool watch) {
+  plan->keep_tables = true;
+  if (!watch || watching_) return;
+  size_t outs = 0;
+  std::vector<std::pair<size_t, Watch>> watches;
+  for (size_t l = 0; l < kept_.size(); ++l) {
+    if (kept_[l].role == Role::grads) continue;
+    const Column& column = *column_of(kept_[l].role, &outs);
+    watches.emplace_back(l, Watch());
+    for (size_t i = 0; i < column.at.size(); ++i) {
+      if (plan->size_of_item(i) > 0) {
+        watches.back().second.add(kept_[l].arrays[i], column.at[i], i);
+      }
+    }
+  }
+  watches_ = std::move(watches);
+  watching_ = true;
+}
+
+void Arrays::check_in_place(Roles roles) {
+  for (const auto& [list, watch] : watches_) {
+    if (!roles.has(kept_[list].role)) continue;
+    const std::optional<size_t> i = watch.moved();
+    if (!i) continue;
+    throw std::runtime_error(
+        Place{kept_[list].name, static_cast<py::ssize_t>(*i), single_}.text() +
+        ": its memory is not where it was when the plan was made (p.data = ..., .to(), .double(), "
+        "set_(), resize_() or share_memory() since); make a new Plan");
+  }
+  if (watching_ && roles.has(Role::grads)) check_gradients_in_place();
+}
+
+// Gradients live shorter: a watch is worth its making (0.3 us each) from their second use on.
+void Arrays::check_gradients_in_place() {
+  std::optional<size_t> moved;
+  if (++gradient_uses_ > 2) {
+    moved = gradient_watch_.moved();
+  } else {
+    Loans none{first(), {}};
+    for (size_t i = 0; i < grads_.size() && !moved; ++i) {
+      const py::handle grad = PyTuple_GET_ITEM(grads_.ptr(), static_cast<py::ssize_t>(i));
+      if (grad.is_none() || plan->size_of_item(i) == 0 || !may_move(grad)) continue;
+      const Place place{grads_name_, static_cast<py::ssize_t>(i), single_};
+      const Borrowed b = borrow(grad, place, none, false);
+      if (b.data != plan->grads.at[i] || b.dtype != plan->grads.dtype[i]) moved = i;
+    }
+  }
+  if (moved) {
+    throw std::runtime_error(Place{grads_name_, static_cast<py::ssize_t>(*moved), single_}.text() +
+                             ": its memory is not where it was when the plan was given it; call "
+                             "refresh() after what moved it");
+  }
+  if (gradient_uses_ != 2) return;
+  Watch watch;
+  for (size_t i = 0; i < grads_.size(); ++i) {
+    if (!grads_[i].is_none() && plan->size_of_item(i) > 0) {
+      watch.add(grads_[i], plan->grads.at[i], i);
+    }
+  }
+  gradient_watch_ = std::move(watch);
 }
 
 }  // namespace spectrain

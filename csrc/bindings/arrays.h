@@ -3,15 +3,34 @@
 
 #include <pybind11/pybind11.h>
 
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "borrow.h"
+#include "watch.h"
 
 namespace spectrain {
 
 enum class Role : int { params = 0, momentum = 1, grads = 2, stashed = 3, out = 4, second = 5 };
+constexpr int kRoles = 6;
+
+// Which lists a call reads or writes.
+class Roles {
+ public:
+  Roles(std::initializer_list<Role> roles) {
+    for (const Role role : roles) add(role);
+  }
+  Roles& add(Role role) {
+    bits_ |= 1u << static_cast<int>(role);
+    return *this;
+  }
+  bool has(Role role) const { return (bits_ >> static_cast<int>(role) & 1u) != 0; }
+
+ private:
+  unsigned bits_ = 0;
+};
 
 // One argument: a sequence of arrays, as long as the parameters.
 struct ArrayList {
@@ -33,6 +52,12 @@ class Arrays {
   // Reads every gradient's address again: params[i].grad where the gradient was that when it was
   // given, or none were given; else the same array's.
   void refresh();
+
+  // From here on the plan is used more than once. `watch`: keeps the arrays' memory, and makes sure
+  // at every call that they are still there; else the caller does.
+  void keep(bool watch);
+  // That the lists are where they were found; throws the RuntimeError that names the array.
+  void check_in_place(Roles roles);
 
   // The element of an array of one float32 on the plan's device that a step reads; null for None.
   // `zero_grad`: the step writes the gradients, too, which have been checked for that.
@@ -68,10 +93,11 @@ class Arrays {
   Column* column_of(Role role, size_t* outs) const;
   void check_overlap();
   py::value_error overlap(size_t list, size_t i, size_t other_list, size_t j) const;
-  Column borrow_gradients(const py::tuple& grads, bool autograds, Loans& loans) const;
+  Column borrow_gradients(const py::tuple& grads, Loans& loans) const;
+  void check_gradients_in_place();
   void check_apart(const Borrowed& b, const Place& place, const std::vector<Written>& others) const;
   void check_pinned(const Column& column) const;
-  void take_gradients(const py::tuple& grads, bool autograds);
+  void take_gradients(const py::tuple& grads);
   py::tuple parameter_gradients() const;
 
   bool single_;
@@ -90,6 +116,10 @@ class Arrays {
   py::tuple grads_;
   std::vector<bool> from_parameter_;  // gradient i is params[i].grad
   bool gradients_known_ = false;
+  bool watching_ = false;
+  std::vector<std::pair<size_t, Watch>> watches_;  // the list in kept_; without the gradients
+  Watch gradient_watch_;
+  int gradient_uses_ = 0;  // calls since they were given
 };
 
 }  // namespace spectrain

@@ -10,13 +10,13 @@ const dlpack::ExchangeApi* find_api(PyTypeObject* type) {
   for (const char* name : {"__dlpack_c_exchange_api__", "__c_dlpack_exchange_api__"}) {
     PyObject* found = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name);
     if (found == nullptr) {
-      PyErr_Clear();
+      dismiss_error();
       continue;
     }
     const auto capsule = py::reinterpret_steal<py::object>(found);
     auto* api = static_cast<const dlpack::ExchangeApi*>(
         PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-    if (api == nullptr) PyErr_Clear();
+    if (api == nullptr) dismiss_error();
     while (api != nullptr && api->version.major != dlpack::kMajorVersion) api = api->previous;
     if (api != nullptr && api->borrow != nullptr) return api;
   }
@@ -40,9 +40,11 @@ const dlpack::ExchangeApi* api_of(PyTypeObject* type) {
 // only where the array does not say what it is, and then the first line of them.
 std::string refusal(py::handle array) {
   py::error_already_set error;
-  if (py::hasattr(array, "layout") && py::hasattr(array, "device")) {
-    return "got layout " + py::str(array.attr("layout")).cast<std::string>() + " on device " +
-           py::str(array.attr("device")).cast<std::string>();
+  if (!error.matches(PyExc_Exception)) throw error;
+  const py::object layout = attribute(array, "layout"), device = attribute(array, "device");
+  if (layout && device) {
+    return "got layout " + py::str(layout).cast<std::string>() + " on device " +
+           py::str(device).cast<std::string>();
   }
   return "got " + type_name(array) + ": " + first_line(error);
 }
@@ -71,7 +73,7 @@ bool is_negative_view(py::handle tensor) {
   PyObject* answer =
       PyObject_VectorcallMethod(name, arguments, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
   if (answer == nullptr) {
-    PyErr_Clear();  // not a torch tensor
+    dismiss_error();  // not a torch tensor
     return false;
   }
   const bool negative = answer == Py_True;
@@ -112,7 +114,7 @@ std::string Borrowed::device_text() const {
   return device.cuda ? "cuda:" + std::to_string(device.index) : "cpu";
 }
 
-Borrowed borrow(py::handle array, const Place& place, Loans& loans, bool autograds) {
+Borrowed borrow(py::handle array, const Place& place, Loans& loans, bool anew) {
   const dlpack::ExchangeApi* api = api_of(Py_TYPE(array.ptr()));
   if (api == nullptr) return lend(array, place, loans);
   dlpack::Tensor t;
@@ -121,15 +123,24 @@ Borrowed borrow(py::handle array, const Place& place, Loans& loans, bool autogra
                          refusal(array));
   }
   const Borrowed b = described(t, place, loans);
-  // Asking costs more than all the rest. A negative view comes of the imaginary part of a
-  // conjugate, every second element of a complex tensor: dense, as a gradient has to be, only as a
-  // single one.
-  const bool ask = !autograds || b.size == 1;
-  if (ask && is_negative_view(array)) {
+  if (anew && is_negative_view(array)) {  // asking takes longer than all the rest
     throw py::value_error(place.text() +
                           ": is a negative view (is_neg()); make it a tensor with resolve_neg()");
   }
   return b;
+}
+
+bool may_move(py::handle array) { return api_of(Py_TYPE(array.ptr())) != nullptr; }
+
+void dismiss_error() {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) throw py::error_already_set();
+  PyErr_Clear();
+}
+
+py::object attribute(py::handle object, const char* name) {
+  PyObject* found = PyObject_GetAttrString(object.ptr(), name);
+  if (found == nullptr) dismiss_error();
+  return py::reinterpret_steal<py::object>(found);
 }
 
 std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
@@ -187,13 +198,13 @@ Borrowed described(const dlpack::Tensor& t, const Place& place, Loans& loans) {
 void* resolve_stream(py::handle stream, py::handle array, int device) {
   if (!stream.is_none()) {
     if (py::isinstance<py::int_>(stream)) return reinterpret_cast<void*>(stream.cast<uintptr_t>());
-    if (py::hasattr(stream, "__cuda_stream__")) {
-      const py::tuple pair = stream.attr("__cuda_stream__")();
+    if (const py::object protocol = attribute(stream, "__cuda_stream__")) {
+      const py::tuple pair = protocol();
       return reinterpret_cast<void*>(pair[1].cast<uintptr_t>());
     }
     for (const char* name : {"cuda_stream", "ptr"}) {  // torch.cuda.Stream, cupy.cuda.Stream
-      if (py::hasattr(stream, name)) {
-        return reinterpret_cast<void*>(stream.attr(name).cast<uintptr_t>());
+      if (const py::object handle = attribute(stream, name)) {
+        return reinterpret_cast<void*>(handle.cast<uintptr_t>());
       }
     }
     throw py::type_error(

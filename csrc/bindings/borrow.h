@@ -52,8 +52,15 @@ struct Loans {
 // Borrows the memory of any array: over DLPack's C exchange API (torch), the buffer protocol (NumPy
 // and all else on the CPU), `__dlpack__` (CuPy), or `__cuda_array_interface__`. Valid while the
 // array and the loans live. Throws TypeError or ValueError that names the place.
-// `autograds`: it is what autograd left in .grad, which is asked less.
-Borrowed borrow(py::handle array, const Place& place, Loans& loans, bool autograds = false);
+// `anew`: false where that was done before with this array, and only its address is in question.
+Borrowed borrow(py::handle array, const Place& place, Loans& loans, bool anew = true);
+// Whether borrowing an array takes no loan that keeps its memory where it is.
+bool may_move(py::handle array);
+
+// An attribute, or nothing where the object has none; what else goes wrong when asking is thrown.
+py::object attribute(py::handle object, const char* name);
+// Takes the error that is set for an answer, unless it is none (KeyboardInterrupt, SystemExit).
+void dismiss_error();
 
 // The handle of the stream to work on: `stream` if it is one, else the current stream of the
 // array's framework; torch's where that has none.

@@ -34,17 +34,18 @@ struct Buffer {
 };
 
 dlpack::DataType buffer_type(const Py_buffer& view, py::handle array, const Place& place) {
-  const char* format = view.format != nullptr ? view.format : "B";
+  const std::string given = view.format != nullptr ? view.format : "B";
+  const char* format = given.c_str();
   if (std::strchr("@=<", *format) != nullptr && *format != '\0') ++format;
   const char letter = std::strlen(format) == 1 ? *format : '?';
   const bool floating = (letter == 'e' && view.itemsize == 2) ||
                         (letter == 'f' && view.itemsize == 4) ||
                         (letter == 'd' && view.itemsize == 8);
   if (!floating) {
-    throw py::type_error(place.text() + ": expected float16, bfloat16, float32 or float64, got " +
-                         (py::hasattr(array, "dtype")
-                              ? py::str(array.attr("dtype")).cast<std::string>()
-                              : "a buffer of format " + std::string(view.format)));
+    const py::object dtype = attribute(array, "dtype");
+    throw py::type_error(
+        place.text() + ": expected float16, bfloat16, float32 or float64, got " +
+        (dtype ? py::str(dtype).cast<std::string>() : "a buffer of format " + given));
   }
   return {dlpack::kFloat, static_cast<uint8_t>(8 * view.itemsize), 1};
 }
@@ -54,7 +55,8 @@ bool lend_buffer(py::handle array, const Place& place, Loans& loans, Borrowed* b
   const auto buffer = std::make_shared<Buffer>();
   Py_buffer& view = buffer->view;
   if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_RECORDS_RO) != 0) {
-    PyErr_Clear();  // NumPy has types that a buffer cannot name; perhaps it exports them otherwise
+    dismiss_error();  // NumPy has types that a buffer cannot name; perhaps it exports them
+                      // otherwise
     return false;
   }
   loans.held.push_back(buffer);
@@ -94,8 +96,8 @@ py::int_ dlpack_stream(py::handle array, int device, const Loans& loans) {
 
 py::object capsule_of(py::handle array, Loans& loans) {
   py::dict arguments;
-  if (py::hasattr(array, "__dlpack_device__")) {
-    const py::tuple device = array.attr("__dlpack_device__")();
+  if (const py::object asked = attribute(array, "__dlpack_device__")) {
+    const py::tuple device = asked();
     const int type = py::int_(device[0]).cast<int>();
     if (type == dlpack::kCuda || type == dlpack::kCudaManaged) {
       arguments["stream"] = dlpack_stream(array, py::int_(device[1]).cast<int>(), loans);
@@ -111,11 +113,12 @@ py::object capsule_of(py::handle array, Loans& loans) {
 }
 
 bool lend_dlpack(py::handle array, const Place& place, Loans& loans, Borrowed* b) {
-  if (!py::hasattr(array, "__dlpack__")) return false;
+  if (!attribute(array, "__dlpack__")) return false;
   py::object capsule;
   try {
     capsule = capsule_of(array, loans);
   } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;
     throw py::type_error(place.text() + ": expected a dense tensor on a CPU or CUDA device, got " +
                          type_name(array) + ": " + first_line(error));
   }
@@ -144,8 +147,9 @@ bool lend_dlpack(py::handle array, const Place& place, Loans& loans, Borrowed* b
 // current one.
 
 bool lend_cuda_array(py::handle array, const Place& place, Loans& loans, Borrowed* b) {
-  if (!py::hasattr(array, "__cuda_array_interface__")) return false;
-  const py::dict interface = array.attr("__cuda_array_interface__");
+  const py::object described_by = attribute(array, "__cuda_array_interface__");
+  if (!described_by) return false;
+  const py::dict interface = described_by;
   const auto typestr = interface["typestr"].cast<std::string>();
   if (typestr != "<f4" && typestr != "<f8") {
     throw py::type_error(place.text() + ": expected float32 or float64, got " + typestr +
@@ -222,10 +226,10 @@ bool current_stream_of(py::handle array, int device, void** stream) {
   if (is_cupy(array)) {
     const py::object current = py::module_::import("cupy").attr("cuda").attr("get_current_stream");
     handle = current(device).attr("ptr");
-  } else if (py::hasattr(array, "__dlpack__") || !py::hasattr(array, "__cuda_array_interface__")) {
-    return false;
   } else {
-    const py::dict interface = array.attr("__cuda_array_interface__");
+    const py::object described_by = attribute(array, "__cuda_array_interface__");
+    if (attribute(array, "__dlpack__") || !described_by) return false;
+    const py::dict interface = described_by;
     if (!interface.contains("stream") || interface["stream"].is_none()) return false;
     handle = interface["stream"];
   }

@@ -8,6 +8,7 @@
 #include "../cuda/launch.h"
 #include "arrays.h"
 #include "memory.h"
+#include "turn.h"
 
 namespace spectrain {
 namespace {
@@ -61,53 +62,67 @@ class PyPlan {
 
   void predict_(const PyTerms& t, const std::vector<double>& eps, py::handle stream,
                 py::handle with_program) {
+    const Turn turn(turns_);
     need_state(!eps.empty());
-    run(stream, with_program, [&](Plan& plan, void* s) {
+    run(state(!eps.empty()), stream, with_program, [&](Plan& plan, void* s) {
       plan.predict(family(eps), checked(plan, terms(t)), plan.params, s);
     });
   }
   void predict(const PyTerms& t, const std::vector<double>& eps, size_t out, py::handle stream,
                py::handle with_program) {
+    const Turn turn(turns_);
     need_state(!eps.empty());
     need_out(out);
-    run(stream, with_program, [&](Plan& plan, void* s) {
+    run(state(!eps.empty()).add(Role::out), stream, with_program, [&](Plan& plan, void* s) {
       plan.predict(family(eps), checked(plan, terms(t)), plan.outs[out], s);
     });
   }
   void stash_predict_(const PyTerms& t, const std::vector<double>& eps, py::handle stream,
                       py::handle with_program) {
+    const Turn turn(turns_);
     need_state(!eps.empty());
     need(Role::stashed, "stashed", "needed to stash");
-    run(stream, with_program,
+    run(state(!eps.empty()).add(Role::stashed), stream, with_program,
         [&](Plan& plan, void* s) { plan.stash_predict_(family(eps), checked(plan, terms(t)), s); });
+    holds_prediction_ = true;
   }
   void extrapolate(double steps, size_t out, py::handle stream, py::handle with_program) {
+    const Turn turn(turns_);
     need(Role::stashed, "previous", "needed to extrapolate");
     need_out(out);
-    run(stream, with_program,
+    run({Role::params, Role::stashed, Role::out}, stream, with_program,
         [&](Plan& plan, void* s) { plan.extrapolate(steps, plan.outs[out], s); });
   }
   void stash(py::handle stream) {
+    const Turn turn(turns_);
     need(Role::stashed, "stashed", "needed to stash");
-    run(stream, py::none(), [](Plan& plan, void* s) { plan.copy(plan.params, plan.stashed, s); });
+    run({Role::params, Role::stashed}, stream, py::none(),
+        [](Plan& plan, void* s) { plan.copy(plan.params, plan.stashed, s); });
   }
   void restore_(py::handle stream) {
+    const Turn turn(turns_);
     need(Role::stashed, "stashed", "needed to restore");
-    run(stream, py::none(), [](Plan& plan, void* s) { plan.copy(plan.stashed, plan.params, s); });
+    run({Role::params, Role::stashed}, stream, py::none(),
+        [](Plan& plan, void* s) { plan.copy(plan.stashed, plan.params, s); });
+    holds_prediction_ = false;
   }
   void swap_(py::handle stream) {
+    const Turn turn(turns_);
     need(Role::stashed, "stashed", "needed to swap");
-    run(stream, py::none(), [](Plan& plan, void* s) { plan.swap_(s); });
+    run({Role::params, Role::stashed}, stream, py::none(),
+        [](Plan& plan, void* s) { plan.swap_(s); });
   }
   void write_out(size_t out, py::handle stream) {
+    const Turn turn(turns_);
     need_out(out);
-    run(stream, py::none(),
+    run({Role::params, Role::out}, stream, py::none(),
         [&](Plan& plan, void* s) { plan.copy(plan.params, plan.outs[out], s); });
   }
 
   size_t distance_scratch() const { return arrays_.plan->distance_scratch(); }
   void distances(uintptr_t result, uintptr_t scratch, py::handle stream) {
-    run(stream, py::none(), [&](Plan& plan, void* s) {
+    const Turn turn(turns_);
+    run({Role::params, Role::out}, stream, py::none(), [&](Plan& plan, void* s) {
       plan.distances(reinterpret_cast<double*>(result), reinterpret_cast<void*>(scratch), s);
     });
   }
@@ -115,6 +130,7 @@ class PyPlan {
   void sgd_step_(const std::vector<PySetting>& given, bool with_momentum, py::handle first_step,
                  const PyPredictions& predictions, const PyOptions& given_options,
                  py::handle stream, py::handle with_program) {
+    const Turn turn(turns_);
     if (with_momentum) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
     need_gradients();
     std::vector<Setting> settings = checked_settings(given);
@@ -124,27 +140,44 @@ class PyPlan {
     const auto wanted = checked_predictions(predictions);
     Loans loans{arrays_.first(), {}};
     const Plan::StepOptions options = checked_options(given_options, loans);
-    run(stream, with_program, [&](Plan& plan, void* s) {
+    Roles roles{Role::params, Role::grads};
+    if (with_momentum) roles.add(Role::momentum);
+    if (!wanted.empty()) roles.add(Role::out);
+    run(roles, stream, with_program, [&](Plan& plan, void* s) {
       plan.sgd_step_(settings, flags, with_momentum, wanted, options, s);
     });
   }
   void adam_step_(const std::vector<PySetting>& given, const PyPredictions& predictions,
                   const PyOptions& given_options, py::handle stream, py::handle with_program) {
+    const Turn turn(turns_);
     need_state(true);
     need_gradients();
     const std::vector<Setting> settings = checked_settings(given);
     const auto wanted = checked_predictions(predictions);
     Loans loans{arrays_.first(), {}};
     const Plan::StepOptions options = checked_options(given_options, loans);
-    run(stream, with_program,
+    Roles roles = state(true).add(Role::grads);
+    if (!wanted.empty()) roles.add(Role::out);
+    run(roles, stream, with_program,
         [&](Plan& plan, void* s) { plan.adam_step_(settings, wanted, options, s); });
   }
 
   // For a plan that is used more than once.
-  void keep_tables() { arrays_.plan->keep_tables = true; }
-  void pin_gradients() { arrays_.plan->pin_gradients(); }
-  void refresh() { arrays_.refresh(); }
-  void set_gradients(const py::tuple& grads) { arrays_.set_gradients(grads); }
+  void keep(bool watch) { arrays_.keep(watch); }
+  // In one step with the memory, for Python, which an interrupt may stop between any two.
+  bool holds_prediction() const { return holds_prediction_; }
+  void pin_gradients() {
+    const Turn turn(turns_);
+    arrays_.plan->pin_gradients();
+  }
+  void refresh() {
+    const Turn turn(turns_);
+    arrays_.refresh();
+  }
+  void set_gradients(const py::tuple& grads) {
+    const Turn turn(turns_);
+    arrays_.set_gradients(grads);
+  }
   size_t n_outs() const { return arrays_.n_outs(); }
   size_t n_groups() const { return arrays_.plan->n_groups(); }
   py::tuple last_launch() const {
@@ -157,9 +190,22 @@ class PyPlan {
     std::vector<ArrayList> result;
     result.reserve(lists.size());
     for (const auto& [role, name, writes, arrays] : lists) {
+      const bool first = result.empty();
+      if (role < 0 || role >= kRoles || (static_cast<Role>(role) == Role::params) != first) {
+        throw py::value_error(name + ": expected role 0 of the first list and 1 to " +
+                              std::to_string(kRoles - 1) + " of the others, got " +
+                              std::to_string(role));
+      }
       result.push_back({static_cast<Role>(role), name, writes, arrays});
     }
+    if (result.empty()) throw py::value_error("lists: expected at least the parameters");
     return result;
+  }
+
+  // The lists that an update rule keeps: W and its momentum, or its moments.
+  static Roles state(bool adam) {
+    Roles roles{Role::params, Role::momentum};
+    return adam ? roles.add(Role::second) : roles;
   }
 
   static Plan::Family family(const std::vector<double>& eps) { return {!eps.empty(), eps}; }
@@ -263,18 +309,27 @@ class PyPlan {
                               text(plan.device().cuda, plan.device().index) +
                               ", where the weights are, got one on " + text(cuda, index));
       }
+      if (at == 0 || type < 0 || type > static_cast<int>(InputType::int64)) {
+        throw py::value_error(name + ": expected one element in memory");
+      }
       result.inputs.push_back({reinterpret_cast<const void*>(at), static_cast<InputType>(type)});
     }
+    size_t known = result.inputs.size() + result.constants.size();  // registers
     for (const auto& [a, b, code] : std::get<2>(given)) {
+      if (a >= known || b >= known || code < 0 || code > static_cast<int>(Opcode::power)) {
+        throw py::value_error("program: expected operations on registers known by then");
+      }
       result.code.push_back({a, b, static_cast<Opcode>(code)});
+      ++known;
     }
     return result;
   }
 
   template <class F>
-  void run(py::handle stream, py::handle with_program, F&& f) {
+  void run(Roles roles, py::handle stream, py::handle with_program, F&& f) {
     Plan& plan = *arrays_.plan;
     if (plan.size() == 0) return;
+    arrays_.check_in_place(roles);
     plan.program = {};
     if (!with_program.is_none()) plan.program = program(plan, with_program.cast<PyProgram>());
     void* handle = nullptr;
@@ -288,6 +343,8 @@ class PyPlan {
   }
 
   Arrays arrays_;
+  Turns turns_;
+  bool holds_prediction_ = false;  // in W; the truth is in `stashed`
 };
 
 // Whether nested lists and tuples hold nothing but Python's own numbers.
@@ -353,7 +410,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("first_step"), py::arg("predictions"), py::arg("options"), stream, program)
       .def("adam_step_", &PyPlan::adam_step_, py::arg("settings"), py::arg("predictions"),
            py::arg("options"), stream, program)
-      .def("keep_tables", &PyPlan::keep_tables)
+      .def("keep", &PyPlan::keep, py::arg("watch"))
+      .def_property_readonly("holds_prediction", &PyPlan::holds_prediction)
       .def("pin_gradients", &PyPlan::pin_gradients)
       .def("refresh", &PyPlan::refresh)
       .def("set_gradients", &PyPlan::set_gradients, py::arg("grads"))

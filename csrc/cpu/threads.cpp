@@ -4,10 +4,12 @@
 
 namespace spectrain {
 namespace {
-bool forked = false;
-const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+int n_forks = 0;
+const int registered = pthread_atfork(nullptr, nullptr, [] { ++n_forks; });
 }  // namespace
 
-bool threads_are_safe() { return registered == 0 && !forked; }
+bool threads_are_safe() { return registered == 0 && n_forks == 0; }
+
+int forks() { return n_forks; }
 
 }  // namespace spectrain

@@ -3,7 +3,7 @@
 // only.
 //
 //   d  = sign*factor*g + weight_decay*W
-//   m' = decay*m + (1 - decay)*d,  u' = decay2*u + (1 - decay2)*d*d
+//   m' = decay*m + (1 - decay)*d,  u' = decay2*u + ((1 - decay2)*d)*d
 //   W' = keep*W - (momentum*m' + gradient*d) / (sqrt(u')*root + eps)
 #pragma once
 
@@ -65,7 +65,8 @@ struct AdamStep {
   SPECTRAIN_HD static void apply(const Step& a, Acc (&x)[4]) {
     const Acc d = a.direction(x[kGrad], x[kParam]);
     x[kMomentum] = multiply_add(a.decay, x[kMomentum], a.gain * d);
-    x[kSecond] = multiply_add(a.decay2, x[kSecond], a.gain2 * (d * d));
+    // torch's order: a float32 gradient of 1e20, whose square overflows, still leaves a finite u.
+    x[kSecond] = multiply_add(a.decay2, x[kSecond], a.gain2 * d * d);
     x[kParam] = adam_step(a.move, a.eps, x[kParam], x[kMomentum], square_root(x[kSecond]), d);
     x[kGrad] = d;
   }

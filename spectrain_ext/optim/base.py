@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from functools import wraps
+from threading import RLock
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,11 +29,28 @@ StateDict = dict[str, Any]
 _REMEMBERED = 8  # laws that were found good: a training loop asks for the same few every time
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _exclusive(method: F) -> F:
+    """Let one thread at a time into the methods that read or change what an optimizer resolved."""
+
+    @wraps(method)
+    def exclusive(self: PredictingOptimizer, *args: Any, **kwargs: Any) -> Any:
+        with self._turn:
+            return method(self, *args, **kwargs)
+
+    return cast(F, exclusive)
+
+
 class PredictingOptimizer(torch.optim.Optimizer):
     """Base of the optimizers here: a subclass adds its rule and torch's class of the same name.
 
     A step is one kernel launch per device for all parameter groups. Optimizers whose groups differ
     in whether they have momentum at all take one launch for each kind.
+
+    Threads that share one optimizer take turns: each step or prediction is whole. Torch does not
+    let one thread set a ``grad`` while another reads it; that is left to the caller.
     """
 
     # GradScaler leaves dividing by its scale, and skipping, to a step that claims this.
@@ -42,6 +61,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     def _prepare(self, momentum_dtype: torch.dtype | None) -> None:
         """Get ready for the parameter groups that torch's constructor is about to add."""
+        self._turn = RLock()
         self._momentum_dtype = momentum_dtype
         self._forget_resolved()
 
@@ -58,6 +78,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     # Parameter groups and state, as torch.optim.Optimizer keeps them.
 
+    @_exclusive
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch does; an invalid one raises and is not added.
 
@@ -99,6 +120,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         """Take over what ``__getstate__`` or ``load_state_dict`` hands in."""
         super().__setstate__(state)
         self.__dict__.setdefault("_momentum_dtype", None)
+        self.__dict__.setdefault("_turn", RLock())
         if "_ledger" not in self.__dict__:
             self._forget_resolved()
 
@@ -117,6 +139,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
             return independent_scalars(self._rule, entry)
         return independent(self._rule, entry)
 
+    @_exclusive
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state_dict of this class or of torch's class of this name.
 
@@ -180,8 +203,12 @@ class PredictingOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self._refuse_while_predicted("step")
+        with self._turn:
+            self._step()
+        return loss
 
+    def _step(self) -> None:
+        self._refuse_while_predicted("step")
         templates = self._templates()
         kinds = self._kinds(templates)
         sink, law = (None, None) if self._next_write is None else self._next_write
@@ -199,7 +226,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         if (scaling.is_free or asks) and scaling.skips():
             for rows in todo:
                 rows.forget_gradients()
-            return loss
+            return
 
         changed = False
         for rows in todo:
@@ -213,7 +240,6 @@ class PredictingOptimizer(torch.optim.Optimizer):
         if changed:
             self._ledger.forget()
         self._next_write = None
-        return loss
 
     def _templates(self) -> list[Any]:
         """Read the numbers of every group."""
@@ -251,6 +277,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         laws[_REMEMBERED:] = []
         laws.insert(0, (law, has_gradient))
 
+    @_exclusive
     def predict_(self, steps: Horizon) -> None:
         """Replace every weight by its prediction ``steps`` updates ahead, until :meth:`restore_`.
 
@@ -270,18 +297,24 @@ class PredictingOptimizer(torch.optim.Optimizer):
         templates = self._templates()
         self._check_law(law, templates)
         todo = self._resolver.for_prediction(self.param_groups, self.state, self._kinds(templates))
-        for rows in todo:
-            rows.stash_predict(templates, law)
-            bump_versions(tuple(rows.params))
+        # Known before anything is written: an interrupt at any line leaves what restore_ undoes.
         self._predicted = todo
+        try:
+            for rows in todo:
+                rows.stash_predict(templates, law)
+                bump_versions(tuple(rows.params))
+        except BaseException:
+            self.restore_()
+            raise
 
+    @_exclusive
     def restore_(self) -> None:
         """Put back, to the bit, the weights that :meth:`predict_` replaced; else RuntimeError."""
         if self._predicted is None:
             raise RuntimeError("restore_: the weights are not predicted, call predict_ first")
         for rows in self._predicted:
-            rows.restore()
-            bump_versions(tuple(rows.params))
+            if rows.restore():
+                bump_versions(tuple(rows.params))
         self._predicted = None
 
     @contextmanager
@@ -291,11 +324,12 @@ class PredictingOptimizer(torch.optim.Optimizer):
         Run the forward *and* its backward inside: both change the weights' version counters, so a
         backward outside of the block raises.
         """
-        self.predict_(steps)
         try:
+            self.predict_(steps)
             yield
         finally:
-            self.restore_()
+            if self._predicted is not None:
+                self.restore_()
 
     def _refuse_while_predicted(self, what: str) -> None:
         if self._predicted is not None:
@@ -303,6 +337,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     # For a pipeline: weights and state live in its buffers.
 
+    @_exclusive
     def bind(self, master: Views | None, buffers: Views | Mapping[str, Views]) -> None:
         """Keep weights and state in tensors that the caller owns, until :meth:`unbind`.
 
@@ -337,6 +372,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
             return {keys[0]: cast("Views", buffers)}
         raise ValueError(f"bind: buffers must have a mapping of tensors for {' and '.join(keys)}")
 
+    @_exclusive
     def unbind(self) -> None:
         """Give the state ordinary storage again; RuntimeError if the optimizer is not bound.
 
@@ -397,6 +433,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
             rows.arrange()
         return todo
 
+    @_exclusive
     def _write(self, sink: PredictionSink, steps: Horizon) -> None:
         if sink.binding is not self._bound("write"):
             raise RuntimeError("write: the sink belongs to another binding")

@@ -20,6 +20,12 @@ from spectrain_ext.plan import Plan
 _address = Tensor.data_ptr
 
 
+class _Plan(Plan):
+    """The plan of Rows, which keep the memory and look after the addresses themselves."""
+
+    _watches = False
+
+
 class Cohort(NamedTuple):
     """Parameters of one group that have been updated equally often: the same numbers apply."""
 
@@ -79,7 +85,7 @@ class Rows:
             return [column[row].detach() for row in rows]
 
         state = zip(self.ledger.rule.columns, self.buffers or (), strict=False)
-        return Plan(
+        return _Plan(
             some(self._weights),
             grads=[None] * len(rows),
             stashed=None if self.stashed is None else some(self.stashed),
@@ -272,16 +278,20 @@ class Rows:
         """Keep the weights and replace them by their prediction."""
         if moves(law):
             self.plan.stash_predict_with(self.now(templates), Resting(law, self.ledger.rule))
-        else:
-            self.plan.stash()
 
-    def restore(self) -> None:
-        """Write the stashed weights back, wherever the parameters' storage is by now."""
+    def restore(self) -> bool:
+        """Write the stashed weights back, wherever the parameters' storage is by now.
+
+        Returns whether they had been replaced.
+        """
+        if not self.plan.holds_prediction:
+            return False
         if self.storage_unchanged():
             self.plan.restore_()
-            return
-        for param, kept in zip(self.params, self.stashed or (), strict=True):
-            param.detach().copy_(kept)
+        else:
+            for param, kept in zip(self.params, self.stashed or (), strict=True):
+                param.detach().copy_(kept)
+        return True
 
     def updated(self) -> tuple[Tensor, ...]:
         """Return the parameters that the last step changed."""

@@ -1,0 +1,58 @@
+// One call at a time: threads that share a plan take turns.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <atomic>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+
+#include "../cpu/threads.h"
+
+namespace spectrain {
+
+class Turns {
+ private:
+  friend class Turn;
+  std::mutex mutex_;
+  std::atomic<std::thread::id> holder_{};
+  std::atomic<int> forks_{0};  // as they were when the turn was taken
+};
+
+// Holds the turn for as long as it lives. Construct it with the GIL held: it is given up while
+// another thread has the turn, since that thread may need it to get done.
+class Turn {
+ public:
+  explicit Turn(Turns& turns) : turns_(turns) {
+    if (!turns.mutex_.try_lock()) wait();
+    turns.holder_ = std::this_thread::get_id();
+    turns.forks_ = forks();
+  }
+  ~Turn() {
+    turns_.holder_ = std::thread::id();
+    turns_.mutex_.unlock();
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  void wait() {
+    const std::thread::id holder = turns_.holder_;
+    if (turns_.forks_ != forks()) {  // its holder does not exist in this process
+      throw std::runtime_error(
+          "this process was forked while another thread used the plan; make a new Plan");
+    }
+    if (holder == std::this_thread::get_id()) {
+      throw std::runtime_error(
+          "the plan was called from within one of its own calls (by __dlpack__ or the like of an "
+          "argument)");
+    }
+    const pybind11::gil_scoped_release release;
+    turns_.mutex_.lock();
+  }
+
+  Turns& turns_;
+};
+
+}  // namespace spectrain

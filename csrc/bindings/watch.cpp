@@ -1,0 +1,82 @@
+#include "watch.h"
+
+#include <dlfcn.h>
+
+#include <stdexcept>
+
+namespace spectrain {
+namespace {
+
+// torch/csrc/inductor/aoti_torch/c/shim.h. A handle points to an at::Tensor, which is one pointer
+// to what `_cdata` names.
+struct TorchAbi {
+  int (*new_handle)(void* handle, void** result);
+  int (*delete_handle)(void* handle);
+  int (*data_ptr)(void* handle, void** result);
+  // Another tensor of the same storage: sizes, strides, offset.
+  int (*reinterpret)(void* handle, int64_t ndim, const int64_t* sizes, const int64_t* strides,
+                     int64_t offset, void** result);
+};
+
+template <class F>
+void find(void* library, const char* name, F** function) {
+  *function = library != nullptr ? reinterpret_cast<F*>(dlsym(library, name)) : nullptr;
+  if (*function != nullptr) return;
+  throw std::runtime_error(std::string("this torch does not export ") + name +
+                           ", which a Plan needs; spectrain_ext supports torch >= 2.10");
+}
+
+const TorchAbi& torch_abi() {
+  static const TorchAbi abi = [] {
+    // By its name only: the library that `import torch` has loaded.
+    void* library = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
+    TorchAbi found;
+    find(library, "aoti_torch_new_tensor_handle", &found.new_handle);
+    find(library, "aoti_torch_delete_tensor_object", &found.delete_handle);
+    find(library, "aoti_torch_get_data_ptr", &found.data_ptr);
+    find(library, "aoti_torch__reinterpret_tensor", &found.reinterpret);
+    return found;
+  }();
+  return abi;
+}
+
+bool is_torch_tensor(py::handle array) {
+  static PyObject* const type =  // kept for good
+      py::object(py::module_::import("torch").attr("Tensor")).release().ptr();
+  return PyObject_TypeCheck(array.ptr(), reinterpret_cast<PyTypeObject*>(type));
+}
+
+}  // namespace
+
+void Watch::add(py::handle array, const void* at, size_t index) {
+  if (!is_torch_tensor(array)) return;
+  const TorchAbi& torch = torch_abi();
+  void* impl = PyLong_AsVoidPtr(py::object(array.attr("_cdata")).ptr());
+  if (impl == nullptr) throw py::error_already_set();
+  tensors_.push_back({nullptr, nullptr, at, index});
+  Tensor& tensor = tensors_.back();
+  const int64_t none = 0;
+  if (torch.new_handle(&impl, &tensor.handle) != 0 ||
+      torch.reinterpret(tensor.handle, 1, &none, &none, 0, &tensor.storage) != 0) {
+    throw std::runtime_error("torch gave no handle of a tensor");
+  }
+}
+
+std::optional<size_t> Watch::moved() const {
+  if (tensors_.empty()) return std::nullopt;
+  const auto data_ptr = torch_abi().data_ptr;
+  for (const Tensor& tensor : tensors_) {
+    void* now = nullptr;
+    if (data_ptr(tensor.handle, &now) != 0 || now != tensor.at) return tensor.index;
+  }
+  return std::nullopt;
+}
+
+Watch::~Watch() {
+  for (const Tensor& tensor : tensors_) {
+    if (tensor.storage != nullptr) torch_abi().delete_handle(tensor.storage);
+    if (tensor.handle != nullptr) torch_abi().delete_handle(tensor.handle);
+  }
+}
+
+}  // namespace spectrain
