@@ -40,11 +40,11 @@ class Plan:
     must not refuse that backward. In a loop of your own use the module-level operators, unless you
     know that no graph still needs the values that a plan overwrites.
 
-    The memory that it was given stays its own: `model.double()`, `p.data = ...`, `set_` and the like
-    give a parameter another storage, and the plan keeps the old one alive. A call that would work on
-    arrays that have moved since, by these or by `resize_`, `share_memory_` or a resized storage,
-    raises RuntimeError and names the tensor (of torch's tensors; other frameworks do not move what
-    they have lent). Replays of a captured CUDA graph do not ask.
+    It keeps the memory that it was given: `model.double()`, `p.data = ...`, `set_` and the like
+    give a parameter another storage, and the old one lives until the plan goes. A call that would
+    work on tensors that have moved since, by these or by `resize_`, `share_memory_` or a resized
+    storage, raises RuntimeError and names the tensor. (Arrays of other frameworks stay where they
+    were lent; replays of a captured CUDA graph do not ask.)
 
     Threads may share a plan: they take turns, and one that calls it from within one of its own
     calls gets a RuntimeError. It cannot be pickled or copied.

@@ -388,7 +388,11 @@ def test_extreme_gradients_are_taken_as_torch_takes_them(name: str, magnitude: f
         mine.step()
         theirs.step()
         state = mine.state[p]
-        assert p.isfinite().all() and p.ne(1.0).all() and state["exp_avg_sq"].isfinite().all()
+        assert (
+            p.isfinite().all()
+            and (magnitude < 1.0 or p.ne(1.0).all())
+            and state["exp_avg_sq"].isfinite().all()
+        )
         if (name, magnitude) != ("NAdam", 1e20):  # torch divides its u by 1 - beta2: infinite
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(

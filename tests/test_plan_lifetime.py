@@ -25,7 +25,7 @@ def _data(_: nn.Module, p: Tensor) -> None:
     p.data = torch.zeros_like(p)
 
 
-#: What gives a parameter other memory. The first ones exchange its storage, the last ones its bytes.
+#: What gives a parameter other memory: first another storage, then the same with other bytes.
 MOVES: dict[str, Move] = {
     "double": lambda model, _: model.double(),
     "bfloat16": lambda model, _: model.bfloat16(),
@@ -89,7 +89,7 @@ def test_only_what_a_call_uses_has_to_be_in_place() -> None:
     plan = st.Plan(w, momentum_buffers=v, stashed=kept)
     kept.data = torch.ones(50)
     plan.predict_(lr=0.1, steps=1.0)
-    with pytest.raises(RuntimeError, match="^stashed: its memory"):
+    with pytest.raises(RuntimeError, match=r"^stashed: its memory"):
         plan.stash()
 
 
@@ -112,7 +112,7 @@ def test_a_gradient_without_memory_is_refused() -> None:
     w, g = torch.zeros(6), torch.ones(6)
     plan = st.Plan(w, grads=g)
     g.untyped_storage().resize_(0)
-    with pytest.raises((RuntimeError, TypeError), match="^grads: "):
+    with pytest.raises((RuntimeError, TypeError), match=r"^grads: "):
         plan.sgd_step_(lr=1.0, momentum=0.0)
 
 
