@@ -56,6 +56,15 @@ def test_refresh(benchmark: Any) -> None:
     _note(benchmark, "refresh, 300 gradients", "Plan")
 
 
+@pytest.mark.parametrize("count", [1, 10, 100, 300])
+def test_making_sure_that_nothing_moved(benchmark: Any, count: int) -> None:
+    """Tensors of one element, whose memory every call looks at; empty ones have none."""
+    w, v = ([torch.zeros(1) for _ in range(count)] for _ in range(2))
+    plan = st.Plan(w, momentum_buffers=v)
+    benchmark(lambda: plan.predict_(lr=0.1, steps=1.0))
+    _note(benchmark, f"predict_, {count} tensors of one element", "Plan")
+
+
 def test_making_a_plan(benchmark: Any) -> None:
     s = _empty(300)
     w, v = s["w"], s["v"]

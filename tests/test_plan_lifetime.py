@@ -72,6 +72,19 @@ def test_parameters_that_moved_are_refused(move: str, call: str) -> None:
         CALLS[call](plan)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("move", [m for m in MOVES if m != "share_memory"])
+def test_parameters_that_moved_on_a_device_are_refused(move: str) -> None:
+    model = _model().cuda()
+    params: list[Tensor] = list(model.parameters())
+    plan = _plan(params)
+    plan.stash()
+    MOVES[move](model, params[2])
+    with pytest.raises(RuntimeError, match=r"^params\[[02]\]: its memory is not where"):
+        plan.stash()
+    torch.cuda.synchronize()
+
+
 def test_adams_moments_that_moved_are_refused() -> None:
     w, m, u, g = (torch.ones(50) for _ in range(4))
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g)
