@@ -1,6 +1,7 @@
 """CIFAR-10 (Krizhevsky, 2009): 60,000 photographs of 32x32 pixels in ten classes, from files."""
 
 import hashlib
+import logging
 import os
 import tempfile
 import zipfile
@@ -15,6 +16,7 @@ from spectrain_ext.data.cifar_arrays import Arrays
 from spectrain_ext.data.images import normalize
 from spectrain_ext.data.split import Split
 
+_logger = logging.getLogger(__name__)
 _ORDER_SEED = 0
 _FORMATS = (
     "the folder cifar-10-batches-py or the file cifar-10-python.tar.gz, as torchvision's CIFAR10 "
@@ -38,7 +40,8 @@ def load_cifar10(path: Path, *, cache: Path | None = None) -> Split:
 
     Raises:
         FileNotFoundError: none of them is there, or a part of one is missing.
-        ValueError: a file is not what its name says.
+        ValueError: a file is not what its name says, or much larger than CIFAR-10 (a batch of more
+            than 64 MiB, an archive of more than 1 GiB when decompressed).
         ModuleNotFoundError: JPEG files, but no Pillow; the message names the remedy.
     """
     source = _find(path)
@@ -49,7 +52,7 @@ def load_cifar10(path: Path, *, cache: Path | None = None) -> Split:
         arrays = cifar_pickle.read_tar(source)
         fingerprint = arrays.fingerprint()
     else:
-        fingerprint = hashlib.sha256(source.read_bytes()).hexdigest()
+        fingerprint = _digest(source)
         kept = None if cache is None else cache / f"cifar10-{fingerprint[:16]}.npz"
         arrays = _through_cache(kept, lambda: cifar_jpeg.read_tar(source))
     name = "CIFAR-10 (JPEG)" if arrays.lossy else "CIFAR-10"
@@ -68,6 +71,14 @@ def load_cifar10(path: Path, *, cache: Path | None = None) -> Split:
         prepare=normalize,
         fingerprint=fingerprint,
     )
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _find(path: Path) -> Path:
@@ -93,10 +104,14 @@ def _through_cache(path: Path | None, read: Callable[[], Arrays]) -> Arrays:
     """What ``read`` gives, from ``path`` if it is there and whole; else it is written there."""
     if path is not None and path.exists():
         try:
-            with np.load(path, allow_pickle=False) as kept:
-                return Arrays(**{key: kept[key] for key in Arrays.NAMES}, lossy=True)
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-            pass  # cut short: read it again
+            # deflated, a small file could be a large array
+            with zipfile.ZipFile(path) as archive:
+                stored = all(m.compress_type == zipfile.ZIP_STORED for m in archive.infolist())
+            if stored:
+                with np.load(path, allow_pickle=False) as kept:
+                    return Arrays(**{key: kept[key] for key in Arrays.NAMES}, lossy=True)
+        except Exception:  # whatever is found in a file that was cut short, or is not ours
+            _logger.info("%s is not what was kept there; the images are decoded again", path)
     arrays = read()
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,9 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from spectrain_ext.bounded import read_bounded
 from spectrain_ext.data.split import Split
 
 _TRAIN_SHARE = 0.9
+_LARGEST = 1 << 28  # bytes of a text; its tokens take eight times as much
 
 
 def load_text(path: Path, *, context: int) -> Split:
@@ -24,11 +26,11 @@ def load_text(path: Path, *, context: int) -> Split:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: several files, a file that is no UTF-8 text, or one too short for a sequence in
-            either part.
+        ValueError: several files, a file that is no UTF-8 text, has more than 256 MiB, or is too
+            short for a sequence in either part.
     """
     path = _find(path)
-    content = path.read_bytes()
+    content = read_bounded(path, _LARGEST)
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
