@@ -377,8 +377,8 @@ def test_a_failure_in_the_middle_is_undone(tmp_path, trained):
     untouched(
         trained,
         lambda: load(tmp_path / "c", trained, sampler=other),
-        ValueError,
-        "samples: expected 11, got 10",
+        CheckpointError,
+        "does not fit the sampler: samples: expected 11, got 10",
     )
     assert other.position == 0
 

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import batches, everything, model, pipeline, same, train
+from forged_checkpoints import Evil, data_file, nest, refused
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.checkpoint import CheckpointError, documents, load, save
+from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, documents, load, save
 
 
 @pytest.fixture
@@ -27,26 +28,6 @@ def saved(tmp_path):
     train(pipe, batches(3))
     save(tmp_path / "c", pipe, minibatches=3)
     return tmp_path / "c"
-
-
-def refused(directory, match):
-    pipe = pipeline(2, seed=3)
-    before = {key: tensor.clone() for key, tensor in everything(pipe).items()}
-    with pytest.raises(CheckpointError, match=match):
-        load(directory, pipe)
-    same(everything(pipe), before)
-
-
-def forge(directory, change):
-    """Change the document and make its digest right, as somebody with bad intentions would."""
-    path = directory / documents.NAME
-    body = json.loads(path.read_text())["checkpoint"]
-    change(body)
-    path.write_bytes(documents.written(body))
-
-
-def data_file(directory):
-    return directory / "__0_0.distcp"
 
 
 def test_missing_files(tmp_path, saved):
@@ -122,16 +103,6 @@ def test_forged_documents(saved, change, match):
     refused(saved, match)
 
 
-class Evil:
-    """Leaves a trace when it is unpickled."""
-
-    def __init__(self, trace):
-        self.trace = trace
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.trace),)
-
-
 def test_dcps_own_pickle_is_never_read(tmp_path, saved):
     trace = tmp_path / "executed"
     (saved / ".metadata").write_bytes(pickle.dumps(Evil(trace)))
@@ -142,43 +113,91 @@ def test_dcps_own_pickle_is_never_read(tmp_path, saved):
     load(saved, pipe)
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-def test_a_pickle_in_place_of_a_tensor_is_refused(tmp_path, saved, zipped):
-    trace = tmp_path / "executed"
-    forged = tmp_path / "forged"
-    if zipped:
-        torch.save(Evil(trace), forged)
-    else:
-        forged.write_bytes(pickle.dumps(Evil(trace)))
-    content = forged.read_bytes()
-    data_file(saved).write_bytes(content)
-
-    def change(body):
-        body["files"][data_file(saved).name] = len(content)
-        for entry in body["tensors"].values():
-            entry.update(start=0, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-
-    forge(saved, change)
-    refused(saved, r"__0_0\.distcp: holds something else than tensors")
-    assert not trace.exists()
+# What is in the way.
 
 
-def test_a_tensor_of_another_shape_than_it_says(saved):
-    def change(body):
-        tensors = body["tensors"]
-        other = tensors["model.0.linear.bias"]
-        tensors["model.0.linear.weight"].update(
-            start=other["start"], bytes=other["bytes"], sha256=other["sha256"]
-        )
+def test_only_a_checkpoint_is_replaced_and_nothing_is_moved(tmp_path, saved):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.txt").write_text("mine")
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "nowhere").symlink_to("none")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for name in ("file", "folder", "link", "nowhere"):
+        with pytest.raises(FileExistsError, match=f"{name} is no checkpoint"):
+            save(tmp_path / name, model(), overwrite=True)
+        with pytest.raises(FileExistsError, match=f"{name} exists"):
+            save(tmp_path / name, model())
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "folder" / "thesis.txt").read_text() == "mine"
+    (saved / documents.NAME).unlink()  # a damaged one can be
+    save(saved, model(), overwrite=True)
+    load(saved, model())
 
-    forge(saved, change)
-    refused(saved, r"__0_0\.distcp: ")
+
+def test_links_in_the_way_are_removed_and_not_followed(tmp_path, saved):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "precious").write_text("mine")
+    where = tmp_path / "run"
+    where.mkdir()
+    for name in ("minibatch-00000000", "c", "latest"):
+        (where / f".{name}.partial").symlink_to(target)
+        (where / f".{name}.replaced").symlink_to(target / "precious")
+    save(where / "c", model())
+    manager = CheckpointManager(where, pipeline(2))
+    manager.save()
+    (where / ".latest.partial").symlink_to(target / "precious")
+    (where / ".minibatch-00000000.partial").symlink_to(target / "none")
+    manager.save()
+    (where / ".minibatch-00000007.replaced").symlink_to(saved)
+    (where / ".minibatch-00000008.partial").symlink_to(saved)
+    assert CheckpointManager(where, pipeline(2)).restore().minibatches == 0
+    assert [path.name for path in target.iterdir()] == ["precious"]
+    assert (target / "precious").read_text() == "mine"
+    left = {path.name for path in where.iterdir() if path.is_symlink()}
+    assert left == {".latest.replaced"}  # nobody's business
+    assert saved.is_dir()
 
 
-def test_state_of_another_shape_than_its_parameter(saved):
-    key = "optimizer.state.0.linear.bias.momentum_buffer"
-    forge(saved, lambda body: body["tensors"][key].update(shape=[2**40]))
-    refused(saved, rf"'{key}' has shape \[1099511627776\], expected \[4\]")
+@pytest.mark.parametrize("name", [documents.NAME, "__0_0.distcp"])
+def test_pipes_and_devices_are_not_waited_for(saved, name):
+    (saved / name).unlink()
+    os.mkfifo(saved / name)
+    refused(saved, f"{name}: .*expected a plain file")
+    (saved / name).unlink()
+    (saved / name).symlink_to("/dev/zero")
+    refused(saved, f"{name}: .*expected a plain file")
+
+
+def test_the_pointer_is_no_pipe_and_not_long(tmp_path):
+    manager = CheckpointManager(tmp_path, pipeline(2))
+    os.mkfifo(tmp_path / "latest")
+    with pytest.raises(CheckpointError, match=r"latest: cannot be read: .*expected a plain file"):
+        manager.restore()
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").write_bytes(b"x" * 101)
+    with pytest.raises(CheckpointError, match=r"latest: cannot be read: .*at most 100 bytes"):
+        manager.latest()
+
+
+def test_a_save_that_is_refused_leaves_nothing(tmp_path):
+    for extra in ({"a": object()}, nest(1, 101), torch.tensor(1j)):
+        with pytest.raises(TypeError, match="extra"):
+            save(tmp_path / "c", model(), extra=extra)
+    endless = []
+    endless.append(endless)
+    with pytest.raises(TypeError, match="more than 100 containers"):
+        save(tmp_path / "c", model(), extra=endless)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_document_is_not_written_that_could_not_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_LARGEST", 10**4)
+    with pytest.raises(CheckpointError, match="bytes, expected less than 10000"):
+        save(tmp_path / "c", model(), extra="x" * 10**4)
+    assert not list(tmp_path.iterdir())
 
 
 # Writing.

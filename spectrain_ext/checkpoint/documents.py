@@ -3,109 +3,173 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
+import re
+import reprlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spectrain_ext.bounded import read_bounded
 from spectrain_ext.errors import CheckpointError
 
 FORMAT = "spectrain_ext.checkpoint"
 VERSION = 1
 NAME = "checkpoint.json"
+DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")  # files of tensors, as DCP names them
+_LARGEST = 1 << 28  # bytes of a document
+_DEEPEST = 100  # containers in one another
+_OVERHEAD = 1 << 16  # bytes around a tensor's own; torch.save has about 1,500
 
 Json = dict[str, Any]
 
 
-def encode(value: object, where: str) -> Any:
+def encode(value: object, where: str, depth: int = _DEEPEST) -> Any:
     """Return ``value`` in JSON's types; tuples, counters and the like are objects with one "$" key.
 
     Raises:
-        TypeError: something that only pickle could hold; the message says where.
+        TypeError: something that only pickle could hold, or more than 100 containers in one
+            another; the message says where.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, list):
-        return [encode(member, f"{where}[{k}]") for k, member in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"$tuple": [encode(member, f"{where}[{k}]") for k, member in enumerate(value)]}
-    if isinstance(value, Mapping):
-        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
-        if plain and not isinstance(value, Counter):
-            return {key: encode(member, f"{where}.{key}") for key, member in value.items()}
-        pairs = [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]
-        return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
     if isinstance(value, Tensor) and value.numel() == 1:
-        return {"$scalar": [str(value.dtype).removeprefix("torch."), value.item()]}
-    raise TypeError(
-        f"{where}: a checkpoint cannot hold a {type(value).__module__}.{type(value).__qualname__}; "
-        "numbers, strings, None, and lists, tuples and dicts of them can be saved"
-    )
+        number = value.item()
+        return {"$scalar": [str(value.dtype).removeprefix("torch."), encode(number, where, depth)]}
+    if not isinstance(value, (list, tuple, Mapping)):
+        raise TypeError(
+            f"{where}: a checkpoint cannot hold a {type(value).__module__}."
+            f"{type(value).__qualname__}; numbers, strings, None, and lists, tuples and dicts of "
+            "them can be saved"
+        )
+    if depth == 0:
+        raise TypeError(f"{where[:80]}...: more than {_DEEPEST} containers in one another")
+    if not isinstance(value, Mapping):
+        members = [encode(member, f"{where}[{k}]", depth - 1) for k, member in enumerate(value)]
+        return members if isinstance(value, list) else {"$tuple": members}
+    plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+    if plain and not isinstance(value, Counter):
+        return {key: encode(member, f"{where}.{key}", depth - 1) for key, member in value.items()}
+    pairs = [
+        [encode(k, where, depth - 1), encode(v, f"{where}[{k!r}]", depth - 1)]
+        for k, v in value.items()
+    ]
+    return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
 
 
-def decode(value: Any) -> Any:
-    """Return what ``encode`` was given. Nothing but plain containers and numbers comes out."""
-    if isinstance(value, list):
-        return [decode(member) for member in value]
-    if not isinstance(value, dict):
+def decode(value: Any, depth: int = _DEEPEST) -> Any:
+    """Return what ``encode`` was given. Nothing but plain containers and numbers comes out.
+
+    Raises:
+        ValueError: what ``encode`` never returns.
+    """
+    if not isinstance(value, (list, dict)):
         return value
-    if len(value) == 1:
-        (tag, held), *_ = value.items()
+    if depth == 0:
+        raise ValueError(f"more than {_DEEPEST} containers in one another")
+    if isinstance(value, list):
+        return [decode(member, depth - 1) for member in value]
+    tag, held = next(iter(value.items()), ("", None))
+    if not tag.startswith("$"):
+        return {key: decode(member, depth - 1) for key, member in value.items()}
+    if len(value) == 1 and isinstance(held, list):
         if tag == "$tuple":
-            return tuple(decode(member) for member in held)
-        if tag == "$dict":
-            return {decode(key): decode(member) for key, member in held}
-        if tag == "$counter":
-            return Counter({decode(key): decode(member) for key, member in held})
+            return tuple(decode(member, depth - 1) for member in held)
+        if tag in ("$dict", "$counter"):
+            return (Counter if tag == "$counter" else dict)(_pairs(held, depth - 1))
         if tag == "$scalar":
-            return torch.tensor(held[1], dtype=dtype_of(held[0]))
-    return {key: decode(member) for key, member in value.items()}
+            return _scalar(held)
+    raise ValueError(f"{tag!r} with {reprlib.repr(held)}")
+
+
+def _pairs(held: list[Any], depth: int) -> dict[Any, Any]:
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in held):
+        raise ValueError("expected pairs of a key and a value")
+    try:
+        found = {decode(key, depth): decode(member, depth) for key, member in held}
+    except TypeError as error:
+        raise ValueError(f"a key that is none: {error}") from None
+    if len(found) != len(held):
+        raise ValueError("the same key twice")
+    return found
+
+
+def _scalar(held: list[Any]) -> Tensor:
+    if len(held) != 2 or type(held[0]) is not str or type(held[1]) not in (bool, int, float):
+        raise ValueError(f"expected a dtype and a number, got {reprlib.repr(held)}")
+    try:
+        return torch.tensor(held[1], dtype=dtype_of(held[0]))
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise ValueError(f"{reprlib.repr(held)}: {error}") from None
 
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of that name; ValueError if there is none."""
-    dtype = getattr(torch, name, None)
+    dtype = vars(torch).get(name)  # getattr would import submodules
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{reprlib.repr(name)} is no dtype")
     return dtype
 
 
 def written(body: Json) -> bytes:
-    """Return the file's content: the body and its digest."""
+    """Return the file's content: the body and its digest.
+
+    Raises:
+        CheckpointError: it is larger than what ``read`` takes.
+    """
     body = {"format": FORMAT, "version": VERSION, **body}
     text = json.dumps({"sha256": _digest(body), "checkpoint": body}, indent=1, sort_keys=True)
+    if len(text) >= _LARGEST:
+        raise CheckpointError(
+            f"{NAME}: has {len(text)} bytes, expected less than {_LARGEST}; extra is for little"
+        )
     return text.encode() + b"\n"
 
 
 def read(directory: Path) -> Json:
-    """Return the body of a checkpoint's document.
+    """Return the body of a checkpoint's document: checked, and all that is in it can be decoded.
 
     Raises:
         CheckpointError: the file is missing, damaged, of another format, or of a later version.
     """
     path = directory / NAME
     try:
-        text = path.read_bytes()
+        text = read_bounded(path, _LARGEST)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read, {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
     try:
-        whole = json.loads(text)
+        whole = json.loads(text, object_pairs_hook=_unique)
         body, digest = whole["checkpoint"], whole["sha256"]
         named, version = body["format"], body["version"]
+        found = _digest(body)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged, it is no checkpoint document: {error}") from None
     if named != FORMAT:
-        raise CheckpointError(f"{path}: expected the format {FORMAT!r}, got {named!r}")
-    if version != VERSION:
-        raise CheckpointError(f"{path}: expected version {VERSION}, got {version!r}")
-    if digest != _digest(body):
+        raise CheckpointError(f"{path}: expected the format {FORMAT!r}, got {reprlib.repr(named)}")
+    if type(version) is not int or version != VERSION:
+        raise CheckpointError(f"{path}: expected version {VERSION}, got {reprlib.repr(version)}")
+    if digest != found:
         raise CheckpointError(f"{path}: damaged, its SHA-256 is not what it says")
-    _check(body, path)
+    try:
+        _check(body)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     return dict(body)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
 
 
 def _digest(body: Json) -> str:
@@ -115,66 +179,126 @@ def _digest(body: Json) -> str:
 
 
 # What a body holds: its keys, and those of each member of a list or mapping.
-_SHAPE: dict[str, tuple[type, dict[str, type | tuple[type, ...]] | None]] = {
+_SHAPE: dict[str, tuple[type, dict[str, tuple[type, ...]] | None]] = {
     "minibatches": (int, None),
     "files": (dict, None),
     "tensors": (
         dict,
         {
-            "dtype": str,
-            "shape": list,
-            "file": str,
-            "start": int,
-            "bytes": int,
-            "sha256": str,
+            "dtype": (str,),
+            "shape": (list,),
+            "file": (str,),
+            "start": (int,),
+            "bytes": (int,),
+            "sha256": (str,),
         },
     ),
     "stages": (
         list,
-        {"stage": int, "parameters": list, "optimizer": (dict, type(None)), "random": list},
+        {
+            "stage": (int,),
+            "parameters": (list,),
+            "optimizer": (dict, type(None)),
+            "random": (list,),
+        },
     ),
-    "processes": (list, {"random": list}),
-    "replicas": (list, {"stage": int, "replica": int, "random": list}),
+    "processes": (list, {"random": (list,)}),
+    "replicas": (list, {"stage": (int,), "replica": (int,), "random": (list,)}),
 }
 
 
-def _check(body: Json, path: Path) -> None:
+def _check(body: Json) -> None:
+    """Raise ValueError for what a checkpoint's document never has."""
     for key, (kind, members) in _SHAPE.items():
         found = body.get(key, [] if key == "replicas" else None)  # older ones have none
-        if not isinstance(found, kind):
-            raise CheckpointError(
-                f"{path}: {key}: expected a {kind.__name__}, got {type(found).__name__}"
-            )
+        if type(found) is not kind:
+            raise ValueError(f"{key}: expected a {kind.__name__}, got {type(found).__name__}")
         if members is None:
             continue
         rows: Any = found
         for name, entry in rows.items() if kind is dict else enumerate(rows):
             for field, wanted in members.items():
-                if not isinstance(entry, dict) or not isinstance(entry.get(field), wanted):
-                    raise CheckpointError(f"{path}: {key}[{name!r}]: bad or missing {field!r}")
+                if type(entry) is not dict or type(entry.get(field)) not in wanted:
+                    raise ValueError(f"{key}[{name!r}]: bad or missing {field!r}")
+    if body["minibatches"] < 0 or not _small(body["minibatches"]):
+        raise ValueError("minibatches: expected a number of minibatches")
+    if not body["processes"]:
+        raise ValueError("processes: expected one or more")
+    for key in ("stages", "replicas", "processes"):
+        for k, entry in enumerate(body.get(key, ())):
+            for field in ("random", "parameters"):
+                if not _texts(entry.get(field, [])):
+                    raise ValueError(f"{key}[{k}]: bad or missing {field!r}")
+    _check_places(body)
+    for k, stage in enumerate(body["stages"]):
+        if stage["optimizer"] is not None and not _is_optimizer(stage["optimizer"]):
+            raise ValueError(f"stages: bad optimizer of stage {stage['stage']}")
+        _check_decoded(f"stages[{k}].scheduler", stage.get("scheduler"))
+    for k, process in enumerate(body["processes"]):
+        _check_decoded(f"processes[{k}].sampler", process.get("sampler"))
+    _check_decoded("extra", body.get("extra"))
+
+
+def _check_places(body: Json) -> None:
     for name, size in body["files"].items():
-        if Path(name).name != name or not isinstance(size, int):
-            raise CheckpointError(f"{path}: files: {name!r} is no file of a checkpoint")
+        if not DATA.fullmatch(name) or type(size) is not int or not _small(size):
+            raise ValueError(f"files: {name!r} is no file of a checkpoint")
+    places = []
     for name, entry in body["tensors"].items():
+        where = f"tensors[{name!r}]"
         sizes = (*entry["shape"], entry["start"], entry["bytes"])
-        if entry["file"] not in body["files"] or not all(
-            isinstance(n, int) and n >= 0 for n in sizes
+        if (
+            entry["file"] not in body["files"]
+            or len(entry["shape"]) > 64  # torch's own limit
+            or not all(type(n) is int and _small(n) for n in sizes)
+            or entry["start"] + entry["bytes"] > body["files"][entry["file"]]
         ):
-            raise CheckpointError(f"{path}: tensors[{name!r}]: bad place or shape")
+            raise ValueError(f"{where}: bad place or shape")
         try:
-            dtype_of(entry["dtype"])
+            needed = math.prod(entry["shape"]) * dtype_of(entry["dtype"]).itemsize
         except ValueError as error:
-            raise CheckpointError(f"{path}: tensors[{name!r}]: {error}") from None
-    for stage in body["stages"]:
-        optimizer = stage["optimizer"]
-        if optimizer is not None and not (
-            isinstance(optimizer.get("groups"), list)
-            and all(
-                isinstance(group, dict)
-                and isinstance(group.get("params"), list)
-                and isinstance(group.get("options"), dict)
-                for group in optimizer["groups"]
-            )
-            and isinstance(optimizer.get("scalars"), dict)
-        ):
-            raise CheckpointError(f"{path}: stages: bad optimizer of stage {stage['stage']}")
+            raise ValueError(f"{where}: {error}") from None
+        if not 0 <= entry["bytes"] - needed <= _OVERHEAD:
+            raise ValueError(f"{where}: {entry['bytes']} bytes for a tensor of {needed}")
+        places.append((entry["file"], entry["start"], entry["start"] + entry["bytes"], name))
+    places.sort()
+    for (file, _, end, name), (other_file, start, _, other) in itertools.pairwise(places):
+        if file == other_file and start < end:
+            raise ValueError(f"tensors: {name!r} and {other!r} are in the same place")
+
+
+def _small(number: int) -> bool:
+    return 0 <= number < 1 << 62
+
+
+def _texts(found: Iterable[object]) -> bool:
+    return isinstance(found, list) and all(type(name) is str for name in found)
+
+
+def _is_optimizer(optimizer: Json) -> bool:
+    groups, scalars = optimizer.get("groups"), optimizer.get("scalars")
+    kind = optimizer.get("class")
+    if not (
+        isinstance(groups, list)
+        and isinstance(scalars, dict)
+        and (kind is None or type(kind) is str)
+        and all(
+            isinstance(group, dict)
+            and _texts(group.get("params", ""))
+            and isinstance(group.get("options"), dict)
+            for group in groups
+        )
+        and all(isinstance(values, dict) for values in scalars.values())
+    ):
+        return False
+    for values in (*(group["options"] for group in groups), *scalars.values()):
+        for key, value in values.items():
+            _check_decoded(f"optimizer: {key!r}", value)
+    return True
+
+
+def _check_decoded(where: str, value: Any) -> None:
+    try:
+        decode(value)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from pathlib import Path
 
 
@@ -27,8 +28,12 @@ def sync_directory(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a new file and bring it to the disk."""
-    with path.open("wb") as stream:
+    """Write a new file and bring it to the disk; FileExistsError if there is anything by its name.
+
+    Nothing is written through a link.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with open(handle, "wb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
@@ -36,15 +41,23 @@ def write_file(path: Path, content: bytes) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file whose name stands for the old or the new content at any time."""
+    remove(partial(path))  # of a write that did not end
     write_file(partial(path), content)
     partial(path).replace(path)
     sync_directory(path.parent)
 
 
+def begin_directory(path: Path) -> None:
+    """Make the directory, new and empty, that is committed as ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove(partial(path))  # of a save that did not end
+    partial(path).mkdir()
+
+
 def commit_directory(path: Path) -> None:
     """Give a finished directory its name, in place of what had it."""
     sync_directory(partial(path))
-    if path.exists():
+    if os.path.lexists(path):
         remove(replaced(path))
         path.rename(replaced(path))
     partial(path).rename(path)
@@ -53,9 +66,15 @@ def commit_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, if it is there."""
-    if path.exists():
+    """Remove what is there, if anything: a link itself, and never what it leads to."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
         shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def discard(path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,9 @@ def load(
         ValueError: an optimizer or scheduler beside a pipeline.
         RankError, ConnectionError: as for ``save``.
 
-    Nothing in a checkpoint is executed: tensors are read with ``weights_only=True``, everything
-    else is JSON.
+    Nothing in a checkpoint is executed: neither pickle nor ``torch.load`` is used, everything that
+    is no tensor is JSON. Numbers keep their kind: a float64 weight loads into a float32 one, a
+    complex or an integer one does not.
     """
     directory = Path(path).absolute()
     with together(target, f"loading {directory.name}"):
@@ -108,7 +110,8 @@ def _load(
 
     known = [name for found in gathered(names, process_group) for name in found]
     here = plans[0]
-    gathered(lambda: here.match(known, size), process_group)
+    gathered(lambda: here.match(known, size, sampler is not None), process_group)
+    extra = decode(here.body.get("extra"))
     tensors = {key: _empty(here.body["tensors"][key]) for key in here.tensor_keys()}
     reader = VerifyingReader(directory, here.body)
     if not only_model:
@@ -123,8 +126,28 @@ def _load(
             process_group=process_group,
         )
     gathered(lambda: here.apply(tensors, sampler), process_group)
-    extra = decode(here.body.get("extra"))
     return Loaded(here.body["minibatches"], extra, here.random)
+
+
+def _domain(dtype: torch.dtype) -> str:
+    """What numbers a dtype is of: within one a wider or narrower one is only more or less exact."""
+    if dtype.is_complex:
+        return "complex"
+    if dtype.is_floating_point:
+        return "floating point"
+    return "bool" if dtype is torch.bool else "integer"
+
+
+def _weights(part: Part) -> list[tuple[Tensor, Tensor]]:
+    """All tensors of a part, each with a copy in host memory."""
+    held = [tensor for _, tensor in part.tensors()] + list(part.masters.values())
+    return [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in held]
+
+
+def _put_back(before: Iterable[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for tensor, value in before:
+            tensor.copy_(value)
 
 
 def _empty(entry: Json) -> Tensor:
@@ -145,14 +168,17 @@ class _Plan:
         self._only_model = only_model
         self.wanted: list[optimizers.Wanted | None] = [None] * len(parts)
         self.schedulers: list[Any] = [None] * len(parts)
+        self.sampler: Any = None
         self.random_keys: list[str] = []
         self.random = False
 
-    def match(self, known: Iterable[str], size: int) -> None:
+    def match(self, known: Iterable[str], size: int, sampled: bool) -> None:
         """Find what belongs where; ``known`` are the model's keys in all processes."""
         for part in self.parts:
             self._check_model(part)
         self._check_nothing_left(known)
+        if sampled:
+            self.sampler = self._sampler_state()
         if self._only_model:
             return
         self.wanted = [
@@ -174,6 +200,12 @@ class _Plan:
                     f"{self.path}: {name!r} has shape {entry['shape']}, expected "
                     f"{list(tensor.shape)}"
                 )
+            for found in entries:
+                if _domain(documents.dtype_of(found["dtype"])) != _domain(tensor.dtype):
+                    raise CheckpointError(
+                        f"{self.path}: {name!r} is {found['dtype']}, which does not fit into "
+                        f"{str(tensor.dtype).removeprefix('torch.')}"
+                    )
 
     def _check_nothing_left(self, known: Iterable[str]) -> None:
         """Refuse a checkpoint of a larger model than all processes' parts together."""
@@ -206,7 +238,27 @@ class _Plan:
                     f"{self.path}: the schedulers of its stages {first} and {other} differ, and "
                     f"stage {part.stage} has parts of both"
                 )
-        return decode(state)
+        found_state = decode(state)
+        self._check_scheduler(part, found_state)
+        return found_state
+
+    def _check_scheduler(self, part: Part, state: Any) -> None:
+        """Torch's put whatever they are given among their attributes, methods included."""
+        assert part.scheduler is not None
+        where = f"{self.path}: the state of the scheduler of stage {part.stage}"
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{where}: expected a dict, got a {type(state).__name__}")
+        now = part.scheduler.state_dict()
+        for key, value in state.items():
+            fits = (
+                optimizers.alike(value, now[key])
+                if key in now
+                else (isinstance(key, str) and not hasattr(part.scheduler, key))
+            )
+            if not fits:
+                raise CheckpointError(
+                    f"{where}: {key!r} does not fit {type(part.scheduler).__name__}"
+                )
 
     def _source(self, name: str, dtype: torch.dtype) -> str:
         """What to load for a parameter or module buffer: where it is wide enough, the master."""
@@ -233,49 +285,66 @@ class _Plan:
         return list(keys)
 
     def apply(self, tensors: dict[str, Tensor], sampler: Sampler | None) -> None:
-        """Put it all in place; what can fail comes first, and is undone if it does."""
+        """Put it all in place, or nothing of it."""
+        self._check_random(tensors)
         with ExitStack() as undo:
             for part, wanted in zip(self.parts, self.wanted, strict=True):
                 if wanted is not None:
                     assert part.optimizer is not None
-                    before = part.optimizer.state_dict()
-                    undo.callback(part.optimizer.load_state_dict, before)
-                    try:
+                    undo.callback(part.optimizer.load_state_dict, part.optimizer.state_dict())
+                    with self._fitting(f"the optimizer of stage {part.stage}"):
                         part.optimizer.load_state_dict(wanted.state_dict(tensors))
-                    except (ValueError, TypeError, KeyError) as error:
-                        raise CheckpointError(
-                            f"{self.path}: does not fit the optimizer of stage "
-                            f"{part.stage}: {error}"
-                        ) from error
             for part, state in zip(self.parts, self.schedulers, strict=True):
                 if part.scheduler is not None and state is not None:
-                    undo.callback(part.scheduler.load_state_dict, part.scheduler.state_dict())
-                    part.scheduler.load_state_dict(state)
+                    before = copy.deepcopy(part.scheduler.state_dict())
+                    undo.callback(part.scheduler.load_state_dict, before)
+                    with self._fitting(f"the scheduler of stage {part.stage}"):
+                        part.scheduler.load_state_dict(state)
             if sampler is not None:
                 undo.callback(sampler.load_state_dict, sampler.state_dict())
-                sampler.load_state_dict(self._sampler_state())
-            self._check_random(tensors)
-            undo.pop_all()
-        for part in self.parts:
-            names = part.names
-            part.module.load_state_dict(
-                {
-                    key: tensors[self._source(names[key], now.dtype)]
-                    for key, now in part.module.state_dict().items()
-                }
-            )
-            for p, name in part.parameter_names().items():
-                if p in part.masters:
-                    master = part.masters[p]
-                    master.copy_(tensors[self._source(name, master.dtype)])
-        if self.random_keys:
+                with self._fitting("the sampler"):
+                    sampler.load_state_dict(self.sampler)
             for part in self.parts:
-                if part.random is not None:
-                    part.random.set_states([tensors[key] for key in random.stage_states(part)])
-            own = f"random.process{self._rank}."
-            random.set_process_states(
-                self._rank, {k: tensors[k] for k in self.random_keys if k.startswith(own)}
-            )
+                undo.callback(_put_back, _weights(part))
+                with self._fitting(f"stage {part.stage}"):
+                    self._apply_model(part, tensors)
+            if self.random_keys:
+                self._apply_random(tensors, undo)
+            undo.pop_all()
+
+    @contextmanager
+    def _fitting(self, what: str) -> Iterator[None]:
+        """Inside, what an object says of its state is said of the checkpoint."""
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(f"{self.path}: does not fit {what}: {error}") from error
+
+    def _apply_model(self, part: Part, tensors: dict[str, Tensor]) -> None:
+        names = part.names
+        part.module.load_state_dict(
+            {
+                key: tensors[self._source(names[key], now.dtype)]
+                for key, now in part.module.state_dict().items()
+            }
+        )
+        for p, name in part.parameter_names().items():
+            if p in part.masters:
+                master = part.masters[p]
+                master.copy_(tensors[self._source(name, master.dtype)])
+
+    def _apply_random(self, tensors: dict[str, Tensor], undo: ExitStack) -> None:
+        for part in self.parts:
+            if part.random is not None:
+                undo.callback(part.random.set_states, part.random.states())
+                part.random.set_states([tensors[key] for key in random.stage_states(part)])
+        own = f"random.process{self._rank}."
+        states = {k: tensors[k] for k in self.random_keys if k.startswith(own)}
+        undo.callback(
+            random.set_process_states, self._rank, random.process_states(self._rank, self.parts)
+        )
+        with self._fitting("the generators of random numbers"):
+            random.set_process_states(self._rank, states)
 
     def _check_random(self, tensors: dict[str, Tensor]) -> None:
         for part in self.parts if self.random_keys else ():

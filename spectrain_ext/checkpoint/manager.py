@@ -12,6 +12,7 @@ from typing import cast
 
 import torch.distributed as dist
 
+from spectrain_ext.bounded import read_bounded
 from spectrain_ext.checkpoint.files import partial, remove, replace_file, replaced
 from spectrain_ext.checkpoint.loading import Loaded, load
 from spectrain_ext.checkpoint.processes import gathered, patience, rank_and_size, together
@@ -25,7 +26,7 @@ from spectrain_ext.pipeline import Pipeline
 _logger = logging.getLogger(__name__)
 
 LATEST = "latest"
-_NAME = re.compile(r"minibatch-\d{8,}")
+_NAME = re.compile(r"minibatch-[0-9]{8,18}")
 
 
 class CheckpointManager:
@@ -111,11 +112,11 @@ class CheckpointManager:
         """
         pointer = self.directory / LATEST
         try:
-            name = pointer.read_text().strip()
+            name = read_bounded(pointer, 100).decode().strip()
         except FileNotFoundError:
             found = self._whole()  # stopped between the first checkpoint and the file
             return found[-1] if found else None
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{pointer}: cannot be read: {error}") from error
         if not _NAME.fullmatch(name):
             raise CheckpointError(f"{pointer}: damaged, expected a checkpoint's name, got {name!r}")
@@ -151,10 +152,16 @@ class CheckpointManager:
         """Tidy up after a process that stopped in the middle of a save."""
         if self._rank != 0:
             return None
-        partial(self.directory / LATEST).unlink(missing_ok=True)
+        remove(partial(self.directory / LATEST))
         for leftover in sorted(self.directory.glob(".minibatch-*")):
             path = self.directory / leftover.name.strip(".").partition(".")[0]
-            if leftover == replaced(path) and not path.exists():
+            if not _NAME.fullmatch(path.name):
+                continue
+            if (
+                leftover == replaced(path)
+                and not os.path.lexists(path)
+                and not leftover.is_symlink()
+            ):
                 leftover.rename(path)
             elif leftover in (partial(path), replaced(path)):
                 remove(leftover)

@@ -9,13 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain_ext.checkpoint.documents import Json, decode, encode
+from spectrain_ext.checkpoint.documents import Json, decode, dtype_of, encode
 from spectrain_ext.checkpoint.parts import Part
 from spectrain_ext.errors import CheckpointError
 
 # How a step is computed, not what: these stay what the loading side chose.
 _IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiable"))
 _NOT_OPTIONS = frozenset(("params", "param_names"))
+# State of torch's optimizers and ours that has the parameter's shape; a scalar would be broadcast.
+_ELEMENTWISE = frozenset(
+    (
+        *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum"),
+        *("square_avg", "grad_avg", "acc_delta", "ax", "prev", "step_size"),
+    )
+)
 
 
 def state_key(name: str, key: str) -> str:
@@ -122,14 +129,25 @@ def wanted(part: Part, body: Json, path: object) -> Wanted:
         found.groups.append(merged)
         for p, name in zip(group["params"], mine, strict=True):
             for key, entry in by_parameter.get(name, {}).items():
-                if entry["shape"] not in (list(p.shape), [], [1]):
+                shapes = [list(p.shape)] + [[], [1]] * (key not in _ELEMENTWISE)
+                if entry["shape"] not in shapes:
                     raise CheckpointError(
                         f"{path}: {state_key(name, key)!r} has shape {entry['shape']}, expected "
                         f"{list(p.shape)}"
                     )
+                if dtype_of(entry["dtype"]).is_complex and not p.is_complex():
+                    raise CheckpointError(
+                        f"{path}: {state_key(name, key)!r} is {entry['dtype']}, and its parameter "
+                        "has no imaginary part"
+                    )
                 found.tensors.setdefault(index, {})[key] = state_key(name, key)
             if name in scalars:
                 found.scalars[index] = {k: decode(v) for k, v in scalars[name].items()}
+                for key in found.scalars[index].keys() & _ELEMENTWISE:
+                    raise CheckpointError(
+                        f"{path}: {state_key(name, key)!r} is no tensor, expected one of shape "
+                        f"{list(p.shape)}"
+                    )
             index += 1
     return found
 
@@ -141,7 +159,7 @@ def _check_kind(part: Part, body: Json, path: object) -> None:
         kind = None if stage["optimizer"] is None else stage["optimizer"].get("class")
         if kind is not None and kind not in here and own & set(stage["parameters"]):
             raise CheckpointError(
-                f"{path}: the optimizer of stage {stage['stage']} was a {kind}, expected a "
+                f"{path}: the optimizer of stage {stage['stage']} was a {_shown(kind)}, expected a "
                 f"{here[0]}"
             )
 
@@ -164,10 +182,12 @@ def _options(
     first, options = known[0]
     for name, other in known[1:]:
         if other != options:
-            key = next(k for k in {**options, **other} if options.get(k) != other.get(k))
+            differ = (k for k in {**options, **other} if options.get(k) != other.get(k))
+            key = next(differ, next(iter(options.keys() ^ other.keys()), ""))
             raise CheckpointError(
-                f"{where}: holds {first!r}, saved with {key}={options.get(key)!r}, and {name!r}, "
-                f"saved with {key}={other.get(key)!r}; give them groups of their own"
+                f"{where}: holds {first!r}, saved with {_shown(key)}={options.get(key)!r}, and "
+                f"{name!r}, saved with {_shown(key)}={other.get(key)!r}; give them groups of their "
+                "own"
             )
     taken = {}
     for key, value in options.items():
@@ -175,12 +195,34 @@ def _options(
             continue
         decoded = decode(value)
         if key in group or key == "initial_lr":
+            now = group.get(key, group["lr"] if key == "initial_lr" else None)
+            if not alike(decoded, now):
+                raise CheckpointError(
+                    f"{where}: was saved with {_shown(key)}={decoded!r}, expected something like "
+                    f"{now!r}"
+                )
             taken[key] = _like(decoded, group.get(key))
         elif decoded:
             raise CheckpointError(
-                f"{where}: was saved with {key}={decoded!r}, which this optimizer does not know"
+                f"{where}: was saved with {_shown(key)}={decoded!r}, which this optimizer does not "
+                "know"
             )
     return taken
+
+
+def alike(value: Any, current: Any) -> bool:
+    """Whether both are numbers, or texts, or sequences or mappings; None is like anything."""
+    if value is None or current is None:
+        return True
+    for kinds in ((bool, int, float, Tensor), (str,), (list, tuple), (Mapping,)):
+        if isinstance(value, kinds) or isinstance(current, kinds):
+            return isinstance(value, kinds) and isinstance(current, kinds)
+    return type(value) is type(current)
+
+
+def _shown(name: str) -> str:
+    """A name for an error, that a file may have made up."""
+    return name if name.isidentifier() else repr(name)
 
 
 def _like(value: Any, current: Any) -> Any:

@@ -72,7 +72,7 @@ def matching(body: Json, parts: Sequence[Part], rank: int, size: int) -> tuple[l
     same_processes = alike and len(body["processes"]) == size
     if same_processes:
         found = body["processes"][rank]["random"]
-        known = re.compile(rf"random\.process{rank}\.(cpu|cuda\d+)")
+        known = re.compile(rf"random\.process{rank}\.(cpu|cuda[0-9]{1, 4})")
         if not all(isinstance(key, str) and known.fullmatch(key) for key in found):
             return [], False
         keys += found

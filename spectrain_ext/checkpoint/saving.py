@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from spectrain_ext.checkpoint import optimizers, random
 from spectrain_ext.checkpoint.documents import Json, encode
-from spectrain_ext.checkpoint.files import discard, partial, remove
+from spectrain_ext.checkpoint.files import begin_directory, discard, partial
 from spectrain_ext.checkpoint.parts import Part, Scheduler, parts_of
 from spectrain_ext.checkpoint.processes import (
     busy,
@@ -26,7 +26,13 @@ from spectrain_ext.checkpoint.processes import (
     rank_and_size,
     together,
 )
-from spectrain_ext.checkpoint.storage import AtomicWriter, as_error, nested, plain_errors
+from spectrain_ext.checkpoint.storage import (
+    AtomicWriter,
+    as_error,
+    holds_checkpoint,
+    nested,
+    plain_errors,
+)
 
 # DCP tells everybody who trains in one process that it takes it for one process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or un")
@@ -94,7 +100,8 @@ def save(
         process_group: these processes, with a CPU backend; None: all.
 
     Raises:
-        FileExistsError: the path exists.
+        FileExistsError: the path exists; with ``overwrite``, it is no checkpoint but a file, a
+            link, or a directory of something else.
         RuntimeError: a run of the pipeline has not ended.
         TypeError: state that is neither a tensor nor what JSON holds, with its place.
         ValueError: two processes that have the same stage, or the same parameter.
@@ -181,24 +188,38 @@ def prepare(
     def collect() -> Json:
         parts = parts_of(target, optimizer, scheduler, first_stage)
         if rank == 0:
-            if directory.exists() and not overwrite:
-                raise FileExistsError(f"path: {directory} exists; overwrite=True replaces it")
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            remove(partial(directory))  # of a save that did not end
+            _check_free(directory, overwrite)
         found, document = _collected(parts, rank)
         tensors.update(found)
         sampled = None if sampler is None else encode(sampler.state_dict(), "sampler")
-        return {
+        document |= {
             "minibatches": minibatches,
             "extra": encode(extra, "extra"),
             "torch": str(torch.__version__),
             "sampler": sampled,
-            **document,
         }
+        if rank == 0:
+            begin_directory(directory)
+        return document
 
-    body = _merged(gathered(collect, process_group))
+    try:
+        body = _merged(gathered(collect, process_group))
+    except BaseException:
+        if rank == 0:
+            discard(partial(directory))
+        raise
     writer = AtomicWriter(directory, body, committed)
     return Prepared(tensors, writer, target, directory, process_group)
+
+
+def _check_free(directory: Path, overwrite: bool) -> None:
+    """Only a checkpoint is replaced, and that is found out before anything is written."""
+    if not os.path.lexists(directory):
+        return
+    if not overwrite:
+        raise FileExistsError(f"path: {directory} exists; overwrite=True replaces it")
+    if not (directory.is_dir() and not directory.is_symlink() and holds_checkpoint(directory)):
+        raise FileExistsError(f"path: {directory} is no checkpoint; overwrite=True replaces these")
 
 
 def _collected(parts: list[Part], rank: int) -> tuple[dict[str, Tensor], Json]:
@@ -234,6 +255,8 @@ def _collected(parts: list[Part], rank: int) -> tuple[dict[str, Tensor], Json]:
         )
     process = random.process_states(rank, parts)
     tensors.update(process)
+    # a view that only notes that it is conjugated or negated is not what its bytes say
+    tensors = {key: tensor.resolve_conj().resolve_neg() for key, tensor in tensors.items()}
     return tensors, {
         "stages": stages,
         "replicas": replicas,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from spectrain_ext import Pipeline
 from spectrain_ext.cli.world import World
+from spectrain_ext.errors import CheckpointError
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,9 +63,14 @@ class Keeper:
         """
         loaded = self._manager.restore()
         if loaded is not None:
-            self.minibatches = loaded.minibatches
-            self.losses = [float(loss) for loss in loaded.extra["losses"]]
-            self.seconds = float(loaded.extra["seconds"])
+            try:
+                losses = [float(loss) for loss in loaded.extra["losses"]]
+                seconds = float(loaded.extra["seconds"])
+            except (TypeError, KeyError, ValueError, OverflowError) as error:
+                raise CheckpointError(
+                    f"{self._manager.directory}: was not saved by this command: {error!r}"
+                ) from error
+            self.minibatches, self.losses, self.seconds = loaded.minibatches, losses, seconds
             _logger.info("going on from minibatch %d", self.minibatches)
         self._moment = time.monotonic()
 
