@@ -1,8 +1,10 @@
 """Files that somebody else may have made: read whole, if they are plain files and not too large."""
 
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 
 def read_bounded(path: str | os.PathLike[str], largest: int) -> bytes:
@@ -26,3 +28,17 @@ def read_bounded(path: str | os.PathLike[str], largest: int) -> bytes:
     finally:
         os.close(handle)
     raise ValueError(f"{Path(path)}: expected at most {largest} bytes, got more")
+
+
+def read_json(path: str | os.PathLike[str], largest: int) -> Any:
+    """Return what a JSON file of at most ``largest`` bytes holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is something else, or nested too deeply.
+    """
+    content = read_bounded(path, largest)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{Path(path)}: expected JSON: {error}") from error

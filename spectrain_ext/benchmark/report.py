@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from spectrain_ext.benchmark.operations import OURS
+from spectrain_ext.bounded import read_bounded
 
 FORMAT = 1
+_LARGEST = 1 << 26  # bytes of a file
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,13 @@ class Report:
                 raise ValueError("another format")
             rows = [Row(**row) for row in data.pop("rows")]
             return cls(rows=rows, **data)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"not a report of spectrain bench: {error}") from error
 
     @classmethod
     def load(cls, path: Path) -> Report:
-        """Read a file; raises as `from_json`, and OSError."""
-        return cls.from_json(path.read_text())
+        """Read a file of at most 64 MiB; raises as `from_json`, and OSError."""
+        return cls.from_json(read_bounded(path, _LARGEST).decode())
 
     def cases(self) -> dict[tuple[str, str, str], list[Row]]:
         """Rows by what they have in common, in the order they were measured in."""

@@ -15,6 +15,7 @@ from spectrain_ext.benchmark.operations import OPERATIONS
 from spectrain_ext.benchmark.report import Report, host_table, markdown
 from spectrain_ext.benchmark.shapes import MODELS
 from spectrain_ext.benchmark.workloads import PRECISIONS, Workload, model, synthetic
+from spectrain_ext.cli.printable import printable
 
 _QUICK = "quick"
 _COUNTS = (1, 10, 300, 3000)
@@ -229,8 +230,8 @@ def _compare(before: Report, after: Report, tolerance: float) -> None:
         raise click.ClickException("the two runs have no row in common: nothing was compared")
     click.echo()
     for line in comparing.differences(before, after):
-        click.echo(f"differs: {line}", err=True)
-    click.echo(comparing.markdown(changes, tolerance))
+        click.echo(f"differs: {printable(line)}", err=True)
+    click.echo(printable(comparing.markdown(changes, tolerance)))
     slower = sum(change.regressed(tolerance) for change in changes)
     click.echo(f"\n{slower} of {len(changes)} slower by more than {tolerance:.0%}")
     if slower:

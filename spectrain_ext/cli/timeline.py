@@ -7,6 +7,7 @@ from typing import cast
 
 import click
 
+from spectrain_ext.cli.printable import printable
 from spectrain_ext.method import methods
 from spectrain_ext.method.choices import Window
 from spectrain_ext.report.method_timeline import simulate_method
@@ -95,7 +96,7 @@ def timeline(
                 activation=communication,
                 gradient=communication,
             )
-            name, spans = csv.name, list(simulate(actions, durations))
+            name, spans = printable(csv.name), list(simulate(actions, durations))
         else:
             if method not in methods():
                 raise ValueError(f"there is no method {method!r}; there are {', '.join(methods())}")
@@ -128,4 +129,4 @@ def timeline(
     idle = ", ".join(f"{100 * share:.0f} %" for share in summary.bubbles)
     click.echo(f"{name}: {summary.makespan:g} in all, {summary.period:g} per minibatch of stage 0")
     click.echo(f"idle, by stage: {idle}")
-    click.echo(f"{'trace' if out.suffix == '.json' else 'picture'}: {out}")
+    click.echo(f"{'trace' if out.suffix == '.json' else 'picture'}: {printable(str(out))}")

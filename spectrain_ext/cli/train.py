@@ -11,6 +11,7 @@ import click
 import torch
 from click.core import ParameterSource
 from rich.console import Console
+from rich.markup import escape
 
 from spectrain_ext import CheckpointError, RankError, StageError
 from spectrain_ext.cli.observation import Observation, logged
@@ -214,7 +215,7 @@ def train(
         folder = Path(world.tell(str(out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S"))))
         data = _load(settings, cache_dir or folder.parent / "data-cache", world)
         for name, reason in left_out.items():
-            console.print(f"Left out: [bold]{name}[/] ({reason})", highlight=False)
+            console.print(f"Left out: [bold]{name}[/] ({escape(reason)})", highlight=False)
         with world.agreed():
             if world.first:
                 _make_folder(folder)
@@ -314,7 +315,8 @@ def _training(threads: int, folder: Path, console: Console, world: World) -> Ite
             raise click.ClickException(_in_words(error)) from error
         raise click.exceptions.Exit(1) from error
     except KeyboardInterrupt:
-        console.print(f"Finished runs are kept. To go on: the same again, with --out {folder}")
+        told = f"Finished runs are kept. To go on: the same again, with --out {folder}"
+        console.print(told, markup=False)
         if world.first:
             raise
         raise click.exceptions.Exit(1) from None

@@ -115,7 +115,8 @@ def train_all(
                     forget(checkpoints)
                     runs.append(run)
     if found:
-        console.print(f"{found} of {len(runs)} runs were finished before and read from {folder}")
+        told = f"{found} of {len(runs)} runs were finished before and read from {folder}"
+        console.print(told, markup=False)
     return runs
 
 
@@ -163,9 +164,12 @@ def report(
             processes=world.seats.counts,
         )
     )
-    console.print(f"losses:  {folder / 'losses.png'}", highlight=False, soft_wrap=True)
-    console.print(f"timelines: {folder / 'timelines'}", highlight=False, soft_wrap=True)
-    console.print(f"numbers: {folder / 'results.json'}", highlight=False, soft_wrap=True)
+    for told in (
+        f"losses:  {folder / 'losses.png'}",
+        f"timelines: {folder / 'timelines'}",
+        f"numbers: {folder / 'results.json'}",
+    ):
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
 
 
 def describe(settings: TrainSettings, data: Split, world: World) -> dict[str, object]:

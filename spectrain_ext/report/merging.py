@@ -6,12 +6,16 @@ python -m spectrain_ext.report.merging OUT.json RANK0.json RANK1.json ...
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from spectrain_ext.bounded import read_json
+
 _BASE = "baseTimeNanoseconds"
+_LARGEST = 1 << 30  # bytes of a trace
 _OTHERS = 10**8  # above what a process or a stage is numbered with
 
 
@@ -24,7 +28,7 @@ def merge_traces(path: str | Path, parts: Sequence[str | Path]) -> None:
             ``torch.profiler``'s ``export_chrome_trace``.
 
     Raises:
-        ValueError: a file is none of these, or does not say when it began.
+        ValueError: a file is none of these, does not say when it began, or has more than 1 GiB.
 
     Ranks on one machine share its clock. Between machines it is as good as these agree on the time
     of day, often within milliseconds.
@@ -33,19 +37,33 @@ def merge_traces(path: str | Path, parts: Sequence[str | Path]) -> None:
     first = min((document[_BASE] for document in documents), default=0)
     events: list[dict[str, Any]] = []
     taken: dict[Any, int] = {}
-    for rank, document in enumerate(documents):
+    for rank, (part, document) in enumerate(zip(parts, documents, strict=True)):
         shift = (document[_BASE] - first) / 1000.0
-        for event in document["traceEvents"]:
-            moved = dict(event)
-            if "ts" in moved:
-                moved["ts"] = float(moved["ts"]) + shift
-            if "pid" in moved:
-                moved["pid"] = _place(taken, moved["pid"], rank)
-            if moved.get("name") == "process_name":
-                moved["args"] = {"name": f"rank {rank}: {moved['args']['name']}"}
-            events.append(moved)
+        try:
+            events += [_moved(event, shift, taken, rank) for event in document["traceEvents"]]
+        except (TypeError, ValueError, KeyError, OverflowError) as error:
+            raise ValueError(f"{Path(part)}: expected events of a trace: {error!r}") from error
     merged = {"traceEvents": events, "displayTimeUnit": "ms", _BASE: first}
-    Path(path).write_text(json.dumps(merged) + "\n", encoding="utf-8")
+    try:
+        text = json.dumps(merged)
+    except RecursionError as error:
+        raise ValueError("parts: an event is nested too deeply") from error
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def _moved(event: Any, shift: float, taken: dict[Any, int], rank: int) -> dict[str, Any]:
+    if not isinstance(event, dict):
+        raise TypeError(f"an event is a {type(event).__name__}")
+    moved = dict(event)
+    if "ts" in moved:
+        moved["ts"] = float(moved["ts"]) + shift
+        if not math.isfinite(moved["ts"]):
+            raise ValueError("a time that is not finite")
+    if "pid" in moved:
+        moved["pid"] = _place(taken, moved["pid"], rank)
+    if moved.get("name") == "process_name":
+        moved["args"] = {"name": f"rank {rank}: {moved['args']['name']}"}
+    return moved
 
 
 def _place(taken: dict[Any, int], pid: Any, rank: int) -> Any:
@@ -57,12 +75,12 @@ def _place(taken: dict[Any, int], pid: Any, rank: int) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        document = read_json(path, _LARGEST)
+    except ValueError as error:
         raise ValueError(f"{path}: expected a trace in JSON: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         raise ValueError(f"{path}: expected a trace with traceEvents")
-    if not isinstance(document.get(_BASE), int):
+    if type(document.get(_BASE)) is not int or not 0 <= document[_BASE] < 1 << 63:
         raise ValueError(f"{path}: does not say when it began; write_trace needs origin=")
     return document
 
@@ -72,7 +90,11 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) < 2:
         print(__doc__, file=sys.stderr)
         return 2
-    merge_traces(arguments[0], arguments[1:])
+    try:
+        merge_traces(arguments[0], arguments[1:])
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

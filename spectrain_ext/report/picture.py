@@ -91,7 +91,7 @@ def draw_losses(
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("minibatch (one update of every stage each)")
     axes.set_ylabel(f"training loss ({metric.loss_unit}),\nmean of the last {window} minibatches")
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title, fontsize=10, parse_math=False)
     axes.grid(True, which="major", alpha=0.3)
     axes.margins(x=0.01)
     axes.legend(

@@ -3,11 +3,15 @@
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from spectrain_ext.bounded import read_json
 from spectrain_ext.report.files import write_atomically
 from spectrain_ext.report.results import Run
+
+_LARGEST = 1 << 28  # bytes of a run; a million losses have 20 million
 
 
 class RunStore:
@@ -32,7 +36,7 @@ class RunStore:
     def find(self, method: str, seed: int) -> Run | None:
         """Return the finished run, None if there is none, or its file is not what was written."""
         try:
-            document = json.loads(self.path(method, seed).read_text(encoding="utf-8"))
+            document = read_json(self.path(method, seed), _LARGEST)
             values = document["run"]
             losses = tuple(float(loss) for loss in values.pop("losses"))
             run = Run(
@@ -42,10 +46,15 @@ class RunStore:
                 losses=losses,
                 **{name: float(value) for name, value in values.items()},
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return None
         same = document.get("settings") == self._settings
-        return run if same and (run.method, run.seed) == (method, seed) else None
+        sound = (
+            0 <= run.test_accuracy <= 1
+            and 0 <= run.minibatches_per_second < math.inf
+            and run.weight_version_bytes >= 0
+        )
+        return run if same and sound and (run.method, run.seed) == (method, seed) else None
 
     def save(self, run: Run) -> None:
         """Write a finished run."""

@@ -41,7 +41,7 @@ def comparison_table(
     best = metric.best(results)
     for result in results:
         table.add_row(
-            result.method,
+            Text(result.method),
             Text(
                 metric.text(result),
                 style="bold green" if metric.mean(result) == best else "",

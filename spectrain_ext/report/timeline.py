@@ -101,7 +101,7 @@ def draw_timeline(
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
         if title:
-            axes.set_title(title, fontsize=10, loc="left")
+            axes.set_title(title, fontsize=10, parse_math=False, loc="left")
         _draw_legend(figure, drawn, communication)
         undated = {"Date": None} if Path(path).suffix == ".svg" else None
         figure.savefig(path, metadata=undated)

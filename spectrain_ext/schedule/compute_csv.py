@@ -9,11 +9,13 @@ communication as well (``2RECV_F3``, ``2SEND_B3``) can be read, not written.
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from typing import NamedTuple
 
+from ..bounded import read_bounded
 from ..errors import ScheduleError
 from .actions import Action, Kind
 from .moves import backward, forward
@@ -21,7 +23,9 @@ from .place import Place
 from .turns import turns
 from .validation import validate
 
-_CELL = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
+_CELL = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{0,9})")
+_LARGEST = 1 << 26  # bytes of a file
+_MOST = 10_000  # stages
 _TURNS = {"F": Kind.FORWARD, "B": Kind.BACKWARD}
 _EDGES = {
     "RECV_F": Kind.RECEIVE_ACTIVATION,
@@ -78,10 +82,18 @@ def read_csv(path: str | PathLike[str], *, microbatches: int | None = None) -> l
     Raises:
         ScheduleError: the schedule cannot be run; names the stage and the action.
         ValueError: a cell is not understood, or stands for what these schedules do not have: more
-            than one stage per row, backwards in two halves.
+            than one stage per row, backwards in two halves; or the file has more than 64 MiB or
+            10,000 rows.
     """
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = [list(_cells(row, k)) for k, row in enumerate(csv.reader(file))]
+    text = read_bounded(path, _LARGEST).decode("utf-8")
+    rows = []
+    try:
+        for k, row in enumerate(csv.reader(io.StringIO(text, newline=""))):
+            if k >= _MOST:
+                raise ValueError(f"expected at most {_MOST} rows, got more")
+            rows.append(list(_cells(row, k)))
+    except csv.Error as error:
+        raise ValueError(f"row {len(rows)}: expected cells and commas: {error}") from error
     n = len(rows)
     if microbatches is None:
         microbatches = 1 + max((cell.part for row in rows for cell in row), default=0)
@@ -110,14 +122,14 @@ def _cells(row: Sequence[str], k: int) -> Iterator[_Cell]:
             continue
         match = _CELL.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"{where}: expected a cell like {k}F0, got {text!r}")
+            raise ValueError(f"{where}: expected a cell like {k}F0, got {text[:40]!r}")
         stage, name, part = int(match[1]), match[2], match[3]
         if stage != k:
-            raise ValueError(f"{where}: expected stage {k} only, as in {k}F0, got {text!r}")
+            raise ValueError(f"{where}: expected stage {k} only, as in {k}F0, got {text[:40]!r}")
         if name in _IGNORED:
             continue
         if name not in _KINDS or not part:
-            raise ValueError(f"{where}: expected a forward or a whole backward, got {text!r}")
+            raise ValueError(f"{where}: expected a forward or a whole backward, got {text[:40]!r}")
         yield _Cell(_KINDS[name], int(part))
 
 
