@@ -241,6 +241,11 @@ def test_decoded_images_are_kept_under_the_hash_of_the_file(tmp_path: Path) -> N
     kept.write_bytes(written[: len(written) // 2])  # as if it had been interrupted
     assert torch.equal(load_cifar10(path, cache=cache).train_inputs, images)
     assert kept.read_bytes()[: len(written) // 2] == written[: len(written) // 2]
+    small = io.BytesIO()
+    np.savez_compressed(small, train_images=np.zeros(10**8, np.uint8))  # 100 kB
+    kept.write_bytes(small.getvalue())
+    assert torch.equal(load_cifar10(path, cache=cache).train_inputs, images)
+    assert kept.read_bytes() == written
     _write_jpegs(path, mode="w:gz")
     load_cifar10(path, cache=cache)
     assert len(list(cache.iterdir())) == 2

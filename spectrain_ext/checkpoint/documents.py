@@ -110,9 +110,9 @@ def _scalar(held: list[Any]) -> Tensor:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of that name; ValueError if there is none."""
+    """Return the dtype of that name; ValueError if there is none, or only a quantized one."""
     dtype = vars(torch).get(name)  # getattr would import submodules
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or name.startswith("q"):  # quantized ones need scales
         raise ValueError(f"{reprlib.repr(name)} is no dtype")
     return dtype
 
@@ -218,7 +218,8 @@ def _check(body: Json) -> None:
         rows: Any = found
         for name, entry in rows.items() if kind is dict else enumerate(rows):
             for field, wanted in members.items():
-                if type(entry) is not dict or type(entry.get(field)) not in wanted:
+                there = type(entry) is dict and field in entry
+                if not (there and type(entry[field]) in wanted):
                     raise ValueError(f"{key}[{name!r}]: bad or missing {field!r}")
     if body["minibatches"] < 0 or not _small(body["minibatches"]):
         raise ValueError("minibatches: expected a number of minibatches")
