@@ -20,7 +20,7 @@ class _Group(click.Group):
         try:
             return super().invoke(context)
         except click.ClickException as error:
-            error.message = printable(error.message)
+            vars(error)["message"] = printable(error.message)  # the same error, with its context
             raise
 
 

@@ -86,12 +86,12 @@ def read_csv(path: str | PathLike[str], *, microbatches: int | None = None) -> l
             10,000 rows.
     """
     text = read_bounded(path, _LARGEST).decode("utf-8")
-    rows = []
+    rows: list[list[_Cell]] = []
     try:
-        for k, row in enumerate(csv.reader(io.StringIO(text, newline=""))):
-            if k >= _MOST:
+        for cells in csv.reader(io.StringIO(text, newline="")):
+            if len(rows) == _MOST:
                 raise ValueError(f"expected at most {_MOST} rows, got more")
-            rows.append(list(_cells(row, k)))
+            rows.append(list(_cells(cells, len(rows))))
     except csv.Error as error:
         raise ValueError(f"row {len(rows)}: expected cells and commas: {error}") from error
     n = len(rows)
