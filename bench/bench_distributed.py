@@ -99,6 +99,7 @@ def ours(
 
 def throughput_of(pipe: st.Pipeline, batch: int, parts: int) -> Callable[[int], float]:
     """What measures a pipeline, in minibatches of so many microbatches."""
+    torch.manual_seed(0)  # the same on both ranks
     data = torch.randn(batch * parts, WIDTH), torch.randn(batch * parts, WIDTH)
 
     def measure(count: int) -> float:

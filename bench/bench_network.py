@@ -111,6 +111,7 @@ def rank_main(rank: int, hosts: tuple[Host, ...], asked: Connection, batch: int)
 
 
 def batches(batch: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)  # the same on both ranks
     data = torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)
     for _ in range(count):
         yield data

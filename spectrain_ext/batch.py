@@ -50,9 +50,22 @@ def split(batch: object, minibatch: int, microbatches: int) -> list[Microbatch]:
                 )
     parts = max(1, min(microbatches, samples or 0))
     return [
-        Microbatch(x, y, _size(x) / samples if samples else 1.0)
-        for x, y in zip(_cut(value, parts), _cut(target, parts), strict=True)
+        Microbatch(x, y, share)
+        for x, y, share in zip(
+            _cut(value, parts), _cut(target, parts), shares_of(samples or 0, parts), strict=True
+        )
     ]
+
+
+def shares_of(samples: int, parts: int) -> list[float]:
+    """The shares of the parts that ``split`` makes of so many samples."""
+    each, more = divmod(samples, parts)
+    return [(each + (j < more)) / samples if samples else 1.0 for j in range(parts)]
+
+
+def samples_of(parts: list[Microbatch]) -> int:
+    """The samples of a minibatch that ``split`` has cut; 0 of one that it has not."""
+    return sum(_size(part.input) for part in parts) if len(parts) > 1 else 0
 
 
 def _value(value: object, where: str) -> Value:

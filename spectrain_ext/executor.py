@@ -17,7 +17,7 @@ from .schedule import Action, Cursor, Extent, Kind, Place, find_generator
 from .stage import Stage
 from .tape import activation
 from .trace import watched
-from .transport import Buffer, Edge, Stream, Transit, callers_stream
+from .transport import Buffer, Edge, Entrance, Stream, Transit, callers_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +333,7 @@ class Executor:
         self._extent.add([part.share for part in parts])
         return parts
 
-    def _hand_in(self, edge: Edge | None, value: Value) -> None:
+    def _hand_in(self, edge: Entrance | None, value: Value) -> None:
         """Send a side of the batch where it is used, if that is in this process."""
         if edge is None:
             return

@@ -53,6 +53,8 @@ class RankEdges:
         self.to_next: dict[int, Outlet] = {}
         self._from_first: Inlet | None = None
         self._to_replicas: list[Outlet] = []
+        self._targets_from: dict[int, Inlet] = {}
+        self._targets_to: dict[int, Outlet] = {}
         device, receiver = stage.device, stage.compute
         # As deep as ``Executor`` makes them: a window and one. To one of several replicas goes a
         # part of what the stage has in flight.
@@ -78,11 +80,20 @@ class RankEdges:
             self._from_first = Inlet(link, device, receiver, depth, board)
         for link in links.to_replicas.values():
             self._to_replicas.append(Outlet(link, device, depth, board))
+        # Those of a batch are sent as a whole; one is used to the end of its backward.
+        depth += places[0].microbatches
+        for rank, link in links.targets_from.items():
+            self._targets_from[rank] = Inlet(link, device, receiver, depth, board)
+        for rank, link in links.targets_to.items():
+            self._targets_to[rank] = Outlet(link, device, depth, board)
+        if self._targets_from:
+            stage.targets = _only(self._targets_from) or FanIn(self._targets_from)
 
     def inlets(self) -> Iterator[Inlet]:
         """All that something may arrive at."""
         yield from self.from_previous.values()
         yield from self.from_next.values()
+        yield from self._targets_from.values()
         if self._from_first is not None:
             yield self._from_first
 
@@ -126,6 +137,24 @@ class RankEdges:
         assert isinstance(out, Outlet)
         return out
 
+    # Targets, where the first stage sends them to the last.
+
+    def target(self, j: int) -> Inlet | None:
+        """Where the target of the j-th microbatch arrives; None: from the caller."""
+        if not self._targets_from:
+            return None
+        targets = self._stage.targets
+        if isinstance(targets, FanIn):
+            return targets.choose(self.replicas.runs(0, self.microbatch(j)))
+        assert isinstance(targets, Inlet)
+        return targets
+
+    def target_outlet(self, j: int) -> Outlet | None:
+        """Where the target of the j-th microbatch goes; None: it stays here, or is not wanted."""
+        if not self._targets_to:
+            return None
+        return self._targets_to[self.replicas.runs(self.replicas.stages - 1, self.microbatch(j))]
+
     # What rank 0 says to the other replicas of stage 0.
 
     def hear_of_batch(self) -> Header | None:
@@ -137,17 +166,17 @@ class RankEdges:
             self._from_first.free(self._from_first.receive())
         return header
 
-    def tell_of_batch(self, parts: int) -> None:
-        """There is a batch, of so many microbatches."""
+    def tell_of_batch(self, known: Header) -> None:
+        """There is a batch, and what is known of it."""
         for outlet in self._to_replicas:
-            outlet.label(parts)
+            outlet.label(known)
             outlet.send(Message((), False), Buffer("nothing"), self._stage.computed)
 
     # The end of a run.
 
     def end_batches(self) -> None:
-        """Tell the other replicas that there are no more."""
-        for outlet in self._to_replicas:
+        """Tell the other replicas that there are no more, and the last stage no more targets."""
+        for outlet in (*self._to_replicas, *self._targets_to.values()):
             outlet.end()
 
     def end_forward(self) -> None:
@@ -167,9 +196,17 @@ class RankEdges:
         for inlet in self.from_next.values():
             if not inlet.wait().end:
                 raise RuntimeError("the next rank sends a gradient that nothing here waits for")
+        for inlet in self._targets_from.values():
+            if not inlet.wait().end:
+                raise RuntimeError("the first stage sends a target that nothing here takes")
         for outlet in self.to_previous.values():
             outlet.end()
-        for outlet in (*self.to_previous.values(), *self.to_next.values(), *self._to_replicas):
+        for outlet in (
+            *self.to_previous.values(),
+            *self.to_next.values(),
+            *self._to_replicas,
+            *self._targets_to.values(),
+        ):
             outlet.flush()
 
 

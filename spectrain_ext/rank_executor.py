@@ -8,8 +8,9 @@ from math import nan
 import torch
 from torch import Tensor
 
-from .batch import Microbatch, split
+from .batch import Microbatch, samples_of, shares_of, split
 from .executor import Executor, Result
+from .fingerprint import Fingerprint
 from .gradient_sum import GradientSum
 from .observer import Observer
 from .rank_edges import RankEdges
@@ -20,6 +21,7 @@ from .trace import watched
 from .transport import Edge, Stream
 from .transport.board import Board
 from .transport.inlet import Inlet
+from .transport.link import Header
 from .transport.neighbours import Neighbours
 
 
@@ -64,6 +66,9 @@ class RankExecutor(Executor):
 
     The schedule of a replica counts its own microbatches.
 
+    What rank 0 knows of a batch goes along with its activations, from rank to rank: whoever takes
+    targets, or other microbatches, out of a batch of its own can tell whether it is the same one.
+
     Args:
         stage: the rank's stage.
         loss_fn: ``(output, target) -> 0-d tensor``; used on the ranks of the last stage.
@@ -94,6 +99,9 @@ class RankExecutor(Executor):
         self._replicas = Replicas((1,) * len(places)) if replicas is None else replicas
         super().__init__([stage], loss_fn, places, schedule, norm)
         self._microbatches = places[0].microbatches * self._replicas.counts[0]
+        # whether another rank's part of a batch comes from a batch of its own
+        apart = self._replicas.stages > 1 and not (links.targets_to or links.targets_from)
+        self._compares = apart or self._replicas.counts[0] > 1
         self._sum: GradientSum | None = None
         if links.circle is not None:
             params = [] if stage.weights is None else stage.weights.params
@@ -104,7 +112,7 @@ class RankExecutor(Executor):
         self._edges = RankEdges(stage, self.places, self._replicas, self._links, self._board)
         if not self._edges.from_previous:
             self._take_inputs()
-        if not self._edges.from_next:
+        if not self._edges.from_next and not self._links.targets_from:
             self._take_targets()
 
     def _entrance(self, name: str, stage: Stage) -> Edge:
@@ -133,7 +141,8 @@ class RankExecutor(Executor):
         self._forwarded = 0  # minibatches whose forwards have all been sent
         self._ended = self._told_end = False
         self._heard_end: Inlet | None = None
-        self._parts: dict[int, int] = {}  # minibatch -> its microbatches on all replicas
+        self._known: dict[int, Header] = {}  # of each minibatch what goes along with it
+        self._batch_of: dict[tuple[int, int], Fingerprint] = {}  # microbatch -> its minibatch's
         self._losses: dict[int, float] = {}
         self._own_losses: dict[int, Tensor] = {}
         self._loss_of: dict[tuple[int, int], float] = {}  # microbatch -> its part of the loss
@@ -162,6 +171,8 @@ class RankExecutor(Executor):
                 continue
             if kind is Kind.RECEIVE_GRADIENT:
                 self._expect_gradient(i, j)
+            if kind is Kind.LOSS:
+                self._expect_target(i, j)
             if self._sum is not None and kind is Kind.BACKWARD and self._is_last(i, j):
                 self._sum.expect()
             if kind is Kind.UPDATE:
@@ -182,12 +193,22 @@ class RankExecutor(Executor):
 
     # Batches, and what is heard of them.
 
-    def _next_batch(self, i: int) -> list[Microbatch]:
-        """Take this rank's microbatches of the caller's next batch; empty: there is none."""
+    def _pull(self, i: int, j: int) -> None:
         told = self._edges.hear_of_batch()
         if told is not None and told.end:
             self._extent.stop()
-            return []
+            return
+        for n, part in enumerate(self._take_batch(i, told)):
+            self._hand_in(self._inputs, part.input)
+            self._hand_in(self._edges.target_outlet(n) or self._targets, part.target)
+
+    def _take_batch(self, i: int, told: Header | None) -> list[Microbatch]:
+        """Take this rank's microbatches of the caller's next batch; empty: there is none.
+
+        Args:
+            i: the minibatch.
+            told: what rank 0 says of it; None on rank 0.
+        """
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -199,12 +220,18 @@ class RankExecutor(Executor):
         if told is not None:
             self._check_parts(i, len(parts), told.parts)
         self._check_dealt(i, len(parts))
-        self._deal(i, [part.share for part in parts])
-        self._edges.tell_of_batch(len(parts))
+        known = Header(len(parts), samples_of(parts))
+        if self._compares:
+            known = known._replace(batch=Fingerprint.of(i, batch))
+            if told is not None:
+                self._check_batch(i, known.batch, told.batch)
+        self._deal(i, known)
+        self._edges.tell_of_batch(known)
         return parts[self._edges.replica :: self._edges.count]
 
-    def _deal(self, i: int, shares: list[float]) -> None:
-        self._parts[i] = len(shares)
+    def _deal(self, i: int, known: Header) -> None:
+        self._known[i] = known
+        shares = shares_of(int(known.value), known.parts)
         self._extent.add(shares[self._edges.replica :: self._edges.count])
 
     def _check_dealt(self, i: int, parts: int) -> None:
@@ -215,6 +242,16 @@ class RankExecutor(Executor):
                     "replicas, each of which needs one; leave such a minibatch out, or make it "
                     "larger"
                 )
+
+    def _check_batch(self, i: int, here: Fingerprint, there: Fingerprint) -> None:
+        if not here.matches(there):
+            raise ValueError(
+                f"batches[{i}]: this is the first one that is not rank 0's, neither by its input "
+                "nor by its target; every rank must go through the same batches in the same order: "
+                "seed the sampler alike on all of them, as by DataLoader(..., shuffle=True, "
+                "generator=torch.Generator().manual_seed(0)), or have the last stage get its "
+                "targets from the first, by from_process_group(..., targets_from='first')"
+            )
 
     def _too_few(self, i: int) -> ValueError:
         return ValueError(
@@ -241,19 +278,24 @@ class RankExecutor(Executor):
             self._say_end()
             return False
         if j == 0:
-            self._begin_minibatch(i, header.parts)
+            self._begin_minibatch(i, header)
+        if self._edges.to_next:
+            self._batch_of[i, j] = header.batch
+        elif self._targets is not None:  # each microbatch: replicas of the first stage may differ
+            self._check_batch(i, self._known[i].batch, header.batch)
         return True
 
-    def _begin_minibatch(self, i: int, parts: int) -> None:
-        if self._edges.to_next:
-            self._deal(i, [1 / parts] * parts)
+    def _begin_minibatch(self, i: int, told: Header) -> None:
+        if self._targets is None:
+            self._deal(i, told)
             return
-        here = self._next_batch(i)
-        if not here:
-            raise self._too_few(i)
-        self._check_parts(i, self._parts[i], parts)
-        for part in here:
+        for part in self._take_batch(i, told):
             self._hand_in(self._targets, part.target)
+
+    def _expect_target(self, i: int, j: int) -> None:
+        inlet = self._edges.target(j)
+        if inlet is not None and inlet.wait().end:
+            raise RuntimeError("the first stage has ended its run, and this one misses a target")
 
     # Losses. Without replicas the minibatch's goes along with its last gradient, as it is. With
     # them nobody knows it so early: every gradient goes with its own microbatch's part.
@@ -297,12 +339,14 @@ class RankExecutor(Executor):
     def _label(self, kind: Kind, i: int, j: int) -> None:
         """What the neighbours learn along with the tensors."""
         if kind is Kind.SEND_ACTIVATION:
-            self._edges.output(kind, j).label(self._parts[i])
+            known = self._known[i]
+            batch = self._batch_of.pop((i, j), known.batch)
+            self._edges.output(kind, j).label(known._replace(batch=batch))
         elif kind is Kind.SEND_GRADIENT:
             value = (
                 self._loss_of.pop((i, j), nan) if self._replicas.dealt else self._losses.get(i, nan)
             )
-            self._edges.output(kind, j).label(self._parts[i], value)
+            self._edges.output(kind, j).label(Header(self._known[i].parts, value))
 
     def _note(self, kind: Kind, i: int, j: int) -> None:
         """What follows from an action that has been run."""
@@ -315,7 +359,7 @@ class RankExecutor(Executor):
             if self._sum is not None and self._is_last(i, j):
                 self._sum.send_rest()
         elif kind is Kind.UPDATE:
-            del self._parts[i]
+            del self._known[i]
             loss = self._losses.pop(i, nan)
             if self._edges.to_next:
                 self._results.append(

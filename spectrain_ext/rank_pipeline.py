@@ -65,6 +65,9 @@ class RankPipeline(Pipeline):
             an uneven last minibatch, need no permission.
         share_loss: whether every rank gets the losses, as float64; on CUDA that makes the last
             rank's host wait for every loss.
+        targets_from: where the last stage's ranks take targets from: ``"last"``, their own batches,
+            which are checked against rank 0's; ``"first"``, the first stage's batches: sent along
+            for every minibatch, and no other rank needs batches.
 
     Attributes:
         rank: this process's rank in the group.
@@ -100,6 +103,7 @@ class RankPipeline(Pipeline):
         timeout: float = 300.0,
         dynamic_shapes: bool = False,
         share_loss: bool = False,
+        targets_from: Literal["first", "last"] = "last",
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -108,6 +112,8 @@ class RankPipeline(Pipeline):
             )
         if not timeout > 0:
             raise ValueError(f"timeout: expected a positive number of seconds, got {timeout}")
+        if targets_from not in ("first", "last"):
+            raise ValueError(f"targets_from: expected 'first' or 'last', got {targets_from!r}")
         members = tuple(dist.get_process_group_ranks(group))
         if len(members) != dist.get_world_size():
             raise ValueError(
@@ -119,6 +125,7 @@ class RankPipeline(Pipeline):
         self.timeout = timeout
         self._group = group
         self._settings = (timeout, dynamic_shapes, share_loss)
+        self._targets_from = targets_from
         # All ranks make their pipelines in one order: the count names this one.
         prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
         _made[members] += 1
@@ -177,6 +184,7 @@ class RankPipeline(Pipeline):
                 "device": device.type,
                 "dynamic_shapes": dynamic,
                 "share_loss": share_loss,
+                "targets_from": self._targets_from,
                 "clip_scope": "stage" if norm is None else "global",
             }
         )
@@ -185,7 +193,8 @@ class RankPipeline(Pipeline):
             optimizer = None if weights is None else weights.optimizer
             check_equal_start(self._store, self.rank, self._seats, module, optimizer)
             stages[0].random = StageRandom(stages[0].index, device, self.replica)
-        links = open_links(self._group, device, timeout, dynamic, self._seats)
+        first = self._targets_from == "first"
+        links = open_links(self._group, device, timeout, dynamic, self._seats, first)
         if isinstance(norm, RankNorm):
             norm.connect(open_host_group(self._group, timeout))
         else:
@@ -205,8 +214,8 @@ class RankPipeline(Pipeline):
         Args:
             batches: as for ``Pipeline``: the same ones in the same order on the ranks of stage 0,
                 which use the inputs and of which rank 0 decides how many there are, and on those of
-                the last stage, which use the targets. Replicas take their microbatches out of them.
-                Other ranks need none.
+                the last stage, which use the targets, unless these come from the first. Replicas
+                take their microbatches out of them. Other ranks need none, and ignore them.
             trace: records when this rank's actions run, or measures them.
 
         Yields:
@@ -220,15 +229,18 @@ class RankPipeline(Pipeline):
             RankError: another rank has failed, or one has let this one wait for too long. Every
                 rank ends, with the same first cause. A rank that is stuck is ended by its own
                 watchdog, with the report on stderr and exit code 1.
+            ValueError: the batch is not the one that rank 0 has there; names the minibatch.
             StageError and others, as for ``Pipeline``: on the rank that has failed.
 
         After a failure the pipeline cannot run again.
         """
-        if batches is None and self._stage in (0, self._seats.stages - 1):
-            raise ValueError(
-                "batches: the ranks of the first and the last stage need them, got None"
-            )
-        return super().run(() if batches is None else batches, trace=trace)
+        last = self._seats.stages - 1 if self._targets_from == "last" else 0
+        if self._stage not in (0, last):
+            batches = ()
+        if batches is None:
+            first = "the first" if last == 0 else "the first and the last"
+            raise ValueError(f"batches: the ranks of {first} stage need them, got None")
+        return super().run(batches, trace=trace)
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """Inside, all ranks do something together between two runs, and watch each other.

@@ -8,6 +8,7 @@ import re
 import torch
 from rank_programs import commit
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import spectrain_ext as st
 from spectrain_ext import rank_pipeline
@@ -67,6 +68,10 @@ def scheduler(opt):
     return torch.optim.lr_scheduler.StepLR(opt, step_size=4, gamma=0.7)
 
 
+# Their targets come from rank 0, one at a time and as several microbatches.
+FROM_FIRST = ("vanilla", "gpipe")
+
+
 def settings_of(method, n):
     """What a method needs to be asked for."""
     parts = n if method == "pipedream-2bw" else 2 if method in ("gpipe", "1f1b", "xpipe") else 1
@@ -104,9 +109,10 @@ def apart(rank, ranks, methods, runs):
             method,
             timeout=30.0,
             share_loss=method == "vanilla",
+            targets_from="first" if method in FROM_FIRST else "last",
             **settings_of(method, ranks),
         )
-        feeds = rank in (0, ranks - 1)
+        feeds = rank == 0 or (rank == ranks - 1 and method not in FROM_FIRST)
         losses = []
         for run in runs:
             results = list(pipe.run(data(*run) if feeds else None))
@@ -160,8 +166,9 @@ def traced(rank, ranks, folder):
 
 def small(rank, ranks, method="vanilla", make=optimizer, **settings):
     """A pipeline of this rank's stage."""
+    settings = {"timeout": 20.0, **settings}
     return st.Pipeline.from_process_group(
-        stages(ranks)[rank], make, nn.functional.mse_loss, method, timeout=20.0, **settings
+        stages(ranks)[rank], make, nn.functional.mse_loss, method, **settings
     )
 
 
@@ -219,6 +226,54 @@ def disagreeing(rank, ranks):
 def short_of_targets(rank, ranks):
     """Rank 1 is given fewer batches."""
     list(small(rank, ranks).run(data(9 if rank == 0 else 3)))
+
+
+def shuffled(seed, samples=40, batch=8):
+    """A loader whose order a seed makes; the targets tell of the inputs."""
+    g = torch.Generator().manual_seed(11)
+    x = torch.randn(samples, WIDTH, generator=g)
+    order = None if seed is None else torch.Generator().manual_seed(seed)
+    return DataLoader(TensorDataset(x, x * 2), batch, shuffle=True, generator=order)
+
+
+class Untouched:
+    """Batches that nobody asks for."""
+
+    def __iter__(self):
+        raise AssertionError("these batches are not wanted")
+
+
+def feeding(rank, ranks):
+    """What comes of batches that are not the same on all ranks: an error, or the losses."""
+    found = {}
+
+    def attempt(name, batches, **settings):
+        pipe = small(rank, ranks, timeout=5.0, **settings)  # failures are heard of sooner
+        torch.manual_seed(rank)  # nobody has seeded what the loaders draw from
+        try:
+            results = list(pipe.run(batches))
+            found[name] = [result.loss for result in results] if rank == ranks - 1 else len(results)
+        except (ValueError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    last = rank == ranks - 1
+    attempt("unseeded", shuffled(None))
+    attempt("seeded", shuffled(7))
+    plain = data(6)
+    order = [0, 1, 2, 4, 3, 5] if last else range(6)
+    attempt("swapped", [plain[i] for i in order], microbatches=2)
+    x, y = plain[2]
+    turned = [*plain[:2], (x.flip(0), y.flip(0)), *plain[3:]]
+    attempt("turned", turned if last else plain)
+    attempt("shorter", [(x[: 8 - last], y[: 8 - last]) for x, y in plain])
+    attempt("augmented", [(x + rank * torch.rand_like(x), y) for x, y in plain])
+    attempt("no targets", [(x, y if last else y[:0]) for x, y in plain])
+    attempt("first", shuffled(7) if rank == 0 else Untouched(), targets_from="first")
+    attempt("first alone", shuffled(7) if rank == 0 else None, targets_from="first")
+    if last:
+        alone = st.Pipeline(stages(ranks), optimizer, nn.functional.mse_loss, "vanilla")
+        found["alone"] = [result.loss for result in alone.run(shuffled(7))]
+    return found
 
 
 def growing(rank, ranks, dynamic):

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from spectrain_ext.fingerprint import Fingerprint
 from spectrain_ext.transport import Message, callers_stream
 from spectrain_ext.transport.board import Board
 from spectrain_ext.transport.inlet import Inlet
+from spectrain_ext.transport.link import Header
 from spectrain_ext.transport.neighbours import open_links
 from spectrain_ext.transport.outlet import Outlet
 from spectrain_ext.transport.streams import Buffer
@@ -64,7 +66,7 @@ def same_bits(rank, ranks, messages, dynamic):
     with told.run():
         if rank == 0:
             for seed, rows in messages:
-                end.label(seed + 1, seed / 7)
+                end.label(Header(seed + 1, seed / 7, Fingerprint(-seed, 2**63 - 1 - seed)))
                 sent = tensors(seed, rows)
                 send(end, *sent, grads=(True, False, True, False, False, True))
             end.end()
@@ -73,7 +75,9 @@ def same_bits(rank, ranks, messages, dynamic):
             end.begin()
             n = 0
             while not (header := end.wait()).end:
-                if header[:2] != (messages[n][0] + 1, messages[n][0] / 7):
+                seed = messages[n][0]
+                said = Fingerprint(-seed, 2**63 - 1 - seed)
+                if header != (seed + 1, seed / 7, said, False):
                     wrong.append((n, header))
                 slot = end.receive()
                 held.append((n, slot))

@@ -70,7 +70,8 @@ def trained(rank, ranks, cases):
     for counts, method, settings in cases:
         optimizer = averaging if method == "spectrain-ema" else sgd
         pipe = make(rank, counts, method, optimizer, scheduler=steps, **settings)
-        feeds = seat(counts, rank)[0] in (0, len(counts) - 1)
+        last = 0 if settings.get("targets_from") == "first" else len(counts) - 1
+        feeds = seat(counts, rank)[0] in (0, last)
         losses = []
         for run in RUNS:
             results = list(pipe.run(data(*run) if feeds else None))
@@ -140,6 +141,23 @@ def too_small(rank, ranks):
 def short(rank, ranks):
     """A replica is given fewer batches than rank 0."""
     list(make(rank, [2], microbatches=2).run(data(2 if rank else 5)))
+
+
+def feeding(rank, ranks):
+    """What comes of batches that one of two replicas of two stages goes through otherwise."""
+    found = []
+    for culprit, same in ((None, 4), (1, 2), (3, 1)):
+        batches = data(4)
+        if rank < 2:  # the first stage uses no targets
+            batches = [(x, y[:, :0]) for x, y in batches]
+        if rank == culprit:
+            batches[same:] = batches[same:][::-1]
+        pipe = make(rank, [2, 2], microbatches=2, timeout=5.0)
+        try:
+            found.append(len(list(pipe.run(batches))))
+        except (ValueError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
 
 
 class Faulty(nn.Module):

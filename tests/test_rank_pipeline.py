@@ -75,6 +75,22 @@ def test_batches_that_differ_between_the_ranks_end_the_run():
     assert "first cause: rank 1" in first.error
 
 
+def test_targets_of_another_batch_end_the_run():
+    first, middle, last = run_ranks(rank_pipelines.feeding, 3)
+    for name, i in {"unseeded": 0, "swapped": 3, "turned": 2, "shorter": 0}.items():
+        said = f"batches[{i}]: this is the first one that is not rank 0's, neither by its input"
+        assert last[name].startswith(f"ValueError: {said}"), name
+        assert "seed the sampler alike on all of them" in last[name]
+        assert "targets_from='first'" in last[name]
+        for other in (first, middle):
+            assert "first cause: rank 2, receive activation of minibatch" in other[name]
+            assert said in other[name]
+    expected = last["alone"]
+    assert [last[name] for name in ("seeded", "first", "first alone")] == [expected] * 3
+    for name, count in {"seeded": 5, "augmented": 6, "no targets": 6, "first": 5}.items():
+        assert [first[name], middle[name], len(last[name])] == [count] * 3, name
+
+
 def test_shapes_that_grow_are_allowed_on_request():
     assert run_ranks(rank_pipelines.growing, 2, True)[1] == [2, 5, 3, 9]
     first, last = Ranks(rank_pipelines.growing, 2, False).join()

@@ -43,12 +43,15 @@ CASES = {
         ([2, 1], "vanilla", {"microbatches": 4, "share_loss": True, "window": "wide"}),
         ([1, 2], "vanilla", {"microbatches": 2, "share_loss": True, "window": [5, 3]}),
         ([1, 2], "spectrain", {"microbatches": 2, "dynamic_shapes": True}),
+        ([1, 2], "spectrain", {"microbatches": 4, "targets_from": "first"}),
     ],
     4: [
         *cases([2, 2], 4, [*SYNCHRONOUS, *ASYNCHRONOUS, *SOME]),
         *cases([1, 2, 1], 4, [*SYNCHRONOUS, "vanilla", "pipedream", "spectrain"]),
         *cases([1, 2, 1], 6, ["pipedream-2bw", "spectrain-stash"]),
         ([2, 2], "sync", {"microbatches": 4, "share_loss": True}),
+        ([2, 2], "pipedream", {"microbatches": 4, "targets_from": "first", "recompute": True}),
+        ([2, 1, 1], "gpipe", {"microbatches": 4, "targets_from": "first"}),
         ([1, 2, 1], "vanilla", {"microbatches": 4, "share_loss": True}),
     ],
 }
@@ -73,7 +76,8 @@ def check(ranks, chosen):
     for number, (counts, method, settings) in enumerate(chosen):
         where = f"{counts} {method} {settings}"
         mine = [rank[number] for rank in found]
-        more = {k: v for k, v in settings.items() if k not in ("share_loss", "dynamic_shapes")}
+        only_apart = ("share_loss", "dynamic_shapes", "targets_from")
+        more = {k: v for k, v in settings.items() if k not in only_apart}
         optimizer = of_torch(AveragingSGD, ema=True) if method == "spectrain-ema" else of_torch()
         if isinstance(more.get("window"), int):
             more["window"] = [more["window"]] * len(counts)
@@ -176,6 +180,18 @@ def test_batches_that_do_not_fit_end_the_run(program, ranks, told):
     for end in Ranks(program, ranks).join():
         assert end.code == 1, end.error
         assert told in end.error
+
+
+def test_another_batch_on_one_replica_ends_the_run():
+    made = run_ranks(replica_programs.feeding, 4)
+    assert [found[0] for found in made] == [4] * 4
+    # The last stage hears of every microbatch what batch it is of.
+    for case, i in ((1, 2), (2, 1)):
+        said = f"batches[{i}]: this is the first one that is not rank 0's"
+        assert made[3][case].startswith(f"ValueError: {said}")
+        for found in made[:3]:
+            assert said in found[case]
+            assert "first cause: rank 3, receive activation" in found[case]
 
 
 @pytest.mark.parametrize(

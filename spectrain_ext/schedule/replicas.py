@@ -89,9 +89,13 @@ class Replicas:
     def edges(self) -> Iterator[tuple[int, int]]:
         """The ranks of neighbouring stages that share microbatches, as (earlier, later)."""
         for k in range(self.stages - 1):
-            # The counts divide the microbatches: who meets whom repeats after their product.
-            period = self.counts[k] * self.counts[k + 1]
-            yield from sorted({(self.runs(k, j), self.runs(k + 1, j)) for j in range(period)})
+            yield from self.pairs(k, k + 1)
+
+    def pairs(self, a: int, b: int) -> list[tuple[int, int]]:
+        """The ranks of two stages that share microbatches."""
+        # The counts divide the microbatches: who meets whom repeats after their product.
+        period = self.counts[a] * self.counts[b]
+        return sorted({(self.runs(a, j), self.runs(b, j)) for j in range(period)})
 
 
 def _check_count(where: str, count: object) -> None:

@@ -1,6 +1,6 @@
 """How tensors get from stage to stage, and what orders their use."""
 
-from .base import Receiver, Sender
+from .base import Entrance, Receiver, Sender
 from .local import Edge, Message, Slot, Transit
 from .streams import Buffer, CudaStream, Event, Stream, callers_stream, checked_streams, new_stream
 
@@ -8,6 +8,7 @@ __all__ = [
     "Buffer",
     "CudaStream",
     "Edge",
+    "Entrance",
     "Event",
     "Message",
     "Receiver",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from .local import Message, Slot
 from .streams import Buffer, Event, Stream
 
@@ -15,6 +17,12 @@ class Sender(Protocol):
 
     def send(self, message: Message, source: Buffer, ready: Event) -> Event:
         """Send the message, after ``ready``; returns the event that it has been read."""
+
+
+class Entrance(Sender, Protocol):
+    """Where the caller's tensors go; ``target``: the device that they are copied to."""
+
+    target: torch.device
 
 
 class Receiver(Protocol):

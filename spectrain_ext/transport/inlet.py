@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..fingerprint import Fingerprint
 from .board import Board
 from .layout import Layout
 from .link import (
@@ -111,7 +112,7 @@ class Inlet:
         else:
             slot = self._next_slot()
             fields = slot.memory.header.tolist()
-        sequence, kind, parts, value, number, length, nbytes = fields
+        sequence, kind, parts, value, given, target, number, length, nbytes = fields
         if sequence != self._heard or kind not in (DATA, END):
             raise ValueError(
                 f"expected message {self._heard}, got one that says it is {sequence} of kind {kind}"
@@ -121,7 +122,8 @@ class Inlet:
             if slot is not None:
                 self._recycle(slot)
             return _Next(Header(0, end=True))
-        label = Header(parts, float(np.int64(value).view(np.float64)))
+        of_batch = Fingerprint(given, target)
+        label = Header(parts, float(np.int64(value).view(np.float64)), of_batch)
         if length:
             text = torch.empty(length, dtype=torch.uint8)
             self._fill(text, TAG_LAYOUT)

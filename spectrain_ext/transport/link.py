@@ -11,12 +11,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..fingerprint import Fingerprint
 from .layout import Layout
 
 # A header, as int64: sequence number, its kind, parts of the minibatch, the bits of a float64 that
-# travels along, number of the layout, its bytes as text (0 if it has been announced), bytes of the
-# body.
-HEADER = 7
+# travels along, the two of the batch's fingerprint, number of the layout, its bytes as text (0 if
+# it has been announced), bytes of the body.
+HEADER = 9
 # Bytes before a body that travels in one piece with its header: whole alignment units.
 HEAD = 256
 DATA, END = 1, 2
@@ -68,11 +69,13 @@ class Header(NamedTuple):
     Attributes:
         parts: microbatches of its minibatch.
         value: a number that travels along.
+        batch: what minibatch it is of; not with gradients.
         end: there is no message: the run has no more of them.
     """
 
     parts: int
     value: float = 0.0
+    batch: Fingerprint = Fingerprint()
     end: bool = False
 
 

@@ -35,6 +35,9 @@ class Neighbours(NamedTuple):
         from_next, to_next: those to the stage after.
         from_first: on the replicas of stage 0, what its first replica says of batches.
         to_replicas: the same on that one.
+        targets_from: on the ranks of the last stage, where targets come from; empty if from the
+            caller.
+        targets_to: the same on those of the first stage.
         circle: the replicas of this rank's stage; None if it has one.
     """
 
@@ -44,6 +47,8 @@ class Neighbours(NamedTuple):
     to_next: dict[int, Link]
     from_first: dict[int, Link]
     to_replicas: dict[int, Link]
+    targets_from: dict[int, Link]
+    targets_to: dict[int, Link]
     circle: Circle | None = None
 
 
@@ -53,6 +58,7 @@ def open_links(
     timeout: float,
     dynamic: bool,
     replicas: Replicas | None = None,
+    targets: bool = False,
 ) -> Neighbours:
     """Make the groups of all directed edges that end or begin at this rank, and use each once.
 
@@ -65,6 +71,7 @@ def open_links(
         timeout: seconds that a rank may take to come here.
         dynamic: whether later messages may be larger than the first.
         replicas: of every stage; None: one each.
+        targets: whether the first stage sends them to the last.
 
     Raises:
         ValueError: the group has not all ranks of the default group.
@@ -77,16 +84,18 @@ def open_links(
         )
     me = dist.get_rank(group)
     seats = Replicas((1,) * len(ranks)) if replicas is None else replicas
-    found = Neighbours({}, {}, {}, {}, {}, {})
+    found = Neighbours({}, {}, {}, {}, {}, {}, {}, {})
 
-    def link(sender: int, receiver: int, out: dict[int, Link], into: dict[int, Link]) -> None:
+    def link(
+        sender: int, receiver: int, out: dict[int, Link], into: dict[int, Link], of: str = ""
+    ) -> None:
         pair = [ranks[sender], ranks[receiver]]
         mine = me in (sender, receiver)
         host, by_device = _groups(pair, mine, device, timeout)
         if host is None or by_device is None:
             return
         other = receiver if sender == me else sender
-        name = f"edge {sender} -> {receiver}"
+        name = f"edge {sender} -> {receiver}{of}"
         made = Link(name, sender, receiver, ranks[other], host, by_device, dynamic)
         (out if sender == me else into)[other] = made
 
@@ -96,6 +105,9 @@ def open_links(
     first, *others = seats.ranks_of(0)
     for other in others:
         link(first, other, found.to_replicas, found.from_first)
+    if targets and seats.stages > 1:
+        for a, b in seats.pairs(0, seats.stages - 1):
+            link(a, b, found.targets_to, found.targets_from, " of targets")
     circle = None
     for k in range(seats.stages):
         members = seats.ranks_of(k)

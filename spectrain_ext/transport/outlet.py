@@ -11,7 +11,18 @@ from torch import Tensor
 
 from .board import Board
 from .layout import Layout
-from .link import DATA, END, ENDLESS, TAG_BODY, TAG_HEADER, TAG_LAYOUT, FlatMemory, Link
+from .link import (
+    DATA,
+    END,
+    ENDLESS,
+    HEADER,
+    TAG_BODY,
+    TAG_HEADER,
+    TAG_LAYOUT,
+    FlatMemory,
+    Header,
+    Link,
+)
 from .local import Message
 from .streams import Buffer, Event, new_stream
 
@@ -47,12 +58,15 @@ class Outlet:
         device: where the tensors are.
         depth: messages that may be under way at once.
         board: names a failure.
+
+    Attributes:
+        target: where messages are packed, the device.
     """
 
     def __init__(self, link: Link, device: torch.device, depth: int, board: Board) -> None:
         self.link = link
         self.stream = new_stream(f"copy stream of {link.name}", device)
-        self._device = device
+        self.target = device
         self._board = board
         self._ring = [_Outgoing(self.stream.event()) for _ in range(depth)]
         self._peer = dist.get_group_rank(link.host, link.peer)
@@ -61,11 +75,16 @@ class Outlet:
         self._last: _Kind | None = None
         self._first: Layout | None = None
         self._capacity = 0
-        self._label = (1, 0)
+        self._label = 1, 0, 0, 0
 
-    def label(self, parts: int, value: float = 0.0) -> None:
-        """What to say of the messages that follow: microbatches of the minibatch, and a number."""
-        self._label = parts, int(np.float64(value).view(np.int64))
+    def label(self, header: Header) -> None:
+        """What to say of the messages that follow."""
+        self._label = (
+            header.parts,
+            int(np.float64(header.value).view(np.int64)),
+            header.batch.input,
+            header.batch.target,
+        )
 
     def send(self, message: Message, source: Buffer, ready: Event) -> Event:
         """Send the message, after ``ready``; returns the event that it has been read."""
@@ -77,7 +96,7 @@ class Outlet:
         copy.wait(ready)
         copy.reads(source)
         with copy:
-            slot.fit(nbytes, self._device)
+            slot.fit(nbytes, self.target)
             for to, tensor in zip(slot.views(layout), message.tensors, strict=True):
                 if to is not None and tensor is not None:
                     to.copy_(tensor, non_blocking=True)
@@ -137,7 +156,7 @@ class Outlet:
     def end(self) -> None:
         """Say that the run has no more messages."""
         slot = self._slot()
-        header = (self._sent, END, 0, 0, 0, 0, 0)
+        header = (self._sent, END, *[0] * (HEADER - 2))
         self._sent += 1
         if self.link.framed and self._first is not None:
             slot.fit(self._capacity, _CPU)
