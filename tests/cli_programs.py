@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+import socket
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import click
+import numpy as np
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
-from rank_pipelines import Faulty
+from rank_pipelines import Faulty, small
 from torch import nn
 
 from spectrain_ext.cli import compare, main
@@ -48,7 +51,8 @@ class Told(Exception):
 @contextmanager
 def joined(rank, ranks, port):
     """The world that torchrun would make."""
-    dist.destroy_process_group()  # of the test: the world makes its own
+    if dist.is_initialized():
+        dist.destroy_process_group()  # of the test: the world makes its own
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     world = World(rank, ranks, rank)
     with world.joined(cuda=False):
@@ -70,6 +74,37 @@ def talk(rank, ranks, port):
             "last": world.from_last([0.1, float("nan")] if rank == ranks - 1 else []),
             "state": [[float(t.sum()) for t in stage.state_dict().values()] for stage in stages],
         }
+
+
+def listening():
+    """The addresses on which this process listens."""
+    opened = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing
+            opened.add(os.fstat(int(fd)).st_ino)
+    found = []
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path("/proc/self/net", name).read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and int(rest[5]) in opened:
+                # words of four bytes, each in the machine's order
+                words = np.frombuffer(bytes.fromhex(local.split(":")[0]), ">u4")
+                found.append(socket.inet_ntop(family, words.astype("=u4").tobytes()))
+    return found
+
+
+def where_it_listens(rank, ranks, port):
+    """The addresses on which a rank of ``spectrain train`` listens when it can train."""
+    dist.destroy_process_group()
+    del os.environ["GLOO_SOCKET_IFNAME"]  # the command's own choice
+    was = listening()
+    with joined(rank, ranks, port) as world:
+        world.sum(1)
+        small(rank, ranks)
+        found = listening()
+    for address in was:
+        found.remove(address)
+    return found
 
 
 def collect_from_nobody(rank, ranks, port):

@@ -228,6 +228,18 @@ def test_every_reason_is_told_once(texts: tuple[str | None, ...], expected: list
     assert run_ranks(cli_programs.complain, 3, texts) == expected
 
 
+def test_it_listens_on_loopback_only() -> None:
+    for rank, found in enumerate(run_ranks(cli_programs.where_it_listens, 2, _free_port())):
+        assert set(found) <= {"127.0.0.1", "::1"}
+        assert len(found) >= (2 if rank == 0 else 1)  # the store, and gloo
+
+
+def test_an_address_that_is_not_here_is_named() -> None:
+    environment = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
+    with pytest.raises(click.ClickException, match=r"on 192\.0\.2\.1, port 29500: "):
+        World(0, 2)._found_store(environment)
+
+
 def test_a_rank_that_is_gone_ends_those_that_wait_for_it() -> None:
     ends = Ranks(cli_programs.talk_to_nobody, 2).join()
     assert ends[1].code == 7

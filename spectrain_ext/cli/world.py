@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from spectrain_ext.errors import CheckpointError, RankError
+from spectrain_ext.rank_store import store_at
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.board import Board
 
@@ -107,11 +107,23 @@ class World:
         if cuda and torch.cuda.is_available() and dist.is_nccl_available():
             torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
             self._backend = "cpu:gloo,cuda:nccl"
-        self._store, *_ = next(iter(rendezvous("env://", self.rank, self.size)))
+        self._store = self._found_store(os.environ)
         self._join()
         yield
         # Not after a failure: what is in flight would be waited for.
         dist.destroy_process_group()
+
+    def _found_store(self, environment: Mapping[str, str]) -> dist.Store:
+        """The store at MASTER_ADDR: torchrun's, where it says that it keeps one, or rank 0's."""
+        kept = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        try:
+            return store_at(address, port, listen=self.first and not kept)
+        except OSError as error:
+            raise click.ClickException(
+                f"MASTER_ADDR and MASTER_PORT: {error}; they must be of rank 0's machine, on which "
+                "it listens there and nowhere else"
+            ) from error
 
     def _join(self) -> None:
         self._joined += 1

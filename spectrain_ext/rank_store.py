@@ -1,0 +1,52 @@
+"""The store that a process group is made with, where nobody else can reach it."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def store_at(
+    address: str, port: int, *, listen: bool, timeout: timedelta = timedelta(minutes=30)
+) -> dist.TCPStore:
+    """Make or join the store of a process group, which listens on one address only.
+
+    ``init_process_group`` by itself makes one that listens on all interfaces, whatever address it
+    was given.
+
+    Args:
+        address: an IP address or a name, of the machine that keeps the store.
+        port: its port; 0: any that is free, ``store.port`` then is it.
+        listen: whether this process keeps the store: one does, usually rank 0.
+        timeout: how long a call waits for another process, of this one that joins as well.
+
+    Raises:
+        OSError: this process cannot listen there; names address and port.
+    """
+    if not listen:
+        return dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    listening = _listening(address, port)
+    return dist.TCPStore(
+        address,
+        listening.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    failure: OSError | None = None
+    try:
+        for family, *_, where in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+            try:
+                return socket.create_server(where, family=family, backlog=socket.SOMAXCONN)
+            except OSError as error:
+                failure = error
+    except socket.gaierror as error:
+        failure = error
+    reason = None if failure is None else failure.strerror
+    raise OSError(f"cannot listen on {address}, port {port}: {reason}") from failure
