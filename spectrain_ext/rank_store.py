@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 
 def store_at(
     address: str, port: int, *, listen: bool, timeout: timedelta = timedelta(minutes=30)
-) -> dist.TCPStore:
+) -> Store:
     """Make or join the store of a process group, which listens on one address only.
 
     ``init_process_group`` by itself makes one that listens on all interfaces, whatever address it
@@ -25,17 +27,13 @@ def store_at(
     Raises:
         OSError: this process cannot listen there; names address and port.
     """
-    if not listen:
-        return dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    listening = _listening(address, port)
-    return dist.TCPStore(
-        address,
-        listening.getsockname()[1],
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
+    given: dict[str, Any] = {"host_name": address, "timeout": timeout, "wait_for_workers": False}
+    if listen:
+        listening = _listening(address, port)
+        port = listening.getsockname()[1]
+        given["master_listen_fd"] = listening.detach()
+    store: Store = TCPStore(port=port, is_master=listen, **given)
+    return store
 
 
 def _listening(address: str, port: int) -> socket.socket:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import LOSS, Noisy, batches, ends, halving, model, sgd, weights
 from torch import nn
+from torch.distributed import distributed_c10d
 
 import spectrain_ext as st
 from spectrain_ext import rank_pipeline
@@ -30,8 +31,18 @@ def step(part, optimizer, seed):
     optimizer.step()
 
 
+def refuse_pickles():
+    """From here on nothing may be pickled for another process, or unpickled from one."""
+
+    def refused(*_):
+        raise AssertionError("an object travels as a pickle")
+
+    distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = refused
+
+
 def modules(rank, ranks, path):
     """Save and load modules; returns the sum of what was saved."""
+    refuse_pickles()
     part, optimizer = stage_of(rank, ranks, seed=1)
     step(part, optimizer, 1)
     torch.manual_seed(rank)
@@ -98,6 +109,7 @@ def manager_of(path, rank, ranks, seed, share_loss=True, timeout=60.0, **more):
 
 def trains(rank, ranks, path):
     """Train, stop, go on in another pipeline; returns what came of it."""
+    refuse_pickles()
 
     def mine(data):
         return data if rank in (0, ranks - 1) else None

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoint_cases import batches, everything, model, pipeline, same, train
 from ranks import run_ranks
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, load
 from spectrain_ext.data.sampler import ShuffledSampler
@@ -26,6 +27,11 @@ def test_one_checkpoint_of_two_processes(tmp_path):
     for rank, expected in enumerate(sums):
         found = sum(p.double().sum().item() for p in plain[2 * rank : 2 * rank + 2].parameters())
         assert found == pytest.approx(expected, abs=1e-12)
+    # torch's own tools can read all of it
+    dcp_to_torch_save(tmp_path / "c", tmp_path / "c.pt")
+    known = torch.load(tmp_path / "c.pt")["model"]
+    assert known.keys() == plain.state_dict().keys()
+    assert all(torch.equal(known[key], value) for key, value in plain.state_dict().items())
     # the stages had other learning rates: two stages here may have them too, one may not
     pipe = pipeline(2, seed=4, scheduler=None)
     load(tmp_path / "c", pipe)

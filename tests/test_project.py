@@ -46,6 +46,12 @@ def _package_files(pattern: str) -> list[Path]:
     return list((ROOT / "spectrain_ext").rglob(pattern))
 
 
+def test_processes_exchange_no_pickles() -> None:
+    objects = re.compile(r"\b(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?\b")
+    for path in _package_files("*.py"):
+        assert not objects.search(path.read_text()), path
+
+
 def test_one_version() -> None:
     assert st.__version__ == PROJECT["project"]["version"]
     if "SPECTRAIN_TEST_INSTALLED" in os.environ:

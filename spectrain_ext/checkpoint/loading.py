@@ -13,14 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader as dcp
 
 from spectrain_ext.checkpoint import documents, optimizers, random
 from spectrain_ext.checkpoint.documents import Json, decode
 from spectrain_ext.checkpoint.parts import Part, Scheduler, parts_of
-from spectrain_ext.checkpoint.processes import connected, gathered, rank_and_size, together
+from spectrain_ext.checkpoint.processes import (
+    busy,
+    gathered,
+    rank_and_size,
+    settled,
+    together,
+)
 from spectrain_ext.checkpoint.saving import Sampler
-from spectrain_ext.checkpoint.storage import VerifyingReader, check_files, nested, plain_errors
+from spectrain_ext.checkpoint.storage import VerifyingReader, check_files
 from spectrain_ext.errors import CheckpointError
 
 
@@ -119,12 +124,8 @@ def _load(
         read = {key for keys in gathered(lambda: list(tensors), process_group) for key in keys}
         unread = sorted(here.body["tensors"].keys() - read)
         gathered(lambda: reader.verify(unread[rank::size]), process_group)
-    with connected(size), plain_errors(str(directory)):
-        dcp.load(
-            nested(tensors),
-            storage_reader=reader,
-            process_group=process_group,
-        )
+    working = busy(target, f"reading {directory.name}")
+    settled(lambda: reader.read(tensors, working), process_group, str(directory))
     gathered(lambda: here.apply(tensors, sampler), process_group)
     return Loaded(here.body["minibatches"], extra, here.random)
 

@@ -131,9 +131,10 @@ class CheckpointManager:
         """
         with together(self.pipe, "looking for the newest checkpoint"):
             self.wait()
-            path = gathered(self._recover, self._group)[0]
-        if path is None:
+            found = gathered(lambda: str(self._recover() or ""), self._group)[0]
+        if not found:
             return None
+        path = Path(found)
         loaded = load(
             path,
             self.pipe,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from spectrain_ext.errors import CheckpointError
+from spectrain_ext.exchange import exchange
 from spectrain_ext.rank_pipeline import RankPipeline
 
 T = TypeVar("T")
@@ -26,46 +28,61 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def gathered(make: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """Return what ``make`` returns in every process, by rank.
+    """Return what ``make`` returns in every process, by rank: JSON's types.
 
     Where it raises in one process it raises in all, so that none waits for the others.
     """
-    _, size = rank_and_size(group)
-    if size == 1:
-        return [make()]
-    error: Exception | None = None
-    made: T | None = None
-    try:
+
+    def watched() -> T:
         with nullcontext() if _watched is None else _watched.busy("its part of a checkpoint"):
-            made = make()
-    except Exception as caught:
-        error = caught
-    found: list[tuple[T | None, str | None]] = [(None, None)] * size
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    with connected(size):
-        dist.all_gather_object(found, (made, told), group)
+            return make()
+
+    error, found = _told(watched, group)
     if error is not None:
         raise error
-    for rank, (_, reason) in enumerate(found):
-        if reason is not None:
-            raise RuntimeError(f"process {rank}: {reason}")
-    return [value for value, _ in found]  # type: ignore[misc]
+    for rank, answer in enumerate(found):
+        if "error" in answer:
+            raise RuntimeError(f"process {rank}: {answer['error']}")
+    return [answer["value"] for answer in found]
 
 
-@contextmanager
-def connected(size: int) -> Iterator[None]:
-    """Inside, a RuntimeError of a group of processes becomes a ConnectionError.
+def settled(make: Callable[[], T], group: dist.ProcessGroup | None, what: str) -> list[T]:
+    """The same for what has failed in all processes where it has failed in one.
 
-    What fails in a process itself has been told to all others by then, as another exception.
+    A thread beside the one that trains may call it.
+
+    Raises:
+        CheckpointError: in all processes with the same message: that of the first one, or ``what``
+            was done, and every process that failed with its reason.
     """
+    error, found = _told(make, group)
+    reasons = {rank: answer for rank, answer in enumerate(found) if "error" in answer}
+    if reasons:
+        told = next(iter(reasons.values()))["message"]
+        if told is None:
+            listed = (f"process {rank}: {answer['error']}" for rank, answer in reasons.items())
+            told = f"{what}: {'; '.join(listed)}"
+        raise CheckpointError(told) from error
+    return [answer["value"] for answer in found]
+
+
+def _told(
+    make: Callable[[], T], group: dist.ProcessGroup | None
+) -> tuple[Exception | None, list[dict[str, Any]]]:
+    """What failed here, and what every process says: what it has made, or why it has not."""
+    error = None
     try:
-        yield
-    except CheckpointError:
-        raise
-    except RuntimeError as error:
-        if size == 1:
-            raise
-        raise ConnectionError(f"the processes have lost one another: {error}") from error
+        text = json.dumps({"value": make()})
+    except Exception as caught:
+        error = caught
+        message = str(error) if isinstance(error, CheckpointError) else None
+        text = json.dumps({"error": f"{type(error).__name__}: {error}", "message": message})
+    _, size = rank_and_size(group)
+    try:
+        texts = [text] if size == 1 else exchange(text, group)
+    except RuntimeError as lost:
+        raise ConnectionError(f"the processes have lost one another: {lost}") from lost
+    return error, [json.loads(text) for text in texts]
 
 
 @contextmanager

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_saver as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from spectrain_ext.checkpoint import optimizers, random
 from spectrain_ext.checkpoint.documents import Json, encode
@@ -21,21 +18,12 @@ from spectrain_ext.checkpoint.files import begin_directory, discard, partial
 from spectrain_ext.checkpoint.parts import Part, Scheduler, parts_of
 from spectrain_ext.checkpoint.processes import (
     busy,
-    connected,
     gathered,
     rank_and_size,
+    settled,
     together,
 )
-from spectrain_ext.checkpoint.storage import (
-    AtomicWriter,
-    as_error,
-    holds_checkpoint,
-    nested,
-    plain_errors,
-)
-
-# DCP tells everybody who trains in one process that it takes it for one process.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or un")
+from spectrain_ext.checkpoint.storage import AtomicWriter, holds_checkpoint
 
 
 class Sampler(Protocol):
@@ -51,9 +39,8 @@ class Sampler(Protocol):
 class Saving:
     """A checkpoint on its way to the disk; ``wait`` for it before the process ends."""
 
-    def __init__(self, future: Future[Any], path: Path, processes: int) -> None:
+    def __init__(self, future: Future[None], path: Path) -> None:
         self._future = future
-        self._processes = processes
         self.path = path
 
     def done(self) -> bool:
@@ -62,12 +49,7 @@ class Saving:
 
     def wait(self) -> None:
         """Return once the checkpoint has its name; raises what ``save`` would have raised."""
-        try:
-            with connected(self._processes):
-                self._future.result()
-        except CheckpointException as error:
-            discard(partial(self.path))
-            raise as_error(error, str(self.path)) from error
+        self._future.result()
 
 
 def save(
@@ -145,25 +127,28 @@ class Prepared:
 
     def write(self) -> None:
         """Write it, and return when it has its name."""
-        rank, size = rank_and_size(self._group)
         self._writer.busy = busy(self._target, f"writing {self._path.name}")
+        self._write(self._tensors)
+
+    def write_behind(self) -> Saving:
+        """Copy the tensors now, and write them in a thread."""
+        copies = {key: t.detach().to("cpu", copy=True) for key, t in self._tensors.items()}
+        thread = ThreadPoolExecutor(1, "spectrain checkpoint")
+        future = thread.submit(self._write, copies)
+        thread.shutdown(wait=False)
+        return Saving(future, self._path)
+
+    def _write(self, tensors: dict[str, Tensor]) -> None:
+        """Every process its own tensors, the first one then the indices of all."""
+        writer, what = self._writer, str(self._path)
+        rank, _ = rank_and_size(self._group)
         try:
-            with connected(size), plain_errors(str(self._path)):
-                dcp.save(
-                    nested(self._tensors), storage_writer=self._writer, process_group=self._group
-                )
+            found = settled(lambda: writer.write(tensors), self._group, what)
+            settled(lambda: writer.commit(found) if rank == 0 else None, self._group, what)
         except BaseException:
             if rank == 0:
                 discard(partial(self._path))
             raise
-
-    def write_behind(self) -> Saving:
-        """Copy the tensors now, and write them in a thread."""
-        future = dcp.async_save(
-            nested(self._tensors), storage_writer=self._writer, process_group=self._group
-        )
-        assert isinstance(future, Future)
-        return Saving(future, self._path, rank_and_size(self._group)[1])
 
 
 def prepare(
@@ -208,7 +193,7 @@ def prepare(
         if rank == 0:
             discard(partial(directory))
         raise
-    writer = AtomicWriter(directory, body, committed)
+    writer = AtomicWriter(directory, rank, body, committed)
     return Prepared(tensors, writer, target, directory, process_group)
 
 

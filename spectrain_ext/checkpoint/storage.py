@@ -1,7 +1,8 @@
 """Storage: torch.distributed.checkpoint's files, committed at once and verified when read.
 
-DCP keeps an index of its own in ``.metadata``, a pickle that its reader executes. It is written, so
-that DCP's tools can read a checkpoint of ours, and never read: the index is in ``checkpoint.json``.
+Every process lets DCP work for itself alone: among several, DCP exchanges pickles. It keeps an
+index of its own in ``.metadata``, a pickle that its reader executes. That is written, so that DCP's
+tools can read a checkpoint of ours, and never read: the index is in ``checkpoint.json``.
 """
 
 from __future__ import annotations
@@ -9,16 +10,22 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -38,13 +45,8 @@ from spectrain_ext.errors import CheckpointError
 
 _BLOCK = 1 << 20
 
-
-@dataclass(frozen=True)
-class _Hashed:
-    """A place in a file, as the coordinator hears of it from the process that wrote it."""
-
-    place: Any  # has relative_path, offset, length
-    sha256: str
+# DCP tells everybody that it takes the process for one that trains alone.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or un")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class AtomicWriter(FileSystemWriter):
 
     Args:
         path: the final directory.
+        rank: of this process; the first one coordinates.
         body: the document, without what only DCP knows.
         committed: called on the coordinator once the checkpoint has its name.
 
@@ -71,58 +74,75 @@ class AtomicWriter(FileSystemWriter):
 
     busy: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def __init__(self, path: Path, body: Json, committed: Callable[[], None]) -> None:
+    def __init__(self, path: Path, rank: int, body: Json, committed: Callable[[], None]) -> None:
         super().__init__(partial(path), sync_files=True)
         self._final = path
+        self._rank = rank
         self._body = body
         self._committed = committed
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this process's tensors, and note the digest of each."""
-        hashed: Future[list[WriteResult]] = Future()
-        with self.busy():
-            results = super().write_data(plan, planner).value()
-            directory = Path(self.path)
-            hashed.set_result([_with_digest(directory, result) for result in results])
-            sync_directory(directory)
-        return hashed
+    def write(self, tensors: Mapping[str, Tensor]) -> Json:
+        """Write this process's tensors; returns each one's entry in the document."""
+        self._entries: Json = {}
+        with self.busy(), plain_errors():
+            state_dict_saver.save(nested(tensors), storage_writer=self, no_dist=True)
+        return self._entries
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Called by DCP with this process's plan: its files have the process's number."""
+        before = [SavePlan([])] * self._rank
+        return super().prepare_global_plan([*before, *plans])[self._rank :]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: write the indices, and commit."""
-        with self.busy():
-            self._finish(metadata, results)
-
-    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        tensors: Json = {}
+        """Called by DCP when this process's tensors have been written: digest each."""
+        directory = Path(self.path)
         for result in (result for found in results for result in found):
             known = metadata.state_dict_metadata[result.index.fqn]
-            place = result.storage_data.place
+            place = result.storage_data
             assert isinstance(known, TensorStorageMetadata), "a state_dict of tensors only"
-            tensors[result.index.fqn] = {
+            with (directory / place.relative_path).open("rb") as stream:
+                digest = _sha256(stream, place.offset, place.length)
+            self._entries[result.index.fqn] = {
                 "dtype": str(known.properties.dtype).removeprefix("torch."),
                 "shape": list(known.size),
                 "file": place.relative_path,
                 "start": place.offset,
                 "bytes": place.length,
-                "sha256": result.storage_data.sha256,
+                "sha256": digest,
             }
-        plain = [
-            [replace(r, storage_data=r.storage_data.place) for r in found] for found in results
-        ]
-        super().finish(metadata, plain)
-        directory = Path(self.path)
-        files = {path.name: path.stat().st_size for path in directory.glob("*.distcp")}
-        content = documents.written({**self._body, "tensors": tensors, "files": files})
-        write_file(directory / documents.NAME, content)
-        commit_directory(self._final)
-        self._committed()
+        sync_directory(directory)
+
+    def commit(self, found: list[Json]) -> None:
+        """On the coordinator, with what every ``write`` returned: the indices, and the name."""
+        with self.busy():
+            tensors = {key: entry for entries in found for key, entry in entries.items()}
+            self._write_index(tensors)
+            directory = Path(self.path)
+            files = {path.name: path.stat().st_size for path in directory.glob("*.distcp")}
+            content = documents.written({**self._body, "tensors": tensors, "files": files})
+            write_file(directory / documents.NAME, content)
+            commit_directory(self._final)
+            self._committed()
+
+    def _write_index(self, tensors: Json) -> None:
+        """Write DCP's own."""
+        known: dict[str, Any] = {}
+        results = []
+        for key, entry in tensors.items():
+            index, known[key] = _indexed(key, entry)
+            place = _StorageInfo(entry["file"], entry["start"], entry["bytes"])
+            results.append(WriteResult(index, entry["bytes"], place))
+        paths = {key: tuple(key.split(".", 1)) for key in tensors}
+        super().finish(Metadata(known, planner_data=paths), [results])
 
 
-def _with_digest(directory: Path, result: WriteResult) -> WriteResult:
-    place = result.storage_data
-    with (directory / place.relative_path).open("rb") as stream:
-        digest = _sha256(stream, place.offset, place.length)
-    return replace(result, storage_data=_Hashed(place, digest))
+def _indexed(key: str, entry: Json) -> tuple[MetadataIndex, TensorStorageMetadata]:
+    """What DCP's index has of a whole tensor."""
+    shape = torch.Size(entry["shape"])
+    origin = torch.Size([0] * len(shape))
+    properties = TensorProperties(dtype=documents.dtype_of(entry["dtype"]))
+    chunk = ChunkStorageMetadata(origin, shape)
+    return MetadataIndex(key, origin, 0), TensorStorageMetadata(properties, shape, [chunk])
 
 
 def _sha256(stream: IO[bytes], start: int, length: int) -> str:
@@ -150,18 +170,20 @@ class VerifyingReader(FileSystemReader):
         self._directory = directory
         self._tensors: Json = body["tensors"]
 
+    def read(
+        self, tensors: Mapping[str, Tensor], busy: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Fill the tensors with those of their names."""
+        with busy(), plain_errors():
+            state_dict_loader.load(nested(tensors), storage_reader=self, no_dist=True)
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Make DCP's index from the document's."""
         known: dict[str, Any] = {}
         places: dict[MetadataIndex, _Place] = {}
         for key, entry in self._tensors.items():
-            shape = torch.Size(entry["shape"])
-            origin = torch.Size([0] * len(shape))
-            properties = TensorProperties(dtype=documents.dtype_of(entry["dtype"]))
-            chunk = ChunkStorageMetadata(origin, shape)
-            known[key] = TensorStorageMetadata(properties, shape, [chunk])
-            place = _Place(entry["file"], entry["start"], entry["bytes"])
-            places[MetadataIndex(key, origin, 0)] = place
+            index, known[key] = _indexed(key, entry)
+            places[index] = _Place(entry["file"], entry["start"], entry["bytes"])
         return Metadata(known, storage_data=places)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -243,22 +265,10 @@ def holds_checkpoint(directory: Path) -> bool:
 
 
 @contextmanager
-def plain_errors(what: str) -> Iterator[None]:
-    """Turn DCP's exception, which is no Exception and carries all tracebacks, into ours."""
+def plain_errors() -> Iterator[None]:
+    """Turn DCP's exception, which is no Exception and carries all tracebacks, into its cause."""
     try:
         yield
     except CheckpointException as error:
-        raise as_error(error, what) from error
-
-
-def as_error(error: CheckpointException, what: str) -> BaseException:
-    """Return the cause itself where it says enough."""
-    causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-    first = next(iter(causes.values()))
-    if not isinstance(first, Exception) or isinstance(first, CheckpointError):
-        return first
-    return CheckpointError(f"{what}: {_listed(causes.items())}")
-
-
-def _listed(causes: Iterable[tuple[int, BaseException]]) -> str:
-    return "; ".join(f"process {rank}: {type(e).__name__}: {e}" for rank, e in causes)
+        ((cause, _),) = error.failures.values()
+        raise cause from error

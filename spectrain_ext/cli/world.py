@@ -13,10 +13,11 @@ from typing import TypeVar
 import click
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from spectrain_ext.errors import CheckpointError, RankError
+from spectrain_ext.exchange import exchange
 from spectrain_ext.rank_store import store_at
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.board import Board
@@ -113,7 +114,7 @@ class World:
         # Not after a failure: what is in flight would be waited for.
         dist.destroy_process_group()
 
-    def _found_store(self, environment: Mapping[str, str]) -> dist.Store:
+    def _found_store(self, environment: Mapping[str, str]) -> Store:
         """The store at MASTER_ADDR: torchrun's, where it says that it keeps one, or rank 0's."""
         kept = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
@@ -196,30 +197,15 @@ class World:
         """Return the value that rank 0 gives, on every rank."""
         if not self.together:
             return value
-        text = json.dumps(value).encode() if self.first else b""
-        size = torch.tensor([len(text)])
-        with _quiet_if_lost():
-            dist.broadcast(size, 0)
-            body = _bytes(text, int(size))
-            dist.broadcast(body, 0)
-        told: T = json.loads(bytes(body.tolist()))
+        told: T = json.loads(self.exchange(json.dumps(value) if self.first else "")[0])
         return told
 
     def exchange(self, text: str) -> list[str]:
         """Return what every rank gives, by rank."""
         if not self.together:
             return [text]
-        mine = text.encode()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with _quiet_if_lost():
-            dist.all_gather(sizes, torch.tensor([len(mine)]))
-            longest = max(int(size) for size in sizes)
-            found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(found, _bytes(mine, longest))
-        return [
-            bytes(body[: int(size)].tolist()).decode()
-            for body, size in zip(found, sizes, strict=True)
-        ]
+            return exchange(text)
 
     def sum(self, number: int) -> int:
         """Return the sum of what the ranks give."""
@@ -303,10 +289,6 @@ class World:
                 numbers = torch.empty(int(count), dtype=torch.float64)
             dist.broadcast(numbers, self.size - 1)
         return [float(number) for number in numbers.tolist()] if self.first else values
-
-
-def _bytes(text: bytes, size: int) -> Tensor:
-    return torch.tensor([*text, *bytes(size - len(text))], dtype=torch.uint8)
 
 
 def _stay_on_loopback(environment: dict[str, str] | os._Environ[str], size: int) -> None:
