@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from campaign import Campaign
 from hypothesis import HealthCheck, settings
 
 _SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)
@@ -22,6 +24,13 @@ settings.register_profile(
     "nightly", max_examples=2000, deadline=None, suppress_health_check=_SLOW_IS_FINE
 )
 settings.load_profile(os.environ.get("SPECTRAIN_HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With SPECTRAIN_CAMPAIGN=FILE, count there the random faults of test_failures.py."""
+    path = os.environ.get("SPECTRAIN_CAMPAIGN")
+    if path and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Campaign(Path(path)))
 
 
 def _why_no_cuda() -> str | None:

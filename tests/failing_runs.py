@@ -24,6 +24,7 @@ def trial(seed):
         "method": draw.choice(["vanilla", "pipedream", "spectrain", "1f1b", "gpipe"]),
         "timeout": TIMEOUT,
         "keeper": draw.random() < 0.5,
+        "targets_from": draw.choice(["first", "last"]),
     }
 
 

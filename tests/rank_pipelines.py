@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from itertools import cycle
 
 import torch
 from rank_programs import commit
@@ -133,7 +134,7 @@ def endless(rank, ranks, timeout, mark, after):
     pipe = st.Pipeline.from_process_group(
         stages(ranks)[rank], optimizer, nn.functional.mse_loss, "vanilla", timeout=timeout
     )
-    for result in pipe.run(data(10**5)):
+    for result in pipe.run(cycle(data(16))):
         if rank == ranks - 1 and result.index == after:
             with open(mark, "w"):
                 pass
@@ -333,9 +334,10 @@ def failing(rank, ranks, trial):
         nn.functional.mse_loss,
         method,
         timeout=trial["timeout"],
+        targets_from=trial["targets_from"],
         **settings_of(method, ranks),
     )
-    for _ in pipe.run(data(10**5)):
+    for _ in pipe.run(cycle(data(16))):
         pass
 
 

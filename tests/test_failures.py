@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -12,6 +13,7 @@ import subprocess
 import failing_checkpoints
 import pytest
 import rank_pipelines
+from campaign import FAULT, Campaign
 from checkpoint_cases import everything, pipeline, same
 from failing_checkpoints import EVERY, MINIBATCHES
 from failing_runs import TIMEOUT, expect_one_end, trial
@@ -22,10 +24,11 @@ from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, load
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(n, marks=[] if n < 12 else pytest.mark.nightly) for n in range(100)],
+    [pytest.param(n, marks=[] if n < 12 else pytest.mark.nightly) for n in range(500)],
 )
-def test_one_end_for_all(seed):
+def test_one_end_for_all(seed, record_property):
     count, what = trial(seed)
+    record_property(FAULT, ("a rank fails in a run", seed, what["fault"]))
     ranks = Ranks(rank_pipelines.failing, count, what, keeper=what["keeper"])
     expect_one_end(ranks, what)
 
@@ -56,11 +59,12 @@ def checkpoint_trial(seed):
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(n, marks=[] if n < 5 else pytest.mark.nightly) for n in range(100)],
+    [pytest.param(n, marks=[] if n < 5 else pytest.mark.nightly) for n in range(300)],
 )
-def test_a_failure_while_saving_loses_nothing(tmp_path, seed):
+def test_a_failure_while_saving_loses_nothing(tmp_path, seed, record_property):
     count, what = checkpoint_trial(seed)
     culprit, fault = what["culprit"], what["fault"]
+    record_property(FAULT, ("a rank fails while it saves", seed, fault))
     path = str(tmp_path / "c")
     ranks = Ranks(failing_checkpoints.trains, count, path, what, keeper=what["keeper"])
     ends = ranks.join(but=(culprit,) if fault == "stop" else (), deadline=60.0)
@@ -138,9 +142,9 @@ def written(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(n, marks=[] if n < 15 else pytest.mark.nightly) for n in range(100)],
+    [pytest.param(n, marks=[] if n < 15 else pytest.mark.nightly) for n in range(200)],
 )
-def test_a_damaged_file_is_named_and_the_one_before_loads(tmp_path, written, seed):
+def test_a_damaged_file_is_named_and_the_one_before_loads(tmp_path, written, seed, record_property):
     draw = random.Random(2000 + seed)
     path, expected = written
     shutil.copytree(path, tmp_path / "c")
@@ -149,7 +153,9 @@ def test_a_damaged_file_is_named_and_the_one_before_loads(tmp_path, written, see
     damaged = manager.latest() / name
     content = bytearray(damaged.read_bytes())
     at = draw.randrange(len(content))
-    if draw.random() < 0.7:
+    flips = draw.random() < 0.7
+    record_property(FAULT, ("a file is damaged", seed, "a bit changed" if flips else "cut off"))
+    if flips:
         content[at] ^= 1 << draw.randrange(8)
         damaged.write_bytes(content)
     else:
@@ -165,3 +171,34 @@ def test_a_damaged_file_is_named_and_the_one_before_loads(tmp_path, written, see
     same(everything(manager.pipe), before)
     older = tmp_path / "c" / f"minibatch-{MINIBATCHES // EVERY * EVERY - EVERY:08d}"
     assert load(older, manager.pipe).minibatches == int(older.name[-8:])
+
+
+def test_a_campaign_counts_faults_over_sessions(tmp_path):
+    path = tmp_path / "campaign.json"
+
+    def report(seed, fault, outcome, when="call"):
+        given = {"keywords": {}, "longrepr": None, "duration": 1.23}
+        properties = [(FAULT, ("runs", seed, fault)), ("another", 1)]
+        return pytest.TestReport(
+            "test", ("", 0, ""), outcome=outcome, when=when, user_properties=properties, **given
+        )
+
+    first = Campaign(path)
+    for seed, fault, outcome in (
+        (2, "kill", "failed"),
+        (0, "kill", "passed"),
+        (1, "hang", "passed"),
+    ):
+        first.pytest_runtest_logreport(report(seed, fault, outcome))
+        first.pytest_runtest_logreport(report(seed, fault, "passed", "teardown"))
+    found = json.loads(path.read_text())
+    assert (found["faults"], found["outcomes"]) == (3, {"failed": 1, "passed": 2})
+    second = Campaign(path)
+    second.pytest_runtest_logreport(report(2, "kill", "passed"))
+    second.pytest_runtest_logreport(report(11, "kill", "passed"))
+    found = json.loads(path.read_text())
+    assert (found["faults"], found["outcomes"]) == (4, {"passed": 4})
+    assert found["campaigns"]["runs"] == {
+        "faults": {"hang: passed": 1, "kill: passed": 3},
+        "seeds": [[n, "hang" if n == 1 else "kill", "passed", 1.2] for n in (0, 1, 2, 11)],
+    }
