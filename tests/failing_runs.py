@@ -28,6 +28,25 @@ def trial(seed):
     }
 
 
+def replica_trial(seed):
+    """The same among replicas."""
+    draw = random.Random(3000 + seed)
+    counts = draw.choice([[2], [3], [2, 1], [1, 2], [2, 2], [1, 3], [1, 2, 1]])
+    culprit = draw.randrange(sum(counts))
+    return sum(counts), {
+        "fault": FAULTS[seed % (len(FAULTS) - 1)],  # no output of another shape
+        "counts": counts,
+        "culprit": culprit,
+        "stage": [k for k, count in enumerate(counts) for _ in range(count)][culprit],
+        "where": draw.choice(["forward", "backward"]),
+        "when": draw.randrange(1, 30),
+        "method": draw.choice(["vanilla", "pipedream", "spectrain", "1f1b", "gpipe", "sync"]),
+        "timeout": TIMEOUT,
+        "keeper": draw.random() < 0.5,
+        "targets_from": draw.choice(["first", "last"]),
+    }
+
+
 def expect_one_end(ranks, what):
     """All ranks end, in time, and name the one that failed."""
     culprit, fault = what["culprit"], what["fault"]
@@ -44,6 +63,6 @@ def expect_one_end(ranks, what):
             continue
         assert f"first cause: rank {culprit}, " in end.error, told
         if fault in ("exception", "shape"):
-            assert f"stage {culprit}, minibatch " in end.error, told
+            assert f"stage {what.get('stage', culprit)}, minibatch " in end.error, told
         for waited in re.findall(r"waiting on \S+ .*? for ([0-9.]+) s", end.error):
             assert float(waited) < TIMEOUT + 10, told

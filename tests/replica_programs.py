@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -186,12 +187,12 @@ def failing(rank, ranks, trial):
     part = stages(len(counts))[seat(counts, rank)[0]]
     if rank == trial["culprit"]:
         part = Faulty(part, trial["fault"], trial["where"], trial["when"])
-    elif trial["fault"] == "kill":  # the same names everywhere
+    else:  # the same names everywhere
         part = Faulty(part, None, "forward", -1)
-    else:
-        part = Faulty(part, None, "forward", -1)
-    pipe = make(rank, counts, trial["method"], part=part, microbatches=6, timeout=trial["timeout"])
-    for _ in pipe.run(data(10**4)):
+    settings = {"microbatches": 6, "timeout": trial["timeout"]}
+    settings["targets_from"] = trial.get("targets_from", "last")
+    pipe = make(rank, counts, trial["method"], part=part, **settings)
+    for _ in pipe.run(itertools.cycle(data(16))):
         pass
 
 

@@ -13,10 +13,11 @@ import subprocess
 import failing_checkpoints
 import pytest
 import rank_pipelines
+import replica_programs
 from campaign import FAULT, Campaign
 from checkpoint_cases import everything, pipeline, same
 from failing_checkpoints import EVERY, MINIBATCHES
-from failing_runs import TIMEOUT, expect_one_end, trial
+from failing_runs import TIMEOUT, expect_one_end, replica_trial, trial
 from ranks import Ranks, run_ranks
 
 from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, load
@@ -24,12 +25,21 @@ from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, load
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(n, marks=[] if n < 12 else pytest.mark.nightly) for n in range(500)],
+    [pytest.param(n, marks=[] if n < 12 else pytest.mark.nightly) for n in range(400)],
 )
 def test_one_end_for_all(seed, record_property):
     count, what = trial(seed)
     record_property(FAULT, ("a rank fails in a run", seed, what["fault"]))
     ranks = Ranks(rank_pipelines.failing, count, what, keeper=what["keeper"])
+    expect_one_end(ranks, what)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(100))
+def test_one_end_for_all_replicas(seed, record_property):
+    count, what = replica_trial(seed)
+    record_property(FAULT, ("a replica fails in a run", seed, what["fault"]))
+    ranks = Ranks(replica_programs.failing, count, what, keeper=what["keeper"])
     expect_one_end(ranks, what)
 
 
