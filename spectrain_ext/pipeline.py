@@ -297,6 +297,20 @@ class Pipeline(nn.Module):
         of = f"of {len(self._executor.places)}"
         return f"stage {first} {of}" if here == 1 else f"stages {first} to {first + here - 1} {of}"
 
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the mode of all stages; ``eval()`` calls it with False.
+
+        Raises:
+            RuntimeError: a stage cannot have it, see ``partition``; all are then as they were.
+        """
+        before = [(module, module.training) for module in self.modules()]
+        try:
+            return super().train(mode)
+        except BaseException:
+            for module, training in before:
+                module.training = training
+            raise
+
     def forward(self, value: Any) -> Any:
         """The output of the true weights; tensors are moved from stage to stage.
 

@@ -5,6 +5,7 @@ from spectrain_ext.partitioning.cut import Cut, StageEstimate, cut
 from spectrain_ext.partitioning.graph import GraphStage, from_pipe
 from spectrain_ext.partitioning.profile import BlockProfile, Profile, Tie, measure
 from spectrain_ext.partitioning.slices import Slice, cut_at
+from spectrain_ext.partitioning.traced import TracedStage
 
 __all__ = [
     "BlockProfile",
@@ -15,6 +16,7 @@ __all__ = [
     "Slice",
     "StageEstimate",
     "Tie",
+    "TracedStage",
     "cut",
     "cut_at",
     "from_pipe",

@@ -10,9 +10,9 @@ from torch import nn
 
 from spectrain_ext.batch import Value
 from spectrain_ext.partitioning.cut import Cut, StageCount, classic_window, cut
-from spectrain_ext.partitioning.graph import split
 from spectrain_ext.partitioning.profile import Profile, measure
 from spectrain_ext.partitioning.slices import blocks_of, cut_at, ties_of
+from spectrain_ext.partitioning.traced import split
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -56,7 +56,9 @@ def partition(
 
     Args:
         model: an ``nn.Sequential`` or a list of modules, to be cut between its blocks. With
-            ``split_points`` any module that torch.export can trace.
+            ``split_points`` any module that torch.export can trace: in training and in evaluation,
+            so that the stages have both modes; one that they cannot have is an error when ``train``
+            or ``eval`` asks for it.
         n_stages: how many stages, at least 1.
         example_input: a microbatch as the model takes it, a tensor or a tuple of tensors, on the
             model's device.
@@ -77,7 +79,12 @@ def partition(
     Raises:
         TypeError, ValueError: an argument that does not fit, a limit that cannot be kept, or tied
             weights that leave too few places to cut; the message names them.
-        RuntimeError: torch.export cannot trace the model.
+        RuntimeError: torch.export cannot trace the model in the mode that it is in.
+
+    Of a traced model everything but the mode, sizes, devices and whether gradients are enabled is
+    what it was at that time: what a module's attributes (a dropout's ``p``) or a parameter's
+    ``requires_grad`` led its code to do. A stage that is used with sizes or dtypes for which its
+    code would have done something else raises ValueError or TypeError.
     """
     if split_points is None:
         blocks = blocks_of(model)

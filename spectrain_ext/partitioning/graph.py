@@ -1,10 +1,9 @@
-"""GraphStage: stages of a model that is no sequence, cut by torch.distributed.pipelining."""
+"""GraphStage: stages of what ``torch.distributed.pipelining.pipeline()`` returned."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
@@ -12,14 +11,17 @@ from torch import Tensor, fx, nn
 from spectrain_ext.batch import Value
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining import Pipe, SplitPoint
+    from torch.distributed.pipelining import Pipe
 
 
 class GraphStage(nn.Module):
-    """One part of a traced model, with the values that only pass through it.
+    """One part of a ``Pipe``, with the values that only pass through it.
 
     Between stages goes a tensor, or a tuple of every tensor that some later stage needs: what one
     stage makes and a later but not the next one takes (a skip connection) is handed on unchanged.
+
+    It computes what torch has traced: in the mode that the model was in, which a ``Pipe`` does not
+    tell, and with that example's sizes and devices wherever the model's code asked for them.
 
     Args:
         part: computes this stage's outputs.
@@ -50,6 +52,17 @@ class GraphStage(nn.Module):
         """Return the model's name of what is called ``name`` here."""
         return name.removeprefix("part.")
 
+    def train(self, mode: bool = True) -> GraphStage:
+        """Not of a stage out of a ``Pipe``.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"{'train' if mode else 'eval'}: this stage is out of a Pipe, traced in the one mode "
+            "that the model was in; partition(model, ..., split_points=...) traces both"
+        )
+
     def forward(self, value: Value) -> Value:
         """Return what later stages need."""
         given = value if isinstance(value, tuple) else (value,)
@@ -68,58 +81,11 @@ class GraphStage(nn.Module):
         return leaving[0] if len(leaving) == 1 else leaving
 
 
-def split(
-    model: nn.Module, example_input: Value, split_points: Mapping[str, SplitPoint] | Sequence[str]
-) -> list[nn.Module]:
-    """Trace a model and cut it before (or after) the named submodules.
-
-    Args:
-        model: any module that torch.export can trace. Its parameters become the stages'.
-        example_input: its arguments, a tensor or a tuple of tensors, of the size of a microbatch:
-            sizes may become constants of the graph, and so does training or evaluation.
-        split_points: names of submodules to cut before, or name -> SplitPoint.
-
-    Returns:
-        One stage more than split points, as ``from_pipe`` makes them. The model is left as it was.
-
-    Raises:
-        ValueError: a name that is no submodule; what ``from_pipe`` raises.
-        RuntimeError: torch.export cannot trace the model.
-    """
-    # Not above: it doubles the time that importing this package takes.
-    from torch.distributed.pipelining import SplitPoint, pipeline
-
-    points = (
-        dict(split_points)
-        if isinstance(split_points, Mapping)
-        else dict.fromkeys(split_points, SplitPoint.BEGINNING)
-    )
-    modules = dict(model.named_modules())
-    for name in points:
-        if name not in modules or not name:
-            raise ValueError(f"split_points: the model has no submodule {name!r}")
-    arguments = example_input if isinstance(example_input, tuple) else (example_input,)
-    with _forwards_kept([modules[name] for name in points]):
-        pipe = pipeline(model, arguments, split_spec=points)
-    return from_pipe(pipe)
-
-
-@contextmanager
-def _forwards_kept(modules: list[nn.Module]) -> Iterator[None]:
-    """Undo that ``pipeline`` replaces the ``forward`` of the modules it cuts at."""
-    before = [vars(module).get("forward") for module in modules]
-    try:
-        yield
-    finally:
-        for module, forward in zip(modules, before, strict=True):
-            vars(module).pop("_orig_forward", None)
-            vars(module).pop("forward", None)
-            if forward is not None:
-                vars(module)["forward"] = forward
-
-
 def from_pipe(pipe: Pipe) -> list[nn.Module]:
     """Return the stages of what ``torch.distributed.pipelining.pipeline()`` returned.
+
+    They keep the mode that the model was traced in: ``train()`` and ``eval()`` raise RuntimeError.
+    ``partition`` with ``split_points`` makes stages that have both.
 
     Raises:
         ValueError: stages that share a parameter, or between which something else than tensors is

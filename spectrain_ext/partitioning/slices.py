@@ -8,6 +8,7 @@ from torch import nn
 
 from spectrain_ext.partitioning.graph import GraphStage
 from spectrain_ext.partitioning.profile import Tie
+from spectrain_ext.partitioning.traced import TracedStage
 
 
 class Slice(nn.Sequential):
@@ -29,7 +30,7 @@ class Slice(nn.Sequential):
         """Return the model's name of what is called ``name`` here."""
         index, _, rest = name.partition(".")
         block = self[int(index)]
-        if isinstance(block, GraphStage):  # it knows better: its model is no sequence
+        if isinstance(block, (GraphStage, TracedStage)):  # its model is no sequence
             return block.full_name(rest)
         return f"{self.first + int(index)}.{rest}"
 

@@ -1,0 +1,402 @@
+"""Program: what one stage of a traced model computes, as a graph that is given its state."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+_SIZES = ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A tensor that enters or leaves a stage.
+
+    Attributes:
+        name: the graph's name of it.
+        source: the module that made it, and the operation.
+        shape: its sizes; None where any will do.
+        dtype: its own.
+    """
+
+    name: str
+    source: tuple[str, str]
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Port:
+        """Of a node that stands for a tensor."""
+        value = node.meta["val"]
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        source = (stack[-1][0] if stack else "", str(node.target))
+        return cls(node.name, source, tuple(_fixed(size) for size in value.shape), value.dtype)
+
+    def __str__(self) -> str:
+        sizes = ", ".join("*" if size is None else str(size) for size in self.shape)
+        return f"{self.name} ({sizes}) {str(self.dtype).removeprefix('torch.')}"
+
+
+class Program:
+    """What one stage computes, in one mode of the model.
+
+    Args:
+        module: takes the inputs, then the state; holds no tensors.
+        state: what the model calls the parameters and module buffers that it takes.
+        tensors: those, as they were when it was traced.
+        inputs: what enters.
+        outputs: what leaves.
+        single: whether the one output leaves as a tensor, not as a tuple.
+        guards: raises AssertionError where other sizes than those traced would have taken another
+            way through the model's Python; None where nothing depends on that.
+
+    A program never changes; copies of a stage share it.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        state: tuple[str, ...],
+        tensors: tuple[Tensor, ...],
+        inputs: tuple[Port, ...],
+        outputs: tuple[Port, ...],
+        single: bool,
+        guards: nn.Module | None,
+        device: torch.device,
+    ) -> None:
+        self.state = state
+        self.inputs = inputs
+        self.outputs = outputs
+        self._module = module
+        self._single = single
+        self._guards = guards
+        self._dtypes = [t.dtype for t in tensors] or [port.dtype for port in inputs]
+        constants = list(_constants(module))
+        self._types = any(isinstance(c, torch.dtype) and c.is_floating_point for c in constants)
+        self._device = device
+        self._moved: dict[torch.device, fx.GraphModule] | None = None
+        if any(isinstance(c, torch.device) for c in constants):
+            self._moved = {device: module}
+
+    def __deepcopy__(self, memo: object) -> Program:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a stage of a traced model cannot be pickled; keep its state_dict, and cut the model "
+            "where it is needed"
+        )
+
+    def fits(self, given: Sequence[Tensor]) -> bool:
+        """Whether it was traced for tensors of these sizes."""
+        return len(given) == len(self.inputs) and all(
+            _fit(port.shape, tensor) for port, tensor in zip(self.inputs, given, strict=True)
+        )
+
+    def accepts(self, given: Sequence[Tensor]) -> bool:
+        """The same, and whether these sizes take the way through the model that was traced."""
+        try:
+            self._check_sizes(given)
+        except ValueError:
+            return False
+        return True
+
+    def __call__(self, given: Sequence[Tensor], state: Sequence[Tensor]) -> Any:
+        """Compute the outputs.
+
+        Raises:
+            ValueError: another number of tensors, or sizes, than it was traced for.
+            TypeError: the state's dtypes have changed, and the graph names the old ones.
+        """
+        self._check_sizes(given)
+        tensors = state or given
+        if self._types:
+            self._check_dtypes(tensors)
+        module = self._module
+        if self._moved is not None:
+            module = self._on(tensors[0].device) if tensors else module
+        made = module(*given, *state)
+        return made[0] if self._single else made
+
+    def _check_sizes(self, given: Sequence[Tensor]) -> None:
+        if len(given) != len(self.inputs):
+            names = ", ".join(port.name for port in self.inputs)
+            raise ValueError(f"expected {len(self.inputs)} tensors ({names}), got {len(given)}")
+        for port, tensor in zip(self.inputs, given, strict=True):
+            if not _fit(port.shape, tensor):
+                raise ValueError(
+                    f"expected {port}, got shape {tuple(tensor.shape)}; what the model did with "
+                    "the sizes of example_input is fixed: cut it with one of such sizes"
+                )
+        if self._guards is not None:
+            try:
+                self._guards(*given)
+            except AssertionError as error:
+                raise ValueError(
+                    f"{error}, got shapes {[tuple(t.shape) for t in given]}; the model does "
+                    "something else there than with example_input: cut it with one of such sizes"
+                ) from None
+
+    def _check_dtypes(self, tensors: Sequence[Tensor]) -> None:
+        for tensor, dtype in zip(tensors, self._dtypes, strict=True):
+            if tensor.dtype != dtype:
+                raise TypeError(
+                    f"expected {dtype} as when the model was cut, got {tensor.dtype}; what its "
+                    "code said about dtypes is fixed: convert the model before it is cut"
+                )
+
+    def _on(self, device: torch.device) -> fx.GraphModule:
+        """The graph for a device that the stage has been moved to."""
+        assert self._moved is not None
+        if device not in self._moved:
+            home = self._device
+
+            def moved(constant: Any) -> Any:
+                if isinstance(constant, torch.device) and constant.type == home.type:
+                    return device if constant.index in (None, home.index) else constant
+                return constant
+
+            module = copy.deepcopy(self._module).to(device)
+            for part in _graphs(module):
+                for node in part.graph.nodes:
+                    node.args = map_aggregate(node.args, moved)
+                    node.kwargs = map_aggregate(node.kwargs, moved)
+                part.recompile()
+            self._moved[device] = module
+        return self._moved[device]
+
+
+def programs_of(exported: ExportedProgram) -> list[tuple[Program, dict[str, Tensor]]]:
+    """Cut an exported model where it was marked by ``pipe_split``.
+
+    Returns:
+        Per stage its program and the state that it takes.
+
+    Raises:
+        ValueError: something else than tensors is passed between stages, or returned.
+    """
+    return _Cutter(exported).programs()
+
+
+class _Cutter:
+    """An exported model's graph, and where its values are made and needed."""
+
+    def __init__(self, exported: ExportedProgram) -> None:
+        self._module = exported.module()
+        self._guards: nn.Module | None = None
+        self._inputs: list[fx.Node] = []
+        self._returned: list[fx.Node] = []
+        self._home: dict[fx.Node, int] = {}  # stage that makes a value; -1: the model's input
+        self._stages: list[list[fx.Node]] = [[]]
+        self._order: dict[fx.Node, int] = {}
+        for index, node in enumerate(self._module.graph.nodes):
+            self._order[node] = index
+            self._place(node)
+        if not self._stages[-1] and len(self._stages) > 1:
+            self._stages.pop()
+        spec = exported.call_spec.out_spec
+        flat = spec is not None and all(child.is_leaf() for child in spec.children())
+        self._single = spec is not None and spec.is_leaf()
+        if not self._single and not (flat and spec is not None and spec.type in (tuple, list)):
+            raise ValueError("split_points: the model returns something else than tensors")
+        self._needs = [self._needed(k) for k in range(len(self._stages))]
+        for k in range(len(self._stages)):
+            self._need_sizes(k)
+
+    def _place(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self._inputs.append(node)
+            self._home[node] = -1
+        elif node.op == "call_module":  # there is no other
+            self._guards = self._module.get_submodule(str(node.target))
+        elif node.op == "output":
+            returned: Any = node.args[0]
+            self._returned = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+        elif str(node.target) == "pippy._pipe_split.default":
+            if self._stages[-1]:
+                self._stages.append([])
+        elif node.op == "call_function" and not _is_size(node):
+            home = len(self._stages) - 1
+            # What was made as a tuple is taken apart where it was made.
+            if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+                home = self._home[node.args[0]]
+            self._home[node] = home
+            self._stages[home].append(node)
+
+    # What a stage needs of what others made.
+
+    def _needed(self, k: int) -> set[fx.Node]:
+        users = [given for node in self._stages[k] for given in node.all_input_nodes]
+        if k == len(self._stages) - 1:
+            for value in self._returned:
+                if not isinstance(value, fx.Node) or not _is_tensor(value):
+                    raise ValueError(
+                        f"split_points: the model returns {value!r}, expected a tensor or a tuple "
+                        "of tensors"
+                    )
+            users += self._returned
+        found = {n for n in users if n in self._home and self._home[n] < k}
+        for node in found:
+            if not _is_tensor(node):
+                raise ValueError(
+                    f"split_points: stage {k} takes {node.name}, a "
+                    f"{type(node.meta.get('val')).__name__}; stages can pass on nothing but tensors"
+                )
+        return found
+
+    def _need_sizes(self, k: int) -> None:
+        """Have sizes come in with a tensor that does anyway, or with that which they are of."""
+        waiting = [n for node in self._stages[k] for n in node.all_input_nodes if _is_size(n)]
+        while waiting:
+            node = waiting.pop()
+            for given in node.all_input_nodes:
+                if _is_size(given):
+                    waiting.append(given)
+                elif given in self._home and self._home[given] < k and not self._carrier(node, k):
+                    self._needs[k].add(given)
+
+    def _carrier(self, size: fx.Node, k: int) -> tuple[fx.Node, int] | None:
+        """A tensor that arrives at the stage and has this size, and in which dimension."""
+        if str(size.target) != "aten.sym_size.int":
+            return None
+        wanted = size.meta["val"]
+        for node in self._arriving(k):
+            for dim, found in enumerate(node.meta["val"].shape):
+                if not isinstance(found, int) and found.node.expr == wanted.node.expr:
+                    return node, dim
+        return None
+
+    def _arriving(self, k: int) -> list[fx.Node]:
+        if k == 0:
+            return self._inputs
+        later = set().union(*self._needs[k:])
+        return sorted((n for n in later if self._home[n] < k), key=self._order.__getitem__)
+
+    # Programs.
+
+    def programs(self) -> list[tuple[Program, dict[str, Tensor]]]:
+        return [self._program(k) for k in range(len(self._stages))]
+
+    def _program(self, k: int) -> tuple[Program, dict[str, Tensor]]:
+        last = k == len(self._stages) - 1
+        arrives = self._arriving(k)
+        leaves = self._returned if last else self._arriving(k + 1)
+        if not leaves:
+            raise ValueError(f"split_points: no later stage needs anything of stage {k}")
+        graph = fx.Graph()
+        known = {node: graph.placeholder(node.name) for node in arrives}
+        bodies: dict[str, Any] = {}
+        state: dict[str, Tensor] = {}
+        made: dict[str, fx.Node] = {}
+        used = (n for node in self._stages[k] for n in (*node.all_input_nodes, *self._deep(node)))
+        for node in used:
+            if node.op == "get_attr" and node not in known:
+                name = str(node.target)
+                held = operator.attrgetter(name)(self._module)
+                if isinstance(held, nn.Module):
+                    bodies[name] = held
+                else:
+                    if name not in made:
+                        made[name] = graph.placeholder(f"state_{len(made)}")
+                        state[name] = held
+                    known[node] = made[name]
+
+        def value(node: fx.Node) -> fx.Node:
+            if node not in known:
+                if node.op == "get_attr":
+                    known[node] = graph.get_attr(str(node.target))
+                elif self._comes_late(node, k):
+                    carrier = self._carrier(node, k)
+                    assert carrier is not None
+                    made_of, dim = carrier
+                    size = torch.ops.aten.sym_size.int
+                    known[node] = graph.call_function(size, (known[made_of], dim))
+                else:
+                    known[node] = graph.node_copy(node, value)
+                known[node].meta = {}
+            return known[node]
+
+        for node in self._stages[k]:
+            value(node)
+        graph.output(tuple(value(node) for node in leaves))
+        graph.lint()
+        if state:
+            device = next(iter(state.values())).device
+        else:
+            device = arrives[0].meta["val"].device if arrives else torch.device("cpu")
+        program = Program(
+            fx.GraphModule(bodies, graph),
+            tuple(state),
+            tuple(state.values()),
+            tuple(map(Port.of, arrives)),
+            tuple(map(Port.of, leaves)),
+            self._single if last else len(leaves) == 1,
+            self._guards if k == 0 else None,
+            device,
+        )
+        return program, state
+
+    def _deep(self, node: fx.Node) -> Iterator[fx.Node]:
+        """What the sizes that a node takes are computed from."""
+        for given in node.all_input_nodes:
+            if _is_size(given):
+                yield from given.all_input_nodes
+                yield from self._deep(given)
+
+    def _comes_late(self, size: fx.Node, k: int) -> bool:
+        """Whether it is the size of a tensor that does not arrive."""
+        return _is_size(size) and any(
+            given in self._home and self._home[given] < k and given not in self._arriving(k)
+            for given in size.all_input_nodes
+        )
+
+
+def _fixed(size: int | torch.SymInt) -> int | None:
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression) if expression.is_number else None
+
+
+def _fit(shape: tuple[int | None, ...], tensor: Tensor) -> bool:
+    sizes = tensor.shape
+    return len(shape) == len(sizes) and all(
+        want is None or want == size for want, size in zip(shape, sizes, strict=True)
+    )
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether it is a number that depends on nothing but sizes."""
+    if node.op != "call_function":
+        return False
+    numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return isinstance(node.meta.get("val"), numbers) and (
+        str(node.target) in _SIZES or all(map(_is_size, node.all_input_nodes))
+    )
+
+
+def _graphs(module: nn.Module) -> Iterator[fx.GraphModule]:
+    """A graph, and the bodies of what it calls with other settings."""
+    return (part for part in module.modules() if isinstance(part, fx.GraphModule))
+
+
+def _constants(module: fx.GraphModule) -> Iterator[Any]:
+    for part in _graphs(module):
+        for node in part.graph.nodes:
+            found: list[Any] = []
+            map_aggregate((node.args, node.kwargs), lambda c, found=found: found.append(c))  # type: ignore[misc]
+            yield from found

@@ -1,0 +1,343 @@
+"""TracedStage: a part of a model that is no sequence, traced in training and in evaluation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain_ext.batch import Value
+from spectrain_ext.partitioning.programs import Program
+from spectrain_ext.partitioning.tracing import Mode, Trace, traces
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import SplitPoint
+
+
+class State(nn.Module):
+    """Parameters and module buffers under the names that they have in the model.
+
+    The code that used them is in the stage's graphs; so is the mode.
+    """
+
+    def train(self, mode: bool = True) -> State:
+        """Not of a part of a stage.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"{'train' if mode else 'eval'}: the modules inside a traced stage have no mode of "
+            "their own; set it before the model is cut, or set the stage's"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A program, and where the stage has its state."""
+
+    program: Program
+    slots: tuple[tuple[nn.Module, str], ...]
+
+    def __call__(self, given: tuple[Tensor, ...]) -> Any:
+        return self.program(given, [_held(owner, name) for owner, name in self.slots])
+
+
+_Modes = dict[Mode, "tuple[_Bound, ...] | str"]
+
+
+class TracedStage(nn.Module):
+    """One part of a traced model, with the values that only pass through it.
+
+    Between stages goes a tensor, or a tuple of every tensor that some later stage needs: what one
+    stage makes and a later but not the next one takes (a skip connection) is handed on unchanged.
+
+    ``train()`` and ``eval()`` do what they would have done to the model: a graph was traced in
+    either mode, and both use the same parameters and module buffers. A model that had some of its
+    modules in another mode stays so until one of them is called.
+
+    Args:
+        part: holds the state.
+        modes: per mode its graphs, the first that fits the sizes is used; or why there are none.
+        training: the model's mode.
+        given: whether it was that of all of its modules.
+
+    Parameters keep the names they have in the model.
+    """
+
+    def __init__(self, part: State, modes: _Modes, training: bool, given: bool) -> None:
+        super().__init__()
+        self.part = part
+        self._modes = modes
+        self._given: bool | None = None if given else training
+        self._set(training)
+
+    def full_name(self, name: str) -> str:
+        """Return the model's name of what is called ``name`` here."""
+        return name.removeprefix("part.")
+
+    def train(self, mode: bool = True) -> TracedStage:
+        """Compute as the model does in training, or in evaluation.
+
+        Raises:
+            RuntimeError: the model could not be traced in that mode, or is cut otherwise there; the
+                stage stays as it was.
+        """
+        why = self._modes[mode, True]
+        if isinstance(why, str) and isinstance(self._modes[mode, False], str):
+            raise RuntimeError(f"{'train' if mode else 'eval'}: {why}")
+        self._given = None
+        self._set(mode)
+        return self
+
+    def _set(self, mode: bool) -> None:
+        for module in self.modules():
+            module.training = mode
+
+    def forward(self, value: Value) -> Any:
+        """Return what later stages need.
+
+        Raises:
+            RuntimeError: there is no graph of the mode.
+            ValueError: tensors of other sizes than those that the model was traced with, where it
+                would do something else with them.
+            TypeError: the stage was converted to another dtype, where the graph names the old one.
+        """
+        given = value if isinstance(value, tuple) else (value,)
+        mode = None if self._given is self.training else self.training
+        graphs = self._modes[mode, torch.is_grad_enabled()]
+        if isinstance(graphs, str):
+            raise RuntimeError(f"forward: {graphs}")
+        for graph in graphs[:-1]:
+            if graph.program.fits(given):
+                return graph(given)
+        return graphs[-1](given)
+
+
+def split(
+    model: nn.Module, example_input: Value, split_points: Mapping[str, SplitPoint] | Sequence[str]
+) -> list[nn.Module]:
+    """Trace a model and cut it before (or after) the named submodules.
+
+    Args:
+        model: any module that torch.export can trace. Its parameters and module buffers become the
+            stages'.
+        example_input: its arguments, a tensor or a tuple of tensors, of the size of a microbatch.
+            Other sizes will do wherever the model does the same with them.
+        split_points: names of submodules to cut before, or name -> SplitPoint.
+
+    Returns:
+        One stage more than split points. The model is left as it was.
+
+    Raises:
+        ValueError: a name that is no submodule; stages that share a parameter, or between which
+            something else than tensors is passed; a model that returns something else than a tensor
+            or a tuple of tensors.
+        RuntimeError: torch.export cannot trace the model as it is. That it cannot in the other mode
+            is raised when a stage is asked for that.
+
+    What the model's Python says about anything else than its mode, sizes, devices and whether
+    gradients are enabled is a constant of the stages: a module's attributes (a dropout's ``p``), a
+    parameter's ``requires_grad`` that decides between two ways, another thread's settings.
+    """
+    # Not above: it doubles the time that importing this package takes.
+    from torch.distributed.pipelining import SplitPoint
+
+    points = (
+        dict(split_points)
+        if isinstance(split_points, Mapping)
+        else dict.fromkeys(split_points, SplitPoint.BEGINNING)
+    )
+    modules = dict(model.named_modules())
+    for name in points:
+        if name not in modules or not name:
+            raise ValueError(f"split_points: the model has no submodule {name!r}")
+    arguments = example_input if isinstance(example_input, tuple) else (example_input,)
+    before = {modules[n] for n, point in points.items() if point is SplitPoint.BEGINNING}
+    after = {modules[n] for n, point in points.items() if point is SplitPoint.END}
+    found = traces(model, arguments, before, after)
+    return _assembled(model, found)
+
+
+# Stages out of traces.
+
+
+def _assembled(model: nn.Module, found: dict[Mode, list[Trace] | str]) -> list[nn.Module]:
+    given = next(iter(found.values()))  # the model as it is comes first
+    assert not isinstance(given, str)
+    first = given[-1]
+    names = _names(model)
+    _check_ties(first, names)
+    users: dict[int, set[int]] = {}
+    modes: dict[Mode, list[Trace] | str] = {}
+    for mode, graphs in found.items():
+        why = graphs if isinstance(graphs, str) else _unfit(graphs, first, users, names)
+        modes[mode] = why or graphs
+        for trace in graphs if not why else ():
+            assert isinstance(trace, Trace)
+            for k, (_, state) in enumerate(trace):
+                for tensor in state.values():
+                    users.setdefault(id(tensor), set()).add(k)
+    for number in names:
+        users.setdefault(number, {_home(number, users, names, len(first))})
+    return [_stage(k, model, modes, users, names) for k in range(len(first))]
+
+
+def _stage(
+    k: int,
+    model: nn.Module,
+    modes: dict[Mode, list[Trace] | str],
+    users: dict[int, set[int]],
+    names: dict[int, list[str]],
+) -> TracedStage:
+    part = State()
+    persistent = _persistent(model)
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    where: dict[int, tuple[nn.Module, str]] = {}
+    for number in names:  # in the model's order
+        if k in users[number]:
+            for name in names[number]:
+                slot = _put(part, name, tensors[number], persistent.get(name, True))
+                where.setdefault(number, slot)
+    constants = 0
+
+    def bound(program: Program, state: dict[str, Tensor]) -> _Bound:
+        nonlocal constants
+        slots = []
+        for name in program.state:
+            tensor = state[name]
+            if id(tensor) not in where:
+                # A constant of the code: nobody's state, but it moves with the stage.
+                where[id(tensor)] = _put(part, f"_constants.{constants}", tensor, False)
+                constants += 1
+            slots.append(where[id(tensor)])
+        return _Bound(program, tuple(slots))
+
+    kept: _Modes = {
+        mode: graphs if isinstance(graphs, str) else tuple(bound(*trace[k]) for trace in graphs)
+        for mode, graphs in modes.items()
+    }
+    return TracedStage(part, kept, model.training, (None, True) not in kept)
+
+
+def _names(model: nn.Module) -> dict[int, list[str]]:
+    """All names of every parameter and module buffer, by its id."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        found.setdefault(id(tensor), []).append(name)
+    return found
+
+
+def _persistent(model: nn.Module) -> dict[str, bool]:
+    """Whether a module buffer is in a state_dict."""
+    return {
+        f"{prefix}.{name}" if prefix else name: name not in owner._non_persistent_buffers_set
+        for prefix, owner in model.named_modules(remove_duplicate=False)
+        for name in owner._buffers
+    }
+
+
+def _check_ties(trace: Trace, names: dict[int, list[str]]) -> None:
+    """Raise ValueError if stages share a parameter."""
+    used: dict[int, int] = {}
+    for k, (_, state) in enumerate(trace):
+        for name, tensor in state.items():
+            first = used.setdefault(id(tensor), k)
+            if first != k and isinstance(tensor, nn.Parameter):
+                # The graph has one name for all of them.
+                there, *others = names.get(id(tensor), [name])
+                raise ValueError(
+                    f"split_points: parameter {there!r} of stage {first} and "
+                    f"{[*others, there][0]!r} of stage {k} are one; tied weights must be on one "
+                    "stage, move the split"
+                )
+
+
+def _home(number: int, users: dict[int, set[int]], names: dict[int, list[str]], stages: int) -> int:
+    """Where a tensor belongs that no graph uses: where its neighbours in the model are."""
+    path = names[number][0].split(".")[:-1]
+    while path:
+        prefix = ".".join(path) + "."
+        near = [
+            k
+            for other, there in users.items()
+            for k in there
+            if any(name.startswith(prefix) for name in names.get(other, ()))
+        ]
+        if near:
+            return max(near)
+        path.pop()
+    return stages - 1
+
+
+def _unfit(
+    graphs: list[Trace], first: Trace, users: dict[int, set[int]], names: dict[int, list[str]]
+) -> str | None:
+    """Why these cannot take the place of the first, one stage at a time."""
+    for trace in graphs:
+        if trace is first:
+            continue
+        mode = trace.mode
+        if len(trace) != len(first):
+            return (
+                f"{mode} the model has {len(trace)} stages, and {len(first)} {first.mode}; cut at "
+                "submodules that it calls in both, or evaluate the whole model"
+            )
+        for k in range(len(first)):
+            here, there = trace[k][0].inputs, first[k][0].inputs
+            if not _alike(here, there, trace.sizes == first.sizes):
+                return (
+                    f"{mode} stage {k} takes {', '.join(map(str, here))}, and {first.mode} "
+                    f"{', '.join(map(str, there))}; cut where both are alike, or evaluate the "
+                    "whole model"
+                )
+            for tensor in trace[k][1].values():
+                elsewhere = users.get(id(tensor), {k})
+                if k not in elsewhere and id(tensor) in names:
+                    return (
+                        f"{mode} {names[id(tensor)][0]!r} belongs to stage {k}, otherwise to stage "
+                        f"{min(elsewhere)}; move the split, or evaluate the whole model"
+                    )
+    return None
+
+
+def _alike(here: Sequence[Any], there: Sequence[Any], sizes: bool) -> bool:
+    """Whether the same tensors pass; of several, whether they come from the same places."""
+    return len(here) == len(there) and all(
+        a.dtype == b.dtype
+        and len(a.shape) == len(b.shape)
+        and (not sizes or a.shape == b.shape)
+        and (len(here) == 1 or a.source == b.source)
+        for a, b in zip(here, there, strict=True)
+    )
+
+
+def _put(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> tuple[nn.Module, str]:
+    *path, leaf = name.split(".")
+    owner = root
+    for atom in path:
+        if atom not in owner._modules:
+            setattr(owner, atom, State())
+        owner = owner.get_submodule(atom)
+    if isinstance(tensor, nn.Parameter):
+        setattr(owner, leaf, tensor)
+    else:
+        owner.register_buffer(leaf, tensor, persistent)
+    return owner, leaf
+
+
+def _held(owner: nn.Module, name: str) -> Tensor:
+    tensor = owner._parameters.get(name)
+    if tensor is not None:
+        return tensor
+    buffer = owner._buffers.get(name)
+    if buffer is not None:
+        return buffer
+    found: Tensor = getattr(owner, name)  # behind a parametrization, say
+    return found

@@ -1,0 +1,270 @@
+"""traces: what a model computes in each of its modes, by torch.export; the model is left alone."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain_ext.partitioning.programs import Program, programs_of
+
+# (training, whether gradients are enabled); None: the modules' modes as they were found
+Mode = tuple[bool | None, bool]
+MODES = (True, False)
+
+
+class Trace(list[tuple[Program, dict[str, Tensor]]]):
+    """The stages of a model in one mode, each with the state that it takes.
+
+    Attributes:
+        mode: in words.
+        sizes: whether it is for the sizes of the example, and others where these do not matter.
+    """
+
+    mode = ""
+    sizes = True
+
+
+def traces(
+    model: nn.Module,
+    arguments: tuple[Tensor, ...],
+    before: set[nn.Module],
+    after: set[nn.Module],
+) -> dict[Mode, list[Trace] | str]:
+    """Trace a model as it is, in training and in evaluation.
+
+    Args:
+        model: any module that torch.export can trace.
+        arguments: what it is called with.
+        before: its modules that a new stage begins with.
+        after: those that one ends with.
+
+    Returns:
+        The model as it is comes first. Per mode the graphs, of which the first that fits is to be
+        used; or why there are none.
+
+    Raises:
+        RuntimeError: torch.export cannot trace the model as it is.
+        ValueError: it takes or returns something else than tensors.
+    """
+    for index, argument in enumerate(arguments):
+        if not isinstance(argument, Tensor):
+            raise TypeError(
+                f"example_input: expected a tensor or a tuple of tensors, got a "
+                f"{type(argument).__name__} at {index}"
+            )
+    modes = _Modes(model)
+    found: dict[Mode, list[Trace] | str] = {}
+    with _marked(before, after), modes:
+        given = modes.now()
+        first = _traced(model, arguments, "as it is")
+        for mode in MODES:
+            name = "in training" if mode else "in evaluation"
+            try:
+                modes.set(mode)
+                same = modes.now() == given
+                if same:
+                    for graphs in first.values():
+                        for trace in graphs if not isinstance(graphs, str) else ():
+                            trace.mode = name
+                made = first if same else _traced(model, arguments, name)
+            except (RuntimeError, ValueError) as error:
+                made = {grad: f"the stages cannot do that {name}: {error}" for grad in MODES}
+            found.update({(mode, grad): graphs for grad, graphs in made.items()})
+    if all(found[mode, True] is not first[True] for mode in MODES):
+        found.update({(None, grad): graphs for grad, graphs in first.items()})
+    return dict(sorted(found.items(), key=lambda item: item[1] is not first[True]))
+
+
+def _traced(
+    model: nn.Module, arguments: tuple[Tensor, ...], name: str
+) -> dict[bool, list[Trace] | str]:
+    """Trace a model with gradients enabled, and disabled where it asks for that."""
+    found: dict[bool, list[Trace] | str] = {}
+    with torch.enable_grad(), _asking() as asked:
+        found[True] = _sized(model, arguments, name)
+    found[False] = found[True]
+    if asked:
+        try:
+            with torch.no_grad():
+                found[False] = _sized(model, arguments, f"{name} without gradients")
+        except (RuntimeError, ValueError) as error:
+            found[False] = f"the stages cannot do that {name} with gradients disabled: {error}"
+    return found
+
+
+def _sized(model: nn.Module, arguments: tuple[Tensor, ...], name: str) -> list[Trace]:
+    """Trace a model for all sizes that it treats alike, and for a single sample apart if need be.
+
+    Broadcasting and strides are special where a size is one.
+    """
+    trace = _exported(model, arguments, name, True)
+    size = arguments[0].shape[0] if arguments and arguments[0].dim() else 1
+    if size > 1:
+        single = tuple(a[:1] if a.dim() and a.shape[0] == size else a for a in arguments)
+        program = trace[0][0]
+        if program.fits(single) and not program.accepts(single):
+            try:
+                alone = _exported(model, single, name, False)
+            except (RuntimeError, ValueError):  # BatchNorm has reasons to refuse one
+                return [trace]
+            alone.sizes = False
+            return [alone, trace]
+    return [trace]
+
+
+def _exported(model: nn.Module, arguments: tuple[Tensor, ...], name: str, dynamic: bool) -> Trace:
+    from torch.export import Dim, export
+    from torch.fx.experimental import _config
+
+    shapes = tuple(
+        {dim: Dim.AUTO if dim == 0 or size > 1 else None for dim, size in enumerate(argument.shape)}
+        for argument in arguments
+    )
+    with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        try:
+            exported = None
+            if dynamic:
+                with suppress(Exception):  # without sizes left open it may do
+                    exported = export(model, arguments, dynamic_shapes=shapes, strict=False)
+            if exported is None:
+                exported = export(model, arguments, strict=False)
+        except Exception as error:
+            what = str(error).strip().partition("\n")[0]  # a report follows
+            raise RuntimeError(
+                f"torch.export cannot trace the model {name}: {type(error).__name__}: {what}"
+            ) from error
+    trace = Trace(programs_of(exported))
+    trace.mode = name
+    return trace
+
+
+@contextmanager
+def _marked(before: set[nn.Module], after: set[nn.Module]) -> Iterator[None]:
+    """Have the modules say in the trace where they begin or end."""
+    from torch.distributed.pipelining import pipe_split
+
+    def begins(module: nn.Module, *given: Any, **more: Any) -> Any:
+        pipe_split()
+        return kept[module][1](*given, **more)
+
+    def ends(module: nn.Module, *given: Any, **more: Any) -> Any:
+        made = kept[module][1](*given, **more)
+        pipe_split()
+        return made
+
+    kept = {module: (vars(module).get("forward"), module.forward) for module in before | after}
+    try:
+        for module in kept:
+            vars(module)["forward"] = MethodType(begins if module in before else ends, module)
+        yield
+    finally:
+        for module, (own, _) in kept.items():
+            vars(module).pop("forward", None)
+            if own is not None:
+                vars(module)["forward"] = own
+
+
+_asking_lock = threading.Lock()
+
+
+@contextmanager
+def _asking() -> Iterator[list[str]]:
+    """Learn which modules, other than torch's, ask whether gradients are enabled.
+
+    torch's own ask in order to choose between two ways to the same values.
+    """
+    asked: list[str] = []
+    real = torch.is_grad_enabled
+
+    def is_grad_enabled() -> bool:
+        name = sys._getframe(1).f_globals.get("__name__", "")
+        if name != "torch" and not name.startswith("torch."):
+            asked.append(name)
+        return real()
+
+    with _asking_lock:
+        torch.is_grad_enabled = is_grad_enabled
+        try:
+            yield asked
+        finally:
+            torch.is_grad_enabled = real
+
+
+class _Modes:
+    """The modes of a model's modules; on leaving they are as before.
+
+    A module's own ``train`` may do more than to set a mode: some merge weights. What a graph of the
+    other mode would then compute with is not what the stages have, so that is refused.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._flags = {module: module.training for module in model.modules()}
+        self._own = [
+            module
+            for module in self._flags
+            if type(module).train is not nn.Module.train
+            or type(module).eval is not nn.Module.eval
+            or not {"train", "eval"}.isdisjoint(vars(module))
+        ]
+        self._kept: dict[Tensor, tuple[str, Tensor, bool]] = {}
+
+    def __enter__(self) -> None:
+        names = {
+            tensor: name
+            for named in (self._model.named_parameters(), self._model.named_buffers())
+            for name, tensor in named
+        }
+        for module in self._own:
+            for tensor in (*module.parameters(), *module.buffers()):
+                copied = tensor.detach().clone()
+                self._kept.setdefault(tensor, (names[tensor], copied, tensor.requires_grad))
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._restore)
+            if self._own:
+                self._model.train(self._flags[self._model])
+
+    def _restore(self) -> None:
+        for module, training in self._flags.items():
+            module.training = training
+        with torch.no_grad():
+            for tensor, (_, before, learns) in self._kept.items():
+                if not torch.equal(tensor, before):
+                    tensor.data.copy_(before)
+                if tensor.requires_grad != learns:
+                    tensor.requires_grad_(learns)
+
+    def now(self) -> list[bool]:
+        """What they are, module by module."""
+        return [module.training for module in self._flags]
+
+    def set(self, mode: bool) -> None:
+        """Set them as a user would.
+
+        Raises:
+            RuntimeError: that changed more than modes.
+        """
+        if mode:
+            self._model.train()
+        else:
+            self._model.eval()
+        there = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        for tensor, (name, before, learns) in self._kept.items():
+            if (
+                id(tensor) not in there
+                or tensor.requires_grad != learns
+                or not torch.equal(tensor, before)
+            ):
+                raise RuntimeError(
+                    f"the model's own {'train()' if mode else 'eval()'} changes {name!r}; cut the "
+                    "model in that mode, or evaluate the whole model"
+                )
