@@ -97,6 +97,12 @@ class Pipeline(nn.Module):
     ``.to()``, and call ``release()`` at the end. Tensors that a stage receives live in ring buffers
     that later minibatches overwrite: a module that wants to keep one clones it.
 
+    Each stage draws random numbers of its own in its forwards, those of minibatch after minibatch,
+    and recomputations draw them again; batches, and what hooks and backwards draw, come from the
+    caller's generator. Pipelines in several threads take turns in whatever may draw: no stage may
+    wait in it for another thread's pipeline, nor for another process in an exchange of its own that
+    is not ordered alike with that pipeline's.
+
     ``state_dict`` and ``load_state_dict`` use the keys of ``nn.Sequential(*stages)``; optimizers
     have their own pair.
     """

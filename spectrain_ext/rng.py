@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -9,6 +11,12 @@ import torch
 from torch import Tensor
 
 States = list[Tensor]
+
+#: Torch has one default generator per device for all threads: who has put a stage's numbers there,
+#: or may draw, holds this. A stage may run another pipeline, so the same thread may take it again.
+TURN = threading.RLock()
+# A child that is forked meanwhile would wait for ever for a thread that it does not have.
+os.register_at_fork(before=TURN.acquire, after_in_parent=TURN.release, after_in_child=TURN.release)
 
 
 class StageRandom:
@@ -24,6 +32,10 @@ class StageRandom:
 
     The state is seeded from ``torch.initial_seed()`` and the stage's index; the caller's generator
     is not advanced.
+
+    Stages that are run by several threads take turns, so that each draws what it would alone. Torch
+    has no generator per thread, so any other thread that meanwhile draws from a default generator,
+    or seeds one, disturbs the stage and is disturbed: it needs a ``torch.Generator`` of its own.
     """
 
     def __init__(self, stage: int, device: torch.device, replica: int = 0) -> None:
@@ -31,7 +43,8 @@ class StageRandom:
         if device.type == "cuda":
             torch.cuda.init()
             self._generators.append(torch.cuda.default_generators[device.index])
-        seed = mixed_seed(torch.initial_seed(), stage)
+        with TURN:  # elsewhere a stage's seed may be there
+            seed = mixed_seed(torch.initial_seed(), stage)
         if replica:
             seed = mixed_seed(seed, replica)
         own = [torch.Generator(g.device).manual_seed(seed) for g in self._generators]
@@ -39,10 +52,18 @@ class StageRandom:
         self._callers = list(self._own)
 
     def __enter__(self) -> None:
-        self._callers = _swap(self._generators, self._own)
+        TURN.acquire()
+        try:
+            self._callers = _swap(self._generators, self._own)
+        except BaseException:
+            TURN.release()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._own = _swap(self._generators, self._callers)
+        try:
+            self._own = _swap(self._generators, self._callers)
+        finally:
+            TURN.release()
 
     def rewind(self) -> None:
         """Inside ``with``, draw again what has been drawn since it was entered."""
@@ -64,20 +85,25 @@ class StageRandom:
     @contextmanager
     def at(self, states: States) -> Iterator[None]:
         """Inside, numbers are drawn again from there; where they stood is not changed."""
-        callers = _swap(self._generators, states)
-        try:
-            yield
-        finally:
-            _swap(self._generators, callers)
+        with TURN:
+            callers = _swap(self._generators, states)
+            try:
+                yield
+            finally:
+                _swap(self._generators, callers)
 
 
 def _swap(generators: list[torch.Generator], states: States) -> States:
     """Set the states, return those before."""
-    before = []
+    if len(generators) == 1:  # without a loop: this runs twice in every forward
+        generator = generators[0]
+        before = generator.get_state()
+        generator.set_state(states[0])
+        return [before]
+    befores = [generator.get_state() for generator in generators]
     for generator, state in zip(generators, states, strict=True):
-        before.append(generator.get_state())
         generator.set_state(state)
-    return before
+    return befores
 
 
 def mixed_seed(seed: int, index: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .clipping import GlobalNorm, clip, gradient_norm
-from .rng import StageRandom
+from .rng import TURN, StageRandom
 from .schedule import Cursor, Extent, Kind
 from .tape import Entry, Tape, activation, check_dependence, check_loss, value_of
 from .transport import Buffer, Message, Receiver, Sender, Slot, Transit, new_stream
@@ -178,7 +178,7 @@ class Stage:
             predict.writes(self.weight_gradients)
             self._clip(weights, self._max_norm, i)
         predict.writes(self.working)
-        with predict:
+        with predict, TURN:  # a hook may draw
             weights.update(forward)
         self._weights_written()
         self.compute.writes(self.weight_gradients)  # freed: their memory is that stream's again
@@ -302,7 +302,7 @@ class Stage:
         compute.reads(self.working)
         compute.reads(tape.buffer)
         compute.writes(self.weight_gradients)
-        with compute:
+        with compute, TURN:  # torch.utils.checkpoint puts other numbers there, a hook may draw
             if self.gradients is None:
                 loss, share = tape.output, self._extent.shares[i][j]
                 assert isinstance(loss, Tensor)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spectrain_ext.checkpoint.documents import Json
 from spectrain_ext.checkpoint.parts import Part
+from spectrain_ext.rng import TURN
 
 
 def stage_states(part: Part) -> dict[str, Tensor]:
@@ -25,20 +26,22 @@ def stage_states(part: Part) -> dict[str, Tensor]:
 
 def process_states(rank: int, parts: Sequence[Part]) -> dict[str, Tensor]:
     """Return the states of a process's default generators: the CPU's, and the devices' in use."""
-    states = {f"random.process{rank}.cpu": torch.get_rng_state()}
-    for index in _devices(parts):
-        states[f"random.process{rank}.cuda{index}"] = torch.cuda.get_rng_state(index)
+    with TURN:  # a stage of another thread's pipeline may have put its own there
+        states = {f"random.process{rank}.cpu": torch.get_rng_state()}
+        for index in _devices(parts):
+            states[f"random.process{rank}.cuda{index}"] = torch.cuda.get_rng_state(index)
     return states
 
 
 def set_process_states(rank: int, states: Mapping[str, Tensor]) -> None:
     """Put them back; those of devices that are not here are left out."""
-    for key, state in states.items():
-        device = key.removeprefix(f"random.process{rank}.")
-        if device == "cpu":
-            torch.set_rng_state(state)
-        elif int(device.removeprefix("cuda")) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, int(device.removeprefix("cuda")))
+    with TURN:
+        for key, state in states.items():
+            device = key.removeprefix(f"random.process{rank}.")
+            if device == "cpu":
+                torch.set_rng_state(state)
+            elif int(device.removeprefix("cuda")) < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state, int(device.removeprefix("cuda")))
 
 
 def _devices(parts: Iterable[Part]) -> list[int]:

@@ -5,10 +5,12 @@ from contextlib import contextmanager
 
 import torch
 
+from spectrain_ext.rng import TURN
+
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Inside, torch draws on the CPU what ``seed`` gives; afterwards its state is what it was."""
-    with torch.random.fork_rng(devices=[]):
+    with TURN, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

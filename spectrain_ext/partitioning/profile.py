@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.batch import Value
+from spectrain_ext.rng import TURN
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,8 @@ def measure(
     input_bytes = _bytes(value)
     found: list[BlockProfile] = []
     devices = {t.device.index for b in blocks for t in b.parameters() if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(index for index in devices if index is not None)):
+    cuda = sorted(index for index in devices if index is not None)
+    with TURN, torch.random.fork_rng(devices=cuda):
         for index, block in enumerate(blocks):
             with _untouched(block):
                 profile, value = _measured(block, value, index, repeats)
