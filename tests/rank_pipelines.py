@@ -347,3 +347,40 @@ def measured(rank, ranks, path):
     with st.Metrics(pipe, path, every=4) as metrics:
         for _ in pipe.run(data(9), trace=metrics):
             pass
+
+
+class Connected(nn.Module):
+    """No sequence: its first values, and one of its inputs, are needed at its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, mask):
+        first = self.first(x)
+        return self.last(self.middle(first)) + first.sum(0) / x.size(0) * mask
+
+
+def cut(rank, ranks):
+    """A stage of a traced model: what it has learned, and what it returns in evaluation."""
+    torch.manual_seed(3)
+    batches = [((x, torch.ones_like(x)), y) for x, y in data(5, size=4, last=3)]
+    profile = st.partitioning.Profile((st.partitioning.BlockProfile(1.0),) * 3)
+    points = ["middle", "last"]
+    stages = st.partition(Connected(), 3, batches[0][0], split_points=points, profile=profile)
+    loss_fn = nn.functional.mse_loss
+    if ranks == 1:
+        pipe = st.Pipeline(stages, optimizer, loss_fn)
+    else:
+        pipe = st.Pipeline.from_process_group(list(stages)[rank], optimizer, loss_fn)
+    for _ in pipe.run(batches):
+        pass
+    pipe.eval()
+    values = [(torch.ones(2, WIDTH),) * count for count in (2, 2, 3)]
+    found = []
+    for stage, value in zip(pipe.children(), values[rank:], strict=False):
+        with torch.no_grad():
+            found.append((dict(stage.state_dict()), stage(value)))
+    return found

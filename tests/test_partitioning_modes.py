@@ -6,8 +6,10 @@ import copy
 import pickle
 
 import pytest
+import rank_pipelines
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
@@ -243,6 +245,14 @@ def test_microbatches_of_uneven_sizes():
         for s in (split(model, data[0][0], ["middle", "last"]), alone)
     ]
     torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.nightly
+def test_ranks_have_the_stages_of_one_process():
+    torch.set_num_threads(1)
+    alone = rank_pipelines.cut(0, 1)
+    for (expected,), (state, value) in zip(run_ranks(rank_pipelines.cut, 3), alone, strict=True):
+        torch.testing.assert_close(expected, (state, value), rtol=0.0, atol=0.0)
 
 
 # Modes that the stages cannot have.
