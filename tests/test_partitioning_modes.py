@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 
+import numpy
 import pytest
 import rank_pipelines
 import torch
@@ -506,6 +508,56 @@ def test_gradients_enabled_or_not_is_asked_each_time():
         with torch.set_grad_enabled(grad):
             assert torch.equal(stages(x), model(x))
             assert stages(x).requires_grad is grad
+
+
+def test_autocast_follows_the_device():
+    class Casts(nn.Module):
+        def forward(self, x):
+            with torch.autocast(x.device.type, torch.bfloat16):
+                return x @ x.T
+
+    class Model(Two):
+        def forward(self, x):
+            return self.middle(self.first(x)) + self.last(x).sum()
+
+    stages = split(Model(Casts()), torch.randn(3, 4), ["last"])
+    assert torch.bfloat16 in {tensor.dtype for tensor in stages[0](torch.randn(5, 4))}
+    moved = stages[0]._modes[True, True][0].program._on(torch.device("cuda", 0))
+    names = [node.args[0] for node in moved.graph.nodes if str(node.target) == "wrap_with_autocast"]
+    assert names == ["cuda"]
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(numpy.random.rand())])
+def test_numbers_that_torch_does_not_draw_are_refused(draw):
+    class Draws(nn.Module):
+        def forward(self, x):
+            return x * draw() if self.training else x
+
+    python, legacy = random.getstate(), numpy.random.get_state()[2]
+    with pytest.raises(RuntimeError, match=r"the model draws from .*random as it is, and those"):
+        split(Two(Draws()), torch.randn(3, 4), ["last"])
+    stages = split(Two(Draws()).eval(), torch.randn(3, 4), ["last"])
+    with pytest.raises(RuntimeError, match=r"train: .*the model draws from .*random in training"):
+        stages[0].train()
+    assert (random.getstate(), numpy.random.get_state()[2]) == (python, legacy)
+
+
+def test_code_that_counts_is_warned_of():
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x / self.calls
+
+    model = Two(Counts())
+    model.middle.calls = 2
+    with pytest.warns(
+        UserWarning, match=r"forward changes middle\.calls; stages of a traced model"
+    ):
+        split(model, torch.randn(3, 4), ["last"])
+    assert model.middle.calls == 2
+    assert not model._forward_hooks
 
 
 def test_what_no_graph_uses_is_kept_for_checkpoints():

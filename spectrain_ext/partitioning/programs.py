@@ -82,10 +82,11 @@ class Program:
         self._guards = guards
         self._dtypes = [t.dtype for t in tensors] or [port.dtype for port in inputs]
         constants = list(_constants(module))
+        # whether the graph names types, so that it holds for those only
         self._types = any(isinstance(c, torch.dtype) and c.is_floating_point for c in constants)
         self._device = device
         self._moved: dict[torch.device, fx.GraphModule] | None = None
-        if any(isinstance(c, torch.device) for c in constants):
+        if any(isinstance(c, torch.device) for c in constants) or _autocasts(module):
             self._moved = {device: module}
 
     def __deepcopy__(self, memo: object) -> Program:
@@ -171,6 +172,8 @@ class Program:
                 for node in part.graph.nodes:
                     node.args = map_aggregate(node.args, moved)
                     node.kwargs = map_aggregate(node.kwargs, moved)
+                    if _enters_autocast(node) and node.args[0] == home.type:
+                        node.args = (device.type, *node.args[1:])
                 part.recompile()
             self._moved[device] = module
         return self._moved[device]
@@ -392,6 +395,15 @@ def _is_size(node: fx.Node) -> bool:
 def _graphs(module: nn.Module) -> Iterator[fx.GraphModule]:
     """A graph, and the bodies of what it calls with other settings."""
     return (part for part in module.modules() if isinstance(part, fx.GraphModule))
+
+
+def _enters_autocast(node: fx.Node) -> bool:
+    """Whether a node names a kind of device, first of all."""
+    return str(node.target) == "wrap_with_autocast"
+
+
+def _autocasts(module: fx.GraphModule) -> bool:
+    return any(_enters_autocast(n) for part in _graphs(module) for n in part.graph.nodes)
 
 
 def _constants(module: fx.GraphModule) -> Iterator[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import MethodType
@@ -50,8 +52,10 @@ def traces(
         used; or why there are none.
 
     Raises:
-        RuntimeError: torch.export cannot trace the model as it is.
-        ValueError: it takes or returns something else than tensors.
+        RuntimeError: torch.export cannot trace the model as it is, or it draws from Python's or
+            NumPy's global generator, whose numbers would be constants.
+        ValueError: it returns something else than tensors.
+        TypeError: it takes something else.
     """
     for index, argument in enumerate(arguments):
         if not isinstance(argument, Tensor):
@@ -61,7 +65,7 @@ def traces(
             )
     modes = _Modes(model)
     found: dict[Mode, list[Trace] | str] = {}
-    with _marked(before, after), modes:
+    with _marked(before, after), modes, _unchanging(model):
         given = modes.now()
         first = _traced(model, arguments, "as it is")
         for mode in MODES:
@@ -127,6 +131,7 @@ def _exported(model: nn.Module, arguments: tuple[Tensor, ...], name: str, dynami
         {dim: Dim.AUTO if dim == 0 or size > 1 else None for dim, size in enumerate(argument.shape)}
         for argument in arguments
     )
+    drawing = _Draws()
     with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         try:
             exported = None
@@ -140,6 +145,13 @@ def _exported(model: nn.Module, arguments: tuple[Tensor, ...], name: str, dynami
             raise RuntimeError(
                 f"torch.export cannot trace the model {name}: {type(error).__name__}: {what}"
             ) from error
+        finally:
+            drawn = drawing.stop()
+    if drawn:
+        raise RuntimeError(
+            f"the model draws from {drawn} {name}, and those numbers would be constants; draw by "
+            "torch"
+        )
     trace = Trace(programs_of(exported))
     trace.mode = name
     return trace
@@ -169,6 +181,63 @@ def _marked(before: set[nn.Module], after: set[nn.Module]) -> Iterator[None]:
             vars(module).pop("forward", None)
             if own is not None:
                 vars(module)["forward"] = own
+
+
+class _Draws:
+    """Whether numbers are drawn from generators that torch.export does not see."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = sys.modules.get("numpy")
+        if self._numpy is not None:
+            self._legacy = self._numpy.random.get_state(legacy=False)
+
+    def stop(self) -> str | None:
+        """Where some were, which is undone."""
+        found = None
+        if random.getstate() != self._python:
+            random.setstate(self._python)
+            found = "Python's random"
+        if self._numpy is not None:
+            before, now = self._legacy["state"], self._numpy.random.get_state(legacy=False)["state"]
+            if before["pos"] != now["pos"] or (before["key"] != now["key"]).any():
+                self._numpy.random.set_state(self._legacy)
+                found = "numpy.random"
+        return found
+
+
+@contextmanager
+def _unchanging(model: nn.Module) -> Iterator[None]:
+    """Warn of numbers that the model's code counts or keeps in its modules; export undoes that."""
+    changed: set[str] = set()
+
+    def numbers() -> dict[str, object]:
+        return {
+            f"{prefix}.{name}" if prefix else name: value
+            for prefix, module in model.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, (int, float, str)) and name != "training"
+        }
+
+    def begin(*_: object) -> None:
+        before.update(numbers())
+
+    def end(*_: object) -> None:
+        changed.update(name for name, value in numbers().items() if before.get(name) != value)
+
+    before: dict[str, object] = {}
+    handles = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if changed:
+        warnings.warn(
+            f"the model's forward changes {', '.join(sorted(changed))}; stages of a traced model "
+            "do what it did the first time",
+            stacklevel=5,
+        )
 
 
 _asking_lock = threading.Lock()
