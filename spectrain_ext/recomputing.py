@@ -44,7 +44,8 @@ class RecomputingStage(Stage):
             output = activation(self.module(value_of(message._replace(tensors=copies))))
         learns = self.weights is not None or any(message.differentiable)
         differentiable = tuple(
-            learns and t is not None and t.is_floating_point() for t in output.tensors
+            learns and t is not None and (t.is_floating_point() or t.is_complex())
+            for t in output.tensors
         )
         output = output._replace(differentiable=differentiable)
         tape = Tape(slot, [], cast("Tensor", value_of(output)), output)

@@ -83,9 +83,11 @@ def value_of(message: Message) -> Any:
 
 
 def check_loss(loss: object) -> None:
-    """Raise TypeError or ValueError unless it is a 0-d tensor."""
+    """Raise TypeError or ValueError unless it is a 0-d tensor of real numbers."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss_fn must return a 0-d tensor, got a {type(loss).__name__}")
+    if loss.is_complex():
+        raise TypeError(f"loss_fn must return a real number, got {loss.dtype}: take its abs()")
     if loss.dim():
         raise ValueError(
             "loss_fn must return a scalar (a 0-d tensor), got shape "

@@ -257,4 +257,5 @@ def many(value):
 
 def leaf(value):
     value = value.detach().clone()
-    return value.requires_grad_() if value.is_floating_point() else value
+    differentiable = value.is_floating_point() or value.is_complex()
+    return value.requires_grad_() if differentiable else value

@@ -26,7 +26,7 @@ def stages(n):
 
 
 class Part(nn.Module):
-    """Passes a tuple on: activations, and now and then something without a gradient."""
+    """Passes a tuple on: activations, some of them complex, and something without a gradient."""
 
     def __init__(self, k, n):
         super().__init__()
@@ -34,11 +34,16 @@ class Part(nn.Module):
         self.norm = Centred() if k % 2 else nn.LayerNorm(WIDTH)
         self.drop = nn.Dropout(0.1)
         self.last = k == n - 1
+        self.pairs = k % 2 == 1
 
     def forward(self, value):
         x, count = value if isinstance(value, tuple) else (value, torch.zeros(len(value)).long())
+        if x.is_complex():
+            x = torch.view_as_real(x).flatten(1)
         x = x + self.drop(torch.tanh(self.norm(self.linear(x))))
-        return x if self.last else (x, count + 1)
+        if self.last:
+            return x
+        return (torch.view_as_complex(x.unflatten(1, (-1, 2))) if self.pairs else x), count + 1
 
 
 class Centred(nn.Module):

@@ -20,6 +20,7 @@ from spectrain_ext.transport.outlet import Outlet
 from spectrain_ext.transport.streams import Buffer
 
 CPU = torch.device("cpu")
+GRADS = (True, False, True, False, False, True, True)  # of ``tensors``
 
 
 def board(rank, ranks, timeout=30.0, grace=5.0):
@@ -56,6 +57,7 @@ def tensors(seed, rows=4):
         torch.randint(0, 9, (rows,), generator=g),
         torch.randn(rows, 3, generator=g, dtype=torch.float64) > 0,
         torch.randn(6, rows, generator=g).t(),
+        torch.randn(rows, 3, generator=g, dtype=torch.complex64).conj(),
     )
 
 
@@ -68,7 +70,7 @@ def same_bits(rank, ranks, messages, dynamic):
             for seed, rows in messages:
                 end.label(Header(seed + 1, seed / 7, Fingerprint(-seed, 2**63 - 1 - seed)))
                 sent = tensors(seed, rows)
-                send(end, *sent, grads=(True, False, True, False, False, True))
+                send(end, *sent, grads=GRADS)
             end.end()
             end.flush()
         else:
@@ -92,9 +94,7 @@ def same_bits(rank, ranks, messages, dynamic):
                         and got.stride() == torch.empty_like(meant).stride()
                     ):
                         wrong.append((n, place, got.shape, got.stride()))
-                wrong += [slot.message.differentiable] * (
-                    slot.message.differentiable != (True, False, True, False, False, True)
-                )
+                wrong += [slot.message.differentiable] * (slot.message.differentiable != GRADS)
                 n += 1
                 if len(held) == 2:  # a buffer that is in use is not written again
                     first, old = held.pop(0)

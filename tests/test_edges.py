@@ -106,7 +106,7 @@ def test_blame_goes_to_whom_all_others_wait_for():
 
 
 def test_a_layout_survives_the_wire():
-    message = Message(rank_programs.tensors(0), False, (True, False, True, False, False, True))
+    message = Message(rank_programs.tensors(0), False, rank_programs.GRADS)
     layout = Layout.of(message)
     assert Layout.from_bytes(layout.to_bytes()) == layout
     memory = torch.zeros(layout.places()[1], dtype=torch.uint8)

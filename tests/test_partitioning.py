@@ -109,6 +109,21 @@ def test_blocks_may_exchange_tuples_and_need_no_gradient():
     assert profile.blocks[0].output_bytes == 8 + 16
 
 
+def test_blocks_that_exchange_complex_numbers_are_measured_with_their_gradients():
+    class Inverse(nn.Module):
+        def forward(self, x):
+            x.register_hook(seen.append)
+            return torch.fft.irfft(x)
+
+    class Forward(nn.Module):
+        def forward(self, x):
+            return torch.fft.rfft(x)
+
+    seen = []
+    measure([nn.Linear(4, 4), Forward(), Inverse()], torch.randn(3, 4), repeats=1)
+    assert [gradient.dtype for gradient in seen] == [torch.complex64] * 2
+
+
 @pytest.mark.parametrize("repeats", [0, -1])
 def test_no_repeats(repeats):
     with pytest.raises(ValueError, match=r"repeats: expected at least 1, got"):

@@ -185,6 +185,7 @@ def test_cuda_where_there_is_none():
         ),
         (lambda out, y: ((out - y) ** 2).mean().reshape(1), ValueError, r"got shape \(1,\)"),
         (lambda out, y: 0.5, TypeError, "must return a 0-d tensor, got a float"),
+        (lambda out, y: mse(out, y) * 1j, TypeError, "must return a real number, got torch.c"),
         (lambda out, y: mse(out, y).detach(), ValueError, "does not depend on the output"),
         (lambda out, y: (out > y).sum(), ValueError, "does not depend on the output"),
     ],

@@ -97,6 +97,41 @@ def test_tuples_of_tensors(method, parts):
     compared.run(batches(3))
 
 
+class Spectrum(nn.Module):
+    """Returns complex numbers, and takes them if they come; one frozen parameter is complex."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.phase = nn.Parameter(torch.randn(4, dtype=torch.cdouble), requires_grad=False)
+
+    def forward(self, value):
+        if value.is_complex():
+            value = torch.fft.irfft(value, n=6)
+        return (torch.fft.rfft(torch.tanh(self.linear(value))) * self.phase).conj()
+
+
+@every_method
+@pytest.mark.parametrize("recompute", [False, True])
+def test_complex_activations(method, recompute):
+    """Between stages, out of the last one, and with a gradient all the way to the first."""
+
+    def loss_fn(output, target):
+        return (output.abs() ** 2).mean() + mse(torch.fft.irfft(output, n=6), target)
+
+    compared = Compared(
+        [Spectrum(), Spectrum(), Spectrum()],
+        method,
+        loss_fn=loss_fn,
+        microbatches=2,
+        clip_norm=0.1,
+        recompute=recompute,
+    )
+    before = compared.pipe.state_dict()["0.linear.weight"].clone()
+    compared.run(batches(8, size=4, width=6))
+    assert not torch.equal(compared.pipe.state_dict()["0.linear.weight"], before)
+
+
 @every_method
 def test_tuples_as_input_and_target(method):
     class Tokens(nn.Module):

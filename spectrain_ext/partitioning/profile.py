@@ -142,7 +142,8 @@ def _forward_backward(block: nn.Module, value: Value, index: int) -> tuple[float
     def entered(tensor: Tensor) -> Tensor:
         # Nobody asks for the gradient of the batch. A clone, because a layer may work in place.
         leaf = tensor.detach()
-        return leaf.requires_grad_(index > 0 and leaf.is_floating_point()).clone()
+        differentiable = leaf.is_floating_point() or leaf.is_complex()
+        return leaf.requires_grad_(index > 0 and differentiable).clone()
 
     given = _each(value, entered)
     with torch.enable_grad():
