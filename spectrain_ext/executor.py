@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import GEN_CLOSED, getgeneratorstate
+from typing import TypeAlias
+from weakref import ref
 
 from torch import Tensor
 
@@ -39,6 +42,12 @@ class Result:
 
 
 _Handler = Callable[[int, int], None]
+_Run: TypeAlias = Generator[Result, None, None]
+
+
+def _no_run() -> None:
+    """No run has begun."""
+
 
 # A turn is one forward, or one backward with the update that may follow; these begin the next.
 _BEGINS_TURN = frozenset((Kind.PULL, Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD))
@@ -55,8 +64,10 @@ class Executor:
         norm: where the stages put their gradients' norms together, None: nowhere.
 
     Attributes:
-        running: whether a run has begun and not ended.
         places: as given.
+
+    Whatever exception interrupts a run, and wherever, the true weights are put back: at once, or,
+    if the end was interrupted as well, by the next ``mend``. All that an end does may be repeated.
     """
 
     _inputs: Edge | None = None
@@ -70,7 +81,8 @@ class Executor:
         schedule: str,
         norm: GlobalNorm | None = None,
     ) -> None:
-        self.running = False
+        self._run: Callable[[], _Run | None] = _no_run
+        self._ended = True
         self._loss_fn = loss_fn
         self.places = places
         self._schedule = schedule
@@ -141,8 +153,20 @@ class Executor:
 
         Closing the generator finishes the minibatches in flight and takes no further batch.
         """
+        itself: list[Callable[[], _Run | None]] = []
+        run = self._results_of(batches, trace, itself)
+        itself.append(ref(run))
+        return run
+
+    def _results_of(
+        self,
+        batches: Iterator[object],
+        trace: Observer | None,
+        itself: list[Callable[[], _Run | None]],
+    ) -> _Run:
         self._check()
-        self.running = True
+        self._run = itself[0]
+        self._ended = False
         try:
             self._begin(batches)
             try:
@@ -157,14 +181,43 @@ class Executor:
                 for _ in self._steps(trace):
                     pass
             self._check()
+            self._end()
         except BaseException:
-            self._drop()
+            self._fail()
             raise
-        finally:
+
+    @property
+    def running(self) -> bool:
+        """Whether a run has begun and not ended: its generator can go on.
+
+        No exception can keep that from being true, as it could an attribute.
+        """
+        run = self._run()
+        return run is not None and getgeneratorstate(run) != GEN_CLOSED
+
+    def mend(self) -> None:
+        """End a run whose end was interrupted."""
+        if not self._ended and not self.running:
+            self._fail()
+
+    def _fail(self) -> None:
+        """Forget what is in flight and end the run; an interrupt has to wait for that."""
+        interrupt: KeyboardInterrupt | None = None
+        while not self._ended:
             try:
+                try:
+                    self._drop()
+                except Exception:  # as of a device that has failed
+                    self._end()
+                    raise
                 self._end()
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            try:
+                raise interrupt
             finally:
-                self.running = False
+                del interrupt  # whose traceback has this frame
 
     def _begin(self, batches: Iterator[object]) -> None:
         self._batches = batches
@@ -201,13 +254,19 @@ class Executor:
         if self._norm is not None:
             self._norm.reset()
         self._let_caller_follow()
+        self._ended = True
 
     def _drop(self) -> None:
-        """After a failure: wait until no stream works any more, and forget what was in flight."""
+        """After a failure: wait until no stream works any more, and forget what was in flight.
+
+        What comes follows the caller, who may have used the weights since.
+        """
         for stream in self._streams():
+            stream.leave()
             stream.synchronize()
         for stage in self.stages:
             stage.drop()
+        self._follow_caller()
 
     def free_rings(self) -> None:
         """Free all receive buffers; a run makes new ones as it needs them."""

@@ -155,47 +155,49 @@ class Pipeline(nn.Module):
             if future is not None:
                 future.follow(real)
 
-        weights: list[StageWeights | None] = []
+        weights = [
+            None
+            if made is None
+            else StageWeights(
+                modules[k],
+                made,
+                schedulers[k],
+                choices[k],
+                (all_places[0], stage_places[k]),
+                chosen.schedule,
+                futures[k],
+                master_dtype,
+            )
+            for k, made in enumerate(optimizers)
+        ]
         try:
-            for k, (module, place) in enumerate(zip(modules, places, strict=True)):
+            for module, place, held in zip(modules, places, weights, strict=True):
                 if devices is not None:
                     module.to(place)
-                made = optimizers[k]
-                weights.append(
-                    None
-                    if made is None
-                    else StageWeights(
-                        module,
-                        made,
-                        schedulers[k],
-                        choices[k],
-                        (all_places[0], stage_places[k]),
-                        chosen.schedule,
-                        futures[k],
-                        master_dtype,
-                    )
+                if held is not None:
+                    held.bind()
+            for k, module in enumerate(modules, first):
+                self.add_module(str(k), module)
+            self.method = chosen
+            self.devices = tuple(places)
+            self.places = tuple(stage_places)
+            self._weights = weights
+            # Not here, lest a loss function that is a module becomes a part of the model.
+            norm = self._make_norm(count) if clip_scope == "global" else None
+            kind = RecomputingStage if recompute else Stage
+            own = [
+                kind(k, module, place, held, max_norm, norm)
+                for k, (module, place, held, max_norm) in enumerate(
+                    zip(modules, places, weights, max_norms, strict=True), first
                 )
+            ]
+            self._executor = self._make_executor(own, loss_fn, all_places, norm)
         except BaseException:
-            for bound in weights:
-                if bound is not None:
-                    bound.unbind()
+            for held in weights:
+                if held is not None and held.bound:
+                    held.unbind()
             raise
-        for k, module in enumerate(modules, first):
-            self.add_module(str(k), module)
-        self.method = chosen
-        self.devices = tuple(places)
-        self.places = tuple(stage_places)
-        self._weights = weights
-        # Not here, lest a loss function that is a module becomes a part of the model.
-        norm = self._make_norm(count) if clip_scope == "global" else None
-        kind = RecomputingStage if recompute else Stage
-        own = [
-            kind(k, module, place, held, max_norm, norm)
-            for k, (module, place, held, max_norm) in enumerate(
-                zip(modules, places, weights, max_norms, strict=True), first
-            )
-        ]
-        self._executor = self._make_executor(own, loss_fn, all_places, norm)
+        self.register_state_dict_pre_hook(_mend_before)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
 
@@ -258,7 +260,9 @@ class Pipeline(nn.Module):
                 inference mode is on.
 
         After any exception what was in flight is dropped, the true weights are in the modules (some
-        stages may have made more updates than others), and the pipeline can run again.
+        stages may have made more updates than others), and the pipeline can run again. So it is
+        after a KeyboardInterrupt, wherever it comes: further ones wait for the end of the run, and
+        should one come in between, whatever asks the pipeline for weights next ends the run first.
         """
         self._refuse_in_run("run")
         return self._run(iter(batches), trace)
@@ -328,7 +332,28 @@ class Pipeline(nn.Module):
             value = module(_moved(value, device))
         return value
 
+    def _mend(self) -> None:
+        """Finish what exceptions have cut short: the end of a run, or a release."""
+        self._executor.mend()
+        for weights in self._weights:
+            if weights is not None:
+                weights.mend()
+
+    # All ways to the stages' parameters through this module begin here.
+
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module; the end of a run that an exception cut short is finished first."""
+        self._mend()
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **options)
+        return found
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module; the end of a run that an exception cut short is finished first."""
+        self._mend()
+        return super().named_children()
+
     def _refuse_in_run(self, what: str) -> None:
+        self._mend()
         if self._executor.running:
             raise RuntimeError(
                 f"{what}: a run of this pipeline has not ended, and the modules may hold predicted "
@@ -340,6 +365,7 @@ class Pipeline(nn.Module):
     @property
     def optimizers(self) -> list[PredictingOptimizer]:
         """The optimizers in the order of stages; a stage without trainable parameters has none."""
+        self._mend()
         return [weights.optimizer for weights in self._weights if weights is not None]
 
     @property
@@ -364,6 +390,7 @@ class Pipeline(nn.Module):
         A parameter that is not its master rounded was changed since, and counts. There are none
         after ``release()``, unless ``bind`` asks for new ones.
         """
+        self._mend()
         found: dict[Tensor, Tensor] = {}
         for weights in self._weights:
             if weights is not None:
@@ -412,6 +439,10 @@ class Pipeline(nn.Module):
             if weights is not None and weights.bound:
                 weights.unbind()
         self._executor.free_rings()
+
+
+def _mend_before(pipe: Pipeline, *_: object) -> None:
+    pipe._mend()
 
 
 def _put_true_weights(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NoReturn, cast
 
 from spectrain_ext._calls import (
@@ -109,14 +110,6 @@ class Plan:
 
     _watches: ClassVar[bool] = True
 
-    @property
-    def holds_prediction(self) -> bool:
-        """Whether `stash_predict_` has replaced W, and `restore_` not put it back since.
-
-        It changes with the memory, in one step: what interrupts the call cannot come between.
-        """
-        return self._native.holds_prediction
-
     @classmethod
     def of(cls, lists: Lists) -> Plan:
         """The plan of one call, of lists that name what may be written. For operators."""
@@ -208,9 +201,9 @@ class Plan:
             arguments = remembered_sgd(numbers, tuple(predict), self._n_groups)
         else:
             arguments, program = self._sgd_arguments([Sgd(*numbers)] * self._n_groups, predict)
-        self._run_sgd(arguments, first_step, options, stream, program)
+        self._native_sgd(arguments, first_step, options, stream, program)()
 
-    # Any rule, with the numbers of every group.
+    # Any rule, with the numbers of every group. The prepared forms are all but the native call.
 
     def step_sgd_(
         self,
@@ -229,10 +222,20 @@ class Plan:
 
         Groups with and without momentum exclude each other in one plan.
         """
+        options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
+        self._prepared_sgd(groups, first_step, predict, options, stream)()
+
+    def _prepared_sgd(
+        self,
+        groups: Sequence[Sgd],
+        first_step: bool | Sequence[bool],
+        predict: Sequence[Horizon | None],
+        options: Options | None,
+        stream: Any = None,
+    ) -> Callable[[], None]:
         self._check_groups(groups, Sgd)
         arguments, program = self._sgd_arguments(groups, predict)
-        options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
-        self._run_sgd(arguments, first_step, options, stream, program)
+        return self._native_sgd(arguments, first_step, options, stream, program)
 
     def _sgd_arguments(
         self, groups: Sequence[Sgd], predict: Sequence[Horizon | None]
@@ -240,18 +243,17 @@ class Plan:
         self._check_predict(predict)
         return lower(sgd_arguments(groups, predict))
 
-    def _run_sgd(
+    def _native_sgd(
         self,
         arguments: SgdArguments,
         first_step: bool | Sequence[bool],
         options: Options | None,
         stream: Any,
         program: Program | None,
-    ) -> None:
+    ) -> Callable[[], None]:
         settings, with_momentum, predictions = arguments
-        self._native.sgd_step_(
-            settings, with_momentum, first_step, predictions, options, stream, program
-        )
+        call, given = self._native.sgd_step_, (settings, with_momentum, first_step, predictions)
+        return partial(call, *given, options, stream, program)
 
     def step_adam_(
         self,
@@ -269,6 +271,16 @@ class Plan:
 
         See `spectrain_ext.adam_step_`; predictions as in `sgd_step_`.
         """
+        options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
+        self._prepared_adam(groups, predict, options, stream)()
+
+    def _prepared_adam(
+        self,
+        groups: Sequence[Adam],
+        predict: Sequence[Horizon | None],
+        options: Options | None,
+        stream: Any = None,
+    ) -> Callable[[], None]:
         self._check_groups(groups, Adam)
         self._check_predict(predict)
         predictions = []
@@ -277,9 +289,8 @@ class Plan:
                 law = as_law(steps, f"predict[{j}]")
                 predictions.append((j, [law.adam(numbers) for numbers in groups]))
         settings = [numbers.setting() for numbers in groups]
-        options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
         (settings, predictions), program = lower((settings, predictions))
-        self._native.adam_step_(settings, predictions, options, stream, program)
+        return partial(self._native.adam_step_, settings, predictions, options, stream, program)
 
     def predict_with(
         self,
@@ -300,8 +311,13 @@ class Plan:
         self, groups: Sequence[Sgd] | Sequence[Adam], steps: Horizon, *, stream: Any = None
     ) -> None:
         """Stashed <- W and W <- the prediction of a law under the groups' rule."""
+        self._prepared_stash_predict(groups, steps, stream)()
+
+    def _prepared_stash_predict(
+        self, groups: Sequence[Sgd] | Sequence[Adam], steps: Horizon, stream: Any = None
+    ) -> Callable[[], None]:
         (terms, eps), program = lower(self._terms(groups, steps))
-        self._native.stash_predict_(terms, eps, stream, program)
+        return partial(self._native.stash_predict_, terms, eps, stream, program)
 
     def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
         """outs[out] <- W + steps*(W - stashed): prediction by weight difference."""
@@ -316,11 +332,17 @@ class Plan:
 
     def restore_(self, *, stream: Any = None) -> None:
         """W <- stashed, bit for bit."""
-        self._native.restore_(stream)
+        self._prepared_restore(stream)()
+
+    def _prepared_restore(self, stream: Any = None) -> Callable[[], None]:
+        return partial(self._native.restore_, stream)
 
     def swap_(self, *, stream: Any = None) -> None:
         """W <-> stashed, bit for bit, in place."""
-        self._native.swap_(stream)
+        self._prepared_swap(stream)()
+
+    def _prepared_swap(self, stream: Any = None) -> Callable[[], None]:
+        return partial(self._native.swap_, stream)
 
     def write_out(self, *, out: int = 0, stream: Any = None) -> None:
         """outs[out] <- W, rounded where the output is narrower."""

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from .rng import States
+from .rng import TURN, States
 from .stage import Stage
 from .tape import Tape, activation, check_dependence, check_loss, value_of
 from .transport import Buffer, Transit
@@ -27,6 +27,7 @@ class RecomputingStage(Stage):
     _states: dict[tuple[int, int], States]
     _sent: Transit
     _loss_fn: Callable[..., Tensor] | None = None
+    _before: _Buffers | None = None  # while a backward runs
 
     def forward(self, i: int, j: int) -> None:
         """Compute the output, without a graph."""
@@ -38,7 +39,7 @@ class RecomputingStage(Stage):
         compute.reads(slot.buffer)
         compute.writes(self.module_buffers)
         states = self.random.states()
-        with compute, torch.no_grad(), self.random:
+        with compute, torch.no_grad(), TURN, self.random:
             # An in-place first layer must leave the inputs for the second time.
             copies = tuple(None if t is None else t.clone() for t in message.tensors)
             output = activation(self.module(value_of(message._replace(tensors=copies))))
@@ -58,7 +59,7 @@ class RecomputingStage(Stage):
         """Compute the loss of a microbatch on the last stage; returns it detached."""
         tape, target = self._with_target(i, j)
         compute = self.compute
-        with compute, torch.no_grad(), self.random:
+        with compute, torch.no_grad(), TURN, self.random:
             loss = loss_fn(tape.output, target)
         check_loss(loss)
         self._loss_fn = loss_fn
@@ -73,7 +74,7 @@ class RecomputingStage(Stage):
         compute.writes(tape.slot.buffer)
         compute.writes(self.module_buffers)
         with compute, torch.enable_grad():
-            buffers = _Buffers(self.module)
+            self._before = _Buffers(self.module)
             with self.random.at(self._states.pop((i, j))):
                 message = tape.slot.message
                 assert message is not None
@@ -85,8 +86,14 @@ class RecomputingStage(Stage):
                     check_dependence(loss, tape.message)
                     tape.output = loss
         super().backward(i, j)
-        with compute, torch.no_grad():
-            buffers.restore()
+        self._restore_buffers()
+
+    def _restore_buffers(self) -> None:
+        """Have the module buffers of before the backward, which is over or has failed."""
+        if self._before is not None:
+            with self.compute, torch.no_grad():
+                self._before.restore()
+            self._before = None
 
     def send_activation(self, i: int, j: int) -> None:
         """Copy the output to the next stage, and let go of it."""
@@ -102,6 +109,7 @@ class RecomputingStage(Stage):
     def end(self) -> None:
         """Put the true weights back into the module."""
         self._sent.reset()
+        self._restore_buffers()
         super().end()
 
     def forget(self) -> None:

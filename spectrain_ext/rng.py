@@ -20,7 +20,9 @@ os.register_at_fork(before=TURN.acquire, after_in_parent=TURN.release, after_in_
 
 
 class StageRandom:
-    """Inside ``with`` the default generators go on with this stage's numbers, then the caller's.
+    """Inside ``with TURN, random`` the default generators go on with this stage's numbers.
+
+    After it with the caller's.
 
     A stage runs its forwards in the order of minibatches under every schedule, so every schedule
     gives a minibatch the same dropout masks.
@@ -48,26 +50,32 @@ class StageRandom:
         if replica:
             seed = mixed_seed(seed, replica)
         own = [torch.Generator(g.device).manual_seed(seed) for g in self._generators]
-        self._own = [generator.get_state() for generator in own]
-        self._callers = list(self._own)
+        self._own = _states(own)
+        self._callers: States | None = None  # inside ``with``
+        self._entered = self._own
 
     def __enter__(self) -> None:
-        TURN.acquire()
-        try:
-            self._callers = _swap(self._generators, self._own)
-        except BaseException:
-            TURN.release()
-            raise
+        self._enter(self._own)
+
+    def _enter(self, states: States) -> None:
+        self._entered = states
+        self._callers = _states(self._generators)
+        _set(self._generators, states)
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._own = _swap(self._generators, self._callers)
-        finally:
-            TURN.release()
+        self._own = _states(self._generators)
+        self.leave()
+
+    def leave(self) -> None:
+        """Go on with the caller's numbers, if an exception kept ``with`` from seeing to that."""
+        if self._callers is not None:
+            with TURN:
+                _set(self._generators, self._callers)
+                self._callers = None
 
     def rewind(self) -> None:
         """Inside ``with``, draw again what has been drawn since it was entered."""
-        _swap(self._generators, self._own)
+        _set(self._generators, self._entered)
 
     def states(self) -> States:
         """Where the stage's numbers stand, outside of ``with``."""
@@ -86,24 +94,22 @@ class StageRandom:
     def at(self, states: States) -> Iterator[None]:
         """Inside, numbers are drawn again from there; where they stood is not changed."""
         with TURN:
-            callers = _swap(self._generators, states)
+            self._enter(states)
             try:
                 yield
             finally:
-                _swap(self._generators, callers)
+                self.leave()
 
 
-def _swap(generators: list[torch.Generator], states: States) -> States:
-    """Set the states, return those before."""
-    if len(generators) == 1:  # without a loop: this runs twice in every forward
-        generator = generators[0]
-        before = generator.get_state()
-        generator.set_state(states[0])
-        return [before]
-    befores = [generator.get_state() for generator in generators]
+def _states(generators: list[torch.Generator]) -> States:
+    if len(generators) == 1:  # without a loop: these run twice in every forward
+        return [generators[0].get_state()]
+    return [generator.get_state() for generator in generators]
+
+
+def _set(generators: list[torch.Generator], states: States) -> None:
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
-    return befores
 
 
 def mixed_seed(seed: int, index: int) -> int:

@@ -86,7 +86,7 @@ class Stage:
         """Start a run with the weights that the module holds."""
         self.cursor = cursor
         self._extent = extent
-        self.forget()
+        self.drop()
         if self.weights is not None:
             self.predict.writes(self.working)
             with self.predict:
@@ -94,8 +94,9 @@ class Stage:
             self._weights_written()
 
     def end(self) -> None:
-        """Put the true weights back into the module."""
+        """Put the true weights back into the module; may be repeated, or done without a begin."""
         self._in_transit.reset()
+        self.random.leave()
         if self.weights is not None:
             self.predict.writes(self.working)
             with self.predict:
@@ -109,7 +110,7 @@ class Stage:
         self._gave: int | None = None  # minibatch whose norm the other stages know
 
     def drop(self) -> None:
-        """Forget what is in flight; the streams have been waited for."""
+        """Forget what is in flight; nothing is, or the streams have been waited for."""
         self.forget()
         for edge in self.edges():
             edge.reset()
@@ -214,7 +215,7 @@ class Stage:
         compute.reads(self.working)
         compute.writes(slot.buffer)  # an in-place first layer does
         compute.writes(self.module_buffers)
-        with compute, _grad_enabled(), self.random:
+        with compute, _grad_enabled(), TURN, self.random:
             leaves, output = self._run(message)
         tape = Tape(slot, leaves, output, activation(output))
         compute.writes(tape.buffer)
@@ -271,7 +272,7 @@ class Stage:
         """Compute the loss of a microbatch on the last stage; returns it detached."""
         tape, target = self._with_target(i, j)
         compute = self.compute
-        with compute, _grad_enabled(), self.random:
+        with compute, _grad_enabled(), TURN, self.random:
             loss = loss_fn(tape.output, target)
         check_loss(loss)
         check_dependence(loss, tape.message)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .flat import Flat
 from .laws import Horizon
+from .noted import Noted
 from .plan import Plan
 from .predictor import Difference
 from .versions import Content
@@ -24,12 +25,17 @@ class _Kept:
     def __init__(self, working: Flat, params: Sequence[Tensor]) -> None:
         self.flat = Flat(params)
         self.plan = Plan(working.buffers, stashed=self.flat.buffers)
+        self.swap = self.plan._prepared_swap()
 
 
 class Storage:
     """Buffers that a stage's parameters and its optimizer are bound to; a ``Store`` of versions.
 
-    Making one moves the parameters into the working buffer and the optimizer onto the true weights.
+    ``bind`` moves the parameters into the working buffer and the optimizer onto the true weights.
+
+    Where the true weights are is known at every moment, whatever exception may interrupt a method:
+    nothing overwrites them where this says that they are but an update, which makes new ones.
+    ``end`` puts them back from there.
 
     Args:
         params: the parameters.
@@ -58,23 +64,19 @@ class Storage:
             return optimizer.momentum_dtype(p) if master_dtype is None else wide(p)
 
         self.params = params
+        self.optimizer = optimizer
         self.working = Flat(params)
         self.master = Flat(params, wide) if master else None
-        state = {key: Flat(params, of_state).views for key in optimizer.buffer_keys}
-        optimizer.bind(None if self.master is None else self.master.views, state)
-        self.optimizer = optimizer
-        for p, view in self.working.views.items():
-            view.copy_(p.detach())
-            p.data = view
-        self._addresses = [p.data_ptr() for p in params]
-        self.kept: dict[Content, _Kept] = {}
-        self._free = [_Kept(self.working, params) for _ in range(kept)]
+        self._state = {key: Flat(params, of_state).views for key in optimizer.buffer_keys}
+        self._buffers = [_Kept(self.working, params) for _ in range(kept)]
         self.before: Flat | None = None
         self.ahead: Flat | None = None
         self._difference: Plan | None = None
+        # Where the true weights are: the master, a kept version, or (None) the working buffer.
+        self._true: Noted[_Kept | Flat | None] = Noted(None)
+        self._keep_nothing()
         if self.master is not None:
-            inside = [p.detach() for p in params]
-            self.sink = optimizer.prediction_sink(dict(zip(params, inside, strict=True)))
+            inside = list(self.working.views.values())
             true = list(self.master.views.values())
             self._same = all(m.dtype == p.dtype for m, p in zip(true, params, strict=True))
             if self._same:
@@ -92,21 +94,37 @@ class Storage:
                     self._rounding = Plan(outs, outs=[inside])
                 self._difference = Plan(true, stashed=old, outs=[outs])
 
+    def bind(self) -> None:
+        """Move the parameters and the optimizer here; RuntimeError if it is bound elsewhere."""
+        optimizer, master = self.optimizer, self.master
+        optimizer.bind(None if master is None else master.views, self._state)
+        for p, view in self.working.views.items():
+            view.copy_(p.detach())
+            p.data = view
+        self._addresses = [p.data_ptr() for p in self.params]
+        if master is not None:
+            self.sink = optimizer.prediction_sink(self.working.views)
+
+    def unbind(self) -> None:
+        """Give parameters (they hold the true weights now) and state ordinary storage.
+
+        What is not here is left alone: ``bind`` or this may have been interrupted.
+        """
+        for p, view in self.working.views.items():
+            if p.data_ptr() == view.data_ptr():
+                p.data = p.detach().clone(memory_format=torch.preserve_format)
+        if self.optimizer.is_bound_to(self._state):
+            self.optimizer.unbind()
+
     def flats(self) -> list[Flat]:
         """The working buffer, the master and the kept versions."""
         flats = [self.working, self.master, self.before, self.ahead]
-        flats += [kept.flat for kept in (*self._free, *self.kept.values())]
+        flats += [kept.flat for kept in self._buffers]
         return [flat for flat in flats if flat is not None]
 
     def in_place(self) -> bool:
         """Whether all parameters are where they were bound; a parameter replaced is not seen."""
         return [p.data_ptr() for p in self.params] == self._addresses
-
-    def unbind(self) -> None:
-        """Give parameters (they hold the true weights now) and state ordinary storage."""
-        for p in self.params:
-            p.data = p.detach().clone(memory_format=torch.preserve_format)
-        self.optimizer.unbind()
 
     # A run.
 
@@ -121,29 +139,53 @@ class Storage:
             for p, true in self.master.views.items():
                 same = true.to(p.dtype) == p.detach()
                 true.copy_(torch.where(same, true, p.detach().to(true.dtype)))
-        self.remember()
+        self._true.put(self.master)
+        self.before_update()
 
     def end(self) -> None:
-        """Forget the kept versions."""
-        self._free.extend(self.kept.values())
-        self.kept.clear()
+        """Put the true weights back into the parameters, and forget the kept versions.
 
-    def remember(self) -> None:
-        """Keep the true weights as those of one update before, if anybody asks for these."""
-        if self._difference is not None:
+        An end that was interrupted may be repeated; one without a begin does nothing.
+        """
+        where = self._true.value
+        if isinstance(where, _Kept):
+            where.plan.restore_()
+        elif where is not None:
+            self.write_true()
+        self._true.put(None)
+        self._keep_nothing()
+
+    def _keep_nothing(self) -> None:
+        self.kept: dict[Content, _Kept] = {}
+        self._free = list(self._buffers)
+
+    def true_weights(self) -> Mapping[Tensor, Tensor]:
+        """Where the true weights are: parameter -> tensor."""
+        where = self._true.value
+        if where is None:
+            return self.working.views
+        return where.flat.views if isinstance(where, _Kept) else where.views
+
+    def before_update(self) -> None:
+        """Prepare for an update, of what the working buffer holds if there is no master."""
+        if self.master is None:
+            self._true.put(None)
+        elif self._difference is not None:
             self._difference.stash()
-
-    def views_of(self, content: Content) -> Mapping[Tensor, Tensor]:
-        """Where a kept version is: parameter -> tensor."""
-        return self.kept[content].flat.views
 
     # The store of ``Versions``.
 
     def keep(self, content: Content) -> None:
         """Copy what the working buffer holds to a buffer of its own."""
-        kept = self._free.pop() if self._free else _Kept(self.working, self.params)
+        if not self._free:
+            made = _Kept(self.working, self.params)
+            self._buffers.append(made)
+            self._free.append(made)
+        kept = self._free.pop()
         kept.plan.stash()
         self.kept[content] = kept
+        if self._true.value is None:
+            self._true.put(kept)
 
     def restore(self, content: Content) -> None:
         """Copy what is kept to the working buffer."""
@@ -152,12 +194,19 @@ class Storage:
     def swap(self, content: Content, held: Content) -> None:
         """Exchange what is kept for what the working buffer holds."""
         kept = self.kept.pop(content)
-        kept.plan.swap_()
+        true = self._true.value
+        if true is None:
+            self._true.put_after(kept, kept.swap)
+        else:
+            self._true.put_after(None if true is kept else true, kept.swap)
         self.kept[held] = kept
 
     def drop(self, content: Content) -> None:
         """Let go of what is kept."""
-        self._free.append(self.kept.pop(content))
+        kept = self.kept.pop(content)
+        if self._true.value is kept:  # and so are they in the working buffer
+            self._true.put(None)
+        self._free.append(kept)
 
     def write(self, content: Content) -> None:
         """Make it from the true weights, in the working buffer."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class StageWeights:
     """The weights of one stage that has trainable parameters.
 
-    The parameters are views of the *working* buffer for as long as the stage is bound; kernels
+    The parameters are views of the *working* buffer from ``bind`` to ``unbind``; kernels
     overwrite it behind autograd's back, so that a backward meets whatever weights are in it. Where
     weights are predicted, or computed with in a narrower dtype, the true ones live in a *master*
     buffer; elsewhere they are a version like any other, in the working buffer at every update.
@@ -81,7 +81,7 @@ class StageWeights:
         self._keeps_before = choices.law == "difference" and choices.predicts
         self.peak = peak_of(choices, places, schedule, self._has_master)
         self.storage: Storage | None = None
-        self.bind()
+        self._moving: Storage | None = None  # between being bound and not
 
     # Storage.
 
@@ -112,7 +112,9 @@ class StageWeights:
 
     def bind(self) -> None:
         """Move the parameters into the working buffer and the optimizer onto the true weights."""
-        self.storage = Storage(
+        self.mend()
+        self.drop_gradients()
+        self._moving = made = Storage(
             self.params,
             self.optimizer,
             master=self._has_master,
@@ -120,13 +122,24 @@ class StageWeights:
             before=self._keeps_before,
             kept=self.peak.kept,
         )
-        self.begin()
+        try:
+            made.bind()
+            self.storage = made
+        finally:
+            self.mend()
 
     def unbind(self) -> None:
         """Give parameters (they hold the true weights now) and state ordinary storage."""
-        self._bound.unbind()
+        self.__dict__.pop("_versions", None)  # which knows the storage
+        self._moving = self._bound
         self.storage = None
-        del self._versions
+        self.mend()
+
+    def mend(self) -> None:
+        """Undo what an exception left half bound, and what it left half undone."""
+        if self._moving is not self.storage and self._moving is not None:
+            self._moving.unbind()
+        self._moving = None
 
     @property
     def _bound(self) -> Storage:
@@ -175,12 +188,12 @@ class StageWeights:
         self.drop_gradients()
 
     def end(self) -> None:
-        """Put the true weights back into the parameters and forget the microbatches in flight."""
+        """Put the true weights back into the parameters and forget the microbatches in flight.
+
+        An update that was interrupted is finished. An end that was may be repeated.
+        """
+        self.optimizer.mend()
         self.optimizer.write_with_next_step(None)
-        if self._has_master:
-            self._bound.write_true()
-        elif not self.holds(self._versions.true):
-            self.load(self._versions.true)
         self._bound.end()
         self.drop_gradients()
         # A graph that the caller made before the run must not meet the new weights unnoticed.
@@ -193,10 +206,7 @@ class StageWeights:
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
         """Where the true weights are: parameter -> tensor, not to be written."""
-        storage, true = self._bound, self._versions.true
-        if storage.master is not None:
-            return storage.master.views
-        return storage.working.views if self.holds(true) else storage.views_of(true)
+        return self._bound.true_weights()
 
     def masters(self) -> dict[Tensor, Tensor]:
         """The masters that are wider than their parameters."""
@@ -240,7 +250,7 @@ class StageWeights:
         storage, versions = self._bound, self._versions
         ordered = self._ordered(versions.step_writes(forward))
         versions.before_update(ordered is not None)
-        storage.remember()
+        storage.before_update()
         if ordered is not None:
             self.optimizer.write_with_next_step(storage.sink, cast("Horizon", ordered.law or 0))
         self.optimizer.step()

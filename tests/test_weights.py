@@ -46,7 +46,7 @@ def made(
         **more,
     )
     place = Place(0, window, window, microbatches)
-    return StageWeights(
+    weights = StageWeights(
         module,
         optimizer,
         scheduler and scheduler(optimizer),
@@ -54,6 +54,9 @@ def made(
         (place, place),
         method.schedule,
     )
+    weights.bind()
+    weights.begin()
+    return weights
 
 
 def step(weights, *, forward=None):

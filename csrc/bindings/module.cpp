@@ -84,7 +84,6 @@ class PyPlan {
     need(Role::stashed, "stashed", "needed to stash");
     run(state(!eps.empty()).add(Role::stashed), stream, with_program,
         [&](Plan& plan, void* s) { plan.stash_predict_(family(eps), checked(plan, terms(t)), s); });
-    holds_prediction_ = true;
   }
   void extrapolate(double steps, size_t out, py::handle stream, py::handle with_program) {
     const Turn turn(turns_);
@@ -104,7 +103,6 @@ class PyPlan {
     need(Role::stashed, "stashed", "needed to restore");
     run({Role::params, Role::stashed}, stream, py::none(),
         [](Plan& plan, void* s) { plan.copy(plan.stashed, plan.params, s); });
-    holds_prediction_ = false;
   }
   void swap_(py::handle stream) {
     const Turn turn(turns_);
@@ -164,8 +162,6 @@ class PyPlan {
 
   // For a plan that is used more than once.
   void keep(bool watch) { arrays_.keep(watch); }
-  // In one step with the memory, for Python, which an interrupt may stop between any two.
-  bool holds_prediction() const { return holds_prediction_; }
   void pin_gradients() {
     const Turn turn(turns_);
     arrays_.plan->pin_gradients();
@@ -344,7 +340,6 @@ class PyPlan {
 
   Arrays arrays_;
   Turns turns_;
-  bool holds_prediction_ = false;  // in W; the truth is in `stashed`
 };
 
 // Whether nested lists and tuples hold nothing but Python's own numbers.
@@ -411,7 +406,6 @@ PYBIND11_MODULE(_C, m) {
       .def("adam_step_", &PyPlan::adam_step_, py::arg("settings"), py::arg("predictions"),
            py::arg("options"), stream, program)
       .def("keep", &PyPlan::keep, py::arg("watch"))
-      .def_property_readonly("holds_prediction", &PyPlan::holds_prediction)
       .def("pin_gradients", &PyPlan::pin_gradients)
       .def("refresh", &PyPlan::refresh)
       .def("set_gradients", &PyPlan::set_gradients, py::arg("grads"))

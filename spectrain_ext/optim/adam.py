@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from spectrain_ext._lists import Options
 from spectrain_ext.laws import Horizon
 from spectrain_ext.numbers import Adam as AdamNumbers
 from spectrain_ext.optim.base import PredictingOptimizer
@@ -54,16 +55,16 @@ class AdamRule(Rule[AdamNumbers]):
         """State may have been made in advance."""
         return scalars[0] < 1.0
 
-    def step(
+    def prepared(
         self,
         plan: Plan,
         numbers: Sequence[AdamNumbers],
         first_step: bool | Sequence[bool],
         predict: Sequence[Horizon | None],
-        **gate: Any,
-    ) -> None:
-        """Run the kernel."""
-        plan.step_adam_(numbers, predict, **gate)
+        options: Options | None,
+    ) -> Callable[[], None]:
+        """Return what runs the kernel."""
+        return plan._prepared_adam(numbers, predict, options)
 
 
 class Adam(PredictingOptimizer, torch.optim.Adam):

@@ -19,7 +19,7 @@ from spectrain_ext.optim.checkpoint import StateLoader, independent, independent
 from spectrain_ext.optim.hooks import hooked
 from spectrain_ext.optim.ledger import Ledger, named, read_entry
 from spectrain_ext.optim.resolve import Kinds, Resolver
-from spectrain_ext.optim.rows import Rows
+from spectrain_ext.optim.rows import Rows, Work
 from spectrain_ext.optim.rule import Rule, moves
 from spectrain_ext.optim.scaling import Scaling
 from spectrain_ext.optim.templates import Templates
@@ -58,6 +58,9 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     _rule: ClassVar[Rule[Any]]
     _momentum_dtype: torch.dtype | None
+    _loader: StateLoader | None = None
+    _ledger: Ledger
+    _resolver: Resolver
 
     def _prepare(self, momentum_dtype: torch.dtype | None) -> None:
         """Get ready for the parameter groups that torch's constructor is about to add."""
@@ -66,13 +69,16 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._forget_resolved()
 
     def _forget_resolved(self) -> None:
-        self._ledger = Ledger(self._rule, self._momentum_dtype)
-        self._resolver = Resolver(self._ledger)
+        ledger = Ledger(self._rule, self._momentum_dtype)
+        resolver = Resolver(ledger)
+        # Together: an exception between them would leave two that do not know each other.
+        self.__dict__.update(_ledger=ledger, _resolver=resolver)
         self._numbers = Templates(self._rule)
         self._checked: tuple[list[Any], list[tuple[Law, bool]]] = [], []
         self._predicted: list[Rows] | None = None
-        self._binding: Binding | None = None
         self._next_write: tuple[PredictionSink, Law] | None = None
+        self._work: list[Work] = []  # of a step that has begun and not ended
+        self._binding: Binding | None = None
 
     profile_hook_step = staticmethod(hooked)
 
@@ -106,8 +112,10 @@ class PredictingOptimizer(torch.optim.Optimizer):
             seen[p] = i
             check_dtypes(where, p.dtype, self._momentum_dtype)
 
+    @_exclusive
     def __getstate__(self) -> dict[str, Any]:
         """Return what deepcopy and pickle keep; RuntimeError while the weights are predicted."""
+        self.mend()
         self._refuse_while_predicted("copying or pickling the optimizer")
         kept: dict[str, Any] = super().__getstate__()
         kept["state"] = type(self.state)(
@@ -118,18 +126,25 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what ``__getstate__`` or ``load_state_dict`` hands in."""
+        if self._loader is not None:
+            self._loader.put(state["state"])  # before anybody can see it without
         super().__setstate__(state)
         self.__dict__.setdefault("_momentum_dtype", None)
         self.__dict__.setdefault("_turn", RLock())
         if "_ledger" not in self.__dict__:
             self._forget_resolved()
+        elif self._loader is not None:
+            self._ledger.forget()
+            self._ledger.look(self.param_groups, self.state)
 
+    @_exclusive
     def state_dict(self) -> StateDict:
         """Return the state as torch's class of this name does, with the same keys.
 
         Scalar state, and all state of a bound optimizer, is independent: a saved view would take
         the whole buffer it is a view of into the file.
         """
+        self.mend()
         result: StateDict = super().state_dict()
         result["state"] = {k: self._saved_entry(v) for k, v in result["state"].items()}
         return result
@@ -149,23 +164,22 @@ class PredictingOptimizer(torch.optim.Optimizer):
         fit raises (ValueError, TypeError) and changes nothing; RuntimeError while the weights are
         predicted.
         """
+        self.mend()
         self._refuse_while_predicted("load_state_dict")
-        loader = StateLoader(self._rule, self._momentum_dtype, self.param_groups, self.defaults)
-
-        def put(_: torch.optim.Optimizer) -> None:
-            loader.put(self.state)
-            self._ledger.forget()
-            self._ledger.look(self.param_groups, self.state)
-
-        handles = (
-            self.register_load_state_dict_pre_hook(lambda _, loaded: loader.take(loaded)),
-            self.register_load_state_dict_post_hook(put, prepend=True),
+        self._loader = loader = StateLoader(
+            self._rule, self._momentum_dtype, self.param_groups, self.defaults
         )
+
+        def take(_: torch.optim.Optimizer, loaded: StateDict) -> StateDict | None:
+            # A hook that an exception left behind takes nothing.
+            return loader.take(loaded) if self._loader is loader else None
+
+        handle = self.register_load_state_dict_pre_hook(take)
         try:
             super().load_state_dict(state_dict)
         finally:
-            for handle in handles:
-                handle.remove()
+            self._loader = None
+            handle.remove()
 
     @property
     def buffer_keys(self) -> tuple[str, ...]:
@@ -187,11 +201,16 @@ class PredictingOptimizer(torch.optim.Optimizer):
         predicted or for a sparse gradient, ValueError or TypeError for a number out of range or a
         gradient that does not match its parameter.
 
+        A step that an exception interrupts, such as a KeyboardInterrupt, has changed nothing, or is
+        finished before the exception leaves it (by the next use, if there was a second one).
+
         ``torch.amp.GradScaler`` leaves its work to the step: gradients are divided by its scale in
         the same pass (and stay scaled themselves), and a step that it skips changes nothing. On
         CUDA that costs SGD no synchronization but on the first step of a parameter; Adam's count of
         steps is the host's, which waits for the answer, as GradScaler does for other optimizers.
         """
+        if self._work:
+            self.mend()
         self._refuse_while_predicted("step")
         if (
             self._rule.scalars
@@ -208,6 +227,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
+        if self._work:
+            self.mend()
         self._refuse_while_predicted("step")
         templates = self._templates()
         kinds = self._kinds(templates)
@@ -228,18 +249,41 @@ class PredictingOptimizer(torch.optim.Optimizer):
                 rows.forget_gradients()
             return
 
+        self._work = [rows.prepare(templates, law, scaling) for rows in todo]
+        try:
+            self._do_work()
+        except BaseException:
+            self.mend()
+            raise
+
+    def _do_work(self, predict: bool = True) -> None:
+        """Make the step that has been prepared, or what is left of it."""
         changed = False
-        for rows in todo:
-            rows.step(templates, law, scaling)
-            rows.forget_gradients()
-            if rows.start(self.state):
+        for work in self._work:
+            if work.do(self.state, predict):
                 changed = True
             if self._binding is None:
-                bump_versions(rows.updated())
+                bump_versions(work.rows.updated())
         self._ledger.counted()
         if changed:
             self._ledger.forget()
         self._next_write = None
+        self._work = []
+
+    @_exclusive
+    def mend(self) -> None:
+        """Finish a step that an exception cut short after it had begun to write.
+
+        Every method that reads weights or state does it. Groups that were still to be updated are,
+        unless their update raises; predictions that the step was to write are not.
+        """
+        if any(work.made.value for work in self._work):
+            try:
+                self._do_work(predict=False)
+            except Exception:
+                self._work = [work for work in self._work if work.made.value]
+                self._do_work(predict=False)
+        self._work = []
 
     def _templates(self) -> list[Any]:
         """Read the numbers of every group."""
@@ -352,10 +396,12 @@ class PredictingOptimizer(torch.optim.Optimizer):
         Raises RuntimeError if bound already or while the weights are predicted, ValueError for a
         missing or unsuitable tensor; nothing has changed then.
         """
+        self.mend()
         self._refuse_while_predicted("bind")
         if self._binding is not None:
             raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
         binding = Binding(self.param_groups, master, self._by_key(buffers))
+        binding.given = buffers
         for where, p in named(self.param_groups):
             read_entry(where, self._rule, p, self.state.get(p) or {})
         self._forget_resolved()
@@ -379,12 +425,18 @@ class PredictingOptimizer(torch.optim.Optimizer):
         ``master`` and the parameters are left as they are: copying the one to the others is up to
         the owner.
         """
+        self.mend()
         self._bound("unbind")
         for entry in self.state.values():
             if isinstance(entry, dict):
                 entry.update(independent(self._rule, entry))
         self._forget_resolved()
 
+    def is_bound_to(self, buffers: Views | Mapping[str, Views]) -> bool:
+        """Tell whether these buffers are those of the last ``bind``, not undone since."""
+        return self._binding is not None and self._binding.given is buffers
+
+    @_exclusive
     def prediction_sink(self, outs: Views) -> PredictionSink:
         """Resolve where predictions go: ``outs[p]`` has the layout and device of p's weights.
 
@@ -397,6 +449,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         sink.rows(self._ledger, self._kinds(self._templates()))
         return sink
 
+    @_exclusive
     def write_with_next_step(self, sink: PredictionSink | None, steps: Horizon = 0.0) -> None:
         """Let the next :meth:`step` write what ``sink.write(steps)`` right after it would write.
 
@@ -405,6 +458,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
         predicted by its unchanged momentum. The step that does it consumes the order; ``None``
         withdraws it.
         """
+        if self._work:
+            self.mend()
         if sink is None:
             self._next_write = None
             return

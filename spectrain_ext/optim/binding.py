@@ -20,7 +20,13 @@ Views = Mapping[Tensor, Tensor]
 
 
 class Binding:
-    """Which tensors hold each parameter's true weights and its state."""
+    """Which tensors hold each parameter's true weights and its state.
+
+    Attributes:
+        given: the buffers as the caller gave them.
+    """
+
+    given: object = None
 
     def __init__(
         self,

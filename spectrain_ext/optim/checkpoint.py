@@ -36,7 +36,7 @@ class StateLoader:
     """Keeps what is loaded from torch, which would cast it to its parameter's dtype.
 
     ``take`` removes a rule's state from a state_dict before torch sees it (hooks of the caller's
-    run first), ``put`` puts it back right after.
+    run first), ``put`` puts it back into what torch makes of the rest.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class StateLoader:
         return {**state_dict, "state": state}
 
     def put(self, state: State) -> None:
-        """Put the state that was taken into the optimizer's."""
+        """Put what was taken into the state that the optimizer is about to have."""
         for p, loaded in self._loaded.items():
             state[p].update(loaded)
 

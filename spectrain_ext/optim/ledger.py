@@ -193,8 +193,8 @@ class Ledger:
                     entry[key] = column[i]
                 self._expected[key].append(entry[key])
             self._entries.append(entry)
-        self._seen = tuple(state.values())
         self.version += 1
+        self._seen = tuple(state.values())  # last: from here on it is true
 
     def _settled(self, p: Tensor, buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the buffers where they belong, in a layout and dtype that the kernels take."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import is_
 from typing import Any, NamedTuple
@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.laws import Law
+from spectrain_ext.noted import Noted
 from spectrain_ext.optim.buffers import empty_like
 from spectrain_ext.optim.ledger import Ledger, State
-from spectrain_ext.optim.rule import ByNumbers, PerGroup, Resting, moves, without_gradient
+from spectrain_ext.optim.rule import (
+    ByNumbers,
+    PerGroup,
+    Resting,
+    Scalars,
+    moves,
+    without_gradient,
+)
 from spectrain_ext.optim.scaling import Scaling
 from spectrain_ext.plan import Plan
 
@@ -33,6 +41,51 @@ class Cohort(NamedTuple):
     started: bool
     positions: list[int]  # in the ledger
     rows: list[int]
+
+
+class Work:
+    """The update of some rows, prepared: its kernel is run once, and what follows from it noted.
+
+    Attributes:
+        rows: which.
+        made: whether the kernel has run.
+    """
+
+    __slots__ = ("_after", "_call", "_law", "_templates", "made", "rows")
+
+    def __init__(
+        self,
+        rows: Rows,
+        call: Callable[[], None],
+        templates: Sequence[Any],
+        law: Law | None,
+        after: Sequence[Scalars],
+    ) -> None:
+        self.rows = rows
+        self.made = Noted(False)
+        self._call = call
+        self._templates = templates
+        self._law = law
+        self._after = after
+
+    def do(self, state: State, predict: bool) -> bool:
+        """Run the kernel unless it has run; count, and start state, which may be done again.
+
+        Args:
+            state: the optimizer's.
+            predict: whether to write those predictions as well that the kernel does not.
+
+        Returns:
+            Whether rows now belong to other cohorts: begun, or counted apart.
+        """
+        rows = self.rows
+        if not self.made.value:
+            self.made.put_after(True, self._call)
+        if predict and self._law is not None:
+            rows.write_rest(self._templates, self._law)
+        rows.forget_gradients()
+        rows.count(self._after)
+        return rows.start(state)
 
 
 class Rows:
@@ -75,6 +128,7 @@ class Rows:
         self._addresses = self._read_addresses()
         self._assignment: list[int] = []
         self._without: tuple[list[bool], list[int], Plan] | None = None
+        self._replaced = Noted(False)  # the weights by their prediction
         self.active: list[bool] = []
         self.all_active = False
         self.version = -1
@@ -177,11 +231,8 @@ class Rows:
             numbers.append(rule.resting if rests else rule.at(templates[cohort.group], scalars))
         return numbers
 
-    def step(self, templates: Sequence[Any], law: Law | None, scaling: Scaling) -> None:
-        """Update the rows that have a gradient; with a law, write the outs of all rows.
-
-        Starts state where there was none, and counts.
-        """
+    def prepare(self, templates: Sequence[Any], law: Law | None, scaling: Scaling) -> Work:
+        """Return the update of the rows that have a gradient; with a law, it writes all outs."""
         ledger, rule = self.ledger, self.ledger.rule
         before = [ledger.scalars(cohort.positions[0]) for cohort in self.cohorts]
         groups = [templates[cohort.group] for cohort in self.cohorts]
@@ -189,14 +240,20 @@ class Rows:
         numbers = [rule.at(t, scalars) for t, scalars in zip(groups, after, strict=True)]
         with_step = law is not None and self.buffers is not None
         own = () if law is None or not with_step else (self._own(law, numbers),)
-        gate = scaling.on(self._weights[0].device)
-        rule.step(self.plan, numbers, self._first_step(groups), own, **gate)
-        if law is not None:
-            if not with_step:
-                self.plan.write_out()
-            elif not self.all_active and moves(law):
-                # The step gives a row without a gradient its weights, not their prediction.
-                self._predict_inactive(templates, without_gradient(law))
+        options = scaling.on(self._weights[0].device)
+        call = rule.prepared(self.plan, numbers, self._first_step(groups), own, options)
+        return Work(self, call, templates, law, after)
+
+    def write_rest(self, templates: Sequence[Any], law: Law) -> None:
+        """Write the outs that a step with a law does not."""
+        if self.buffers is None:
+            self.plan.write_out()
+        elif not self.all_active and moves(law):
+            # The step gives a row without a gradient its weights, not their prediction.
+            self._predict_inactive(templates, without_gradient(law))
+
+    def count(self, after: Sequence[Scalars]) -> None:
+        """Give the rows that a step has updated the scalar state after it, by cohort."""
         for cohort, scalars in zip(self.cohorts, after, strict=True):
             positions = cohort.positions
             if not self.all_active:
@@ -205,7 +262,7 @@ class Rows:
                     for position, row in zip(positions, cohort.rows, strict=True)
                     if self.active[row]
                 ]
-            ledger.count(positions, scalars)
+            self.ledger.count(positions, scalars)
 
     def _first_step(self, groups: Sequence[Any]) -> bool | list[bool]:
         if self.buffers is None:
@@ -277,20 +334,23 @@ class Rows:
     def stash_predict(self, templates: Sequence[Any], law: Law) -> None:
         """Keep the weights and replace them by their prediction."""
         if moves(law):
-            self.plan.stash_predict_with(self.now(templates), Resting(law, self.ledger.rule))
+            own = Resting(law, self.ledger.rule)
+            call = self.plan._prepared_stash_predict(self.now(templates), own)
+            self._replaced.put_after(True, call)
 
     def restore(self) -> bool:
         """Write the stashed weights back, wherever the parameters' storage is by now.
 
         Returns whether they had been replaced.
         """
-        if not self.plan.holds_prediction:
+        if not self._replaced.value:
             return False
         if self.storage_unchanged():
-            self.plan.restore_()
+            self._replaced.put_after(False, self.plan._prepared_restore())
         else:
             for param, kept in zip(self.params, self.stashed or (), strict=True):
                 param.detach().copy_(kept)
+            self._replaced.put(False)
         return True
 
     def updated(self) -> tuple[Tensor, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
 from spectrain_ext._expressions import Scalar
+from spectrain_ext._lists import Options
 from spectrain_ext.laws import Horizon, Law, Linear, SecondOrder
 from spectrain_ext.numbers import Adam, Sgd, Term
 from spectrain_ext.plan import Plan
@@ -76,15 +77,15 @@ class Rule(ABC, Generic[Numbers]):
         return law.adam(numbers) if isinstance(numbers, Adam) else law.sgd(numbers)
 
     @abstractmethod
-    def step(
+    def prepared(
         self,
         plan: Plan,
         numbers: Sequence[Numbers],
         first_step: bool | Sequence[bool],
         predict: Sequence[Horizon | None],
-        **gate: Any,
-    ) -> None:
-        """Run the kernel, with the numbers of every group of the plan; ``gate``: see Scaling."""
+        options: Options | None,
+    ) -> Callable[[], None]:
+        """Return what runs the kernel, with the numbers of every group: a native call, no more."""
 
 
 @dataclass(frozen=True, slots=True)

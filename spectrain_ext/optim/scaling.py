@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from spectrain_ext._lists import Options, step_options
 
 
 class Scaling(NamedTuple):
@@ -35,11 +37,10 @@ class Scaling(NamedTuple):
         """Whether the answer is on the host."""
         return self.found_inf is None or self.found_inf.device.type == "cpu"
 
-    def on(self, device: torch.device) -> dict[str, Any]:
-        """The scalars that a plan on the device takes."""
-        given = {"grad_scale": self.grad_scale, "found_inf": self.found_inf}
-        return {
-            name: value.to(device, torch.float32, non_blocking=True)
-            for name, value in given.items()
-            if value is not None
-        }
+    def on(self, device: torch.device) -> Options | None:
+        """What a plan on the device takes of it."""
+        grad_scale, found_inf = (
+            None if value is None else value.to(device, torch.float32, non_blocking=True)
+            for value in self
+        )
+        return step_options(grad_scale, found_inf, None, False, None)

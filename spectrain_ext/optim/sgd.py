@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from spectrain_ext._lists import Options
 from spectrain_ext.laws import Horizon
 from spectrain_ext.numbers import Sgd
 from spectrain_ext.optim.base import PredictingOptimizer
@@ -47,16 +48,16 @@ class SgdRule(Rule[Sgd]):
         """The first buffer is the gradient, undampened; an average goes on from 0."""
         return not numbers.ema
 
-    def step(
+    def prepared(
         self,
         plan: Plan,
         numbers: Sequence[Sgd],
         first_step: bool | Sequence[bool],
         predict: Sequence[Horizon | None],
-        **gate: Any,
-    ) -> None:
-        """Run the kernel."""
-        plan.step_sgd_(numbers, first_step, predict, **gate)
+        options: Options | None,
+    ) -> Callable[[], None]:
+        """Return what runs the kernel."""
+        return plan._prepared_sgd(numbers, first_step, predict, options)
 
 
 class SGD(PredictingOptimizer, torch.optim.SGD):

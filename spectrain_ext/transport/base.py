@@ -40,7 +40,7 @@ class Receiver(Protocol):
         """The receiver's stream will not use the message after what it has been given so far."""
 
     def reset(self) -> None:
-        """Forget all messages; what was issued must have been waited for."""
+        """Forget all messages: all have been freed, or what was issued has been waited for."""
 
     def free_storage(self) -> None:
         """Free the receive buffers, outside of a run."""

@@ -36,23 +36,37 @@ class Message(NamedTuple):
         return Message(self.tensors, self.single, (False,) * len(self.tensors))
 
 
+class _Memory(NamedTuple):
+    """What a slot consists of, which changes as a whole whatever exception comes in between."""
+
+    tensors: list[Tensor | None]
+    likeness: list[_Likeness | None]
+    bases: list[Tensor | None]
+
+
+_NO_MEMORY = _Memory([], [], [])
+
+
 class Slot:
     """A receive buffer; ``arrived``: the copy into it, ``free``: the receiver has done with it."""
 
-    __slots__ = ("_bases", "_likeness", "arrived", "buffer", "free", "message", "storage")
+    __slots__ = ("_memory", "arrived", "buffer", "free", "message")
 
     def __init__(self, name: str, copy: Stream, receiver: Stream) -> None:
         self.buffer = Buffer(name)
         self.arrived = copy.event()
         self.free = receiver.event()
         self.message: Message | None = None
-        self.storage: list[Tensor | None] = []
-        self._likeness: list[_Likeness | None] = []
-        self._bases: list[Tensor | None] = []
+        self._memory = _NO_MEMORY
+
+    @property
+    def storage(self) -> list[Tensor | None]:
+        """What a message is copied into."""
+        return self._memory.tensors
 
     def fits(self, likeness: list[_Likeness | None]) -> bool:
         """Whether the storage has these shapes, strides and dtypes."""
-        return self._likeness == likeness
+        return self._memory.likeness == likeness
 
     def fit(
         self,
@@ -61,20 +75,21 @@ class Slot:
         device: torch.device,
     ) -> None:
         """Have storage like these tensors, in the same memory where it is large enough."""
-        old = self._bases + [None] * (len(tensors) - len(self._bases))
-        self._bases = [_base(*pair, device) for pair in zip(old, tensors, strict=False)]
-        self._likeness = likeness
-        self.storage = [
+        old = self._memory.bases
+        old = old + [None] * (len(tensors) - len(old))
+        bases = [_base(*pair, device) for pair in zip(old, tensors, strict=False)]
+        storage = [
             None
             if tensor is None or base is None
             # empty_like keeps the strides of every dense layout and closes the gaps of any other.
             else base.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
-            for tensor, base in zip(tensors, self._bases, strict=True)
+            for tensor, base in zip(tensors, bases, strict=True)
         ]
+        self._memory = _Memory(storage, likeness, bases)
 
     def clear(self) -> None:
         """Free the memory."""
-        self.storage, self._likeness, self._bases = [], [], []
+        self._memory = _NO_MEMORY
 
 
 def _base(base: Tensor | None, tensor: Tensor | None, device: torch.device) -> Tensor | None:
@@ -165,7 +180,7 @@ class Edge:
         slot.message = None
 
     def reset(self) -> None:
-        """Forget all messages; what was issued must have been waited for."""
+        """Forget all messages: all have been freed, or what was issued has been waited for."""
         for slot in self._ring:
             slot.message = None
         self._sent = self._received = 0

@@ -54,6 +54,9 @@ class Stream(Protocol):
     def synchronize(self) -> None:
         """Block the host until the work issued so far has been done."""
 
+    def leave(self) -> None:
+        """Be no device's current stream, if an exception kept ``with`` from seeing to that."""
+
 
 class HostEvent:
     """An event of the CPU, which has done its work when the call returns."""
@@ -92,6 +95,9 @@ class HostStream:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
+
+    def leave(self) -> None:
+        """It is always current."""
 
 
 class CheckedEvent:
@@ -150,6 +156,9 @@ class CheckedStream:
     def synchronize(self) -> None:
         """Let all that is issued from here on, on any stream, follow this stream's work."""
         _merge(self._done, self._seen)
+
+    def leave(self) -> None:
+        """It is never current."""
 
     def _tick(self) -> int:
         self._seen[self] += 1
@@ -220,6 +229,10 @@ class CudaStream:
         """Block the host until the work issued so far has been done."""
         for stream in self._streams:
             stream.synchronize()
+
+    def leave(self) -> None:
+        """Put back the streams that were current, unless that has been done."""
+        self._entered.close()
 
 
 class _Checked:

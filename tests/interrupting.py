@@ -1,0 +1,184 @@
+"""KeyboardInterrupts at chosen lines of the package, and what must be true after them."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import spectrain_ext as st
+
+PACKAGE = str(Path(st.__file__).parent)
+MINIBATCHES = 5
+
+
+class Interrupts:
+    """Inside ``with``, a KeyboardInterrupt at the line event of each of some numbers.
+
+    Lines of the package are counted from 0 on; each number counts from the interrupt before it.
+
+    Attributes:
+        lines: the line events since the last interrupt.
+        left: numbers that have not come.
+    """
+
+    def __init__(self, *numbers):
+        self.left = list(numbers)
+        self.lines = 0
+
+    def __enter__(self):
+        self._outer = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+        sys.settrace(self._outer)
+
+    def _call(self, frame, event, arg):
+        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def _line(self, frame, event, arg):
+        if event == "line":
+            if self.left and self.lines == self.left[0]:
+                del self.left[0]
+                self.lines = 0
+                # Python takes a trace function away that raises. What runs next puts it back.
+                sys.setprofile(self._again if self.left else None)
+                raise KeyboardInterrupt
+            self.lines += 1
+        return self._line
+
+    def _again(self, frame, event, arg):
+        sys.setprofile(None)
+        sys.settrace(self._call)
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(PACKAGE):
+                frame.f_trace = self._line
+            frame = frame.f_back
+
+
+class Case:
+    """A small pipeline that always starts from the same weights, and the versions that it makes."""
+
+    def __init__(self, method, *, dtype=torch.float32, optimizer=None, stages=3, **settings):
+        torch.manual_seed(3)
+        width = 3
+        self._stages = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(stages)]
+        self._stages = [stage.to(dtype) for stage in self._stages]
+        size = 2 * settings.get("microbatches", 1)
+        self.data = [
+            (torch.randn(size, width).to(dtype), torch.randn(size, width).to(dtype))
+            for _ in range(MINIBATCHES)
+        ]
+        self._optimizer = optimizer or sgd
+        self._settings = {"method": method, **settings}
+        pipe = self.pipe()
+        self.versions = [[parts] for parts in self.state(pipe)]
+        for k, opt in enumerate(pipe.optimizers):
+            opt.register_step_post_hook(lambda *_, k=k: self._note(pipe, k))
+        list(pipe.run(self.data))
+        self._after: dict[tuple[int, ...], list[dict[str, torch.Tensor]]] = {}
+
+    def pipe(self):
+        """A pipeline at its start."""
+        return self.pipe_of(self.modules())
+
+    def modules(self):
+        """The stages at their start."""
+        return copy.deepcopy(self._stages)
+
+    def pipe_of(self, modules):
+        """A pipeline of these stages."""
+        return st.Pipeline(modules, self._optimizer, nn.functional.mse_loss, **self._settings)
+
+    def _note(self, pipe, k):
+        # While a step's hook runs, only the true weights are where they are to be looked for.
+        weights = pipe._weights[k]
+        true = weights.true_weights()
+        found = {f"w{n}": true[p] for n, p in enumerate(weights.params)}
+        self.versions[k].append(clones({**found, **moments(weights.optimizer)}))
+
+    def state(self, pipe):
+        """Per stage the weights, or the masters, and the momentum."""
+        masters, found = pipe.masters(), []
+        for k, opt in enumerate(pipe.optimizers):
+            params = [p for group in opt.param_groups for p in group["params"]]
+            named = {f"w{n}": masters.get(p, p) for n, p in enumerate(params)}
+            for n, p in enumerate(params):
+                rounded = pipe.state_dict()[f"{k}.0.{'weight' if n == 0 else 'bias'}"]
+                assert torch.equal(p, rounded)
+                assert torch.equal(rounded, named[f"w{n}"].to(p.dtype))
+            found.append(clones({**named, **moments(opt)}))
+        return found
+
+    def check(self, pipe):
+        """Every stage has one of its versions, all of it; and the pipeline trains on from there."""
+        found = self.state(pipe)
+        made = []
+        for mine, versions in zip(found, self.versions, strict=True):
+            equal = [u for u, version in enumerate(versions) if same(mine, version)]
+            assert equal, (mine, versions)
+            made.append(equal[0])
+        key = tuple(made)
+        if key not in self._after:
+            self._after[key] = self._trained_from(found)
+        list(pipe.run(self.data[:3]))
+        for mine, expected in zip(self.state(pipe), self._after[key], strict=True):
+            assert same(mine, expected), (mine, expected)
+
+    def _trained_from(self, state):
+        """What a new pipeline makes of these weights."""
+        pipe = self.pipe()
+        if masters := pipe.masters():
+            for opt, parts in zip(pipe.optimizers, state, strict=True):
+                for n, p in enumerate(p for group in opt.param_groups for p in group["params"]):
+                    p.data.copy_(parts[f"w{n}"])
+                    masters[p].copy_(parts[f"w{n}"])
+        for opt, parts in zip(pipe.optimizers, state, strict=True):
+            for n, p in enumerate(p for group in opt.param_groups for p in group["params"]):
+                if not masters:
+                    p.data.copy_(parts[f"w{n}"])
+            saved = opt.state_dict()
+            for name, tensor in parts.items():
+                if not name.startswith("w"):
+                    n, _, key = name.partition(".")
+                    saved["state"].setdefault(int(n), {})[key] = tensor
+            opt.load_state_dict(saved)
+        list(pipe.run(self.data[:3]))
+        return self.state(pipe)
+
+
+def sgd(params):
+    return st.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.3)
+
+
+def adam(params):
+    return st.optim.AdamW(params, lr=0.01)
+
+
+def groups(params):
+    """Two groups that take a kernel each: one has momentum, one has not."""
+    first, second = params
+    return st.optim.SGD([{"params": [first], "momentum": 0.9}, {"params": [second]}], lr=0.1)
+
+
+def moments(optimizer):
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{n}.{key}": tensor
+        for n, entry in state.items()
+        for key, tensor in entry.items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def clones(tensors):
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
