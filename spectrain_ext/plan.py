@@ -332,10 +332,7 @@ class Plan:
 
     def restore_(self, *, stream: Any = None) -> None:
         """W <- stashed, bit for bit."""
-        self._prepared_restore(stream)()
-
-    def _prepared_restore(self, stream: Any = None) -> Callable[[], None]:
-        return partial(self._native.restore_, stream)
+        self._native.restore_(stream)
 
     def swap_(self, *, stream: Any = None) -> None:
         """W <-> stashed, bit for bit, in place."""

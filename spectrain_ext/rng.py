@@ -50,32 +50,31 @@ class StageRandom:
         if replica:
             seed = mixed_seed(seed, replica)
         own = [torch.Generator(g.device).manual_seed(seed) for g in self._generators]
-        self._own = _states(own)
-        self._callers: States | None = None  # inside ``with``
+        self._own = [generator.get_state() for generator in own]
+        self._callers: States = []  # inside ``with``
         self._entered = self._own
 
     def __enter__(self) -> None:
-        self._enter(self._own)
-
-    def _enter(self, states: States) -> None:
-        self._entered = states
-        self._callers = _states(self._generators)
-        _set(self._generators, states)
+        self._entered = self._own
+        self._callers = []
+        _swap(self._generators, self._own, self._callers)
 
     def __exit__(self, *_: object) -> None:
-        self._own = _states(self._generators)
-        self.leave()
+        own: States = []
+        _swap(self._generators, self._callers, own)
+        self._own = own
+        self._callers = []
 
     def leave(self) -> None:
         """Go on with the caller's numbers, if an exception kept ``with`` from seeing to that."""
-        if self._callers is not None:
+        if self._callers:
             with TURN:
-                _set(self._generators, self._callers)
-                self._callers = None
+                _swap(self._generators, self._callers, [])
+                self._callers = []
 
     def rewind(self) -> None:
         """Inside ``with``, draw again what has been drawn since it was entered."""
-        _set(self._generators, self._entered)
+        _swap(self._generators, self._entered, [])
 
     def states(self) -> States:
         """Where the stage's numbers stand, outside of ``with``."""
@@ -94,21 +93,19 @@ class StageRandom:
     def at(self, states: States) -> Iterator[None]:
         """Inside, numbers are drawn again from there; where they stood is not changed."""
         with TURN:
-            self._enter(states)
+            self._entered = states
+            self._callers = []
             try:
+                _swap(self._generators, states, self._callers)
                 yield
             finally:
                 self.leave()
 
 
-def _states(generators: list[torch.Generator]) -> States:
-    if len(generators) == 1:  # without a loop: these run twice in every forward
-        return [generators[0].get_state()]
-    return [generator.get_state() for generator in generators]
-
-
-def _set(generators: list[torch.Generator], states: States) -> None:
-    for generator, state in zip(generators, states, strict=True):
+def _swap(generators: list[torch.Generator], states: States, before: States) -> None:
+    """Set the states of as many generators, after adding to ``before`` what they were."""
+    for generator, state in zip(generators, states, strict=False):
+        before.append(generator.get_state())
         generator.set_state(state)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .flat import Flat
 from .laws import Horizon
-from .noted import Noted
+from .noted import make_noted
 from .plan import Plan
 from .predictor import Difference
 from .versions import Content
@@ -73,7 +73,9 @@ class Storage:
         self.ahead: Flat | None = None
         self._difference: Plan | None = None
         # Where the true weights are: the master, a kept version, or (None) the working buffer.
-        self._true: Noted[_Kept | Flat | None] = Noted(None)
+        self._true: _Kept | Flat | None = None
+        # A swap that moves them: where they are after it, and a note once it has been made.
+        self._swap: tuple[_Kept | Flat | None, list[object]] | None = None
         self._keep_nothing()
         if self.master is not None:
             inside = list(self.working.views.values())
@@ -139,7 +141,7 @@ class Storage:
             for p, true in self.master.views.items():
                 same = true.to(p.dtype) == p.detach()
                 true.copy_(torch.where(same, true, p.detach().to(true.dtype)))
-        self._true.put(self.master)
+        self._true = self.master
         self.before_update()
 
     def end(self) -> None:
@@ -147,12 +149,12 @@ class Storage:
 
         An end that was interrupted may be repeated; one without a begin does nothing.
         """
-        where = self._true.value
+        where = self._where()
         if isinstance(where, _Kept):
             where.plan.restore_()
         elif where is not None:
             self.write_true()
-        self._true.put(None)
+        self._true = None
         self._keep_nothing()
 
     def _keep_nothing(self) -> None:
@@ -161,15 +163,23 @@ class Storage:
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
         """Where the true weights are: parameter -> tensor."""
-        where = self._true.value
+        where = self._where()
         if where is None:
             return self.working.views
         return where.flat.views if isinstance(where, _Kept) else where.views
 
+    def _where(self) -> _Kept | Flat | None:
+        if self._swap is not None:
+            after, notes = self._swap
+            if notes:
+                self._true = after
+            self._swap = None
+        return self._true
+
     def before_update(self) -> None:
         """Prepare for an update, of what the working buffer holds if there is no master."""
         if self.master is None:
-            self._true.put(None)
+            self._true = None
         elif self._difference is not None:
             self._difference.stash()
 
@@ -184,8 +194,8 @@ class Storage:
         kept = self._free.pop()
         kept.plan.stash()
         self.kept[content] = kept
-        if self._true.value is None:
-            self._true.put(kept)
+        if self._true is None:
+            self._true = kept
 
     def restore(self, content: Content) -> None:
         """Copy what is kept to the working buffer."""
@@ -194,18 +204,20 @@ class Storage:
     def swap(self, content: Content, held: Content) -> None:
         """Exchange what is kept for what the working buffer holds."""
         kept = self.kept.pop(content)
-        true = self._true.value
-        if true is None:
-            self._true.put_after(kept, kept.swap)
-        else:
-            self._true.put_after(None if true is kept else true, kept.swap)
+        true = self._true
+        after = kept if true is None else None if true is kept else true
+        notes: list[object] = []
+        self._swap = after, notes
+        make_noted(kept.swap, notes)
+        self._true = after
+        self._swap = None
         self.kept[held] = kept
 
     def drop(self, content: Content) -> None:
         """Let go of what is kept."""
         kept = self.kept.pop(content)
-        if self._true.value is kept:  # and so are they in the working buffer
-            self._true.put(None)
+        if self._true is kept:  # and so are they in the working buffer
+            self._true = None
         self._free.append(kept)
 
     def write(self, content: Content) -> None:

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from threading import RLock
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from spectrain_ext._lists import bump_versions
 from spectrain_ext.laws import Horizon, Law, as_law
+from spectrain_ext.noted import make_noted
 from spectrain_ext.optim.binding import Binding, PredictionSink, Views, checked_outs
 from spectrain_ext.optim.buffers import check_dtypes, loaded_dtype
 from spectrain_ext.optim.checkpoint import StateLoader, independent, independent_scalars
 from spectrain_ext.optim.hooks import hooked
 from spectrain_ext.optim.ledger import Ledger, named, read_entry
 from spectrain_ext.optim.resolve import Kinds, Resolver
-from spectrain_ext.optim.rows import Rows, Work
-from spectrain_ext.optim.rule import Rule, moves
+from spectrain_ext.optim.rows import Rows
+from spectrain_ext.optim.rule import Rule, Scalars, moves
 from spectrain_ext.optim.scaling import Scaling
 from spectrain_ext.optim.templates import Templates
 
 StateDict = dict[str, Any]
 
 _REMEMBERED = 8  # laws that were found good: a training loop asks for the same few every time
+
+
+class _Work(NamedTuple):
+    """A step, prepared.
+
+    Attributes:
+        parts: rows, the native call that updates them, and their scalar state after it.
+        made: a note for each of these calls that has been made, in order.
+        templates: the numbers of every group.
+        law: of what the step writes beside, None: nothing.
+    """
+
+    parts: Sequence[tuple[Rows, Callable[[], None], list[Scalars]]]
+    made: list[object]
+    templates: list[Any]
+    law: Law | None
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -77,7 +94,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._checked: tuple[list[Any], list[tuple[Law, bool]]] = [], []
         self._predicted: list[Rows] | None = None
         self._next_write: tuple[PredictionSink, Law] | None = None
-        self._work: list[Work] = []  # of a step that has begun and not ended
+        self._work: _Work | None = None  # of a step that has begun and not ended
         self._binding: Binding | None = None
 
     profile_hook_step = staticmethod(hooked)
@@ -209,7 +226,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         CUDA that costs SGD no synchronization but on the first step of a parameter; Adam's count of
         steps is the host's, which waits for the answer, as GradScaler does for other optimizers.
         """
-        if self._work:
+        if self._work is not None:
             self.mend()
         self._refuse_while_predicted("step")
         if (
@@ -249,26 +266,32 @@ class PredictingOptimizer(torch.optim.Optimizer):
                 rows.forget_gradients()
             return
 
-        self._work = [rows.prepare(templates, law, scaling) for rows in todo]
+        parts = [(rows, *rows.prepared(templates, law, scaling)) for rows in todo]
+        self._work = _Work(parts, [], templates, law)
         try:
-            self._do_work()
+            self._do_work(self._work)
         except BaseException:
             self.mend()
             raise
 
-    def _do_work(self, predict: bool = True) -> None:
+    def _do_work(self, work: _Work) -> None:
         """Make the step that has been prepared, or what is left of it."""
         changed = False
-        for work in self._work:
-            if work.do(self.state, predict):
+        for k, (rows, call, after) in enumerate(work.parts):
+            if len(work.made) == k:
+                make_noted(call, work.made)
+            if work.law is not None:
+                rows.write_rest(work.templates, work.law)
+            rows.forget_gradients()
+            if rows.updated_to(after, self.state):
                 changed = True
             if self._binding is None:
-                bump_versions(work.rows.updated())
+                bump_versions(rows.updated())
         self._ledger.counted()
         if changed:
             self._ledger.forget()
         self._next_write = None
-        self._work = []
+        self._work = None
 
     @_exclusive
     def mend(self) -> None:
@@ -277,13 +300,14 @@ class PredictingOptimizer(torch.optim.Optimizer):
         Every method that reads weights or state does it. Groups that were still to be updated are,
         unless their update raises; predictions that the step was to write are not.
         """
-        if any(work.made.value for work in self._work):
+        work = self._work
+        if work is not None and work.made:
+            work = work._replace(law=None)
             try:
-                self._do_work(predict=False)
+                self._do_work(work)
             except Exception:
-                self._work = [work for work in self._work if work.made.value]
-                self._do_work(predict=False)
-        self._work = []
+                self._do_work(work._replace(parts=work.parts[: len(work.made)]))
+        self._work = None
 
     def _templates(self) -> list[Any]:
         """Read the numbers of every group."""
@@ -458,7 +482,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         predicted by its unchanged momentum. The step that does it consumes the order; ``None``
         withdraws it.
         """
-        if self._work:
+        if self._work is not None:
             self.mend()
         if sink is None:
             self._next_write = None

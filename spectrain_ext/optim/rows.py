@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.laws import Law
-from spectrain_ext.noted import Noted
+from spectrain_ext.noted import make_noted
 from spectrain_ext.optim.buffers import empty_like
 from spectrain_ext.optim.ledger import Ledger, State
 from spectrain_ext.optim.rule import (
@@ -41,51 +41,6 @@ class Cohort(NamedTuple):
     started: bool
     positions: list[int]  # in the ledger
     rows: list[int]
-
-
-class Work:
-    """The update of some rows, prepared: its kernel is run once, and what follows from it noted.
-
-    Attributes:
-        rows: which.
-        made: whether the kernel has run.
-    """
-
-    __slots__ = ("_after", "_call", "_law", "_templates", "made", "rows")
-
-    def __init__(
-        self,
-        rows: Rows,
-        call: Callable[[], None],
-        templates: Sequence[Any],
-        law: Law | None,
-        after: Sequence[Scalars],
-    ) -> None:
-        self.rows = rows
-        self.made = Noted(False)
-        self._call = call
-        self._templates = templates
-        self._law = law
-        self._after = after
-
-    def do(self, state: State, predict: bool) -> bool:
-        """Run the kernel unless it has run; count, and start state, which may be done again.
-
-        Args:
-            state: the optimizer's.
-            predict: whether to write those predictions as well that the kernel does not.
-
-        Returns:
-            Whether rows now belong to other cohorts: begun, or counted apart.
-        """
-        rows = self.rows
-        if not self.made.value:
-            self.made.put_after(True, self._call)
-        if predict and self._law is not None:
-            rows.write_rest(self._templates, self._law)
-        rows.forget_gradients()
-        rows.count(self._after)
-        return rows.start(state)
 
 
 class Rows:
@@ -128,7 +83,7 @@ class Rows:
         self._addresses = self._read_addresses()
         self._assignment: list[int] = []
         self._without: tuple[list[bool], list[int], Plan] | None = None
-        self._replaced = Noted(False)  # the weights by their prediction
+        self._replaced: list[object] = []  # a note of each time that a prediction took their place
         self.active: list[bool] = []
         self.all_active = False
         self.version = -1
@@ -231,8 +186,13 @@ class Rows:
             numbers.append(rule.resting if rests else rule.at(templates[cohort.group], scalars))
         return numbers
 
-    def prepare(self, templates: Sequence[Any], law: Law | None, scaling: Scaling) -> Work:
-        """Return the update of the rows that have a gradient; with a law, it writes all outs."""
+    def prepared(
+        self, templates: Sequence[Any], law: Law | None, scaling: Scaling
+    ) -> tuple[Callable[[], None], list[Scalars]]:
+        """Return what updates the rows that have a gradient, and the scalar state after it.
+
+        With a law it writes the outs as well, but for what ``write_rest`` does.
+        """
         ledger, rule = self.ledger, self.ledger.rule
         before = [ledger.scalars(cohort.positions[0]) for cohort in self.cohorts]
         groups = [templates[cohort.group] for cohort in self.cohorts]
@@ -241,8 +201,7 @@ class Rows:
         with_step = law is not None and self.buffers is not None
         own = () if law is None or not with_step else (self._own(law, numbers),)
         options = scaling.on(self._weights[0].device)
-        call = rule.prepared(self.plan, numbers, self._first_step(groups), own, options)
-        return Work(self, call, templates, law, after)
+        return rule.prepared(self.plan, numbers, self._first_step(groups), own, options), after
 
     def write_rest(self, templates: Sequence[Any], law: Law) -> None:
         """Write the outs that a step with a law does not."""
@@ -252,8 +211,12 @@ class Rows:
             # The step gives a row without a gradient its weights, not their prediction.
             self._predict_inactive(templates, without_gradient(law))
 
-    def count(self, after: Sequence[Scalars]) -> None:
-        """Give the rows that a step has updated the scalar state after it, by cohort."""
+    def updated_to(self, after: Sequence[Scalars], state: State) -> bool:
+        """Give the rows that a step has updated the scalar state after it; start state.
+
+        That may be done again. Returns whether rows now belong to other cohorts: begun, or counted
+        apart.
+        """
         for cohort, scalars in zip(self.cohorts, after, strict=True):
             positions = cohort.positions
             if not self.all_active:
@@ -263,6 +226,7 @@ class Rows:
                     if self.active[row]
                 ]
             self.ledger.count(positions, scalars)
+        return self._start(state)
 
     def _first_step(self, groups: Sequence[Any]) -> bool | list[bool]:
         if self.buffers is None:
@@ -297,11 +261,7 @@ class Rows:
         """Tell whether the next step begins the buffers of a parameter."""
         return self.buffers is not None and not all(cohort.started for cohort in self.cohorts)
 
-    def start(self, state: State) -> bool:
-        """Put the buffers that a step has just begun into ``state``.
-
-        Returns whether rows now belong to other cohorts: begun, or counted apart.
-        """
+    def _start(self, state: State) -> bool:
         if self.all_active and (
             self.buffers is None or all(cohort.started for cohort in self.cohorts)
         ):
@@ -336,21 +296,21 @@ class Rows:
         if moves(law):
             own = Resting(law, self.ledger.rule)
             call = self.plan._prepared_stash_predict(self.now(templates), own)
-            self._replaced.put_after(True, call)
+            make_noted(call, self._replaced)
 
     def restore(self) -> bool:
         """Write the stashed weights back, wherever the parameters' storage is by now.
 
         Returns whether they had been replaced.
         """
-        if not self._replaced.value:
+        if not self._replaced:
             return False
         if self.storage_unchanged():
-            self._replaced.put_after(False, self.plan._prepared_restore())
+            self.plan.restore_()
         else:
             for param, kept in zip(self.params, self.stashed or (), strict=True):
                 param.detach().copy_(kept)
-            self._replaced.put(False)
+        self._replaced = []
         return True
 
     def updated(self) -> tuple[Tensor, ...]:

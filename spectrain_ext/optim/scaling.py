@@ -39,6 +39,8 @@ class Scaling(NamedTuple):
 
     def on(self, device: torch.device) -> Options | None:
         """What a plan on the device takes of it."""
+        if self.grad_scale is None and self.found_inf is None:
+            return None
         grad_scale, found_inf = (
             None if value is None else value.to(device, torch.float32, non_blocking=True)
             for value in self

@@ -36,7 +36,7 @@ class Message(NamedTuple):
         return Message(self.tensors, self.single, (False,) * len(self.tensors))
 
 
-class _Memory(NamedTuple):
+class _Room(NamedTuple):
     """What a slot consists of, which changes as a whole whatever exception comes in between."""
 
     tensors: list[Tensor | None]
@@ -44,29 +44,20 @@ class _Memory(NamedTuple):
     bases: list[Tensor | None]
 
 
-_NO_MEMORY = _Memory([], [], [])
+_NO_ROOM = _Room([], [], [])
 
 
 class Slot:
     """A receive buffer; ``arrived``: the copy into it, ``free``: the receiver has done with it."""
 
-    __slots__ = ("_memory", "arrived", "buffer", "free", "message")
+    __slots__ = ("arrived", "buffer", "free", "message", "room")
 
     def __init__(self, name: str, copy: Stream, receiver: Stream) -> None:
         self.buffer = Buffer(name)
         self.arrived = copy.event()
         self.free = receiver.event()
         self.message: Message | None = None
-        self._memory = _NO_MEMORY
-
-    @property
-    def storage(self) -> list[Tensor | None]:
-        """What a message is copied into."""
-        return self._memory.tensors
-
-    def fits(self, likeness: list[_Likeness | None]) -> bool:
-        """Whether the storage has these shapes, strides and dtypes."""
-        return self._memory.likeness == likeness
+        self.room = _NO_ROOM
 
     def fit(
         self,
@@ -74,22 +65,22 @@ class Slot:
         tensors: Sequence[Tensor | None],
         device: torch.device,
     ) -> None:
-        """Have storage like these tensors, in the same memory where it is large enough."""
-        old = self._memory.bases
+        """Have memory like these tensors, the same where it is large enough."""
+        old = self.room.bases
         old = old + [None] * (len(tensors) - len(old))
         bases = [_base(*pair, device) for pair in zip(old, tensors, strict=False)]
-        storage = [
+        like = [
             None
             if tensor is None or base is None
             # empty_like keeps the strides of every dense layout and closes the gaps of any other.
             else base.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
             for tensor, base in zip(tensors, bases, strict=True)
         ]
-        self._memory = _Memory(storage, likeness, bases)
+        self.room = _Room(like, likeness, bases)
 
     def clear(self) -> None:
         """Free the memory."""
-        self._memory = _NO_MEMORY
+        self.room = _NO_ROOM
 
 
 def _base(base: Tensor | None, tensor: Tensor | None, device: torch.device) -> Tensor | None:
@@ -136,31 +127,32 @@ class Edge:
         """Copy the message over, after ``ready``; returns the event that it has been read."""
         slot = self._ring[self._sent % len(self._ring)]
         assert slot.message is None, f"{slot.buffer.name} is in use"
-        self._fit(slot, message.tensors)
+        tensors = self._fitted(slot, message.tensors)
         copy = self.stream
         copy.wait(ready)
         copy.wait(slot.free)
         copy.reads(source)
         copy.writes(slot.buffer)
         with copy:
-            for to, tensor in zip(slot.storage, message.tensors, strict=True):
+            for to, tensor in zip(tensors, message.tensors, strict=True):
                 if to is not None and tensor is not None:
                     to.copy_(tensor, non_blocking=True)
         copy.record(slot.arrived)
-        slot.message = Message(tuple(slot.storage), message.single, message.differentiable)
+        slot.message = Message(tuple(tensors), message.single, message.differentiable)
         self._sent += 1
         return slot.arrived
 
-    def _fit(self, slot: Slot, tensors: Sequence[Tensor | None]) -> None:
-        """Give the slot tensors like these; in a steady state it has them."""
+    def _fitted(self, slot: Slot, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The slot's tensors like these; in a steady state it has them."""
         likeness = [tensor if tensor is None else _likeness(tensor) for tensor in tensors]
-        if slot.fits(likeness):
-            return
+        if slot.room.likeness == likeness:
+            return slot.room.tensors
         with (
             self._receiver
         ):  # which memory of this stream's pool is then safe to reuse, its order tells
             slot.fit(likeness, tensors, self.target)
         self._receiver.record(slot.free)
+        return slot.room.tensors
 
     def has(self) -> bool:
         """Whether the next message has been sent; its copy may still be under way."""
