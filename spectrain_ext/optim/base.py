@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from threading import RLock
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from spectrain_ext._lists import bump_versions
 from spectrain_ext.laws import Horizon, Law, as_law
-from spectrain_ext.noted import make_noted
 from spectrain_ext.optim.binding import Binding, PredictionSink, Views, checked_outs
 from spectrain_ext.optim.buffers import check_dtypes, loaded_dtype
 from spectrain_ext.optim.checkpoint import StateLoader, independent, independent_scalars
@@ -21,29 +20,14 @@ from spectrain_ext.optim.hooks import hooked
 from spectrain_ext.optim.ledger import Ledger, named, read_entry
 from spectrain_ext.optim.resolve import Kinds, Resolver
 from spectrain_ext.optim.rows import Rows
-from spectrain_ext.optim.rule import Rule, Scalars, moves
+from spectrain_ext.optim.rule import Rule, moves
 from spectrain_ext.optim.scaling import Scaling
 from spectrain_ext.optim.templates import Templates
+from spectrain_ext.optim.work import Work
 
 StateDict = dict[str, Any]
 
 _REMEMBERED = 8  # laws that were found good: a training loop asks for the same few every time
-
-
-class _Work(NamedTuple):
-    """A step, prepared.
-
-    Attributes:
-        parts: rows, the native call that updates them, and their scalar state after it.
-        made: a note for each of these calls that has been made, in order.
-        templates: the numbers of every group.
-        law: of what the step writes beside, None: nothing.
-    """
-
-    parts: Sequence[tuple[Rows, Callable[[], None], list[Scalars]]]
-    made: list[object]
-    templates: list[Any]
-    law: Law | None
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -94,7 +78,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._checked: tuple[list[Any], list[tuple[Law, bool]]] = [], []
         self._predicted: list[Rows] | None = None
         self._next_write: tuple[PredictionSink, Law] | None = None
-        self._work: _Work | None = None  # of a step that has begun and not ended
+        self._work: Work | None = None  # of a step that has begun and not ended
         self._binding: Binding | None = None
 
     profile_hook_step = staticmethod(hooked)
@@ -267,26 +251,15 @@ class PredictingOptimizer(torch.optim.Optimizer):
             return
 
         parts = [(rows, *rows.prepared(templates, law, scaling)) for rows in todo]
-        self._work = _Work(parts, [], templates, law)
+        self._work = Work(parts, [], templates, law)
         try:
-            self._do_work(self._work)
+            self._do(self._work)
         except BaseException:
             self.mend()
             raise
 
-    def _do_work(self, work: _Work) -> None:
-        """Make the step that has been prepared, or what is left of it."""
-        changed = False
-        for k, (rows, call, after) in enumerate(work.parts):
-            if len(work.made) == k:
-                make_noted(call, work.made)
-            if work.law is not None:
-                rows.write_rest(work.templates, work.law)
-            rows.forget_gradients()
-            if rows.updated_to(after, self.state):
-                changed = True
-            if self._binding is None:
-                bump_versions(rows.updated())
+    def _do(self, work: Work) -> None:
+        changed = work.do(self.state, bump=self._binding is None)
         self._ledger.counted()
         if changed:
             self._ledger.forget()
@@ -302,11 +275,10 @@ class PredictingOptimizer(torch.optim.Optimizer):
         """
         work = self._work
         if work is not None and work.made:
-            work = work._replace(law=None)
             try:
-                self._do_work(work)
+                self._do(work.rest())
             except Exception:
-                self._do_work(work._replace(parts=work.parts[: len(work.made)]))
+                self._do(work.rest().begun())
         self._work = None
 
     def _templates(self) -> list[Any]:
