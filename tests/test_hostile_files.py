@@ -25,6 +25,7 @@ def campaign(seed, count, seconds):
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout)
     print(told)
+    assert told["slowest"][0] < 10  # seconds of one case
     return told
 
 
