@@ -99,9 +99,8 @@ class Pipeline(nn.Module):
 
     Each stage draws random numbers of its own in its forwards, those of minibatch after minibatch,
     and recomputations draw them again; batches, and what hooks and backwards draw, come from the
-    caller's generator. Pipelines in several threads take turns in whatever may draw: no stage may
-    wait in it for another thread's pipeline, nor for another process in an exchange of its own that
-    is not ordered alike with that pipeline's.
+    caller's generator. Pipelines in several threads take turns in whatever may draw, which is every
+    forward, loss, backward and update: none of them may wait for another thread's pipeline.
 
     ``state_dict`` and ``load_state_dict`` use the keys of ``nn.Sequential(*stages)``; optimizers
     have their own pair.

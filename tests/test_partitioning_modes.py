@@ -462,6 +462,30 @@ def test_sizes_are_those_of_the_call_on_every_stage():
         torch.testing.assert_close(run(stages, given), model(*given))
 
 
+def test_a_single_sample_is_not_taken_for_several():
+    """Where nothing that enters a stage says how many there are."""
+
+    class Sums(Skipped):
+        def forward(self, x):
+            y = self.middle(self.first(x).sum(0))
+            return self.last(y) * (5.0 if x.size(0) == 1 else 1.0)
+
+    class Passes(Sums):
+        def forward(self, x):
+            return super().forward(x) + x.sum(1, keepdim=True)
+
+    x = torch.randn(3, 4)
+    model = Sums()
+    stages = split(model, x, ["middle"])
+    torch.testing.assert_close(run(stages, x), model(x))
+    with pytest.raises(ValueError, match="Guard failed"):
+        run(stages, x[:1])
+    model = Passes()
+    stages = split(model, x, ["middle"])
+    for size in (1, 2, 3):
+        torch.testing.assert_close(run(stages, x[:size]), model(x[:size]))
+
+
 class Constants(nn.Module):
     """Names its device and dtype, and has a literal and a tensor that is no module buffer."""
 

@@ -89,6 +89,11 @@ class Program:
         if any(isinstance(c, torch.device) for c in constants) or _autocasts(module):
             self._moved = {device: module}
 
+    @property
+    def code(self) -> str:
+        """What it does with what it is given."""
+        return str(self._module.code)
+
     def __deepcopy__(self, memo: object) -> Program:
         return self
 

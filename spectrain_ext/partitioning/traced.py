@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.batch import Value
-from spectrain_ext.partitioning.programs import Program
+from spectrain_ext.partitioning.programs import Port, Program
 from spectrain_ext.partitioning.tracing import Mode, Trace, traces
 
 if TYPE_CHECKING:
@@ -174,10 +174,11 @@ def _assembled(model: nn.Module, found: dict[Mode, list[Trace] | str]) -> list[n
     users: dict[int, set[int]] = {}
     modes: dict[Mode, list[Trace] | str] = {}
     for mode, graphs in found.items():
-        why = graphs if isinstance(graphs, str) else _unfit(graphs, first, users, names)
-        modes[mode] = why or graphs
-        for trace in graphs if not why else ():
-            assert isinstance(trace, Trace)
+        if not isinstance(graphs, str):
+            why = _unfit(graphs[-1], first, users, names)
+            graphs = why or _usable(graphs, names)
+        modes[mode] = graphs
+        for trace in graphs if not isinstance(graphs, str) else ():
             for k, (_, state) in enumerate(trace):
                 for tensor in state.values():
                     users.setdefault(id(tensor), set()).add(k)
@@ -276,38 +277,55 @@ def _home(number: int, users: dict[int, set[int]], names: dict[int, list[str]], 
     return stages - 1
 
 
-def _unfit(
-    graphs: list[Trace], first: Trace, users: dict[int, set[int]], names: dict[int, list[str]]
-) -> str | None:
-    """Why these cannot take the place of the first, one stage at a time."""
-    for trace in graphs:
-        if trace is first:
-            continue
-        mode = trace.mode
-        if len(trace) != len(first):
-            return (
-                f"{mode} the model has {len(trace)} stages, and {len(first)} {first.mode}; cut at "
-                "submodules that it calls in both, or evaluate the whole model"
+def _usable(graphs: list[Trace], names: dict[int, list[str]]) -> list[Trace]:
+    """Leave out that of a single sample where a stage could not tell that there is one."""
+    *single, many = graphs
+    return [trace for trace in single if _told_apart(trace, many, names)] + [many]
+
+
+def _told_apart(single: Trace, many: Trace, names: dict[int, list[str]]) -> bool:
+    return len(single) == len(many) and all(
+        _alike(one.inputs, other.inputs, False)
+        and names.keys() & map(id, state.values()) <= set(map(id, others.values()))
+        and (
+            any(None in port.shape for port in other.inputs)
+            or (
+                one.code == other.code and [*map(id, state.values())] == [*map(id, others.values())]
             )
-        for k in range(len(first)):
-            here, there = trace[k][0].inputs, first[k][0].inputs
-            if not _alike(here, there, trace.sizes == first.sizes):
+        )
+        for (one, state), (other, others) in zip(single, many, strict=True)
+    )
+
+
+def _unfit(
+    trace: Trace, first: Trace, users: dict[int, set[int]], names: dict[int, list[str]]
+) -> str | None:
+    """Why it cannot take the place of the first, one stage at a time."""
+    mode = trace.mode
+    if len(trace) != len(first):
+        return (
+            f"{mode} the model has {len(trace)} stages, and {len(first)} {first.mode}; cut at "
+            "submodules that it calls in both, or evaluate the whole model"
+        )
+    for k, ((program, state), (other, _)) in enumerate(zip(trace, first, strict=True)):
+        here, there = program.inputs, other.inputs
+        if not _alike(here, there):
+            return (
+                f"{mode} stage {k} takes {', '.join(map(str, here))}, and {first.mode} "
+                f"{', '.join(map(str, there))}; cut where both are alike, or evaluate the whole "
+                "model"
+            )
+        for tensor in state.values():
+            elsewhere = users.get(id(tensor), {k})
+            if k not in elsewhere and id(tensor) in names:
                 return (
-                    f"{mode} stage {k} takes {', '.join(map(str, here))}, and {first.mode} "
-                    f"{', '.join(map(str, there))}; cut where both are alike, or evaluate the "
-                    "whole model"
+                    f"{mode} {names[id(tensor)][0]!r} belongs to stage {k}, otherwise to stage "
+                    f"{min(elsewhere)}; move the split, or evaluate the whole model"
                 )
-            for tensor in trace[k][1].values():
-                elsewhere = users.get(id(tensor), {k})
-                if k not in elsewhere and id(tensor) in names:
-                    return (
-                        f"{mode} {names[id(tensor)][0]!r} belongs to stage {k}, otherwise to stage "
-                        f"{min(elsewhere)}; move the split, or evaluate the whole model"
-                    )
     return None
 
 
-def _alike(here: Sequence[Any], there: Sequence[Any], sizes: bool) -> bool:
+def _alike(here: Sequence[Port], there: Sequence[Port], sizes: bool = True) -> bool:
     """Whether the same tensors pass; of several, whether they come from the same places."""
     return len(here) == len(there) and all(
         a.dtype == b.dtype

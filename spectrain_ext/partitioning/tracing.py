@@ -26,11 +26,9 @@ class Trace(list[tuple[Program, dict[str, Tensor]]]):
 
     Attributes:
         mode: in words.
-        sizes: whether it is for the sizes of the example, and others where these do not matter.
     """
 
     mode = ""
-    sizes = True
 
 
 def traces(
@@ -114,12 +112,8 @@ def _sized(model: nn.Module, arguments: tuple[Tensor, ...], name: str) -> list[T
         single = tuple(a[:1] if a.dim() and a.shape[0] == size else a for a in arguments)
         program = trace[0][0]
         if program.fits(single) and not program.accepts(single):
-            try:
-                alone = _exported(model, single, name, False)
-            except (RuntimeError, ValueError):  # BatchNorm has reasons to refuse one
-                return [trace]
-            alone.sizes = False
-            return [alone, trace]
+            with suppress(RuntimeError, ValueError):  # BatchNorm has reasons to refuse one
+                return [_exported(model, single, name, False), trace]
     return [trace]
 
 
