@@ -85,8 +85,8 @@ class Storage:
                 self._master_plan = Plan(self.working.buffers, stashed=self.master.buffers)
             else:
                 self._master_plan = Plan(true, outs=[inside])
-                for m, p in zip(true, inside, strict=True):
-                    m.copy_(p)
+                for m, p in zip(true, params, strict=True):
+                    m.copy_(p.detach())
             if before:
                 self.before = Flat(params, wide)
                 old, outs = list(self.before.views.values()), inside
