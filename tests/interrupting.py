@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import spectrain_ext as st
+from spectrain_ext.rng import TURN
 
 PACKAGE = str(Path(st.__file__).parent)
 MINIBATCHES = 5
@@ -37,6 +38,10 @@ class Interrupts:
     def __exit__(self, *_):
         sys.setprofile(None)
         sys.settrace(self._outer)
+        # A signal never comes on the way out of `with TURN`, between its last line and its release;
+        # a trace function does.
+        while TURN._is_owned():
+            TURN.release()
 
     def _call(self, frame, event, arg):
         return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
+from interrupting import Interrupts
 from optim_cases import (
     DTYPES,
     TOLERANCE,
@@ -218,26 +215,12 @@ def test_prediction_needs_momentum_in_every_group() -> None:
 
 
 def _interrupted_at(n: int, work: Callable[[], None]) -> bool:
-    """Run work; raise KeyboardInterrupt at the n-th line inside the package, counted from 1."""
-    inside, seen = str(Path(st.__file__).parent), 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal seen
-        if not frame.f_code.co_filename.startswith(inside):
-            return None
-        if event == "line":
-            seen += 1
-            if seen == n:
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
+    """Run work; raise KeyboardInterrupt at the n-th line inside the package, counted from 0."""
     try:
-        work()
+        with Interrupts(n):
+            work()
     except KeyboardInterrupt:
         return True
-    finally:
-        sys.settrace(None)
     return False
 
 
@@ -254,7 +237,7 @@ def test_an_interrupt_at_any_line_leaves_the_true_weights_or_says_so(twice: bool
         with optimizer.predicted(2.0):
             pass
 
-    n = 0
+    n = -1
     interrupted = True
     while interrupted:
         n += 1

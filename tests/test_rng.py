@@ -96,7 +96,7 @@ def test_a_pipeline_made_while_another_draws_has_the_callers_seed():
     expected = StageRandom(2, CPU).states()
     made = []
     thread = threading.Thread(target=lambda: made.append(StageRandom(2, CPU)))
-    with StageRandom(0, CPU):
+    with TURN, StageRandom(0, CPU):
         thread.start()
         thread.join(0.05)  # long enough for one that does not wait
     thread.join()
@@ -111,7 +111,7 @@ def test_others_of_this_package_meet_the_callers_numbers(look):
     expected, found = look(), []
     thread = threading.Thread(target=lambda: found.append(look()))
     stage = StageRandom(0, CPU)
-    with stage:
+    with TURN, stage:
         alone = torch.rand(3)
         stage.rewind()
         thread.start()
@@ -159,7 +159,7 @@ def test_a_forked_child_need_not_wait_for_a_thread_that_it_does_not_have():
     inside, leave = threading.Event(), threading.Event()
 
     def hold():
-        with StageRandom(0, CPU):
+        with TURN, StageRandom(0, CPU):
             inside.set()
             leave.wait(0.1)
 
