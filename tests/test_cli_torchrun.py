@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -31,9 +33,12 @@ _EQUAL = ("test_accuracy", "test_loss", "perplexity", "weight_version_bytes")
 
 
 def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+    """A port that stays free: below those that outgoing connections are given meanwhile."""
+    while True:
+        port = 20000 + secrets.randbelow(12000)
+        with socket.socket() as listening, contextlib.suppress(OSError):
+            listening.bind(("127.0.0.1", port))
+            return port
 
 
 def _document(folder: Path) -> dict[str, Any]:
