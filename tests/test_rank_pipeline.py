@@ -115,3 +115,10 @@ def same(found, expected, where):
             assert torch.equal(found[key], value), f"{where}: {key}"
         else:
             assert found[key] == value, f"{where}: {key}"
+
+
+def test_a_rank_that_is_interrupted_has_its_true_weights(tmp_path):
+    path = tmp_path / "weights"
+    ends = Ranks(rank_pipelines.interrupted, 3, str(path), "spectrain").join()
+    assert all(end.code for end in ends)
+    assert path.read_text() == "true"
