@@ -114,7 +114,7 @@ class Ledger:
 
     def count(self, positions: Sequence[int], scalars: Scalars) -> None:
         """Give parameters new scalar state."""
-        if not scalars or not positions:
+        if not positions:
             return
         first, last = positions[0], positions[-1] + 1
         for column, value in zip(self._counts.values(), scalars, strict=True):

@@ -217,6 +217,15 @@ class Rows:
         That may be done again. Returns whether rows now belong to other cohorts: begun, or counted
         apart.
         """
+        if self.ledger.rule.scalars:
+            self._count(after)
+        if self.all_active and (
+            self.buffers is None or all(cohort.started for cohort in self.cohorts)
+        ):
+            return False
+        return self._start(state)
+
+    def _count(self, after: Sequence[Scalars]) -> None:
         for cohort, scalars in zip(self.cohorts, after, strict=True):
             positions = cohort.positions
             if not self.all_active:
@@ -226,7 +235,6 @@ class Rows:
                     if self.active[row]
                 ]
             self.ledger.count(positions, scalars)
-        return self._start(state)
 
     def _first_step(self, groups: Sequence[Any]) -> bool | list[bool]:
         if self.buffers is None:
@@ -262,10 +270,6 @@ class Rows:
         return self.buffers is not None and not all(cohort.started for cohort in self.cohorts)
 
     def _start(self, state: State) -> bool:
-        if self.all_active and (
-            self.buffers is None or all(cohort.started for cohort in self.cohorts)
-        ):
-            return False
         changed = False
         counts = bool(self.ledger.rule.scalars)
         for cohort in self.cohorts:
