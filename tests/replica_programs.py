@@ -144,21 +144,14 @@ def short(rank, ranks):
     list(make(rank, [2], microbatches=2).run(data(2 if rank else 5)))
 
 
-def feeding(rank, ranks):
-    """What comes of batches that one of two replicas of two stages goes through otherwise."""
-    found = []
-    for culprit, same in ((None, 4), (1, 2), (3, 1)):
-        batches = data(4)
-        if rank < 2:  # the first stage uses no targets
-            batches = [(x, y[:, :0]) for x, y in batches]
-        if rank == culprit:
-            batches[same:] = batches[same:][::-1]
-        pipe = make(rank, [2, 2], microbatches=2, timeout=5.0)
-        try:
-            found.append(len(list(pipe.run(batches))))
-        except (ValueError, RuntimeError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+def feeding(rank, ranks, culprit, same):
+    """One of two replicas of two stages goes through other batches, the first ones apart."""
+    batches = data(4)
+    if rank < 2:  # the first stage uses no targets
+        batches = [(x, y[:, :0]) for x, y in batches]
+    if rank == culprit:
+        batches[same:] = batches[same:][::-1]
+    list(make(rank, [2, 2], microbatches=2).run(batches))
 
 
 class Faulty(nn.Module):

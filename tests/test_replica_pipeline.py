@@ -182,16 +182,19 @@ def test_batches_that_do_not_fit_end_the_run(program, ranks, told):
         assert told in end.error
 
 
-def test_another_batch_on_one_replica_ends_the_run():
-    made = run_ranks(replica_programs.feeding, 4)
-    assert [found[0] for found in made] == [4] * 4
-    # The last stage hears of every microbatch what batch it is of.
-    for case, i in ((1, 2), (2, 1)):
-        said = f"batches[{i}]: this is the first one that is not rank 0's"
-        assert made[3][case].startswith(f"ValueError: {said}")
-        for found in made[:3]:
-            assert said in found[case]
-            assert "first cause: rank 3, receive activation" in found[case]
+# The last stage hears of every microbatch what batch it is of.
+@pytest.mark.parametrize(("culprit", "same"), [(1, 2), (3, 1)])
+def test_another_batch_on_one_replica_ends_the_run(culprit, same):
+    *others, last = Ranks(replica_programs.feeding, 4, culprit, same).join()
+    said = f"batches[{same}]: this is the first one that is not rank 0's"
+    assert last.code == 1 and f"ValueError: {said}" in last.error
+    for end in others:
+        assert end.code == 1 and said in end.error
+        assert "first cause: rank 3, receive activation" in end.error
+
+
+def test_replicas_of_the_first_stage_need_no_targets():
+    run_ranks(replica_programs.feeding, 4, None, 4)
 
 
 @pytest.mark.parametrize(
