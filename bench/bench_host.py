@@ -56,13 +56,26 @@ def test_refresh(benchmark: Any) -> None:
     _note(benchmark, "refresh, 300 gradients", "Plan")
 
 
-@pytest.mark.parametrize("count", [1, 10, 100, 300])
-def test_making_sure_that_nothing_moved(benchmark: Any, count: int) -> None:
-    """Tensors of one element, whose memory every call looks at; empty ones have none."""
-    w, v = ([torch.zeros(1) for _ in range(count)] for _ in range(2))
-    plan = st.Plan(w, momentum_buffers=v)
-    benchmark(lambda: plan.predict_(lr=0.1, steps=1.0))
-    _note(benchmark, f"predict_, {count} tensors of one element", "Plan")
+class _Unwatched(st.Plan):
+    """As an optimizer's plans, whose owner looks after the addresses."""
+
+    _watches = False
+
+
+@pytest.mark.parametrize("kind", [st.Plan, _Unwatched], ids=["Plan", "unwatched"])
+@pytest.mark.parametrize("operation", ["predict_", "sgd_step_"])
+@pytest.mark.parametrize("count", [1, 10, 40, 100, 300])
+def test_making_sure_that_nothing_moved(
+    benchmark: Any, count: int, operation: str, kind: type[st.Plan]
+) -> None:
+    """Tensors of one element, where every call looks whether they moved; empty ones have none."""
+    w, v, g = ([torch.ones(1) for _ in range(count)] for _ in range(3))
+    plan = kind(w, momentum_buffers=v, grads=g)
+    if operation == "predict_":
+        benchmark(lambda: plan.predict_(lr=0.0, steps=1.0))
+    else:
+        benchmark(lambda: plan.sgd_step_(lr=0.0, momentum=0.5))
+    _note(benchmark, f"{operation}, {count} tensors of one element", kind.__name__)
 
 
 def test_making_a_plan(benchmark: Any) -> None:
