@@ -105,7 +105,7 @@ def sweep(case, first, then=None, how=trained):
         ("pipedream", 239),
         ("groups", 479),
         ("master", 1499),
-        *(pytest.param(name, 3, marks=pytest.mark.nightly) for name in ("spectrain", "pipedream")),
+        *(pytest.param(name, 1, marks=pytest.mark.nightly) for name in ("spectrain", "pipedream")),
         *(pytest.param(name, 31, marks=pytest.mark.nightly) for name in (*METHODS, *EXTRAS)),
     ],
 )
