@@ -139,7 +139,7 @@ class RankExecutor(Executor):
     def _begin(self, batches: Iterator[object]) -> None:
         super()._begin(batches)
         self._forwarded = 0  # minibatches whose forwards have all been sent
-        self._ended = self._told_end = False
+        self._said_end = self._told_end = False
         self._heard_end: Inlet | None = None
         self._known: dict[int, Header] = {}  # of each minibatch what goes along with it
         self._batch_of: dict[tuple[int, int], Fingerprint] = {}  # microbatch -> its minibatch's
@@ -382,6 +382,6 @@ class RankExecutor(Executor):
         if not self._told_end:
             self._edges.end_batches()
             self._told_end = True
-        if not self._ended and self._extent.minibatches == self._forwarded:
+        if not self._said_end and self._extent.minibatches == self._forwarded:
             self._edges.end_forward()
-            self._ended = True
+            self._said_end = True

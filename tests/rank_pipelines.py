@@ -395,7 +395,7 @@ def cut(rank, ranks):
     return found
 
 
-def interrupted(rank, ranks, path, method):
+def interrupted(rank, ranks, path, method, update):
     """Rank 1 is interrupted in an update; it writes down whether it is left with true weights."""
     pipe = small(rank, ranks, method)
     (opt,), (weights,) = pipe.optimizers, pipe._weights
@@ -404,7 +404,7 @@ def interrupted(rank, ranks, path, method):
     def note(*_):
         true = weights.true_weights()
         versions.append([true[p].clone() for p in weights.params])
-        if rank == 1 and len(versions) == 4:
+        if rank == 1 and len(versions) == update:
             raise KeyboardInterrupt
 
     opt.register_step_post_hook(note)

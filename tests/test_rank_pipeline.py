@@ -130,8 +130,10 @@ def same(found, expected, where):
             assert found[key] == value, f"{where}: {key}"
 
 
-def test_a_rank_that_is_interrupted_has_its_true_weights(tmp_path):
+# The last update comes when the rank has sent all that it has to send.
+@pytest.mark.parametrize("update", [4, 10])
+def test_a_rank_that_is_interrupted_has_its_true_weights(tmp_path, update):
     path = tmp_path / "weights"
-    ends = Ranks(rank_pipelines.interrupted, 3, str(path), "spectrain").join()
+    ends = Ranks(rank_pipelines.interrupted, 3, str(path), "spectrain", update).join()
     assert all(end.code for end in ends)
     assert path.read_text() == "true"
