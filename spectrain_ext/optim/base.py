@@ -34,11 +34,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _exclusive(method: F) -> F:
-    """Let one thread at a time into the methods that read or change what an optimizer resolved."""
+    """Let one thread at a time into methods that read or change weights, state or what is resolved.
+
+    A step that an exception cut short is finished first.
+    """
 
     @wraps(method)
     def exclusive(self: PredictingOptimizer, *args: Any, **kwargs: Any) -> Any:
         with self._turn:
+            if self._work is not None:
+                self.mend()
             return method(self, *args, **kwargs)
 
     return cast(F, exclusive)
@@ -116,7 +121,6 @@ class PredictingOptimizer(torch.optim.Optimizer):
     @_exclusive
     def __getstate__(self) -> dict[str, Any]:
         """Return what deepcopy and pickle keep; RuntimeError while the weights are predicted."""
-        self.mend()
         self._refuse_while_predicted("copying or pickling the optimizer")
         kept: dict[str, Any] = super().__getstate__()
         kept["state"] = type(self.state)(
@@ -145,7 +149,6 @@ class PredictingOptimizer(torch.optim.Optimizer):
         Scalar state, and all state of a bound optimizer, is independent: a saved view would take
         the whole buffer it is a view of into the file.
         """
-        self.mend()
         result: StateDict = super().state_dict()
         result["state"] = {k: self._saved_entry(v) for k, v in result["state"].items()}
         return result
@@ -165,7 +168,6 @@ class PredictingOptimizer(torch.optim.Optimizer):
         fit raises (ValueError, TypeError) and changes nothing; RuntimeError while the weights are
         predicted.
         """
-        self.mend()
         self._refuse_while_predicted("load_state_dict")
         self._loader = loader = StateLoader(
             self._rule, self._momentum_dtype, self.param_groups, self.defaults
@@ -223,13 +225,11 @@ class PredictingOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._turn:
-            self._step()
+        self._step()
         return loss
 
+    @_exclusive
     def _step(self) -> None:
-        if self._work:
-            self.mend()
         self._refuse_while_predicted("step")
         templates = self._templates()
         kinds = self._kinds(templates)
@@ -266,20 +266,20 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._next_write = None
         self._work = None
 
-    @_exclusive
     def mend(self) -> None:
         """Finish a step that an exception cut short after it had begun to write.
 
         Every method that reads weights or state does it. Groups that were still to be updated are,
         unless their update raises; predictions that the step was to write are not.
         """
-        work = self._work
-        if work is not None and work.made:
-            try:
-                self._do(work.rest())
-            except Exception:
-                self._do(work.rest().begun())
-        self._work = None
+        with self._turn:
+            work = self._work
+            if work is not None and work.made:
+                try:
+                    self._do(work.rest())
+                except Exception:
+                    self._do(work.rest().begun())
+            self._work = None
 
     def _templates(self) -> list[Any]:
         """Read the numbers of every group."""
@@ -392,7 +392,6 @@ class PredictingOptimizer(torch.optim.Optimizer):
         Raises RuntimeError if bound already or while the weights are predicted, ValueError for a
         missing or unsuitable tensor; nothing has changed then.
         """
-        self.mend()
         self._refuse_while_predicted("bind")
         if self._binding is not None:
             raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
@@ -421,7 +420,6 @@ class PredictingOptimizer(torch.optim.Optimizer):
         ``master`` and the parameters are left as they are: copying the one to the others is up to
         the owner.
         """
-        self.mend()
         self._bound("unbind")
         for entry in self.state.values():
             if isinstance(entry, dict):
@@ -454,8 +452,6 @@ class PredictingOptimizer(torch.optim.Optimizer):
         predicted by its unchanged momentum. The step that does it consumes the order; ``None``
         withdraws it.
         """
-        if self._work is not None:
-            self.mend()
         if sink is None:
             self._next_write = None
             return
