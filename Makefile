@@ -1,25 +1,29 @@
 # Two commands matter: `make train` and `make test`. Each makes .venv, compiles and installs the package, and does its job.
 #
 #   PYTHON=python3.12          which Python makes .venv
+#   TORCH=2.15.0               another torch than the one in constraints.txt
 #   TORCH_INDEX=<address>      where torch comes from (a CPU-only or another CUDA build); everything else stays as it is
 #   ARGS="--stages 4"          passed on to the command that the target runs
-#   SPECTRAIN_CUDA=0|1         0 skips the CUDA half, 1 insists on it; TORCH_CUDA_ARCH_LIST="9.0" narrows it
+#   SPECTRAIN_CUDA=0|1         0 skips the CUDA half, 1 insists on it
+#   SPECTRAIN_ARCHS=native|major|all, TORCH_CUDA_ARCH_LIST="9.0"   for which GPUs
 
 PYTHON ?= python3
 VENV ?= .venv
+TORCH ?=
 TORCH_INDEX ?=
 ARGS ?=
-# of pytest, each a process with a torch of its own; ARGS="-n 0" for one process, which --pdb needs. One more than cores
-# was no faster (14 min 38 s instead of 12 min 52 s on two cores, other work beside the former).
-WORKERS ?= -n auto --maxprocesses 4
+# of pytest, each a process with a torch of its own; ARGS="-n 0" for one process, which --pdb needs. One more than cores,
+# as tests of processes wait for half of their time.
+WORKERS ?= --dist worksteal -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 5)))
 
 BIN := $(VENV)/bin
 # The script, not `python -m pip`: that would see spectrain_ext.egg-info in this directory as an installed package.
 PIP := $(BIN)/pip --disable-pip-version-check
+INSTALL := $(PIP) install -c $(VENV)/constraints.txt
 CXX_SUFFIXES := -name '*.cpp' -o -name '*.cc' -o -name '*.h' -o -name '*.hpp' -o -name '*.cu' -o -name '*.cuh'
 
 PACKAGE_SOURCES := setup.py CMakeLists.txt pyproject.toml \
-	$(sort $(shell find spectrain_ext csrc -type f \( -name '*.py' -o -name '*.pyi' -o -name 'py.typed' \
+	$(sort $(shell find spectrain_ext csrc cmake -type f \( -name '*.py' -o -name '*.pyi' -o -name 'py.typed' \
 	-o -name '*.txt' -o -name '*.cmake' -o -name '*.in' -o $(CXX_SUFFIXES) \) 2>/dev/null))
 CXX_SOURCES := $(sort $(shell find csrc tests -type f \( $(CXX_SUFFIXES) \) 2>/dev/null))
 
@@ -27,11 +31,12 @@ CXX_SOURCES := $(sort $(shell find csrc tests -type f \( $(CXX_SUFFIXES) \) 2>/d
 .DELETE_ON_ERROR:
 # two pips must not write to one environment at the same time
 .NOTPARALLEL:
-.PHONY: help install train test lint pytest bench bench-host nightly doctor clean FORCE
+.PHONY: help install train check test lint pytest bench bench-host nightly doctor clean FORCE
 
 help:
 	@echo "make train    train a pipeline with every method and compare (ARGS=\"--help\" lists the options)"
-	@echo "make test     lint, types, tests"
+	@echo "make check    the tests that start no processes and no compiler: minutes less, for while you work"
+	@echo "make test     lint, types, all tests that guard a release"
 	@echo "make bench    every operator against its rivals (ARGS=\"--help\" lists the options), the pipeline's own cost"
 	@echo "make doctor   what was built, what this machine has, what is missing"
 	@echo "make nightly  all tests, those that take minutes too, with many more random cases"
@@ -55,12 +60,17 @@ lint: $(VENV)/.extra-lint $(VENV)/.package
 
 # From inside tests/, so that neither pytest nor a process it starts can import the source tree instead of what was
 # installed; test_project.py checks that it is so.
+PYTEST := cd tests && SPECTRAIN_TEST_INSTALLED=1 $(abspath $(BIN))/pytest $(WORKERS)
+
+check: $(VENV)/.extra-test $(VENV)/.extra-train
+	$(PYTEST) -m 'not (nightly or processes or compiler)' $(ARGS)
+
 pytest: $(VENV)/.extra-test $(VENV)/.extra-train
-	cd tests && SPECTRAIN_TEST_INSTALLED=1 $(abspath $(BIN))/pytest $(WORKERS) $(ARGS)
+	$(PYTEST) --durations 25 $(ARGS)
 
 nightly: $(VENV)/.extra-test $(VENV)/.extra-train
-	cd tests && SPECTRAIN_TEST_INSTALLED=1 SPECTRAIN_HYPOTHESIS_PROFILE=nightly \
-		$(abspath $(BIN))/pytest $(WORKERS) -m 'nightly or not nightly' --timeout 3600 $(ARGS)
+	SPECTRAIN_HYPOTHESIS_PROFILE=nightly; export SPECTRAIN_HYPOTHESIS_PROFILE; \
+		$(PYTEST) -m 'nightly or not nightly' --timeout 3600 $(ARGS)
 
 bench: $(VENV)/.extra-bench
 	$(BIN)/spectrain bench $(ARGS)
@@ -77,35 +87,41 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
+# TORCH and TORCH_INDEX stay chosen until others are. A torch of the right version but another index is replaced as well,
+# so it has to go first.
+$(VENV)/constraints.txt: constraints.txt $(VENV)/.made $(if $(TORCH)$(TORCH_INDEX),FORCE)
+	@{ echo "# torch from $(or $(TORCH_INDEX),the default index)"; \
+		sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt; } > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else \
+		[ ! -e $(VENV)/.torch ] || $(PIP) --quiet uninstall -y torch; mv $@.new $@; fi
+
 # torch first and pinned: what is installed later finds it satisfied and cannot pull another one in.
-$(VENV)/.torch: $(VENV)/.made $(VENV)/.torch-index constraints.txt
-	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+$(VENV)/.torch: $(VENV)/constraints.txt
+	$(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@touch $@
 
-# Another TORCH_INDEX than last time: the installed torch has the right version already, so it has to go first.
-$(VENV)/.torch-index: $(VENV)/.made $(if $(TORCH_INDEX),FORCE)
-	@if [ "$$(cat $@ 2>/dev/null)" != "$(TORCH_INDEX)" ]; then \
-		[ ! -e $(VENV)/.torch ] || $(PIP) --quiet uninstall -y torch; \
-		echo "$(TORCH_INDEX)" > $@; \
-	elif [ ! -e $@ ]; then echo > $@; fi
+# What pyproject.toml says a build requires, here to stay: with the isolated environments of pip the tools had another
+# path in every build, and everything was compiled again.
+$(VENV)/.build-tools: $(VENV)/constraints.txt pyproject.toml
+	$(INSTALL) --quiet $$(grep '^requires = ' pyproject.toml | grep -o '"[^"]*"' | tr -d '"')
+	@touch $@
 
 # The list of sources is a dependency of its own: a deleted file leaves no newer one behind.
 $(VENV)/.sources: $(VENV)/.made FORCE
-	@printf '%s\n' $(PACKAGE_SOURCES) \
-		"SPECTRAIN_CUDA=$(SPECTRAIN_CUDA)" "ARCH=$(TORCH_CUDA_ARCH_LIST)" "CUDA_HOME=$(CUDA_HOME)" > $@.new
+	@printf '%s\n' $(PACKAGE_SOURCES) "SPECTRAIN_CUDA=$(SPECTRAIN_CUDA)" "SPECTRAIN_ARCHS=$(SPECTRAIN_ARCHS)" \
+		"ARCH=$(TORCH_CUDA_ARCH_LIST)" "CUDA_HOME=$(CUDA_HOME)" > $@.new
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
-# build/lib would carry files that were deleted since into the wheel, and CMake's cache names the ninja of the last
-# build's isolated environment, which is gone. The objects stay: only what changed is compiled again.
-$(VENV)/.package: $(VENV)/.torch $(VENV)/.sources $(PACKAGE_SOURCES) README.md LICENSE
-	@rm -rf build/lib build/lib.* build/temp.*/cmake/CMakeCache.txt
-	@echo 'compiling and installing spectrain_ext: some minutes with a CUDA compiler, less than one without'
-	$(PIP) --quiet install -c constraints.txt .
+# build/lib would carry files that were deleted since into the wheel. The objects stay: only what changed is compiled.
+$(VENV)/.package: $(VENV)/.torch $(VENV)/.build-tools $(VENV)/.sources $(PACKAGE_SOURCES) README.md LICENSE
+	@rm -rf build/lib build/lib.*
+	@echo 'compiling and installing spectrain_ext: two minutes on two cores with a CUDA compiler, one without'
+	PATH="$(abspath $(BIN)):$$PATH" $(INSTALL) --quiet --no-build-isolation .
 	@$(BIN)/spectrain doctor --brief
 	@touch $@
 
-$(VENV)/.extra-%: $(VENV)/.package pyproject.toml constraints.txt
-	$(PIP) --quiet install -c constraints.txt 'spectrain_ext[$*]'
+$(VENV)/.extra-%: $(VENV)/.package pyproject.toml $(VENV)/constraints.txt
+	$(INSTALL) --quiet 'spectrain_ext[$*]'
 	@touch $@
 
 clean:

@@ -33,6 +33,7 @@ class CMakeBuild(build_ext):
             "SPECTRAIN_TESTS": "OFF",
             "SPECTRAIN_VERSION": self.distribution.get_version(),
             "SPECTRAIN_CUDA": CUDA_CHOICES[choice],
+            "SPECTRAIN_ARCHS": os.environ.get("SPECTRAIN_ARCHS", ""),
             "SPECTRAIN_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", ""),
             "Python_EXECUTABLE": sys.executable,
         }

@@ -16,6 +16,7 @@ BUILT = {
     "cuda": True,
     "cuda_compiler": "13.0.88",
     "cuda_architectures": ["sm_75", "sm_86", "sm_90", "compute_90"],
+    "cuda_architectures_why": "no GPU was visible",
     "cpu_instruction_set": "x86-64-v3",
 }
 CPU_ONLY = {"cuda": False, "cpu_instruction_set": "baseline"}
@@ -58,7 +59,7 @@ def test_one_line_says_what_was_built() -> None:
     assert result.exit_code == 0, result.output
     assert len(result.output.splitlines()) == 1
     assert result.output.strip() == summary(_C.build_info())
-    assert "CUDA 13.0.88 (sm_75, sm_86, sm_90, compute_90)" in summary(BUILT)
+    assert "CUDA 13.0.88 (sm_75, sm_86, sm_90, compute_90: no GPU was visible)" in summary(BUILT)
     assert "CPU (baseline) only" in summary(CPU_ONLY)
 
 
@@ -67,6 +68,7 @@ def test_one_line_says_what_was_built() -> None:
     [
         *(((7, 0), False), ((7, 5), True), ((8, 0), False), ((8, 6), True), ((8, 9), True)),
         *(((9, 0), True), ((10, 0), True), ((12, 1), True)),
+        *(((8, 7), False), ((11, 0), True)),  # integrated
     ],
 )
 def test_which_gpu_the_build_covers(capability: tuple[int, int], runs: bool) -> None:

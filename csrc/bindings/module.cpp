@@ -366,6 +366,7 @@ py::dict build_info() {
   info["cuda"] = cuda_built();
   info["cuda_compiler"] = cuda_compiler_version();
   info["cuda_architectures"] = cuda_architectures();
+  info["cuda_architectures_why"] = cuda_architectures_why();
   return info;
 }
 

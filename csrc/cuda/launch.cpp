@@ -65,6 +65,8 @@ std::vector<std::string> cuda_architectures() {
   return list;
 }
 
+std::string cuda_architectures_why() { return SPECTRAIN_CUDA_ARCHITECTURES_WHY; }
+
 std::string cuda_compiler_version() { return SPECTRAIN_CUDA_COMPILER_VERSION; }
 
 int cuda_device_count(std::string* why) {

@@ -12,6 +12,7 @@ namespace spectrain {
 
 bool cuda_built();
 std::vector<std::string> cuda_architectures();
+std::string cuda_architectures_why();
 std::string cuda_compiler_version();
 
 // Number of usable devices. Zero with `why` filled where there is no driver or no device.

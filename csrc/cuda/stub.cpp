@@ -12,6 +12,7 @@ const char* const kNoCuda =
 
 bool cuda_built() { return false; }
 std::vector<std::string> cuda_architectures() { return {}; }
+std::string cuda_architectures_why() { return ""; }
 std::string cuda_compiler_version() { return ""; }
 
 int cuda_device_count(std::string* why) {

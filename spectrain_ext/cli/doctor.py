@@ -64,10 +64,9 @@ def summary(build: BuildInfo) -> str:
     cpu = f"CPU ({_plain(build['cpu_instruction_set'])})"
     if not build["cuda"]:
         return f"spectrain_ext was built for {cpu} only: no CUDA compiler was found or wanted"
-    targets = _plain(build["cuda_architectures"])
-    return (
-        f"spectrain_ext was built for {cpu} and CUDA {_plain(build['cuda_compiler'])} ({targets})"
-    )
+    targets, why = _plain(build["cuda_architectures"]), _plain(build["cuda_architectures_why"])
+    compiler = _plain(build["cuda_compiler"])
+    return f"spectrain_ext was built for {cpu} and CUDA {compiler} ({targets}: {why})"
 
 
 def devices() -> dict[str, str]:
@@ -109,14 +108,17 @@ def problems(build: BuildInfo) -> list[tuple[str, str]]:
 def covers(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
     """Return whether code built for ``architectures`` runs on a GPU of ``capability``.
 
-    ``sm_86`` runs on its own and later minor versions of its major one, ``compute_86`` (PTX, which
-    the driver compiles) on everything from there on.
+    ``sm_86`` runs on its own and later minor versions of its major one, but not from a discrete GPU
+    to an integrated one; ``compute_86`` (PTX, which the driver compiles) on everything later.
     """
+    integrated = capability in ((8, 7), (11, 0))
     for architecture in architectures:
         kind, _, digits = architecture.partition("_")
         number = int("".join(filter(str.isdigit, digits)))
         built = divmod(number, 10)
-        if built <= capability and (kind == "compute" or built[0] == capability[0]):
+        if built == capability or (built < capability and kind == "compute"):
+            return True
+        if built < capability and built[0] == capability[0] and not integrated:
             return True
     return False
 
@@ -140,8 +142,8 @@ def _build_problems(build: BuildInfo) -> list[tuple[str, str]]:
             found.append(
                 (
                     f"cuda:{index} has compute capability {name}, which was not built for.",
-                    f'reinstall with TORCH_CUDA_ARCH_LIST="{name}", or unset to build for all '
-                    "that the compiler knows from 7.5 up",
+                    "reinstall from the sources with SPECTRAIN_ARCHS=native, or where this GPU "
+                    f'cannot be seen with TORCH_CUDA_ARCH_LIST="{name}"',
                 )
             )
     if torch.cuda.is_available():
