@@ -123,7 +123,9 @@ def test_torch_takes_ours(name, tmp_path):
 
 
 def test_idle_cells_and_data_parallel_ones_are_left_out(tmp_path):
-    path = given_file(tmp_path, "0UNSHARD,0F0,,,0B0,0REDUCE_GRAD\n,1F0,1B0,,\n")
+    path = given_file(
+        tmp_path, "0UNSHARD,0F0,0WAIT_SEND_F0,,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n,1F0,1B0,,\n"
+    )
     assert read_csv(path) == finite("gpipe", [1, 1], 1)
 
 

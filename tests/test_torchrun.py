@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import checkpoint_programs
+import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
 
 from spectrain_ext.checkpoint import load
+
+pytestmark = pytest.mark.processes
 
 HERE = Path(__file__).parent
 
@@ -45,7 +48,8 @@ def test_a_restarted_group_ends_as_if_it_had_never_been_killed(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "killed" / "killed-at").exists()
-    indices = [int(line.split()[0]) for line in done.stdout.splitlines()]
+    # beside them, up to torch 2.10: [Gloo] Rank 0 is connected to 1 peer ranks.
+    indices = [int(index) for index in re.findall(r"^(\d+) ", done.stdout, re.MULTILINE)]
     assert indices == [*range(17), *range(15, 30)]
 
     run_ranks(checkpoint_programs.runs_script, 2, str(script), str(tmp_path / "whole"))

@@ -34,8 +34,11 @@ _EDGES = {
     "SEND_B": Kind.SEND_GRADIENT,
 }
 _KINDS = _TURNS | _EDGES
-# Data parallelism within a stage: no concern of a pipeline's schedule.
-_IGNORED = frozenset({"UNSHARD", "RESHARD", "REDUCE_GRAD"})
+# Data parallelism within a stage is no concern of a pipeline's schedule, and when a send has left
+# is its transport's; the waits are torch 2.15's.
+_IGNORED = frozenset(
+    {"UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD", "WAIT_SEND_F", "WAIT_SEND_B"}
+)
 
 
 def write_csv(
