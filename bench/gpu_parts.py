@@ -12,6 +12,8 @@ from typing import Any
 DEVICE = "cuda"
 #: Elements of the workloads, as powers of two: the largest, of many tensors, small ones.
 EXPONENTS = (28, 26, 22, 18)
+#: Tensors of the workloads of many.
+COUNTS = (300, 3000)
 MODELS = ("ResNet-50", "GPT-2 124M")
 CASE_S, SAMPLE_S = 0.4, 2e-3
 
@@ -31,11 +33,11 @@ def part_operators(out: Path, budget_s: float) -> None:
     steps = [  # in order of importance
         (main, largest, True),
         (rest, largest, False),
-        (OPERATIONS, synthetic((300,), (EXPONENTS[1], small)), False),
+        (OPERATIONS, synthetic(COUNTS[:1], (EXPONENTS[1], small)), False),
         (main, synthetic((1,), EXPONENTS[:1], MIXED), False),
         (main, synthetic((1,), EXPONENTS[:1], BF16), False),
         (main, [model(name) for name in MODELS], False),
-        (OPERATIONS, synthetic((1, 3000), EXPONENTS[2:]), False),
+        (OPERATIONS, synthetic((1, COUNTS[1]), EXPONENTS[2:]), False),
     ]
     report: Report | None = None
     for operations, workloads, compiles in steps:
@@ -141,7 +143,7 @@ def part_small() -> None:
                 mixed.sgd_step_(lr=0.1, momentum=0.9, predict=[2.0, 1.0])
                 mixed.predict(lr=0.1, steps=2.0, out=1)
                 mixed.write_out()
-    many = [[torch.randn(7, device=DEVICE) for _ in range(3000)] for _ in range(2)]
+    many = [[torch.randn(7, device=DEVICE) for _ in range(COUNTS[1])] for _ in range(2)]
     st.predict_(many[0], many[1], lr=0.1, steps=1.0)
     torch.cuda.synchronize()
     print("every kernel ran")

@@ -1,10 +1,14 @@
-"""What every test shares: hypothesis profiles, the cuda skip, a fixed seed, threads put back."""
+"""What tests share: hypothesis profiles, the cuda skip, a fixed start, marks that are true."""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing.process
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,20 +46,64 @@ def _why_no_cuda() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked cuda, with the reason, where no device can be used."""
+    """Skip tests marked cuda, with the reason, where no device can be used; processes come first.
+
+    Their tests wait more than they compute: beside others, that is, and not at the end, alone.
+    """
     reason = _why_no_cuda()
-    if reason is None:
-        return
-    for item in items:
+    for item in items if reason else ():
         if item.get_closest_marker("cuda") is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+    first = [item for item in items if _starts_something(item)]
+    items[:] = [*first, *(item for item in items if not _starts_something(item))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_there_stays() -> None:
+    """Modules and collected tests need not be looked through whenever a test collects garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def _starts_something(item: pytest.Item) -> bool:
+    names = ("processes", "compiler", "nightly", "cuda")  # `make check` leaves the former two out
+    return any(item.get_closest_marker(name) for name in names)
+
+
+_WIDE = ("test_ops", "test_plan", "test_library", "test_arrays")
+
+#: The test that runs and may start no process, or None.
+_alone: str | None = None
+
+
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        assert _alone is None, f"{_alone} starts a process: mark it 'processes' or 'compiler'"
+        return function(*args, **kwargs)
+
+    return call
+
+
+for _owner, _name in (
+    (subprocess.Popen, "__init__"),
+    (multiprocessing.process.BaseProcess, "start"),
+    (os, "fork"),
+):
+    setattr(_owner, _name, _watched(getattr(_owner, _name)))
 
 
 @pytest.fixture(autouse=True)
-def _same_start() -> Iterator[None]:
+def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test starts from the same seed and leaves the number of threads as it found it."""
+    global _alone
     threads = torch.get_num_threads()
-    torch.manual_seed(0)
+    # On machines of one core and of many alike; only operators are wide enough for two.
+    torch.set_num_threads(2 if request.node.path.name.startswith(_WIDE) else 1)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # without a stack trace for every kind of device there might be: 1 ms of 7,000 tests
+        torch.default_generator.manual_seed(0)
+    _alone = None if _starts_something(request.node) else request.node.nodeid
     yield
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
+    _alone = None
+    torch.set_num_threads(threads)

@@ -25,6 +25,11 @@ import torch.distributed as dist
 from spectrain_ext.benchmark.slow_link import Host
 
 _DEADLINE = 120.0
+# Imported once instead of by every rank; those of the command line took each of its ranks 2 s.
+_PRELOADED = [
+    *("torch.distributed", "torch._dynamo", "spectrain_ext", "spectrain_ext.cli"),
+    *("sklearn.datasets", "sklearn.model_selection", "matplotlib.pyplot"),
+]
 
 
 class End(NamedTuple):
@@ -67,6 +72,9 @@ def _main(
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
+    # A rank that has done its work already would be gone while another one still connects to it.
+    store.set(f"connected {rank}", "")
+    store.wait([f"connected {each}" for each in range(ranks)])
     try:
         value = program(rank, ranks, *args)
     except BaseException:
@@ -105,7 +113,7 @@ class Ranks:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = 0 if self._store is None else self._store.port
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "spectrain_ext"])
+        context.set_forkserver_preload(_PRELOADED)
         # a pipe would mix up what several read at once; kept, as its lock has to outlive the starts
         self._port_of_store = context.SimpleQueue()
         self.processes = [

@@ -69,6 +69,7 @@ class TestTable:
 
 
 class TestSuite:
+    @pytest.mark.processes
     def test_dry_run(self, tmp_path: Path) -> None:
         out = tmp_path / "out"
         done = subprocess.run(
@@ -100,6 +101,7 @@ class TestSuite:
         step = suite.Step("x", ["x"], "x.txt", 10, needs="no-such-program-anywhere")
         assert suite.run_step(step, tmp_path, float("inf")).status == "missing"
 
+    @pytest.mark.processes
     def test_failures_and_hangs_are_recorded(self, suite: ModuleType, tmp_path: Path) -> None:
         deadline = float("inf")
         fails = suite.Step("f", [sys.executable, "-c", "print('3 passed'); exit(4)"], "f.txt", 60)
@@ -110,6 +112,7 @@ class TestSuite:
         assert suite.run_step(hangs, tmp_path, deadline).status == "timed out"
         assert suite.run_step(hangs, tmp_path, 0.0).status == "not run"
 
+    @pytest.mark.processes
     def test_once_more_without_the_filter(self, suite: ModuleType, tmp_path: Path) -> None:
         refuses = [sys.executable, "-c", "print('unknown option'); exit(1)"]
         works = [sys.executable, "-c", "print('ERROR SUMMARY: 0 errors')"]
@@ -131,7 +134,8 @@ class TestSuite:
         """The parts that measure, on the CPU."""
         pipeline, parts = _load("bench_pipeline"), _load("gpu_parts")
         monkeypatch.setattr(parts, "DEVICE", "cpu")
-        monkeypatch.setattr(parts, "EXPONENTS", (12, 13, 5))
+        monkeypatch.setattr(parts, "EXPONENTS", (8, 9, 5))
+        monkeypatch.setattr(parts, "COUNTS", (3, 4))
         monkeypatch.setattr(parts, "MODELS", ())
         monkeypatch.setattr(parts, "CASE_S", 0.0)
         monkeypatch.setattr(parts, "SAMPLE_S", 0.0)
@@ -147,7 +151,7 @@ class TestSuite:
         parts.part_pipeline(tmp_path)
         about = {"date": "a date", "device": {"name": "rehearsal"}, "devices": 1}
         text = suite.report(about, [suite.Outcome("tests", "ok", 3.0)], tmp_path)
-        assert "| AdamW step + 2 predictions | 300 x, 2^13 | fp32 | Plan |" in text
+        assert "| AdamW step + 2 predictions | 3 x, 2^9 | fp32 | Plan |" in text
         assert "us of the pipeline's own per action" in text
         data = json.loads((tmp_path / "operators.json").read_text())
         assert not data["left_out"] and all(r["median_us"] > 0 for r in data["rows"])

@@ -282,6 +282,7 @@ for left in range(100):
 """
 
 
+@pytest.mark.processes
 def test_killed_anywhere_there_is_a_whole_checkpoint():
     # in memory, where there is such a place: what a killed process wrote is kept there as well
     with tempfile.TemporaryDirectory(

@@ -94,6 +94,7 @@ def test_stopped_anywhere_and_restored_is_never_stopped(tmp_path, stop, asynchro
     kept.wait()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_a_loader_asked_for_in_advance_comes_again(tmp_path, workers):
     sampler = ShuffledSampler(40, 6, seed=1)

@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, load
 from spectrain_ext.data.sampler import ShuffledSampler
 
+pytestmark = pytest.mark.processes
+
 
 def test_one_checkpoint_of_two_processes(tmp_path):
     sums = run_ranks(checkpoint_programs.modules, 2, str(tmp_path))

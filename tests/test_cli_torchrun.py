@@ -27,6 +27,8 @@ from spectrain_ext.cli.world import World
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
+pytestmark = pytest.mark.processes
+
 FAST = ("--batch-size", "256", "--epochs", "1", "--seeds", "1", "--width", "8")
 # without what depends on the clock
 _EQUAL = ("test_accuracy", "test_loss", "perplexity", "weight_version_bytes")

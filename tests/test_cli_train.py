@@ -464,18 +464,20 @@ def test_an_out_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     assert "--out" in result.output
 
 
+@pytest.mark.processes
 def test_both_ways_to_start_it(tmp_path: Path) -> None:
-    script = Path(sysconfig.get_path("scripts")) / "spectrain"
-    ways = [[sys.executable, "-m", "spectrain_ext.cli"]]
-    if script.exists():
-        ways.append([str(script)])
-    for number, way in enumerate(ways):
-        folder = tmp_path / str(number)
-        command = [*way, "train", *FAST, "--stages", "2", "-m", "spectrain", "--out", str(folder)]
+    def output(*command: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr
-        assert "spectrain" in done.stdout
-        assert (folder / "results.json").exists()
+        return done.stdout
+
+    module = [sys.executable, "-m", "spectrain_ext.cli"]
+    options = ["--stages", "2", "-m", "spectrain", "--out", str(tmp_path)]
+    assert "spectrain" in output(*module, "train", *FAST, *options)
+    assert (tmp_path / "results.json").exists()
+    script = Path(sysconfig.get_path("scripts")) / "spectrain"
+    if script.exists():
+        assert "--microbatches" in output(str(script), "train", "--help")
 
 
 @pytest.mark.nightly

@@ -67,6 +67,7 @@ def test_the_cpu_ignores_a_stream() -> None:
     assert w.tolist() == [-1.0] * 3
 
 
+@pytest.mark.processes
 def test_import_touches_no_gpu() -> None:
     """Importing must not create a CUDA context: it would break forked workers."""
     code = (

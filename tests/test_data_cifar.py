@@ -141,6 +141,7 @@ def _pointers() -> bytes:
     return b"\x80\x03}(X\x04\x00\x00\x00data" + array + state + b"X\x06\x00\x00\x00labels](K\x01eu."
 
 
+@pytest.mark.processes
 def test_bytes_of_a_pickle_never_become_pointers(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-10-batches-py"
     _write_folder(folder)

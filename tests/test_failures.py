@@ -22,10 +22,12 @@ from ranks import Ranks, run_ranks
 
 from spectrain_ext.checkpoint import CheckpointError, CheckpointManager, load
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(n, marks=[] if n < 12 else pytest.mark.nightly) for n in range(400)],
+    [pytest.param(n, marks=[] if n < 6 else pytest.mark.nightly) for n in range(400)],
 )
 def test_one_end_for_all(seed, record_property):
     count, what = trial(seed)

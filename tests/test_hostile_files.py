@@ -29,6 +29,7 @@ def campaign(seed, count, seconds):
     return told
 
 
+@pytest.mark.processes
 def test_a_few():
     told = campaign("a few", 24, 60)
     assert sum(told["ended"].values()) == 24

@@ -53,6 +53,7 @@ def _growth(calls: int) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "calls",
     [20_000, pytest.param(1_000_000, marks=[pytest.mark.nightly, pytest.mark.timeout(2000)])],

@@ -206,7 +206,11 @@ class TestBadInput:
 
 _NO_COMPILER = not any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 _INDUCTOR = pytest.param(
-    "inductor", marks=pytest.mark.skipif(_NO_COMPILER, reason="inductor needs a C++ compiler")
+    "inductor",
+    marks=[
+        pytest.mark.compiler,
+        pytest.mark.skipif(_NO_COMPILER, reason="inductor needs a C++ compiler"),
+    ],
 )
 Lists = list[list[Tensor]]
 _CALLS: dict[str, Callable[[Lists], Any]] = {

@@ -20,8 +20,14 @@ NAMES = [name for name in st.methods() if name not in ("spectrain-ema", "xgrad")
 
 
 @pytest.mark.parametrize("method", NAMES)
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "parts"),
+    [
+        *((torch.float64, 1), (torch.bfloat16, 1), (torch.float64, 4)),
+        pytest.param(torch.bfloat16, 4, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_measured_is_predicted(method, parts, dtype):
     if method == "pipedream-2bw":
         parts += 4

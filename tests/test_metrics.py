@@ -232,6 +232,7 @@ def test_bad_arguments(more, expected, tmp_path):
         st.Metrics(pipeline(), **{"path": tmp_path / "m", **more})
 
 
+@pytest.mark.processes
 def test_every_rank_writes_its_own_file(tmp_path):
     run_ranks(rank_pipelines.measured, 2, str(tmp_path / "m.jsonl"))
     assert {path.name for path in tmp_path.iterdir()} == {"m-rank0.jsonl", "m-rank1.jsonl"}

@@ -129,6 +129,7 @@ _FORK = """
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("threads", [2, 4])
 def test_a_forked_child_can_call_operators(threads: int) -> None:
     """A pool of threads does not survive a fork: a child that waited for it would hang."""
@@ -244,6 +245,7 @@ def test_a_plan_called_from_within_its_own_call() -> None:
     plan.stash()
 
 
+@pytest.mark.processes
 def test_a_plan_in_a_child_that_was_forked_in_the_middle_of_a_call() -> None:
     """The thread that has the turn does not exist in the child, which must not wait for it."""
     program = """
@@ -326,6 +328,7 @@ class TestInterrupts:
             plan.refresh()
 
 
+@pytest.mark.processes
 def test_a_subinterpreter_is_refused_instead_of_hanging() -> None:
     program = """
         for name in ("_interpreters", "_xxsubinterpreters"):

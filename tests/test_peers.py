@@ -24,9 +24,12 @@ import spectrain_ext as st
 OPTIONS = {"lr": 0.05, "momentum": 0.9}
 PEER = Path(__file__).with_name("peer_stage.py")
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch is built without gloo"
-)
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        not (dist.is_available() and dist.is_gloo_available()), reason="torch is built without gloo"
+    ),
+]
 
 
 def peers(jobs, folder):

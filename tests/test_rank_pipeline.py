@@ -9,11 +9,13 @@ from ranks import Ranks, run_ranks
 
 import spectrain_ext as st
 
+pytestmark = pytest.mark.processes
+
 METHODS = [name for name in st.methods() if name != "xgrad"]  # which is for one stage
 RUNS = [(11, 8, 5), (3,), (0,), (6, 8, 1)]
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.nightly), 4])
 def test_every_method_gives_the_same_bits_as_in_one_process(n):
     torch.set_num_threads(1)
     found = run_ranks(rank_pipelines.apart, n, METHODS, RUNS)

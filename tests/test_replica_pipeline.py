@@ -14,6 +14,8 @@ from replica_programs import RUNS, data, mse, sgd, stages, steps
 
 import spectrain_ext as st
 
+pytestmark = pytest.mark.processes
+
 ASYNCHRONOUS = ["vanilla", "pipedream", "spectrain", "spectrain-stash", "pipedream-2bw"]
 SYNCHRONOUS = ["sync", "gpipe", "1f1b"]
 SOME = ["spectrain-local", "second-order", "xpipe", "lwp-w", "pipedream-vertical-sync"]

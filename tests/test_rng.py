@@ -154,6 +154,7 @@ def test_the_turn_is_given_back_after_a_failure():
     assert together(lambda: TURN.acquire(blocking=False) and TURN.release() is None) == [True]
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_need_not_wait_for_a_thread_that_it_does_not_have():
     inside, leave = threading.Event(), threading.Event()
