@@ -103,7 +103,6 @@ def test_draining_changes_an_asynchronous_method_only(tmp_path: Path) -> None:
     assert losses["plain"][1][:3] == losses["kept"][1][:3]
 
 
-@pytest.mark.nightly
 @pytest.mark.processes
 def test_torchrun_restarts_where_a_killed_rank_left_off(tmp_path: Path) -> None:
     with socket.socket() as listening:

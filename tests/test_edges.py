@@ -68,7 +68,7 @@ TRIALS = [
         culprit,
         keeper,
         id=f"{fault}-{culprit}-{'store-apart' if keeper else 'store-on-rank-0'}",
-        marks=[] if culprit == n % 3 and keeper == n % 2 else pytest.mark.nightly,
+        marks=[] if culprit == (n + 1) % 3 and keeper == (n + 1) % 2 else pytest.mark.nightly,
     )
     for n, fault in enumerate(FAULTS)
     for culprit in range(3)
