@@ -13,7 +13,7 @@ TORCH ?=
 TORCH_INDEX ?=
 ARGS ?=
 # of pytest, each a process with a torch of its own; ARGS="-n 0" for one process, which --pdb needs. One more than cores,
-# as tests of processes wait for half of their time.
+# as tests of processes wait more than they compute.
 WORKERS ?= --dist worksteal -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 5)))
 
 BIN := $(VENV)/bin

@@ -54,7 +54,7 @@ def test_the_module_is_named_for_this_python() -> None:
 
 def _cuda_tool(name: str) -> str | None:
     """From a toolkit or from NVIDIA's Python packages."""
-    folders = [f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin", "/usr/local/cuda/bin"]
+    folders = [f"{os.environ.get('CUDA_HOME', '')}/bin", "/usr/local/cuda/bin"]
     nvidia = importlib.util.find_spec("nvidia")
     for folder in (nvidia.submodule_search_locations or ()) if nvidia else ():
         folders += [str(path) for path in Path(folder).glob("*/bin")]
@@ -85,13 +85,19 @@ class TestCudaHalf:
     def test_no_kernel_spills_or_has_too_many_registers(self) -> None:
         """1,024 threads are resident on every architecture; with Adam, which divides, 512."""
         usage = self._dump("--dump-resource-usage")
-        kernels = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
         machine = [a for a in _C.build_info()["cuda_architectures"] if a.startswith("sm_")]
-        assert len(kernels) >= 150 * len(machine)
-        for name, registers, stack, local in kernels:
-            assert (stack, local) == ("0", "0"), name
-            if "run_table" in name or "run_resident" in name:
-                assert int(registers) <= (128 if "Adam" in name else 64), name
+        count = 0
+        for part in usage.split("arch = ")[1:]:
+            is_90 = part.startswith("sm_90\n")
+            for name, registers, stack, local in re.findall(
+                r"Function (\S+):\s+REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", part
+            ):
+                count += 1
+                assert (stack, local) == ("0", "0"), name
+                # elsewhere what has blocks of 256 threads alone may take a few more: distances 66
+                if is_90 or "run_table" in name or "run_resident" in name:
+                    assert int(registers) <= (128 if "Adam" in name else 64), name
+        assert count >= 150 * len(machine)
 
     def test_kernels_read_and_write_vectors_of_global_memory(self) -> None:
         """Distances read element i by lane i % 256, whatever the alignment: that fixes their bits.
