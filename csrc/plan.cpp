@@ -16,6 +16,14 @@ constexpr int64_t kStreamOutputBytes = 4 << 20;
 // Resolved tables kept per plan: a training loop uses two or three kinds of call.
 constexpr size_t kMaxResolved = 16;
 
+// What a table is put at, and written in units of, on a device.
+constexpr size_t kTableAlignment = 16;
+
+char* aligned(void* pointer) {
+  const auto at = reinterpret_cast<uintptr_t>(pointer);
+  return reinterpret_cast<char*>((at + kTableAlignment - 1) / kTableAlignment * kTableAlignment);
+}
+
 char* offset(void* pointer, int64_t bytes) { return static_cast<char*>(pointer) + bytes; }
 
 // Elements until every stream is 16-byte aligned, or -1 if they never are together. Eight elements
@@ -196,7 +204,7 @@ int Plan::run_cuda(Table& table, const TableView& rows, Settings settings, bool 
     return launch_cuda(table.cuda, rows, settings, device_.index, stream);
   }
   if (table.memory == nullptr) {
-    table.memory = allocate(resident_bytes(table.cuda, rows, settings.size));
+    table.memory = allocate(resident_bytes(table.cuda, rows, settings.size), stream);
     table.written = false;
   }
   table.memory->used_on(stream);
@@ -348,7 +356,7 @@ void Plan::step(Request request, std::vector<Setting> settings, const Family& fa
 
 size_t Plan::distance_scratch() const {
   const size_t n_streams = outs.size() + 2;
-  size_t bytes = 0;
+  size_t bytes = 4 * 2 * kTableAlignment;  // of every type's table: its place and its end
   for (const int64_t size : sizes_) {
     if (size == 0) continue;
     bytes += sizeof(Row) + n_streams * sizeof(void*);
@@ -383,18 +391,20 @@ void Plan::distances(double* result, void* scratch, void* stream) {
                 static_cast<double*>(scratch),
                 stride};
     last_rows_ += d.table.n_rows;
-    ++last_launches_;
-    char* behind = offset(scratch, static_cast<int64_t>(n_chunks) * n_lists * sizeof(double));
-    if (device_.cuda) {
-      launch_cuda_distances(type, d, behind, device_.index, stream);
-      behind += rows.size() * sizeof(Row) + pointers.size() * sizeof(void*);
-    } else {
+    if (!device_.cuda) {
       find_cpu_distances(type)(d, bytes >= kParallelBytes && threads_are_safe());
+      ++last_launches_;
+      continue;
     }
-    scratch = behind;
+    char* table = aligned(d.partial + static_cast<int64_t>(n_chunks) * n_lists);
+    last_launches_ += launch_cuda_distances(type, d, table, device_.index, stream);
+    scratch = aligned(table + rows.size() * sizeof(Row) + pointers.size() * sizeof(void*));
   }
   const auto n = static_cast<int64_t>(sizes_.size());
-  if (device_.cuda) return total_cuda_distances(result, n, n_lists, device_.index, stream);
+  if (device_.cuda) {
+    last_launches_ += total_cuda_distances(result, n, n_lists, device_.index, stream);
+    return;
+  }
   for (uint32_t j = 0; j < n_lists; ++j) total_distance(result + j * stride, n);
 }
 

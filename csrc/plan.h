@@ -43,7 +43,7 @@ class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
   virtual void* at() const = 0;
-  // What was enqueued on this stream uses it: it must not be lent again before that is done.
+  // What is enqueued on this stream, too, uses it: it must not be lent again before that is done.
   virtual void used_on(void* stream) = 0;
 };
 
@@ -58,8 +58,9 @@ class Plan {
   // Computes the placeholders among the numbers of the next calls; empty where there are none.
   Program program;
 
-  // Where tables on a CUDA device are put, of at least 16-byte alignment.
-  std::function<std::unique_ptr<DeviceMemory>(size_t bytes)> allocate;
+  // Where tables on a CUDA device are put, of at least 16-byte alignment, for work on a stream:
+  // what was done with the memory before has been done when that work begins.
+  std::function<std::unique_ptr<DeviceMemory>(size_t bytes, void* stream)> allocate;
   // Keep long tables on the device. Not worth it where the plan is used once.
   bool keep_tables = false;
 

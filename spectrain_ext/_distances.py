@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from spectrain_ext._lists import Lists, Role, Tensors
+from spectrain_ext._lists import Lists, Role, Tensors, current
 
 
 def distances(params: Tensors, others: Sequence[Tensors], stream: Any) -> Tensor:
@@ -31,7 +31,8 @@ def distances(params: Tensors, others: Sequence[Tensors], stream: Any) -> Tensor
                 raise ValueError(f"others[{j}][{i}]: expected {wanted}, got {came}")
     tensors = cast(tuple[Tensor, ...], lists.params)
     device = tensors[0].device if tensors else None
-    squares = torch.zeros(len(others), len(tensors) + 1, dtype=torch.float64, device=device)
-    scratch = torch.empty(native.distance_scratch(), dtype=torch.uint8, device=device)
-    native.distances(squares.data_ptr(), scratch.data_ptr(), stream)
-    return squares.sqrt_()
+    with current(stream, device):
+        squares = torch.zeros(len(others), len(tensors) + 1, dtype=torch.float64, device=device)
+        scratch = torch.empty(native.distance_scratch(), dtype=torch.uint8, device=device)
+        native.distances(squares.data_ptr(), scratch.data_ptr(), stream)
+        return squares.sqrt_()

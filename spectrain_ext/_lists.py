@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -97,21 +98,32 @@ class Lists:
         self._lists.append((int(role), name, writes, arrays))
         return arrays
 
-    def new_like_params(self) -> list[Any]:
-        """New arrays with the layouts of the first argument, each of its own framework."""
+    def new_like_params(self, stream: Any) -> list[Any]:
+        """New arrays with the layouts of the first argument, each of its own framework.
+
+        On CUDA their memory is free for work on the call's stream.
+        """
         with torch.no_grad():
             return [
-                torch.empty_like(a) if isinstance(a, Tensor) else self._new_like(i, a)
+                self._tensor_like(a, stream) if isinstance(a, Tensor) else self._like(i, a, stream)
                 for i, a in enumerate(self.params)
             ]
 
-    def _new_like(self, i: int, value: object) -> object:
+    def _tensor_like(self, tensor: Tensor, stream: Any) -> Tensor:
+        with current(stream, tensor.device):
+            return torch.empty_like(tensor)
+
+    def _like(self, i: int, value: object, stream: Any) -> object:
         for base in type(value).__mro__:
             framework = base.__module__.partition(".")[0]
             if framework == "numpy":  # a plain array where it is memory-mapped or the like
                 return cast(Any, sys.modules["numpy"]).empty_like(value, subok=False)
             if framework == "cupy":
-                return cast(Any, sys.modules["cupy"]).empty_like(value)
+                cupy = cast(Any, sys.modules["cupy"])
+                if stream is None:
+                    return cupy.empty_like(value)
+                with cupy.cuda.ExternalStream(_C.stream_handle(stream)):
+                    return cupy.empty_like(value)
         place = self._first if self.single else f"{self._first}[{i}]"
         raise TypeError(
             f"{place}: expected a tensor, or a NumPy or CuPy array, where out is None; "
@@ -138,6 +150,19 @@ class Lists:
             if not 0 <= index <= 65535:
                 raise ValueError(f"groups[{i}]: expected 0 to 65535, got {index}")
         return indices
+
+
+def current(stream: Any, device: torch.device | None) -> AbstractContextManager[object]:
+    """Inside, a call's CUDA stream is torch's current one.
+
+    What is allocated elsewhere may still be in use when that stream writes it.
+    """
+    if stream is None or device is None or device.type != "cuda":
+        return nullcontext()
+    handle = _C.stream_handle(stream)
+    if handle == 0:  # ExternalStream(0) is a new stream
+        return torch.cuda.stream(torch.cuda.default_stream(device))
+    return torch.cuda.stream(torch.cuda.ExternalStream(handle, device))
 
 
 def bump_versions(*lists: Sequence[object]) -> None:

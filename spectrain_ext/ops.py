@@ -29,10 +29,12 @@ from spectrain_ext.plan import Plan
 T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other frameworks
 
 
-def _output(lists: Lists, role: Role, out: Tensors | None) -> tuple[Any, tuple[object, ...]]:
+def _output(
+    lists: Lists, role: Role, out: Tensors | None, stream: Any
+) -> tuple[Any, tuple[object, ...]]:
     """Take `out`, or new tensors with the layout of the parameters: what to return, and a tuple."""
     if out is None:
-        new = lists.new_like_params()
+        new = lists.new_like_params(stream)
         out = new[0] if lists.single else new
     return out, lists.add(role, "out", out, writes=True)
 
@@ -95,7 +97,7 @@ def predict(
     """
     lists = Lists(params, "params", writes=False)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
-    result, written = _output(lists, Role.OUT, out)
+    result, written = _output(lists, Role.OUT, out, stream)
     Plan.of(lists).predict(
         lr=lr,
         steps=steps,
@@ -112,7 +114,7 @@ def predict(
 def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
     """Return a copy of the weights, bit for bit, in `out` or in new tensors of the same layout."""
     lists = Lists(params, "params", writes=False)
-    result, written = _output(lists, Role.STASHED, out)
+    result, written = _output(lists, Role.STASHED, out, stream)
     Plan.of(lists).stash(stream=stream)
     bump_versions(written)
     return cast(T, result)
@@ -371,7 +373,7 @@ def adam_predict(
     lists = Lists(params, "params", writes=False)
     lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=False)
     lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=False)
-    result, written = _output(lists, Role.OUT, out)
+    result, written = _output(lists, Role.OUT, out, stream)
     numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
     Plan.of(lists).predict_with([numbers], steps, out=0, stream=stream)
     bump_versions(written)
@@ -390,7 +392,7 @@ def extrapolate(
     """Return W + steps*(W - previous): prediction by weight difference (LWP^w)."""
     lists = Lists(params, "params", writes=False)
     lists.add(Role.STASHED, "previous", previous, writes=False)
-    result, written = _output(lists, Role.OUT, out)
+    result, written = _output(lists, Role.OUT, out, stream)
     Plan.of(lists).extrapolate(steps=steps, stream=stream)
     bump_versions(written)
     return cast(T, result)

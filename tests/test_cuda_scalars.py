@@ -110,18 +110,49 @@ class TestOneLaunch:
                 st.sgd_step_(others[0], fresh, others[1], lr=0.1, momentum=0.9)
         assert_same_bits([w, v], list(others))
 
+    @pytest.mark.parametrize("how", ["plan", "operator", "distance"])
+    def test_memory_of_a_call_is_free_for_its_stream(self, how: str) -> None:
+        """What the current stream has let go of, and is late to write, lies in no call's table."""
+        w, v = apart(LONG, 2)
+        expected = st.predict(w, v, lr=0.1, steps=2)
+        lr = number(0.1, torch.float64)
+        torch.cuda.synchronize()
+        for _ in range(4):
+            out = [torch.zeros_like(t) for t in w]
+            plan = st.Plan(w, momentum_buffers=v, outs=[out])
+            torch.cuda.synchronize()
+            side = torch.cuda.Stream()
+            left = [torch.empty(1 << k, dtype=torch.uint8, device="cuda") for k in range(8, 22)]
+            torch.cuda._sleep(20_000_000)
+            for memory in left:
+                memory.fill_(255)
+            del left, memory
+            if how == "distance":
+                each, _ = st.distance(w, [v], stream=side)
+                side.synchronize()
+                wanted = st.distance([t.cpu() for t in w], [[t.cpu() for t in v]])[0]
+                assert torch.equal(each.cpu(), wanted)
+                continue
+            if how == "plan":
+                plan.predict(lr=lr, steps=2, stream=side)
+            else:
+                out = st.predict(w, v, lr=0.1, steps=2, stream=side)
+            side.synchronize()
+            assert_same_bits([out], [expected])
+
     def test_a_plan_on_several_streams(self) -> None:
         w, v, out = apart(LONG, 3)
         plan = st.Plan(w, momentum_buffers=v, outs=[out])
         expected = st.predict(w, v, lr=0.1, steps=2)
+        stream = torch.cuda.current_stream()
         for _ in range(4):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
+            earlier, stream = stream, torch.cuda.Stream()
+            stream.wait_stream(earlier)
             plan.predict(lr=number(0.1, torch.float64), steps=2, stream=stream)
-            stream.synchronize()
-            assert_same_bits([out], [expected])
-            for t in out:
-                t.zero_()
+            with torch.cuda.stream(stream):
+                assert_same_bits([out], [expected])
+                for t in out:
+                    t.zero_()
 
     def test_many_groups(self) -> None:
         """More arguments than a long table leaves room for: they are made on the device."""

@@ -11,18 +11,25 @@ namespace {
 namespace py = pybind11;
 using namespace py::literals;
 
-// A tensor of bytes. Torch's allocator knows the stream it was made on, and is told of all others:
-// so it can take the memory back at any time.
+// A tensor of bytes. Torch's allocator lends what is free on the stream that is current: that of
+// the first use, which is told of all others, so that it can take the memory back at any time.
 class TensorMemory : public DeviceMemory {
  public:
-  TensorMemory(size_t bytes, int device) : device_(device) {
+  TensorMemory(size_t bytes, int device, void* stream) : device_(device) {
     const py::gil_scoped_acquire gil;
     const py::module_ torch = py::module_::import("torch");
-    tensor_ = torch.attr("empty")(bytes, "dtype"_a = torch.attr("uint8"),
-                                  "device"_a = torch.attr("device")("cuda", device));
+    const py::object current = torch.attr("cuda").attr("stream")(as_torch(stream));
+    current.attr("__enter__")();
+    try {
+      tensor_ = torch.attr("empty")(bytes, "dtype"_a = torch.attr("uint8"),
+                                    "device"_a = torch.attr("device")("cuda", device));
+    } catch (...) {
+      leave(current);
+      throw;
+    }
+    leave(current);
     at_ = reinterpret_cast<void*>(tensor_.attr("data_ptr")().cast<uintptr_t>());
-    const py::object cuda = torch.attr("cuda");
-    known_.push_back(handle_of(cuda.attr("current_stream")(device)));
+    known_.push_back(stream);
   }
   ~TensorMemory() override {
     const py::gil_scoped_acquire gil;
@@ -34,29 +41,36 @@ class TensorMemory : public DeviceMemory {
   void* at() const override { return at_; }
 
   void used_on(void* stream) override {
-    const auto handle = reinterpret_cast<uintptr_t>(stream);
-    if (std::find(known_.begin(), known_.end(), handle) != known_.end()) return;
+    if (std::find(known_.begin(), known_.end(), stream) != known_.end()) return;
     const py::gil_scoped_acquire gil;
-    const py::object cuda = py::module_::import("torch").attr("cuda");
-    tensor_.attr("record_stream")(cuda.attr("ExternalStream")(handle, "device"_a = device_));
-    known_.push_back(handle);
+    tensor_.attr("record_stream")(as_torch(stream));
+    known_.push_back(stream);
   }
 
  private:
-  static uintptr_t handle_of(const py::object& stream) {
-    return stream.attr("cuda_stream").cast<uintptr_t>();
+  py::object as_torch(void* stream) const {
+    const py::object cuda = py::module_::import("torch").attr("cuda");
+    const auto handle = reinterpret_cast<uintptr_t>(stream);
+    // Torch has its own name for the default stream, by which its allocator knows that memory.
+    if (handle == 0) return cuda.attr("default_stream")(device_);
+    return cuda.attr("ExternalStream")(handle, "device"_a = device_);
+  }
+  static void leave(const py::object& current) {
+    current.attr("__exit__")(py::none(), py::none(), py::none());
   }
 
   int device_;
   py::object tensor_;
   void* at_;
-  std::vector<uintptr_t> known_;
+  std::vector<void*> known_;
 };
 
 }  // namespace
 
-std::function<std::unique_ptr<DeviceMemory>(size_t)> allocator(int device) {
-  return [device](size_t bytes) { return std::make_unique<TensorMemory>(bytes, device); };
+std::function<std::unique_ptr<DeviceMemory>(size_t, void*)> allocator(int device) {
+  return [device](size_t bytes, void* stream) {
+    return std::make_unique<TensorMemory>(bytes, device, stream);
+  };
 }
 
 }  // namespace spectrain

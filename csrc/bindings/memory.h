@@ -8,7 +8,7 @@
 
 namespace spectrain {
 
-// Lends memory of a CUDA device. May be called without the GIL.
-std::function<std::unique_ptr<DeviceMemory>(size_t bytes)> allocator(int device);
+// Lends memory of a CUDA device for work on a stream. May be called without the GIL.
+std::function<std::unique_ptr<DeviceMemory>(size_t bytes, void* stream)> allocator(int device);
 
 }  // namespace spectrain

@@ -415,5 +415,11 @@ PYBIND11_MODULE(_C, m) {
       .def("last_launch", &PyPlan::last_launch);
   m.def("all_plain", &spectrain::all_plain, py::arg("numbers"));
   m.def("build_info", &spectrain::build_info);
+  m.def(
+      "stream_handle",
+      [](py::handle given) {
+        return reinterpret_cast<uintptr_t>(spectrain::resolve_stream(given, py::none(), 0));
+      },
+      stream);
   m.def("require_cuda", &spectrain::require_cuda);
 }

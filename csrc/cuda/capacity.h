@@ -10,7 +10,9 @@ namespace spectrain {
 // Kernel parameters hold 32,764 bytes from CUDA 12.1 on, 4,096 before. Most calls have few rows:
 // the small table saves copying 32 KB at every launch.
 constexpr size_t kSmallTable = 3584;
-#if CUDART_VERSION >= 12010
+#if defined(SPECTRAIN_LARGE_TABLE)  // a test's, for which few rows are many
+constexpr size_t kLargeTable = SPECTRAIN_LARGE_TABLE;
+#elif CUDART_VERSION >= 12010
 constexpr size_t kLargeTable = 32256;
 #else
 constexpr size_t kLargeTable = kSmallTable;

@@ -1,8 +1,7 @@
 // Distances on the GPU: a partial sum per chunk, then a block per row adds up its chunks.
-#include <cuda_runtime.h>
-
 #include "../kernels.h"
 #include "../rules/distance.h"
+#include "enqueue.cuh"
 
 namespace spectrain {
 namespace {
@@ -12,7 +11,7 @@ __device__ double sum_lanes(double mine) {
   __shared__ double lane[kLanes];
   lane[threadIdx.x] = mine;
   __syncthreads();
-  for (int half = kLanes / 2; half > 0; half /= 2) {
+  for (uint32_t half = kLanes / 2; half > 0; half /= 2) {
     if (threadIdx.x < half) lane[threadIdx.x] += lane[threadIdx.x + half];
     __syncthreads();
   }
@@ -56,35 +55,38 @@ __global__ void __launch_bounds__(kLanes) row_sums(Distances d) {
   }
 }
 
-__global__ void totals(double* result, int64_t n) {
-  total_distance(result + threadIdx.x * (n + 1), n);
+struct Totals {
+  double* result;
+  int64_t n;
+  uint32_t n_lists;
+};
+
+__global__ void __launch_bounds__(kLanes) totals(Totals t) {
+  const uint32_t j = blockIdx.x * kLanes + threadIdx.x;
+  if (j < t.n_lists) total_distance(t.result + j * (t.n + 1), t.n);
 }
 
 template <class T>
-cudaError_t launch(const Distances& d, cudaStream_t stream) {
+cudaError_t launch(const Distances& d, void* stream) {
   constexpr uint32_t kMaxBlocks = 4096;
   const uint32_t blocks = d.table.chunk_end < kMaxBlocks ? d.table.chunk_end : kMaxBlocks;
-  partial_sums<T><<<blocks, kLanes, 0, stream>>>(d);
-  row_sums<<<d.table.n_rows, kLanes, 0, stream>>>(d);
-  return cudaGetLastError();
+  const cudaError_t error = enqueue(partial_sums<T>, blocks, kLanes, d, stream);
+  return error != cudaSuccess ? error : enqueue(row_sums, d.table.n_rows, kLanes, d, stream);
 }
 
 }  // namespace
 
 // `d` speaks of global memory. Null, or the CUDA runtime's name of the error.
 const char* enqueue_distances(DType t, const Distances& d, void* stream) {
-  const auto to = static_cast<cudaStream_t>(stream);
-  const cudaError_t error = t == DType::float64    ? launch<double>(d, to)
-                            : t == DType::float32  ? launch<float>(d, to)
-                            : t == DType::bfloat16 ? launch<BFloat16>(d, to)
-                                                   : launch<Half>(d, to);
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  return words(t == DType::float64    ? launch<double>(d, stream)
+               : t == DType::float32  ? launch<float>(d, stream)
+               : t == DType::bfloat16 ? launch<BFloat16>(d, stream)
+                                      : launch<Half>(d, stream));
 }
 
 const char* enqueue_totals(double* result, int64_t n, uint32_t n_lists, void* stream) {
-  totals<<<1, n_lists, 0, static_cast<cudaStream_t>(stream)>>>(result, n);
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  const Totals given{result, n, n_lists};
+  return words(enqueue(totals, (n_lists + kLanes - 1) / kLanes, kLanes, given, stream));
 }
 
 }  // namespace spectrain

@@ -9,6 +9,7 @@
 #include "../instances.h"
 #include "body.h"
 #include "capacity.h"
+#include "enqueue.cuh"
 
 namespace spectrain {
 
@@ -61,12 +62,17 @@ struct ParameterTable {
   }
 };
 
+template <class Rule>
+__device__ __forceinline__ void run_body(const void* arguments, const TableView& table) {
+  Body<Rule>::run(static_cast<const typename Rule::Args*>(arguments), table,
+                  {blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
+}
+
 template <class Rule, size_t Bytes>
 __global__ void __launch_bounds__(LaunchPolicy::threads,
                                   LaunchPolicy::blocks_per_multiprocessor(Rule::divides))
     run_table(const __grid_constant__ ParameterTable<typename Rule::Args, Bytes> table) {
-  Body<Rule>::run(reinterpret_cast<const typename Rule::Args*>(table.storage), table.view(),
-                  {blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
+  run_body<Rule>(table.storage, table.view());
 }
 
 // Rows and pointers in device memory; the arguments as well, or, where the host made them and they
@@ -84,7 +90,7 @@ template <class Rule>
 __global__ void __launch_bounds__(LaunchPolicy::threads,
                                   LaunchPolicy::blocks_per_multiprocessor(Rule::divides))
     run_resident(const __grid_constant__ ResidentTable<typename Rule::Args> table) {
-  extern __shared__ __align__(16) uint32_t arguments[];
+  auto* arguments = reinterpret_cast<uint32_t*>(shared_memory);
   if (table.arguments != nullptr) {
     const auto* from = global(static_cast<const uint32_t*>(table.arguments));
     for (uint32_t i = threadIdx.x; i < table.n_words; i += blockDim.x) arguments[i] = from[i];
@@ -97,8 +103,7 @@ __global__ void __launch_bounds__(LaunchPolicy::threads,
   TableView view = table.view;
   view.rows = global(view.rows);
   view.pointers = global(view.pointers);
-  Body<Rule>::run(reinterpret_cast<const typename Rule::Args*>(arguments), view,
-                  {blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
+  run_body<Rule>(arguments, view);
 }
 
 template <class Rule>
@@ -125,30 +130,30 @@ struct Cuda {
   }
 
   template <size_t Bytes>
-  static void launch_with(const TableView& view, Settings settings, int blocks,
-                          cudaStream_t stream) {
+  static cudaError_t launch_with(const TableView& view, Settings settings, int blocks,
+                                 void* stream) {
     ParameterTable<Args, Bytes> table;
     table.template fill<Rule>(view, settings);
-    run_table<Rule, Bytes><<<blocks, LaunchPolicy::threads, 0, stream>>>(table);
+    return enqueue(run_table<Rule, Bytes>, blocks, LaunchPolicy::threads, table, stream);
+  }
+
+  // A chunk each, and no more blocks than stay.
+  static cudaError_t blocks_for(const TableView& view, int* blocks) {
+    const cudaError_t error = resident_blocks(blocks);
+    const uint32_t chunks = view.chunk_end - view.chunk_begin;
+    if (chunks < static_cast<uint32_t>(*blocks)) *blocks = static_cast<int>(chunks);
+    return error;
   }
 
   static const char* launch(const TableView& view, Settings settings, void* stream) {
     int blocks = 0;
-    cudaError_t error = resident_blocks(&blocks);
-    if (error != cudaSuccess) return cudaGetErrorString(error);
-    const uint32_t chunks = view.chunk_end - view.chunk_begin;
-    if (chunks < static_cast<uint32_t>(blocks)) blocks = static_cast<int>(chunks);
-    const auto to = static_cast<cudaStream_t>(stream);
-    if (ParameterTable<Args, kSmallTable>::bytes(view, settings.size) <= kSmallTable) {
-      launch_with<kSmallTable>(view, settings, blocks, to);
-    } else {
-      launch_with<kLargeTable>(view, settings, blocks, to);
-    }
-    error = cudaGetLastError();
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    if (const cudaError_t error = blocks_for(view, &blocks)) return words(error);
+    const bool small = ParameterTable<Args, kSmallTable>::bytes(view, settings.size) <= kSmallTable;
+    return words(small ? launch_with<kSmallTable>(view, settings, blocks, stream)
+                       : launch_with<kLargeTable>(view, settings, blocks, stream));
   }
 
-  static size_t words(int n_settings) {
+  static size_t argument_words(int n_settings) {
     return (n_settings * sizeof(Args) + sizeof(uint32_t) - 1) / sizeof(uint32_t);
   }
 
@@ -156,14 +161,11 @@ struct Cuda {
   static const char* launch_resident(const TableView& view, Settings settings, const void* prepared,
                                      void* stream) {
     int blocks = 0;
-    cudaError_t error = resident_blocks(&blocks);
-    if (error != cudaSuccess) return cudaGetErrorString(error);
-    const uint32_t chunks = view.chunk_end - view.chunk_begin;
-    if (chunks < static_cast<uint32_t>(blocks)) blocks = static_cast<int>(chunks);
+    if (const cudaError_t error = blocks_for(view, &blocks)) return words(error);
     ResidentTable<Args> table;
     table.view = view;
     table.arguments = prepared;
-    table.n_words = static_cast<uint32_t>(words(settings.size));
+    table.n_words = static_cast<uint32_t>(argument_words(settings.size));
     if (prepared == nullptr) {
       for (int i = 0; i < settings.size; ++i) {
         Args args;
@@ -171,10 +173,8 @@ struct Cuda {
         memcpy(reinterpret_cast<char*>(table.storage) + i * sizeof(Args), &args, sizeof(Args));
       }
     }
-    run_resident<Rule><<<blocks, LaunchPolicy::threads, words(settings.size) * sizeof(uint32_t),
-                         static_cast<cudaStream_t>(stream)>>>(table);
-    error = cudaGetLastError();
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    return words(enqueue(run_resident<Rule>, blocks, LaunchPolicy::threads, table, stream,
+                         table.n_words * sizeof(uint32_t)));
   }
 
   static CudaKernel kernel() { return {&launch, &launch_resident, static_cast<int>(sizeof(Args))}; }

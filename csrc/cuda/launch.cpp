@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "capacity.h"
+#include "device.h"
 #include "resident.h"
 
 namespace spectrain {
@@ -20,38 +21,38 @@ const char* enqueue_totals(double* result, int64_t n, uint32_t n_lists, void* st
 
 namespace {
 
-// The runtime used here is linked statically, beside the framework's own: leave the current device
-// as it was found.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    check(cudaGetDevice(&previous_));
-    if (previous_ != device) check(cudaSetDevice(device));
-    changed_ = previous_ != device;
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  static void check(cudaError_t error) {
-    if (error != cudaSuccess) {
-      throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
-    }
-  }
-  int previous_ = 0;
-  bool changed_ = false;
-};
-
 const char* const kTooManyGroups =
     "the parameter groups do not fit one launch; use fewer groups a call";
+
+void check(const char* error, int device) {
+  if (error != nullptr) throw cuda_error(error, device);
+}
 
 size_t bytes_per_row(const TableView& view) { return sizeof(Row) + view.n_streams * sizeof(void*); }
 // Rows behind them are aligned.
 size_t bytes_of_settings(CudaKernel kernel, int n) {
   return static_cast<size_t>(n) * kernel.setting_bytes + 16;
+}
+
+// Rows, then pointers. In the parameters of kernels: what a copy would read is gone when a captured
+// graph replays it.
+int write_table(const TableView& view, void* to, int device, void* stream) {
+  const size_t rows_bytes = view.n_rows * sizeof(Row);
+  const size_t pointers_bytes = static_cast<size_t>(view.n_rows) * view.n_streams * sizeof(void*);
+  std::vector<char> bytes(rows_bytes + pointers_bytes);
+  memcpy(bytes.data(), view.rows, rows_bytes);
+  memcpy(bytes.data() + rows_bytes, view.pointers, pointers_bytes);
+  int launches = 0;
+  check(enqueue_write(to, bytes.data(), bytes.size(), stream, &launches), device);
+  return launches;
+}
+
+// The view of a table that was written there.
+TableView moved(TableView view, const void* at) {
+  const auto* bytes = static_cast<const char*>(at);
+  view.rows = reinterpret_cast<const Row*>(bytes);
+  view.pointers = reinterpret_cast<void* const*>(bytes + view.n_rows * sizeof(Row));
+  return view;
 }
 
 }  // namespace
@@ -105,10 +106,7 @@ int launch_cuda(CudaKernel kernel, const TableView& view, Settings settings, int
     window.n_rows = end - begin;
     window.chunk_begin = view.rows[begin].first_chunk;
     window.chunk_end = end == view.n_rows ? view.chunk_end : view.rows[end].first_chunk;
-    if (const char* error = kernel.launch(window, settings, stream)) {
-      throw std::runtime_error(std::string("CUDA: ") + error + " (cuda:" + std::to_string(device) +
-                               ")");
-    }
+    check(kernel.launch(window, settings, stream), device);
     ++launches;
   }
   return launches;
@@ -139,20 +137,12 @@ int launch_cuda_resident(CudaKernel kernel, KernelKey key, const TableView& view
   constexpr size_t kSharedBytes = 48 * 1024;
   const DeviceGuard guard(device);
   const ResidentLayout layout(view, settings.size, kernel.setting_bytes);
-  const auto check = [&](const char* error) {
-    if (error == nullptr) return;
-    throw std::runtime_error(std::string("CUDA: ") + error + " (cuda:" + std::to_string(device) +
-                             ")");
-  };
   const size_t argument_bytes = static_cast<size_t>(settings.size) * kernel.setting_bytes;
-  if (argument_bytes > kSharedBytes) check(kTooManyGroups);
+  if (argument_bytes > kSharedBytes) check(kTooManyGroups, device);
   auto* at = static_cast<char*>(memory);
   int launches = 0;
   if (write) {
-    std::vector<char> bytes(layout.rows_bytes + layout.pointers_bytes);
-    memcpy(bytes.data(), view.rows, layout.rows_bytes);
-    memcpy(bytes.data() + layout.rows_bytes, view.pointers, layout.pointers_bytes);
-    check(enqueue_write(at, bytes.data(), bytes.size(), stream, &launches));
+    launches += write_table(view, at, device, stream);
   }
   void* arguments = nullptr;
   if (program != nullptr || argument_bytes > kSmallTable) {
@@ -161,40 +151,25 @@ int launch_cuda_resident(CudaKernel kernel, KernelKey key, const TableView& view
         key.operation, key.w,
         settings,      program != nullptr ? program->view() : ProgramView{},
         arguments,     static_cast<size_t>(kernel.setting_bytes)};
-    check(enqueue_prepare(request, stream, &launches));
+    check(enqueue_prepare(request, stream, &launches), device);
   }
-  TableView resident = view;
-  resident.rows = reinterpret_cast<const Row*>(at);
-  resident.pointers = reinterpret_cast<void* const*>(at + layout.rows_bytes);
-  check(kernel.launch_resident(resident, settings, arguments, stream));
+  check(kernel.launch_resident(moved(view, at), settings, arguments, stream), device);
   return launches + 1;
 }
 
-void launch_cuda_distances(DType type, Distances d, void* table_at, int device, void* stream) {
+int launch_cuda_distances(DType type, Distances d, void* table_at, int device, void* stream) {
   const DeviceGuard guard(device);
-  const auto to = static_cast<cudaStream_t>(stream);
-  const size_t rows_bytes = d.table.n_rows * sizeof(Row);
-  const size_t pointers_bytes =
-      static_cast<size_t>(d.table.n_rows) * d.table.n_streams * sizeof(void*);
-  auto* rows = static_cast<char*>(table_at);
-  // From pageable memory: the call returns when the source has been read.
-  cudaError_t error = cudaMemcpyAsync(rows, d.table.rows, rows_bytes, cudaMemcpyHostToDevice, to);
-  if (error == cudaSuccess) {
-    error = cudaMemcpyAsync(rows + rows_bytes, d.table.pointers, pointers_bytes,
-                            cudaMemcpyHostToDevice, to);
-  }
-  d.table.rows = reinterpret_cast<const Row*>(rows);
-  d.table.pointers = reinterpret_cast<void* const*>(rows + rows_bytes);
-  const char* failed =
-      error == cudaSuccess ? enqueue_distances(type, d, stream) : cudaGetErrorString(error);
-  if (failed != nullptr) throw std::runtime_error(std::string("CUDA: ") + failed);
+  const int launches = write_table(d.table, table_at, device, stream);
+  d.table = moved(d.table, table_at);
+  check(enqueue_distances(type, d, stream), device);
+  return launches + 2;
 }
 
-void total_cuda_distances(double* result, int64_t n, uint32_t n_lists, int device, void* stream) {
+int total_cuda_distances(double* result, int64_t n, uint32_t n_lists, int device, void* stream) {
+  if (n_lists == 0) return 0;
   const DeviceGuard guard(device);
-  if (n_lists == 0) return;
-  const char* failed = enqueue_totals(result, n, n_lists, stream);
-  if (failed != nullptr) throw std::runtime_error(std::string("CUDA: ") + failed);
+  check(enqueue_totals(result, n, n_lists, stream), device);
+  return 1;
 }
 
 }  // namespace spectrain

@@ -39,10 +39,9 @@ size_t resident_bytes(CudaKernel, const TableView&, int n_settings);
 int launch_cuda_resident(CudaKernel, KernelKey, const TableView&, Settings, const Program* program,
                          void* memory, bool write, int device, void* stream);
 
-// Copies the table of `d` to `table_at` on the device and enqueues the sums.
-void launch_cuda_distances(DType, Distances d, void* table_at, int device, void* stream);
-
-// At most 1,024 lists.
-void total_cuda_distances(double* result, int64_t n, uint32_t n_lists, int device, void* stream);
+// Writes the table of `d` to `table_at` on the device, 16-byte aligned and with room for whole 16
+// bytes, and enqueues the sums. Both return the number of launches.
+int launch_cuda_distances(DType, Distances d, void* table_at, int device, void* stream);
+int total_cuda_distances(double* result, int64_t n, uint32_t n_lists, int device, void* stream);
 
 }  // namespace spectrain

@@ -8,6 +8,7 @@
 
 #include "body.h"
 #include "capacity.h"
+#include "enqueue.cuh"
 #include "resident.h"
 
 namespace spectrain {
@@ -31,13 +32,12 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <size_t Bytes>
-cudaError_t write_with(char* to, const char* from, size_t n, cudaStream_t stream) {
+cudaError_t write_with(char* to, const char* from, size_t n, void* stream) {
   Piece<Bytes> piece;
   piece.to = reinterpret_cast<unsigned char*>(to);
   piece.n_quads = static_cast<uint32_t>((n + sizeof(Quad) - 1) / sizeof(Quad));
   memcpy(piece.storage, from, n);
-  write_piece<Bytes><<<1, kThreads, 0, stream>>>(piece);
-  return cudaGetLastError();
+  return enqueue(write_piece<Bytes>, 1, kThreads, piece, stream);
 }
 
 // Settings without the terms behind their last one, inputs, constants, code.
@@ -63,7 +63,7 @@ struct Preparation {
 
 template <size_t Bytes>
 __global__ void prepare(const __grid_constant__ Preparation<Bytes> given) {
-  extern __shared__ double registers[];
+  auto* registers = reinterpret_cast<double*>(shared_memory);
   __shared__ Setting setting;
   evaluate(given.program(), registers);
   for (int i = 0; i < given.n_settings; ++i) {
@@ -77,7 +77,7 @@ size_t align8(size_t n) { return (n + 7) / 8 * 8; }
 
 template <size_t Bytes>
 cudaError_t prepare_with(const PrepareRequest& r, const ProgramView& p, int begin, int end,
-                         size_t setting_bytes, cudaStream_t stream) {
+                         size_t setting_bytes, void* stream) {
   Preparation<Bytes> given;
   given.to = static_cast<unsigned char*>(r.to) + begin * r.stride;
   given.stride = static_cast<uint32_t>(r.stride);
@@ -97,30 +97,27 @@ cudaError_t prepare_with(const PrepareRequest& r, const ProgramView& p, int begi
   memcpy(given.storage + given.inputs_at, p.inputs, p.n_inputs * sizeof(Input));
   memcpy(given.storage + given.constants_at, p.constants, p.n_constants * sizeof(double));
   memcpy(given.storage + given.code_at, p.code, p.n_code * sizeof(Instruction));
-  const size_t shared = p.n_registers() * sizeof(double);
-  prepare<Bytes><<<1, 1, shared, stream>>>(given);
-  return cudaGetLastError();
+  return enqueue(prepare<Bytes>, 1, 1, given, stream, p.n_registers() * sizeof(double));
 }
 
 }  // namespace
 
 const char* enqueue_write(void* to, const void* from, size_t n, void* stream, int* launches) {
   cudaError_t error = cudaSuccess;
-  const auto on = static_cast<cudaStream_t>(stream);
   for (size_t at = 0; at < n && error == cudaSuccess; ++*launches) {
     char* target = static_cast<char*>(to) + at;
     const char* source = static_cast<const char*>(from) + at;
     const size_t rest = n - at;
     if (rest <= kSmallTable) {
-      error = write_with<kSmallTable>(target, source, rest, on);
+      error = write_with<kSmallTable>(target, source, rest, stream);
       at = n;
     } else {
       const size_t piece = rest < kLargeTable ? rest : kLargeTable;
-      error = write_with<kLargeTable>(target, source, piece, on);
+      error = write_with<kLargeTable>(target, source, piece, stream);
       at += piece;
     }
   }
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  return words(error);
 }
 
 const char* enqueue_prepare(const PrepareRequest& r, void* stream, int* launches) {
@@ -145,11 +142,10 @@ const char* enqueue_prepare(const PrepareRequest& r, void* stream, int* launches
     const int rest = r.settings.size - begin;
     const int end = begin + (rest < capacity ? rest : capacity);
     const bool small = program_bytes + (end - begin) * setting_bytes <= kSmallTable;
-    const auto on = static_cast<cudaStream_t>(stream);
-    const cudaError_t error = small
-                                  ? prepare_with<kSmallTable>(r, p, begin, end, setting_bytes, on)
-                                  : prepare_with<kLargeTable>(r, p, begin, end, setting_bytes, on);
-    if (error != cudaSuccess) return cudaGetErrorString(error);
+    const cudaError_t error =
+        small ? prepare_with<kSmallTable>(r, p, begin, end, setting_bytes, stream)
+              : prepare_with<kLargeTable>(r, p, begin, end, setting_bytes, stream);
+    if (error != cudaSuccess) return words(error);
     ++*launches;
   }
   return nullptr;

@@ -35,11 +35,11 @@ int launch_cuda_resident(CudaKernel, KernelKey, const TableView&, Settings, cons
   throw std::runtime_error(kNoCuda);
 }
 
-void launch_cuda_distances(DType, Distances, void*, int, void*) {
+int launch_cuda_distances(DType, Distances, void*, int, void*) {
   throw std::runtime_error(kNoCuda);
 }
 
-void total_cuda_distances(double*, int64_t, uint32_t, int, void*) {
+int total_cuda_distances(double*, int64_t, uint32_t, int, void*) {
   throw std::runtime_error(kNoCuda);
 }
 

@@ -1,7 +1,7 @@
-// The kernels without Python and without a GPU: every thread of every block of the CUDA kernels'
-// body is run on the host, and must write the bits that each CPU instruction set writes. Every
-// stream is an allocation of exactly its size, so that the address sanitizer sees any access beside
-// it.
+// The kernels without Python and without a GPU: the CUDA launchers run on the stand-in for its
+// runtime, every thread of every block on the host, and must write the bits that each CPU
+// instruction set writes. Every stream is an allocation of exactly its size, so that the address
+// sanitizer sees any access beside it.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,8 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "grids.h"
+#include "cuda/launch.h"
 #include "rules/rounding.h"
+#include "stand_in/control.h"
 
 namespace spectrain {
 
@@ -26,47 +27,31 @@ CpuKernel find_kernel_v3(KernelKey);
 CpuKernel find_kernel_v4(KernelKey);
 #endif
 
-uint32_t grid_blocks = 1;
-Operation operation = Operation::copy;
-
 namespace {
 
 int failures = 0;
 long comparisons = 0;
 
-CpuKernel find_grid(KernelKey key, bool resident) {
-  if (const CpuKernel found = find_copy_grid(key, resident)) return found;
-  if (const CpuKernel found = find_sgd_grid(key, resident)) return found;
-  return find_adam_grid(key, resident);
-}
-
-CpuKernel find_host_grid(KernelKey key) { return find_grid(key, false); }
-CpuKernel find_resident_grid(KernelKey key) {
-  operation = key.operation;
-  return find_grid(key, true);
-}
-
 struct Engine {
   const char* name;
-  FindCpuKernel find;
-  uint32_t blocks;  // of the host grid; 0: a CPU kernel
-  CpuOptions options;
+  FindCpuKernel cpu;  // null: CUDA
+  CpuOptions options = {};
+  bool resident = false;
 };
 
 std::vector<Engine> engines() {
   std::vector<Engine> list = {
-      {"body, 1 block", find_host_grid, 1, {}},
-      {"body, 3 blocks", find_host_grid, 3, {}},
-      {"body, resident table", find_resident_grid, 2, {}},
-      {"baseline", find_kernel_baseline, 0, {false, false}},
-      {"baseline, streamed", find_kernel_baseline, 0, {false, true}},
-      {"chosen, threads", find_cpu_kernel, 0, {true, false}},
-      {"chosen, threads, streamed", find_cpu_kernel, 0, {true, true}},
+      {"CUDA", nullptr},
+      {"CUDA, resident table", nullptr, {}, true},
+      {"baseline", find_kernel_baseline, {false, false}},
+      {"baseline, streamed", find_kernel_baseline, {false, true}},
+      {"chosen, threads", find_cpu_kernel, {true, false}},
+      {"chosen, threads, streamed", find_cpu_kernel, {true, true}},
   };
 #if defined(__x86_64__)
   const std::string best = cpu_instruction_set();
-  if (best != "x86-64") list.push_back({"v3, streamed", find_kernel_v3, 0, {false, true}});
-  if (best == "x86-64-v4") list.push_back({"v4", find_kernel_v4, 0, {false, false}});
+  if (best != "x86-64") list.push_back({"v3, streamed", find_kernel_v3, {false, true}});
+  if (best == "x86-64-v4") list.push_back({"v4", find_kernel_v4, {false, false}});
 #endif
   return list;
 }
@@ -161,8 +146,8 @@ struct Memory {
   std::vector<int64_t> bytes;
 };
 
-Memory make_memory(const Case& c, uint64_t seed) {
-  std::mt19937_64 random(seed);
+// Uninitialized, with every stream where it is to begin.
+Memory room_for(const Case& c) {
   Memory m;
   for (size_t r = 0; r < c.sizes.size(); ++r) {
     for (size_t s = 0; s < c.streams.size(); ++s) {
@@ -170,13 +155,87 @@ Memory make_memory(const Case& c, uint64_t seed) {
       const int64_t offset = (c.offsets[r] + (c.skewed ? static_cast<int>(s) : 0)) * width;
       const int64_t bytes = c.sizes[r] * width;
       m.owners.emplace_back(new char[offset + bytes]);
-      char* at = m.owners.back().get() + offset;
-      fill(at, c.sizes[r], c.streams[s], random);
-      m.pointers.push_back(at);
+      m.pointers.push_back(m.owners.back().get() + offset);
       m.bytes.push_back(bytes);
     }
   }
   return m;
+}
+
+Memory filled(const Case& c, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Memory m = room_for(c);
+  for (size_t p = 0; p < m.pointers.size(); ++p) {
+    const DType t = c.streams[p % c.streams.size()];
+    fill(static_cast<char*>(m.pointers[p]), m.bytes[p] / size_of(t), t, random);
+  }
+  return m;
+}
+
+Memory copy_of(const Memory& from, const Case& c) {
+  Memory m = room_for(c);
+  for (size_t p = 0; p < m.pointers.size(); ++p) {
+    memcpy(m.pointers[p], from.pointers[p], from.bytes[p]);
+  }
+  return m;
+}
+
+// Moves the numbers of a setting into memory, and leaves their placeholders behind.
+Setting without_numbers(Setting s, std::vector<double>& numbers) {
+  const auto take = [&](double& field) {
+    numbers.push_back(field);
+    field = placeholder(static_cast<uint16_t>(numbers.size() - 1));
+  };
+  const auto take_term = [&](Term& t) {
+    for (double* field : {&t.keep, &t.momentum, &t.gradient, &t.root}) take(*field);
+  };
+  for (double* field : {&s.sign, &s.weight_decay, &s.decay, &s.gain, &s.decay2, &s.eps}) {
+    take(*field);
+  }
+  take_term(s.step);
+  for (int i = 0; i < used_terms(s); ++i) take_term(s.terms[i]);
+  return s;
+}
+
+void* on_device(const void* host, size_t bytes) {
+  void* at = stand_in::allocate(bytes, reinterpret_cast<uintptr_t>(host) % 16);
+  stand_in::write(at, host, bytes);
+  return at;
+}
+
+// Where a resident table is used, every number of the settings is read from the device as well.
+void run_on_device(const Engine& engine, const Case& c, const Memory& memory, TableView view,
+                   uint64_t seed) {
+  stand_in::reset(seed);
+  const int device = static_cast<int>(seed % 3);  // on which a grid has one block more
+  void* stream = stand_in::new_stream(device);
+  std::vector<void*> pointers(view.pointers, view.pointers + view.n_rows * view.n_streams);
+  std::vector<void*> moved;
+  for (size_t p = 0; p < memory.pointers.size(); ++p) {
+    moved.push_back(on_device(memory.pointers[p], memory.bytes[p]));
+    pointers[p / c.streams.size() * view.n_streams + p % c.streams.size()] = moved.back();
+  }
+  view.pointers = pointers.data();
+  const CudaKernel kernel = find_cuda_kernel(c.key);
+  std::vector<Setting> settings = c.settings;
+  const Settings given{settings.data(), static_cast<int>(settings.size())};
+  if (!engine.resident) {
+    launch_cuda(kernel, view, given, device, stream);
+  } else {
+    std::vector<double> numbers;
+    for (Setting& s : settings) s = without_numbers(s, numbers);
+    const auto* at = static_cast<double*>(on_device(numbers.data(), 8 * numbers.size()));
+    Program program;
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      program.inputs.push_back({at + i, InputType::float64});
+    }
+    void* table = stand_in::allocate(resident_bytes(kernel, view, given.size));
+    launch_cuda_resident(kernel, c.key, view, given, &program, table, true, device, stream);
+  }
+  stand_in::synchronize();
+  for (size_t p = 0; p < moved.size(); ++p) {
+    stand_in::read(memory.pointers[p], moved[p], memory.bytes[p]);
+  }
 }
 
 std::vector<Row> make_rows(const Case& c, const Memory& m, uint32_t* n_chunks) {
@@ -216,8 +275,8 @@ std::vector<void*> with_positions(const Case& c, const Memory& m) {
   return pointers;
 }
 
-void expect_untouched(const Case& c, const Memory& memory, uint64_t seed, const char* engine) {
-  const Memory before = make_memory(c, seed);
+void expect_untouched(const Case& c, const Memory& before, const Memory& memory,
+                      const char* engine) {
   for (size_t p = 0; p < memory.pointers.size(); ++p) {
     if (c.zero_grad && p % c.streams.size() == 1) continue;  // gradients
     ++comparisons;
@@ -240,10 +299,11 @@ void expect_zero_gradients(const Case& c, const Memory& memory, const char* engi
 void check(const Case& c, uint64_t seed) {
   const bool bits_only = c.key.operation == Operation::copy || c.key.operation == Operation::swap;
   const Settings settings{c.settings.data(), static_cast<int>(c.settings.size())};
+  const Memory before = filled(c, seed);
   Memory reference;
   const char* reference_name = nullptr;
   for (const Engine& engine : engines()) {
-    Memory memory = make_memory(c, seed);
+    Memory memory = copy_of(before, c);
     uint32_t n_chunks = 0;
     const std::vector<Row> rows = make_rows(c, memory, &n_chunks);
     const std::vector<void*> pointers = with_positions(c, memory);
@@ -256,15 +316,12 @@ void check(const Case& c, uint64_t seed) {
                          c.gate,
                          c.rounding,
                          c.zero_grad};
-    grid_blocks = engine.blocks;
-    const CpuKernel kernel = engine.find(c.key);
-    if (kernel == nullptr) {
-      std::printf("no kernel: %s\n", engine.name);
-      ++failures;
-      return;
+    if (engine.cpu == nullptr) {
+      run_on_device(engine, c, memory, view, seed);
+    } else {
+      engine.cpu(c.key)(view, settings, engine.options);
     }
-    kernel(view, settings, engine.options);
-    if (c.gate.skips()) expect_untouched(c, memory, seed, engine.name);
+    if (c.gate.skips()) expect_untouched(c, before, memory, engine.name);
     if (c.zero_grad) expect_zero_gradients(c, memory, engine.name);
     if (reference_name == nullptr) {
       reference = std::move(memory);
@@ -430,7 +487,7 @@ TEST(Scalar, SixteenBitConversionsRoundToNearestEven) {
   EXPECT_GT(comparisons, 0);
 }
 
-TEST(Kernels, EveryInstructionSetAndTheCudaBodyWriteTheSameBits) {
+TEST(Kernels, EveryInstructionSetAndCudaWriteTheSameBits) {
   failures = 0;
   comparisons = 0;
   check_all();
