@@ -5,6 +5,7 @@
 #   TORCH_INDEX=<address>      where torch comes from (a CPU-only or another CUDA build); everything else stays as it is
 #   ARGS="--stages 4"          passed on to the command that the target runs
 #   SPECTRAIN_CUDA=0|1         0 skips the CUDA half, 1 insists on it
+#   GPU_PYTHON=python3.12      of the machine that `make gpu-wheel` builds for
 #   SPECTRAIN_ARCHS=native|major|all, TORCH_CUDA_ARCH_LIST="9.0"   for which GPUs
 
 PYTHON ?= python3
@@ -31,7 +32,7 @@ CXX_SOURCES := $(sort $(shell find csrc tests -type f \( $(CXX_SUFFIXES) \) 2>/d
 .DELETE_ON_ERROR:
 # two pips must not write to one environment at the same time
 .NOTPARALLEL:
-.PHONY: help install train check test lint pytest bench bench-host nightly doctor clean FORCE
+.PHONY: help install train check test lint pytest bench bench-host nightly doctor gpu-wheel clean FORCE
 
 help:
 	@echo "make train    train a pipeline with every method and compare (ARGS=\"--help\" lists the options)"
@@ -40,6 +41,7 @@ help:
 	@echo "make bench    every operator against its rivals (ARGS=\"--help\" lists the options), the pipeline's own cost"
 	@echo "make doctor   what was built, what this machine has, what is missing"
 	@echo "make nightly  all tests, those that take minutes too, with many more random cases"
+	@echo "make gpu-wheel  what bench/gpu_suite.py takes along to a machine with a GPU and no network, in build/gpu"
 	@echo "make lint     ruff, mypy, clang-format"
 	@echo "make clean    remove .venv and everything that was built"
 
@@ -78,6 +80,41 @@ bench: $(VENV)/.extra-bench
 
 bench-host: $(VENV)/.extra-bench
 	cd bench && $(abspath $(BIN))/pytest $(ARGS)
+
+# --- for a machine with a GPU, where nothing can be downloaded and every minute is dear ---------------------------------
+
+GPU_PYTHON ?= $(shell for p in python3.12 $$HOME/.pyenv/versions/3.12*/bin/python3.12 python3.12; do \
+	$$p -c pass 2> /dev/null && break; done; echo $$p)
+GPU_TOOLS := build/gpu-tools
+
+# The package's wheel for that Python, for Hopper alone; the probe of launch policies; and what tests need. The wheel takes
+# that Python's headers: where they are missing, the suite compiles on that machine.
+gpu-wheel:
+	@mkdir -p build/gpu
+	@rm -rf build/lib build/lib.* build/gpu/*
+	@if $(GPU_PYTHON) -c 'import os, sysconfig as s; assert os.path.exists(s.get_path("include") + "/Python.h")' 2>/dev/null; \
+	then $(MAKE) --no-print-directory build/gpu/package; \
+	else echo "$(GPU_PYTHON) or its headers are missing: no wheel; bench/gpu_suite.py will compile, for a minute or two"; fi
+	PATH="$$PATH:$(or $(CUDA_HOME),/usr/local/cuda)/bin" PYTHONPATH=bench $(PYTHON) -m gpu.probe
+	$(PYTHON) -m pip --disable-pip-version-check --quiet download --only-binary=:all: --python-version 3.12 \
+		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --dest build/gpu $(GPU_NEEDS) \
+		|| echo "the tests' packages could not be downloaded: the machine has to have them"
+	@du -sh build/gpu
+
+# Within the bounds of pyproject.toml.
+GPU_NEEDS := 'pytest>=8.2,<10' 'pytest-timeout>=2.3,<3' 'hypothesis>=6.100,<7' 'click>=8.1,<9' 'rich>=13.7,<16'
+
+.PHONY: build/gpu/package
+build/gpu/package: $(GPU_TOOLS)/.made
+	PATH="$(abspath $(GPU_TOOLS))/bin:$(or $(CUDA_HOME),/usr/local/cuda)/bin:$$PATH" SPECTRAIN_CUDA=1 SPECTRAIN_ARCHS= \
+		TORCH_CUDA_ARCH_LIST=9.0 $(GPU_TOOLS)/bin/pip --disable-pip-version-check wheel --quiet --no-deps \
+		--no-build-isolation --wheel-dir build/gpu .
+
+$(GPU_TOOLS)/.made: pyproject.toml
+	$(GPU_PYTHON) -m venv $(GPU_TOOLS)
+	$(GPU_TOOLS)/bin/pip --disable-pip-version-check install --quiet \
+		$$(grep '^requires = ' pyproject.toml | grep -o '"[^"]*"' | tr -d '"')
+	@touch $@
 
 # --- the environment: each step leaves a stamp, so that a second call does nothing -----------------------------------
 

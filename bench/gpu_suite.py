@@ -1,313 +1,216 @@
-"""Everything that needs a GPU, in one go: tests, sanitizers, operators, pipeline, profiler.
+"""Everything that needs a GPU, in one go, the most telling first: what it is made of lies in gpu/.
 
-    python bench/gpu_suite.py --out runs/gpu            # at most ten minutes, at most eight files
-    python bench/gpu_suite.py --out runs/gpu --dry-run  # the plan, on any machine
+    make gpu-wheel                                     # beforehand, where there is a network
+    python bench/gpu_suite.py --out runs/gpu           # at most ten minutes, at most eight files
+    python bench/gpu_suite.py --out runs/x --dry-run   # the plan, on any machine
+    python bench/gpu_suite.py --out runs/x --rehearse  # all of it, tiny and on the CPU
 
-The package must be importable (installed, or built in place), and pytest and hypothesis installed
-for the tests. A tool that is missing or does not work is recorded with what it said, and the suite
-goes on. Whatever ends in a table was measured in this very run; what was not measured is left out.
+A tool that is missing or does not work is recorded with what it said, and the suite goes on. What
+was measured is in the folder two seconds later, whatever happens then. Whatever ends in a table was
+measured in this very run; what was not measured is left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
+import contextlib
 import json
 import os
-import platform
-import re
-import shutil
 import signal
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu import machine
+from gpu.cases import Cases, write
+from gpu.plan import SUITE, TOTAL_S, plan
+from gpu.results import Results, clean
+from gpu.scale import FULL, REHEARSAL, ROOT, Scale
+from gpu.steps import Outcome, run_group
+
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-SANITIZERS = ["memcheck", "racecheck", "initcheck", "synccheck"]
-#: Only this package's kernels are looked at: what torch leaves uninitialized is its own business.
-KERNELS = "spectrain"
+
+PARTS = (
+    "install",
+    "first",
+    "tests",
+    "small",
+    "stress-methods",
+    "stress-options",
+    "stress-plans",
+    "operators",
+    "probe-build",
+    "probe",
+    "large",
+    "host-cost",
+    "overlap",
+)
 
 
-@dataclass
-class Step:
-    """A command of the suite: its output goes to a file, it may take so long and no longer."""
+def run_part(name: str, record: str, work: Path, until: float, scale: Scale, tests: Path) -> int:
+    """Run a part in this process; 1 where one of its cases failed."""
+    # Imported here: no part shall fail because another one's modules cannot be imported.
+    light = name in ("install", "tests", "probe-build", "probe")
+    cases = Cases(work / f"{record}.json", until, (lambda: None) if light else scale.wait)
+    if name == "install":
+        from gpu.install import install
 
-    name: str
-    command: list[str]
-    file: str
-    limit_s: float
-    needs: str | None = None  # a program without which the step is not tried
-    unfiltered: list[str] | None = None  # tried where the tool refuses the filter by kernel name
+        install(cases, scale, work)
+    elif name == "tests":
+        from gpu.cuda_tests import run_tests
 
+        run_tests(cases, tests, work)
+    elif name in ("probe-build", "probe"):
+        from gpu import probe
 
-@dataclass
-class Outcome:
-    """What became of a step."""
-
-    name: str
-    status: str  # "ok", "failed", "timed out", "missing", "not run"
-    seconds: float = 0.0
-    code: int | None = None
-    detail: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-def plan(out: Path, total_s: float) -> list[Step]:
-    """The steps in order of importance: what matters most has run when time is up."""
-    python = sys.executable
-    me = [python, str(HERE / "gpu_suite.py"), "--out", str(out)]
-    tests = ["-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", str(ROOT / "tests")]
-    share = total_s / 570
-    steps = [
-        Step("tests", [python, *tests], "tests.txt", 200 * share),
-        Step("operators", [*me, "--part", "operators"], "parts.log", 150 * share),
-        Step("pipeline", [*me, "--part", "pipeline"], "parts.log", 80 * share),
-    ]
-    for tool in SANITIZERS:
-        start = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "17"]
-        small = [*me, "--part", "small"]
-        mine = ["--kernel-name", f"kernel_substring={KERNELS}"]
-        name = "compute-sanitizer"
-        step = Step(tool, [*start, *mine, *small], "sanitizer.txt", 50 * share, name)
-        step.unfiltered = [*start, *small]
-        steps.append(step)
-    ncu = ["ncu", "--clock-control", "none", "--kernel-name", f"regex:{KERNELS}"]
-    ncu += ["--launch-count", "12", "--section", "SpeedOfLight", "--section", "LaunchStats"]
-    steps.append(Step("ncu", [*ncu, *me, "--part", "small"], "ncu.txt", 60 * share, "ncu"))
-    return steps
-
-
-def run_step(step: Step, out: Path, deadline: float) -> Outcome:
-    """Run a step; once more without the filter where the tool gave no verdict with it."""
-    outcome = _run_command(step, step.command, out, deadline)
-    verdict = outcome.facts.keys() & {"sanitizer_errors", "hazards"}
-    if outcome.status == "failed" and step.unfiltered and not verdict:
-        outcome = _run_command(step, step.unfiltered, out, deadline)
-        outcome.detail = f"without a filter by kernel name\n{outcome.detail}"
-    return outcome
-
-
-def _run_command(step: Step, command: list[str], out: Path, deadline: float) -> Outcome:
-    """Run one command in its own session, so that all of it can be ended when its time is up."""
-    if step.needs and shutil.which(step.needs) is None:
-        return Outcome(step.name, "missing", detail=f"{step.needs} is not on PATH")
-    left = deadline - time.monotonic()
-    if left < 5:
-        return Outcome(step.name, "not run", detail="no time left")
-    limit = min(step.limit_s, left)
-    start = time.monotonic()
-    with open(out / step.file, "a") as log:
-        log.write(f"$ {' '.join(command)}\n")
-        log.flush()
-        mark = log.tell()
-        child = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=HERE,  # not the root: what is installed is measured, not the source tree
-            start_new_session=True,
-        )
-        try:
-            code: int | None = child.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            code = None
-    seconds = time.monotonic() - start
-    text = (out / step.file).read_text(errors="replace")[mark:]
-    status = "timed out" if code is None else "ok" if code == 0 else "failed"
-    return Outcome(step.name, status, seconds, code, "\n".join(text.splitlines()[-5:]), read(text))
-
-
-def read(text: str) -> dict[str, Any]:
-    """The figures that a tool's last lines give: tests passed, errors found."""
-    facts: dict[str, Any] = {}
-    for word in ("passed", "failed", "skipped"):
-        found = re.findall(rf"\b(\d+) {word}\b", text)
-        if found:
-            facts[word] = int(found[-1])
-    summary = re.findall(r"ERROR SUMMARY: (\d+) error", text)
-    if summary:
-        facts["sanitizer_errors"] = int(summary[-1])
-    hazards = re.findall(r"RACECHECK SUMMARY: (\d+) hazard", text)
-    if hazards:
-        facts["hazards"] = int(hazards[-1])
-    return facts
-
-
-def environment() -> dict[str, Any]:
-    """Device, driver, versions, date: without them a figure means nothing."""
-    import torch
-
-    info: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torch_cuda": torch.version.cuda,
-        "cuda_available": torch.cuda.is_available(),
-    }
-    try:
-        import spectrain_ext as st
-        from spectrain_ext import _C
-
-        info["spectrain_ext"] = st.__version__
-        info["build"] = {k: v for k, v in _C.build_info().items() if k != "version"}
-    except ImportError as e:
-        info["spectrain_ext"] = f"cannot be imported: {e}"
-    if torch.cuda.is_available():
-        p = torch.cuda.get_device_properties(0)
-        info["device"] = {
-            "name": p.name,
-            "capability": f"{p.major}.{p.minor}",
-            "multiprocessors": p.multi_processor_count,
-            "memory_bytes": p.total_memory,
-            "l2_bytes": getattr(p, "L2_cache_size", None),
-        }
-        info["devices"] = torch.cuda.device_count()
-    for tool, arguments in {
-        "nvidia-smi": ["--query-gpu=driver_version,clocks.sm,clocks.mem", "--format=csv,noheader"],
-        "nvcc": ["--version"],
-        "compute-sanitizer": ["--version"],
-        "ncu": ["--version"],
-        "git": ["-C", str(ROOT), "rev-parse", "HEAD"],
-    }.items():
-        info[tool] = _says(tool, arguments)
-    return info
-
-
-def _says(tool: str, arguments: Sequence[str]) -> str | None:
-    if shutil.which(tool) is None:
-        return None
-    try:
-        done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired) as e:
-        return f"{type(e).__name__}: {e}"
-    lines = (done.stdout or done.stderr).strip().splitlines()
-    return lines[-1] if lines else ""
-
-
-# --- the report ---------------------------------------------------------------------------------
-
-
-def report(environment_: dict[str, Any], outcomes: Sequence[Outcome], out: Path) -> str:
-    """summary.md: what ran, and tables of what operators.json and pipeline.json really hold."""
-    from table import Row, markdown
-
-    from spectrain_ext.benchmark import targets
-    from spectrain_ext.benchmark.report import Report, host_table
-    from spectrain_ext.benchmark.report import markdown as operators_table
-
-    device = environment_.get("device", {}).get("name", "no GPU")
-    lines = [f"# {device}, {environment_['date']}", ""]
-    for key in ("torch", "torch_cuda", "spectrain_ext", "nvidia-smi", "nvcc", "git"):
-        lines.append(f"- {key}: {environment_.get(key)}")
-    lines += ["", "| step | status | seconds | found |", "|---|---|--:|---|"]
-    for o in outcomes:
-        found = ", ".join(f"{v} {k}" for k, v in o.facts.items())
-        lines.append(f"| {o.name} | {o.status} | {o.seconds:.0f} | {found} |")
-    if (out / "operators.json").exists():
-        measured = Report.load(out / "operators.json")
-        lines += ["", "## Targets", "", targets.markdown(targets.verdicts(measured))]
-        lines += ["", "## Operators", "", operators_table(measured.rows, copies=True)]
-        lines += ["", host_table(measured.host_us)]
-        lines += [f"- not measured: {x}" for x in measured.left_out]
+        if name == "probe":
+            probe.run(cases, scale, work)
+        else:
+            probe.prepare(cases, work)
     else:
-        lines += ["", "Operators: not measured."]
-    if (out / "pipeline.json").exists():
-        data = json.loads((out / "pipeline.json").read_text())
-        lines += ["", "## Pipeline", "", markdown(Row(**r) for r in data["rows"])]
-        for method, cost in data.get("own_cost_us_per_action", {}).items():
-            lines.append(f"- {method}: {cost:.1f} us of the pipeline's own per action")
-    else:
-        lines += ["", "Pipeline: not measured."]
-    if environment_.get("devices", 0) < 2:
-        lines += ["", "Two GPUs: not measured."]
-    return "\n".join(lines) + "\n"
+        import torch
+
+        torch.set_num_threads(1)
+        _part(name, work)(cases, scale)
+    return int(any(case["status"] in ("failed", "died") for case in cases.data.values()))
 
 
-def _draw(out: Path) -> str:
-    """The picture of operators.json, where the log has left its place among the eight files."""
-    from spectrain_ext.benchmark.picture import draw
-    from spectrain_ext.benchmark.report import Report
+def _part(name: str, work: Path) -> Callable[[Cases, Scale], None]:
+    if name == "first":
+        from gpu.first import first
 
-    try:
-        draw(out / "operators.svg", Report.load(out / "operators.json"))
-    except (ImportError, OSError, ValueError) as error:
-        return f"none: {error}"
-    return "operators.svg"
+        return first
+    if name == "small":
+        from gpu.small import small
+
+        return small
+    if name == "operators":
+        from gpu.operators import run_operators
+
+        return run_operators
+    if name == "large":
+        from gpu.counters import large_launches
+
+        return large_launches
+    if name == "host-cost":
+        from gpu.host_cost import host_cost
+
+        return host_cost
+    if name == "overlap":
+        from gpu.overlap import traced
+
+        return lambda cases, scale: traced(cases, scale, work)
+    from gpu import stress
+
+    found: Callable[[Cases, Scale], None] = getattr(stress, name.replace("-", "_"))
+    return found
 
 
-def suite(out: Path, total_s: float, dry: bool) -> int:
+def suite(out: Path, total_s: float, dry: bool, rehearses: bool, tests: Path) -> int:
     """Run the plan; returns 0 when tests and sanitizers found nothing wrong."""
-    deadline = time.monotonic() + total_s
+    begun = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         print(f"--out: expected an empty folder, {out} holds files", file=sys.stderr)
         return 2
-    about = environment()
-    steps = plan(out, total_s)
-    outcomes = []
-    usable = about["cuda_available"]
-    for step in steps:
-        if dry or not usable:
-            why = "dry run" if dry else "torch.cuda.is_available() is false"
-            outcomes.append(Outcome(step.name, "not run", detail=why))
-            print(f"{step.name}: {' '.join(step.command)}  ({why})")
-            continue
-        outcomes.append(run_step(step, out, deadline))
-        print(f"{step.name}: {outcomes[-1].status}, {outcomes[-1].seconds:.0f} s", flush=True)
-    summary = {
-        "environment": about,
-        "dry_run": dry,
-        "steps": [{**asdict(s), **asdict(o)} for s, o in zip(steps, outcomes, strict=True)],
-    }
-    # The parts write JSON; their log is of interest only when something went wrong.
-    if all(o.status == "ok" for o in outcomes if o.name in ("operators", "pipeline")):
-        (out / "parts.log").unlink(missing_ok=True)
-        about["picture"] = _draw(out)
-    (out / "summary.json").write_text(json.dumps(summary, indent=1))
-    text = report(about, outcomes, out)
-    (out / "summary.md").write_text(text)
-    print(text)
-    if dry:
-        return 0
-    if not usable:
-        return 1
-    judged = [o for o in outcomes if o.name in ("tests", "operators", "pipeline")]
-    clean = all(not o.facts.get(k) for o in outcomes for k in ("sanitizer_errors", "hazards"))
-    return 0 if clean and all(o.status == "ok" for o in judged) else 1
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        _prepare_environment(work)
+        options = ["--tests", str(tests), *(["--rehearse"] if rehearses else [])]
+        groups = plan(work, options, total_s)
+        results = Results(out, work, machine.environment(), dry)
+        results.steps = [step for group in groups for step in group]
+        planned, why = 0.0, "dry run" if dry else ""
+        try:
+            for group in groups:
+                planned += max(step.limit_s for step in group)
+                names = " | ".join(step.name for step in group)
+                if why:
+                    for step in group:
+                        results.outcomes.append(Outcome(step.name, "not run", detail=why))
+                        print(f"{step.name}, {step.limit_s:.0f} s: {' '.join(step.command)}")
+                    continue
+                limit = max(step.limit_s + step.patience_s for step in group)
+                # What earlier groups did not use, a later one may.
+                ends = max(begun + planned, time.monotonic() + limit)
+                ends = min(ends, begun + total_s)
+                inside = _inside if rehearses else None
+                done = run_group(group, results.log_of, HERE, ends, results.publish, inside)
+                results.outcomes += done
+                _after(group[0].name, results)
+                results.summarize()
+                told = ", ".join(f"{o.status} in {o.seconds:.0f} s" for o in done)
+                print(f"[{time.monotonic() - begun:.0f} s] {names}: {told}", flush=True)
+                if any(s.essential and o.status != "ok" for s, o in zip(group, done, strict=True)):
+                    why = f"{group[0].name} failed"
+        finally:
+            print(results.summarize().partition("\n## Tests")[0])
+        if dry:
+            return 0
+        return 0 if clean(results.outcomes) else 1
+
+
+def _prepare_environment(work: Path) -> None:
+    """For everything that is started: where the package is, and caches that can be written."""
+    found = [str(work / "site"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in found if path)
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUPY_CACHE_DIR"):
+        os.environ[name] = str(work / name.lower())
+    # The same bits however streams run: cuBLAS promises it only with a workspace per stream.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    tools = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), f"{tools}/bin"])
+
+
+def _after(name: str, results: Results) -> None:
+    """What a step's output says, as JSON; and what only torch can tell of the device."""
+    if name == "install":
+        sys.path.insert(1, str(results.work / "site"))
+        try:
+            results.environment["gpu"] = machine.gpu()
+        except Exception as error:
+            results.environment["gpu"] = {"error": f"{type(error).__name__}: {error}"}
+    elif name == "ncu" and (results.work / "ncu.log").exists():
+        from gpu.counters import metrics
+
+        found = metrics((results.work / "ncu.log").read_text(errors="replace"))
+        if found:
+            data = {"kernels": {"status": "ok", "result": found}}
+            write(results.work / "ncu-metrics.json", json.dumps(data))
+
+
+def _inside(command: list[str], log: Path) -> int | None:
+    """A part's command in this process: a rehearsal need not import torch a dozen times."""
+    if command[:2] != [sys.executable, str(SUITE)]:
+        return None
+    with open(log, "a") as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        return main(command[2:])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="an empty folder for the results")
-    parser.add_argument("--seconds", type=float, default=570, help="for everything together")
+    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for everything together")
     parser.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
-    parser.add_argument(
-        "--part", choices=["operators", "pipeline", "small"], help=argparse.SUPPRESS
-    )
-    arguments = parser.parse_args(argv)
-    if arguments.part is None:
-        return suite(arguments.out.resolve(), arguments.seconds, arguments.dry_run)
-    import gpu_parts
-
-    if arguments.part == "operators":
-        gpu_parts.part_operators(arguments.out, 125 * arguments.seconds / 570)
-    elif arguments.part == "pipeline":
-        gpu_parts.part_pipeline(arguments.out)
-    else:
-        gpu_parts.part_small()
-    return 0
+    parser.add_argument("--rehearse", action="store_true", help="all of it, tiny and on the CPU")
+    parser.add_argument("--tests", type=Path, default=ROOT / "tests", help="where tests are")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--record", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    given: Any = parser.parse_args(argv)
+    out, tests = given.out.resolve(), given.tests.resolve()
+    if given.part is None:
+        return suite(out, given.seconds, given.dry_run, given.rehearse, tests)
+    scale = REHEARSAL if given.rehearse else FULL
+    return run_part(given.part, given.record or given.part, out, given.until, scale, tests)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE))
+    # So that what it started ends with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     raise SystemExit(main())

@@ -56,8 +56,13 @@ def measure(
     workloads: Sequence[Workload],
     settings: Settings,
     tell: Callable[[str], None] = lambda line: None,
+    *,
+    overhead: bool = True,
 ) -> Report:
-    """Measure every operation on every workload; `tell` hears what comes next."""
+    """Measure every operation on every workload; `tell` hears what comes next.
+
+    Without `overhead` what calls cost the host in general is left out (`host_overhead`).
+    """
     kept = {k: v for k, v in asdict(settings).items() if k in ("case_s", "sample_s", "compile")}
     report = Report(environment(settings.device), kept)
     host: dict[tuple[Operation, int, str], dict[str, float]] = {}
@@ -81,7 +86,7 @@ def measure(
             if key not in host:
                 host[key] = host_times(operation, work, settings.device)
             report.rows += _case(operation, work, settings, host[key])
-    if operations:
+    if operations and overhead:
         report.host_us = host_overhead(settings.device)
     return report
 

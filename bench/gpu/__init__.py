@@ -1,0 +1,1 @@
+"""What gpu_suite.py is made of: its plan, its steps, the parts that measure, the report."""

@@ -1,0 +1,107 @@
+"""The tests marked cuda: a process per file, so that a lost device costs the rest of one file."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .cases import Cases
+
+_AT_ONCE = 6
+#: Seconds of one test; the first one of a process makes a context and loads kernels.
+_TEST_S = 100
+
+
+def run_tests(cases: Cases, tests: Path, out: Path) -> None:
+    """A case per file; its log is `tests-NAME.log`."""
+    waiting = marked(tests)
+    if not waiting:
+        cases.put("tests", "failed", error=f"no file of {tests.name} has a test marked cuda")
+    running: list[_File] = []
+    while waiting or running:
+        while waiting and len(running) < _AT_ONCE:
+            if cases.left_s > 0:
+                running.append(_File(waiting.pop(0), tests, out))
+                cases.put(running[-1].path.name, "running")
+            else:
+                cases.put(waiting.pop(0).name, "no time left")
+        time.sleep(0.05)
+        for file in list(running):
+            code = file.child.poll()
+            if code is None and cases.left_s < 0:
+                file.child.kill()
+                code = file.child.wait()
+                file.ended = True
+            if code is not None:
+                running.remove(file)
+                cases.put(file.path.name, **file.outcome(code))
+
+
+def marked(tests: Path) -> list[Path]:
+    """Files with tests marked cuda, those that are about it first."""
+    files = [p for p in sorted(tests.rglob("test_*.py")) if "mark.cuda" in p.read_text()]
+    return sorted(files, key=lambda p: ("cuda" not in p.name, p.name))
+
+
+@dataclass
+class _File:
+    """A file whose tests are running."""
+
+    path: Path
+    tests: Path
+    out: Path
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.start = time.time()
+        self.log = self.out / f"tests-{self.path.stem}.log"
+        # Strict options would stop at a plugin that is missing.
+        command = [sys.executable, "-m", "pytest", str(self.path), "-v", "--tb=short"]
+        command += ["-o", "addopts=-ra --import-mode=importlib", "-m", "cuda and not nightly"]
+        command += ["--continue-on-collection-errors", "-p", "no:cacheprovider"]
+        if importlib.util.find_spec("pytest_timeout") is not None:
+            command += ["--timeout", str(_TEST_S)]
+        with open(self.log, "w") as log:
+            self.child = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=self.tests,
+                env={"OMP_NUM_THREADS": "2", **os.environ},
+            )
+
+    def outcome(self, code: int) -> dict[str, Any]:
+        """What became of it; pytest's 5 says that no test was left to run."""
+        text = self.log.read_text(errors="replace")
+        status = "no time left" if self.ended else "ok" if code in (0, 5) else "failed"
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.*)$", text, re.MULTILINE)
+        found = {"code": code, "seconds": time.time() - self.start, **counts(text)}
+        # Where the process was ended, its last test did it.
+        begun = re.findall(r"^(\S+::\S+)", text, re.MULTILINE)
+        if code < 0 and begun:
+            found["last"] = begun[-1]
+        return {"status": status, "result": found, "failed": [f[:300] for f in failed[:40]]}
+
+
+def counts(text: str) -> dict[str, int]:
+    """Tests passed, failed and so on, from pytest's last line, or else from its lines so far."""
+    found: dict[str, int] = {}
+    last = re.findall(r"^=+ (.*) in [\d.]+s.*=+$", text, re.MULTILINE)
+    for word in ("passed", "failed", "skipped", "error", "deselected"):
+        if last:
+            number = re.search(rf"(\d+) {word}", last[-1])
+            if number:
+                found[word] = int(number[1])
+        else:
+            lines = re.findall(rf"^\S+::.* {word.upper()}\b", text, re.MULTILINE)
+            if lines:
+                found[word] = len(lines)
+    return found

@@ -1,0 +1,73 @@
+"""Device, driver, versions, date: without them a figure means nothing."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from .scale import ROOT
+
+_PACKAGES = ("torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numpy", "pytest", "hypothesis")
+_TOOLS = {
+    "nvidia-smi": [
+        "--query-gpu=name,driver_version,memory.total,clocks.sm,clocks.mem,power.limit",
+        "--format=csv,noheader",
+    ],
+    "nvcc": ["--version"],
+    "compute-sanitizer": ["--version"],
+    "ncu": ["--version"],
+    "git": ["-C", str(ROOT), "rev-parse", "HEAD"],
+}
+
+
+def environment() -> dict[str, Any]:
+    """What can be found out without the package and without touching the device."""
+    info: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": platform.machine(),
+        "system": platform.release(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+    for package in _PACKAGES:
+        try:
+            info[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    for tool, arguments in _TOOLS.items():
+        info[tool] = _says(tool, arguments)
+    return info
+
+
+def _says(tool: str, arguments: Sequence[str]) -> str | None:
+    if shutil.which(tool) is None:
+        return None
+    try:
+        done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        return f"{type(e).__name__}: {e}"
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def gpu() -> dict[str, Any]:
+    """What torch sees of the device."""
+    import torch
+
+    info: dict[str, Any] = {"torch_cuda": torch.version.cuda, "count": torch.cuda.device_count()}
+    if torch.cuda.is_available():
+        p = torch.cuda.get_device_properties(0)
+        info |= {
+            "name": p.name,
+            "capability": f"{p.major}.{p.minor}",
+            "multiprocessors": p.multi_processor_count,
+            "memory_bytes": p.total_memory,
+            "l2_bytes": getattr(p, "L2_cache_size", None),
+        }
+    return info

@@ -1,0 +1,86 @@
+"""Every operator and its rivals on rotating buffers: the largest first, torch.compile last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from spectrain_ext.benchmark import operations
+from spectrain_ext.benchmark.engine import Settings, host_overhead, measure
+from spectrain_ext.benchmark.machine import environment
+from spectrain_ext.benchmark.operations import ADAMW_2, SGD_2, STAGE, Operation
+from spectrain_ext.benchmark.report import Report, Row
+from spectrain_ext.benchmark.workloads import BF16, MIXED, Workload, model, synthetic
+
+from .cases import Cases
+from .scale import Scale
+
+_MAIN = [SGD_2, ADAMW_2, STAGE]
+#: Seconds that are kept for torch.compile.
+_COMPILING_S = 25.0
+
+
+def run_operators(cases: Cases, scale: Scale) -> None:
+    """A case per operation, workload and types."""
+    kept = {"case_s": scale.case_s, "sample_s": scale.sample_s, "compile": scale.compiles}
+    cases.run("settings", lambda: kept)
+    cases.run("environment", lambda: environment(scale.device))
+    for operation, work in _cases(scale):
+        name = f"{operation.name}, {work.name}, {work.precision.name}"
+        reserve = _COMPILING_S if scale.compiles else 0.0
+        cases.run(name, lambda o=operation, w=work: _rows(o, w, scale, False), reserve)  # type: ignore[misc]
+    cases.run("host", lambda: host_overhead(scale.device))
+    for operation in _MAIN:
+        work = synthetic((1,), scale.large[:1])[0]
+        name = f"{operation.name}, {work.name}, torch.compile"
+        cases.run(name, lambda o=operation, w=work: _rows(o, w, scale, True))  # type: ignore[misc]
+
+
+def _cases(scale: Scale) -> Iterator[tuple[Operation, Workload]]:
+    """What matters most comes first."""
+    every = operations.OPERATIONS[-(scale.few or 0) :]
+    rest = [o for o in every if o not in _MAIN]
+    largest = scale.large[::-1]
+    plain, mixed = synthetic((1,), largest), synthetic((1,), largest, MIXED)
+    steps: list[tuple[list[Operation], list[Workload]]] = [
+        (_MAIN, plain[:1]),
+        (_MAIN, mixed[:1]),
+        (rest, plain[:1]),
+        (every, plain[1:]),
+        (rest, mixed[:1]),
+        (every, mixed[1:]),
+        (_MAIN, [w for count, e in scale.many for w in synthetic((count,), (e,))]),
+        (_MAIN, [model(name) for name in scale.models]),
+        (_MAIN, synthetic((1,), largest[:1], BF16)),
+    ]
+    for chosen, workloads in steps:
+        for work in workloads:
+            for operation in chosen:
+                if operations.applies(operation, work) and operation in every:
+                    yield operation, work
+
+
+def _rows(operation: Operation, work: Workload, scale: Scale, compiles: bool) -> dict[str, Any]:
+    settings = Settings(scale.device, scale.case_s, scale.sample_s, compiles and scale.compiles)
+    report = measure([operation], [work], settings, overhead=False)
+    rows = [r for r in report.rows if not compiles or r.implementation == "torch.compile"]
+    return {"rows": [asdict(r) for r in rows], "left_out": report.left_out}
+
+
+def report_of(found: dict[str, Any]) -> Report:
+    """The report of what the part has recorded so far."""
+
+    def result(name: str) -> dict[str, Any]:
+        return dict(found.get(name, {}).get("result") or {})
+
+    report = Report(result("environment"), result("settings"), host_us=result("host"))
+    for name, case in found.items():
+        if name in ("environment", "settings", "host"):
+            continue
+        if case["status"] == "ok":
+            report.rows += [Row(**row) for row in case["result"]["rows"]]
+            report.left_out += case["result"]["left_out"]
+        else:
+            report.left_out.append(f"{name}: {case.get('error', case['status'])}")
+    return report

@@ -1,0 +1,66 @@
+"""What is run, in order of importance: what matters most has run when time is up."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from .scale import ROOT
+from .steps import Step
+
+SUITE = ROOT / "bench" / "gpu_suite.py"
+#: Only this package's kernels are looked at: what torch leaves uninitialized is its own business.
+_KERNELS = "spectrain"
+_SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "Occupancy")
+#: Seconds that the limits of `plan` add up to.
+TOTAL_S = 570.0
+
+
+def plan(work: Path, options: list[str], total_s: float = TOTAL_S) -> list[list[Step]]:
+    """Groups of steps that run side by side, one group after the other."""
+
+    def part(name: str, limit_s: float, record: str = "") -> Step:
+        command = [sys.executable, str(SUITE), "--out", str(work), "--part", name, *options]
+        command += ["--record", record or name, "--until", "{until}"]
+        return Step(record or name, command, limit_s)
+
+    def sanitizer(tool: str, limit_s: float) -> Step:
+        # Every tensor an allocation of its own: what leaves one is found.
+        start = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--tool", tool]
+        start += ["--error-exitcode", "17"]
+        step = part("small", limit_s, tool)
+        mine = ["--kernel-name", f"kernel_substring={_KERNELS}"]
+        small = step.command
+        step.command, step.unfiltered = [*start, *mine, *small], [*start, *small]
+        step.needs = "compute-sanitizer"
+        return step
+
+    counters = part("large", 40, "ncu")
+    ncu = ["ncu", "--csv", "--clock-control", "none", "--launch-count", "4"]
+    ncu += ["--kernel-name-base", "mangled", "--kernel-name", f"regex:{_KERNELS}"]
+    ncu += [word for section in _SECTIONS for word in ("--section", section)]
+    counters.command, counters.needs = [*ncu, *counters.command], "ncu"
+    install = part("install", 20)
+    install.essential, install.patience_s = True, 240.0  # to compile, where no wheel fits
+    stress = [part(f"stress-{name}", 70) for name in ("methods", "options", "plans")]
+    groups = [
+        [install],
+        [part("first", 30)],
+        [
+            part("tests", 140),
+            sanitizer("memcheck", 140),
+            sanitizer("synccheck", 140),
+            part("probe-build", 140),  # nothing is timed yet
+        ],
+        stress,
+        [part("operators", 105)],
+        [part("probe", 35)],
+        [counters],
+        [part("host-cost", 35)],
+        [part("overlap", 35)],
+        [sanitizer("racecheck", 60), sanitizer("initcheck", 60)],
+    ]
+    for group in groups:
+        for step in group:
+            step.limit_s *= total_s / TOTAL_S
+    return groups

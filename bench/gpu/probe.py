@@ -1,0 +1,78 @@
+"""Builds and runs probe.cu: what the launch policies do on this device."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from .cases import Cases
+from .scale import CARRIED, ROOT, Scale
+
+SOURCE = ROOT / "bench" / "gpu" / "probe.cu"
+
+
+def build(target: Path, arch: str = "sm_90") -> str:
+    """Compile it, without the accesses of its own where body.h has changed too much for them."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    command = [nvcc, "-std=c++17", f"-arch={arch}", "-fmad=false", f"-I{ROOT / 'csrc'}"]
+    said = ""
+    for packs in (1, 0):
+        more = [f"-DPROBE_OWN_PACKS={packs}", "-o", str(target), str(SOURCE)]
+        done = subprocess.run([*command, *more], capture_output=True, text=True)
+        if done.returncode == 0:
+            return "compiled" if packs else f"compiled without its own accesses: {said[-500:]}"
+        said = done.stdout + done.stderr
+    raise RuntimeError(f"nvcc: {said[-2000:]}")
+
+
+def prepare(cases: Cases, out: Path, arch: str = "sm_90") -> None:
+    """Take the program that was carried along, or compile it here."""
+    target, carried = out / "probe", CARRIED / "probe"
+
+    def make() -> str:
+        if carried.exists():
+            shutil.copy(carried, target)
+            target.chmod(0o755)
+            return "carried along"
+        return build(target, arch)
+
+    cases.run("build", make)
+
+
+def run(cases: Cases, scale: Scale, out: Path) -> None:
+    """A case per choice, as the program prints them."""
+    program = out / "probe"
+    if not program.exists():
+        cases.put("probe", "failed", error="it was neither carried along nor compiled")
+        return
+    arguments = [str(program), str(scale.large[0]), "11" if scale.on_gpu else "1"]
+    child = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out
+    )
+    assert child.stdout is not None
+    rows: list[dict[str, Any]] = []
+    status: dict[str, Any] = {}
+    for line in child.stdout:
+        print(line, end="", flush=True)
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            status.setdefault("said", line.strip()[:500])
+        cases.put("probe", "running", result={"rows": rows})
+        if time.time() > cases.until:
+            status["ended"] = "no time left"
+            child.kill()
+    code = child.wait()
+    errors = [row for row in rows if "error" in row]
+    good = code == 0 and not errors
+    cases.put("probe", "ok" if good else "failed", result={"rows": rows}, code=code, **status)
+
+
+if __name__ == "__main__":  # python -m gpu.probe, from bench/
+    CARRIED.mkdir(parents=True, exist_ok=True)
+    print(build(CARRIED / "probe", os.environ.get("PROBE_ARCH", "sm_90")))

@@ -1,0 +1,165 @@
+"""summary.md: what ran, what failed, and tables of what the parts really measured."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .steps import Outcome
+
+Part = dict[str, Any]
+
+
+def markdown(
+    environment: dict[str, Any], outcomes: Sequence[Outcome], parts: dict[str, Part]
+) -> str:
+    """The whole summary. A table that cannot be made says why and costs no other one."""
+    device = environment.get("gpu", {}).get("name", "no GPU")
+    lines = [f"# {device}, {environment['date']}", ""]
+    lines += [f"- {k}: {v}" for k, v in environment.items() if k not in ("date", "gpu")]
+    lines += [f"- {k}: {v}" for k, v in environment.get("gpu", {}).items()]
+    lines += ["", "| step | status | seconds | found | cases |", "|---|---|--:|---|---|"]
+    for o in outcomes:
+        found = ", ".join(f"{v} {k}" for k, v in o.facts.items())
+        cases = _counted(parts.get(o.name, {}))
+        lines.append(f"| {o.name} | {o.status} | {o.seconds:.0f} | {found} | {cases} |")
+    sections: dict[str, tuple[str, Callable[[Part], list[str]]]] = {
+        "Tests": ("tests", _tests),
+        "Operators": ("operators", _operators),
+        "Launch policies": ("probe", _probe),
+        "ncu": ("ncu-metrics", _counters),
+        "Host": ("host-cost", _host_cost),
+        "Overlap": ("overlap", _overlap),
+    }
+    lines += ["", "## What failed", "", *(_failed(parts) or ["Nothing that was run."])]
+    for title, (name, table) in sections.items():
+        lines += ["", f"## {title}", ""]
+        if name not in parts:
+            lines.append(f"{title}: not measured.")
+            continue
+        try:
+            lines += table(parts[name])
+        except Exception:  # the figures are in the other files all the same
+            lines.append(f"No table: {traceback.format_exc(limit=-2)}")
+    if environment.get("gpu", {}).get("count", 0) < 2:
+        lines += ["", "Two GPUs: not measured."]
+    return "\n".join(lines) + "\n"
+
+
+def operators_json(found: Part) -> str | None:
+    """operators.json, which `spectrain bench --compare` takes; None where it cannot be made."""
+    try:
+        from .operators import report_of
+
+        return report_of(found).to_json()
+    except Exception:
+        return None
+
+
+def _counted(part: Part) -> str:
+    counts: dict[str, int] = {}
+    for case in part.values():
+        counts[case["status"]] = counts.get(case["status"], 0) + 1
+    return ", ".join(f"{n} {status}" for status, n in counts.items())
+
+
+def _failed(parts: dict[str, Part]) -> list[str]:
+    lines = []
+    for name, part in parts.items():
+        for case, data in part.items():
+            if data["status"] not in ("failed", "died"):
+                continue
+            said = " ".join(str(data.get("error", "")).split())[:400]
+            lines.append(f"- {name}, {case}: {data['status']} {said}".rstrip())
+            lines += [f"  - {test}" for test in data.get("failed", [])]
+    return lines
+
+
+def _tests(part: Part) -> list[str]:
+    words = ("passed", "failed", "error", "skipped")
+    lines = [f"| file | status | {' | '.join(words)} | seconds |", "|---|---|--:|--:|--:|--:|--:|"]
+    total = dict.fromkeys(words, 0)
+    for name, case in part.items():
+        found = case.get("result") or {}
+        for word in words:
+            total[word] += found.get(word, 0)
+        cells = [str(found.get(word, "")) for word in words]
+        seconds = found.get("seconds", 0.0)
+        lines.append(f"| {name} | {case['status']} | {' | '.join(cells)} | {seconds:.0f} |")
+    lines.append(f"| all | | {' | '.join(str(n) for n in total.values())} | |")
+    return lines
+
+
+def _operators(part: Part) -> list[str]:
+    from spectrain_ext.benchmark import targets
+    from spectrain_ext.benchmark.report import host_table
+    from spectrain_ext.benchmark.report import markdown as operators_table
+
+    from .operators import report_of
+
+    measured = report_of(part)
+    lines = ["### Targets", "", targets.markdown(targets.verdicts(measured))]
+    lines += ["", "### Figures", "", operators_table(measured.rows, copies=True)]
+    lines += ["", host_table(measured.host_us)]
+    return lines + [f"- not measured: {x}" for x in measured.left_out]
+
+
+def _probe(part: Part) -> list[str]:
+    rows = (part.get("probe", {}).get("result") or {}).get("rows", [])
+    lines = [
+        "| what | variant | blocks | in flight | grid | registers | local bytes | median us "
+        "| best us | GB/s |",
+        "|---|---|--:|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    # The fastest first, of every rule.
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    for row in sorted(rows, key=lambda r: (names.index(r["name"]), r.get("median_us", 0.0))):
+        if "median_us" not in row:
+            continue
+        keys = ("name", "variant", "blocks", "in_flight", "grid", "registers", "local_bytes")
+        cells = [str(row.get(key, "")) for key in keys]
+        cells += [str(row.get(key, "")) for key in ("median_us", "best_us", "gb_per_s")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines + [f"- {row['name']}: {row['error']}" for row in rows if "error" in row]
+
+
+def _counters(part: Part) -> list[str]:
+    wanted = ("Duration", "DRAM Throughput", "Memory Throughput", "Achieved Occupancy", "Registers")
+    lines = []
+    for case in part.values():
+        for kernel in case.get("result") or []:
+            found = [f"{k} {v}" for k, v in kernel["metrics"].items() if k.startswith(wanted)]
+            lines.append(f"- `{kernel['kernel'][:120]}`: {'; '.join(found)}")
+    return lines
+
+
+def _host_cost(part: Part) -> list[str]:
+    from table import Row
+    from table import markdown as rows_table
+
+    measured = {k: c["result"] for k, c in part.items() if c["status"] == "ok"}
+    lines = [rows_table(Row(**found["row"]) for found in measured.values()), ""]
+    for method, found in measured.items():
+        if "own_cost_us_per_action" in found:
+            cost = found["own_cost_us_per_action"]
+            lines.append(f"- {method}: {cost:.1f} us of the pipeline's own per action")
+    return lines
+
+
+def _overlap(part: Part) -> list[str]:
+    lines = []
+    for name, case in part.items():
+        found = case.get("result") or {}
+        if not found.get("kernels"):
+            lines.append(f"- {name}: no kernel was traced")
+            continue
+        kinds = ", ".join(f"{k} {us:.0f}" for k, us in found["us_by_kind"].items())
+        pairs = ", ".join(f"{k} {share:.1%}" for k, share in found["share_together"].items())
+        idle = 1 - found["busy_us"] / found["whole_us"]
+        lines.append(
+            f"- {name}: of {found['whole_us']:.0f} us the device was idle {idle:.1%}; of the rest "
+            f"several streams ran in {found['two_streams_share']:.1%}; microseconds of each kind: "
+            f"{kinds}; two kinds at once: {pairs or 'none'}"
+        )
+    return lines

@@ -1,0 +1,76 @@
+"""How large everything is: on the GPU, and in a rehearsal on the CPU, where every line runs too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+#: What `make gpu-wheel` made beforehand.
+CARRIED = ROOT / "build" / "gpu"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes; exponents are of two."""
+
+    device: str
+    large: tuple[int, ...]  # elements that operators are measured on, the first for ncu too
+    many: tuple[tuple[int, int], ...]  # tensors, and the exponent of their elements
+    models: tuple[str, ...]
+    case_s: float
+    sample_s: float
+    stress: tuple[int, int, int]  # minibatches, width, examples
+    traced: tuple[int, int, int]
+    seeds: int
+    few: int | None  # only so many methods and operations
+    churned: int  # plans made and dropped
+    delay_s: float
+    rounds: int
+    compiles: bool
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is anything to wait for."""
+        return self.device != "cpu"
+
+    def wait(self) -> None:
+        """Until the device has done everything."""
+        if self.on_gpu:
+            import torch  # what only plans or installs does not need it
+
+            torch.cuda.synchronize()
+
+
+FULL = Scale(
+    device="cuda",
+    large=(26, 28),
+    many=((300, 26), (3000, 22), (300, 18)),
+    models=("ResNet-50", "GPT-2 124M"),
+    case_s=0.4,
+    sample_s=2e-3,
+    stress=(24, 2048, 512),
+    traced=(16, 4096, 2048),
+    seeds=8,
+    few=None,
+    churned=40,
+    delay_s=2e-3,
+    rounds=15,
+    compiles=True,
+)
+REHEARSAL = Scale(
+    device="cpu",
+    large=(8,),
+    many=((3, 9),),
+    models=(),
+    case_s=0.0,
+    sample_s=0.0,
+    stress=(3, 8, 4),
+    traced=(3, 8, 4),
+    seeds=1,
+    few=2,
+    churned=2,
+    delay_s=1e-4,
+    rounds=2,
+    compiles=False,
+)

@@ -1,0 +1,172 @@
+"""Steps of the suite: commands that may take so long and no longer, some of them side by side."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .cases import POISONED
+
+_RESTARTS = 4
+#: Seconds before its limit at which a part stops by itself.
+_MARGIN_S = 4.0
+
+
+@dataclass
+class Step:
+    """A command; "{until}" in it becomes the time at which it should have ended."""
+
+    name: str
+    command: list[str]
+    limit_s: float
+    needs: str | None = None  # a program without which the step is not tried
+    unfiltered: list[str] | None = None  # tried where the tool refuses the filter by kernel name
+    essential: bool = False  # without it the rest is not tried
+    patience_s: float = 0.0  # so much more it may take, at the cost of what comes last
+
+
+@dataclass
+class Outcome:
+    """What became of a step."""
+
+    name: str
+    status: str  # "ok", "failed", "timed out", "missing", "not run"
+    seconds: float = 0.0
+    code: int | None = None
+    detail: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+#: Runs a command in this process, where a rehearsal does so; None: it is none of its own.
+Inside = Callable[[list[str], Path], int | None]
+
+
+class Running:
+    """A step under way, in a session of its own, so that all of it can be ended."""
+
+    def __init__(
+        self, step: Step, log: Path, cwd: Path, ends: float, inside: Inside | None
+    ) -> None:
+        self.step = step
+        self._log, self._cwd, self._ends, self._inside = log, cwd, ends, inside
+        self.outcome: Outcome | None = None
+        self._begun, self._restarts = time.monotonic(), 0
+        self._child: subprocess.Popen[bytes] | None = None
+        self._command = step.command
+        if step.needs and shutil.which(step.needs) is None:
+            self.outcome = Outcome(step.name, "missing", detail=f"{step.needs} is not on PATH")
+        elif ends - time.monotonic() < 1:
+            self.outcome = Outcome(step.name, "not run", detail="no time left")
+        else:
+            self._start()
+
+    def _start(self) -> None:
+        until = time.time() + max(0.0, self._ends - time.monotonic() - _MARGIN_S)
+        command = [word.replace("{until}", f"{until:.1f}") for word in self._command]
+        with open(self._log, "a") as log:
+            log.write(f"$ {' '.join(command)}\n")
+            log.flush()
+            self._mark = log.tell()
+            if self._inside is not None:
+                code = self._inside(command, self._log)
+                if code is not None:
+                    self._done(code)
+                    return
+            self._child = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=self._cwd,
+                start_new_session=True,
+            )
+
+    def poll(self) -> bool:
+        """Whether it has ended; once more where it lost its device and can go on behind that."""
+        if self.outcome is not None:
+            return True
+        assert self._child is not None
+        code = self._child.poll()
+        if code is None:
+            if time.monotonic() < self._ends:
+                return False
+            self.end()
+        self._done(code)
+        return self.outcome is not None
+
+    def end(self) -> None:
+        """End it with all its processes."""
+        if self._child is not None and self._child.poll() is None:
+            os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+
+    def _done(self, code: int | None) -> None:
+        text = self._log.read_text(errors="replace")[self._mark :]
+        facts = read(text)
+        left = self._ends - time.monotonic()
+        lost = code is not None and (code == POISONED or code < 0)
+        if lost and self._restarts < _RESTARTS and left > 10:
+            self._restarts += 1
+            self._start()
+            return
+        verdict = facts.keys() & {"sanitizer_errors", "hazards"}
+        filtered = self.step.unfiltered is not None and self._command is self.step.command
+        if code not in (None, 0) and filtered and not verdict and left > 10:
+            assert self.step.unfiltered is not None
+            self._command = self.step.unfiltered
+            self._start()
+            return
+        if self._restarts:
+            facts["restarts"] = self._restarts
+        if self._command is not self.step.command:
+            facts["unfiltered"] = True
+        status = "timed out" if code is None else "ok" if code == 0 else "failed"
+        detail = "\n".join(text.splitlines()[-5:])[-1000:]
+        seconds = time.monotonic() - self._begun
+        self.outcome = Outcome(self.step.name, status, seconds, code, detail, facts)
+
+
+def run_group(
+    group: Sequence[Step],
+    log_of: Callable[[Step], Path],
+    cwd: Path,
+    ends: float,
+    publish: Callable[[], None],
+    inside: Inside | None = None,
+) -> list[Outcome]:
+    """Run steps side by side until all have ended, or `time.monotonic()` is `ends`."""
+    running: list[Running] = []
+    try:
+        for step in group:
+            running.append(Running(step, log_of(step), cwd, ends, inside))
+        published = time.monotonic()
+        # Every one is asked, so that none outlives its limit.
+        while not all([r.poll() for r in running]):
+            time.sleep(0.05)
+            if time.monotonic() - published > 2:
+                publish()
+                published = time.monotonic()
+    finally:
+        for r in running:
+            r.end()
+    return [r.outcome for r in running if r.outcome is not None]
+
+
+def read(text: str) -> dict[str, Any]:
+    """The figures that a sanitizer's last lines give."""
+    facts: dict[str, Any] = {}
+    summary = re.findall(r"ERROR SUMMARY: (\d+) error", text)
+    if summary:
+        facts["sanitizer_errors"] = int(summary[-1])
+    hazards = re.findall(r"RACECHECK SUMMARY: (\d+) hazard", text)
+    if hazards:
+        facts["hazards"] = int(hazards[-1])
+    return facts

@@ -1,0 +1,233 @@
+"""Orders that a missing wait would break: streams that are late, at random, change no bit.
+
+Every stream that a pipeline enters begins with a delay on the device; so what is issued to it
+comes late, and whatever does not wait for it reads or writes too early.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import spectrain_ext as st
+from spectrain_ext.transport import streams
+
+from .cases import Cases
+from .scale import Scale
+
+Batch = tuple[Tensor, Tensor]
+_CLASSES = 10
+
+
+class Delays:
+    """Lets streams begin late: half of them at once, the others by up to so many seconds."""
+
+    def __init__(self, scale: Scale) -> None:
+        self.entered = 0
+        self._longest = int(scale.delay_s * _cycles_per_second()) if scale.on_gpu else 0
+        self._stream: Any = streams.CudaStream if scale.on_gpu else streams.HostStream
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Inside, streams are late, by delays that the seed gives."""
+        chance, enter = random.Random(seed), self._stream.__enter__
+        self.entered = 0
+
+        def late(stream: Any) -> None:
+            enter(stream)
+            self.entered += 1
+            if chance.random() < 0.5:
+                self.sleep(chance.random())
+
+        self._stream.__enter__ = late
+        try:
+            yield
+        finally:
+            self._stream.__enter__ = enter
+
+    def sleep(self, share: float = 1.0) -> None:
+        """Let the device's current stream be busy for a share of the longest delay."""
+        if self._longest:
+            torch.cuda._sleep(int(share * self._longest))
+
+
+def _cycles_per_second() -> float:
+    """Of `torch.cuda._sleep`, measured."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1_000_000)
+    start.record()
+    torch.cuda._sleep(20_000_000)
+    end.record()
+    end.synchronize()
+    return 20_000_000 / (float(start.elapsed_time(end)) / 1e3)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A pipeline and where its stages and batches are."""
+
+    method: str = "spectrain"
+    devices: tuple[str, ...] = ()
+    width: int = 0
+    norm: bool = False
+    recompute: bool = False
+    batches: str = "device"  # or "pageable", "pinned"
+
+    def stages(self) -> list[nn.Module]:
+        """Of the same numbers each time."""
+        torch.manual_seed(11)
+        w = self.width
+        norms = [nn.BatchNorm1d(w) if self.norm else nn.Identity() for _ in self.devices[1:]]
+        middle = [nn.Sequential(nn.Linear(w, w), norm, nn.Tanh()) for norm in norms]
+        return [*middle, nn.Linear(w, _CLASSES)]
+
+    def pipeline(self) -> st.Pipeline:
+        """With an optimizer that the method can work with."""
+
+        def optimizer(params: list[nn.Parameter]) -> Any:
+            return st.optim.SGD(params, lr=0.02, momentum=0.9, ema=self.method == "spectrain-ema")
+
+        count = len(self.devices)
+        return st.Pipeline(
+            self.stages(),
+            optimizer=optimizer,
+            loss_fn=nn.functional.cross_entropy,
+            method=self.method,
+            devices=list(self.devices),
+            microbatches=count if self.method == "pipedream-2bw" else 1,
+            recompute=self.recompute,
+        )
+
+    def data(self, scale: Scale) -> Iterator[Batch]:
+        """Made one at a time and not kept: their memory is free when the pipeline lets it go."""
+        count, _, examples = scale.stress
+        gen = torch.Generator().manual_seed(5)
+        there, pins = self.batches == "device", self.batches == "pinned" and scale.on_gpu
+        made = []
+        for _ in range(count):
+            x = torch.randn(examples, self.width, generator=gen)
+            y = torch.randint(0, _CLASSES, (examples,), generator=gen)
+            made.append((x.to(self.devices[0]), y.to(self.devices[-1])) if there else (x, y))
+        for x, y in made:
+            yield (x.pin_memory(), y.pin_memory()) if pins else (x.clone(), y.clone())
+
+    def train(self, scale: Scale) -> dict[str, Tensor]:
+        """Losses and final state."""
+        pipe = self.pipeline()
+        losses = torch.stack([r.loss.detach().cpu() for r in pipe.run(self.data(scale))])
+        state = {k: v.detach().cpu().clone() for k, v in pipe.state_dict().items()}
+        pipe.release()
+        return {"losses": losses, **state}
+
+
+def stress_methods(cases: Cases, scale: Scale) -> None:
+    """Every method on wide stages, a seed after the other."""
+    # The ones that schedule differently first.
+    first = ("spectrain", "pipedream", "gpipe", "pipedream-2bw", "lwp-w")
+    methods = [*first, *(m for m in st.methods() if m not in first)][: scale.few]
+    _compare(cases, scale, {m: _of_method(m, scale) for m in methods})
+
+
+def _of_method(method: str, scale: Scale) -> Setup:
+    count = 1 if method == "xgrad" else 4
+    return Setup(method, (_device(scale),) * count, scale.stress[1])
+
+
+def stress_options(cases: Cases, scale: Scale) -> None:
+    """Stages on the GPU and the CPU in turn, recomputing with BatchNorm, batches from the host."""
+    gpu, narrow = _device(scale), max(8, scale.stress[1] // 8)
+    setups = {
+        "recomputing, BatchNorm": Setup("spectrain", (gpu,) * 4, narrow, True, True),
+        "cuda and cpu in turn": Setup("spectrain", (gpu, "cpu", gpu, "cpu"), narrow),
+        "cpu, then cuda": Setup("pipedream", ("cpu", gpu, gpu), narrow),
+        "pageable batches": Setup("spectrain", (gpu,) * 4, narrow, batches="pageable"),
+        "pinned batches": Setup("spectrain", (gpu,) * 4, narrow, batches="pinned"),
+        "pinned batches, BatchNorm": Setup("spectrain", (gpu,) * 3, narrow, True, batches="pinned"),
+    }
+    _compare(cases, scale, setups)
+
+
+def _device(scale: Scale) -> str:
+    return "cuda:0" if scale.on_gpu else "cpu"
+
+
+def _compare(cases: Cases, scale: Scale, setups: dict[str, Setup]) -> None:
+    delays = Delays(scale)
+    expected: dict[str, dict[str, Tensor]] = {}
+
+    def undelayed(name: str) -> dict[str, Any]:
+        expected[name] = setups[name].train(scale)
+        _same(setups[name].train(scale), expected[name])
+        return {"repeated": "the same bits"}
+
+    def delayed(name: str, seed: int) -> dict[str, Any]:
+        if name not in expected:  # an earlier process of this part had it
+            expected[name] = setups[name].train(scale)
+        with delays.seeded(seed):
+            found = setups[name].train(scale)
+        if not delays.entered:
+            raise AssertionError("no stream was entered: nothing was late")
+        _same(found, expected[name])
+        return {"streams_entered": delays.entered}
+
+    for seed in range(scale.seeds):
+        for name in setups:
+            if seed == 0:
+                cases.run(f"{name}, no delays", lambda n=name: undelayed(n))  # type: ignore[misc]
+            cases.run(f"{name}, seed {seed}", lambda n=name, s=seed: delayed(n, s))  # type: ignore[misc]
+
+
+def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    wrong = [k for k in expected if not torch.equal(found[k], expected[k])]
+    if wrong:
+        worst = max(float((found[k].double() - expected[k].double()).abs().max()) for k in wrong)
+        raise AssertionError(
+            f"{len(wrong)} of {len(expected)} tensors differ, by up to {worst:.3g}: {wrong[:8]}"
+        )
+
+
+def stress_plans(cases: Cases, scale: Scale) -> None:
+    """Plans of many rows on a stream of their own, while another one recycles memory.
+
+    Nobody waits in between: a plan's table, which lies on the device, must stay what it is until
+    the launches that read it are done, also when the plan is gone by then.
+    """
+    delays = Delays(scale)
+    for rows in (701, 900, 2500):
+        for kept in (True, False):
+            name = f"{rows} rows, the plan is {'kept' if kept else 'dropped'}"
+            cases.run(name, lambda r=rows, k=kept: _churn(r, k, delays, scale))  # type: ignore[misc]
+
+
+def _churn(rows: int, kept: bool, delays: Delays, scale: Scale) -> dict[str, Any]:
+    torch.manual_seed(rows)
+    sizes = [1 + i % 61 for i in range(rows)]
+    host = [[torch.randn(n) for n in sizes] for _ in range(2)]
+    w, v = ([t.to(scale.device) for t in each] for each in host)
+    side = torch.cuda.Stream() if scale.on_gpu else None
+    scale.wait()
+    plans = []
+    # As large as tables of so many rows, and some larger and smaller.
+    churned: Sequence[int] = [rows * k for k in (8, 16, 24, 32, 40, 48, 64, 128)] + [512, 1 << 20]
+    for round_ in range(scale.churned):
+        plan = st.Plan(w, momentum_buffers=v)
+        if side is not None:
+            with torch.cuda.stream(side):
+                delays.sleep()
+        plan.predict_(lr=1e-3, steps=float(round_ % 3 + 1), stream=side)
+        if kept:
+            plans.append(plan)
+        del plan
+        for nbytes in churned:  # on the caller's own stream, at once
+            torch.empty(nbytes, dtype=torch.uint8, device=scale.device).fill_(0xA5)
+    scale.wait()
+    for round_ in range(scale.churned):
+        st.predict_(host[0], host[1], lr=1e-3, steps=float(round_ % 3 + 1))
+    _same({str(i): t.cpu() for i, t in enumerate(w)}, {str(i): t for i, t in enumerate(host[0])})
+    return {"plans": scale.churned}
