@@ -96,6 +96,7 @@ gpu-wheel:
 	then $(MAKE) --no-print-directory build/gpu/package; \
 	else echo "$(GPU_PYTHON) or its headers are missing: no wheel; bench/gpu_suite.py will compile, for a minute or two"; fi
 	PATH="$$PATH:$(or $(CUDA_HOME),/usr/local/cuda)/bin" PYTHONPATH=bench $(PYTHON) -m gpu.probe
+	@PYTHONPATH=bench $(PYTHON) -m gpu.carried > build/gpu/sources
 	$(PYTHON) -m pip --disable-pip-version-check --quiet download --only-binary=:all: --python-version 3.12 \
 		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --dest build/gpu $(GPU_NEEDS) \
 		|| echo "the tests' packages could not be downloaded: the machine has to have them"

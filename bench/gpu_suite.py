@@ -146,6 +146,8 @@ def suite(out: Path, total_s: float, dry: bool, rehearses: bool, tests: Path) ->
                 print(f"[{time.monotonic() - begun:.0f} s] {names}: {told}", flush=True)
                 if any(s.essential and o.status != "ok" for s, o in zip(group, done, strict=True)):
                     why = f"{group[0].name} failed"
+                elif not results.environment["gpu"]["count"] and not rehearses:
+                    why = "torch.cuda.is_available() is false"
         finally:
             print(results.summarize().partition("\n## Tests")[0])
         if dry:
@@ -173,7 +175,7 @@ def _after(name: str, results: Results) -> None:
         try:
             results.environment["gpu"] = machine.gpu()
         except Exception as error:
-            results.environment["gpu"] = {"error": f"{type(error).__name__}: {error}"}
+            results.environment["gpu"] = {"error": f"{type(error).__name__}: {error}", "count": 0}
     elif name == "ncu" and (results.work / "ncu.log").exists():
         from gpu.counters import metrics
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,12 +59,12 @@ def test_all_of_it_rehearsed(load: Any, tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(engine, "host_overhead", lambda device: {"a call": 1.0})
-    for module in ("gpu.operators", "gpu.install", "gpu.probe"):
-        load(module)
+    carried = load("gpu.carried")
+    monkeypatch.setattr(carried, "FOLDER", tmp_path / "carried")
     monkeypatch.setattr(load("gpu.operators"), "host_overhead", engine.host_overhead)
-    monkeypatch.setattr(load("gpu.probe"), "CARRIED", tmp_path / "carried")
     monkeypatch.setattr(load("bench_pipeline"), "MINIBATCHES", 3)
     _program(tmp_path / "carried" / "probe", _PROBE)
+    (tmp_path / "carried" / "sources").write_text(carried.fingerprint())
     _program(tmp_path / "bin" / "compute-sanitizer", "echo '==== ERROR SUMMARY: 0 errors'")
     (tmp_path / "ncu").write_text(_NCU)
     _program(tmp_path / "bin" / "ncu", f"cat {tmp_path / 'ncu'}")
@@ -216,6 +217,33 @@ class TestSteps:
             code = f"test -e {mark} && exit 0; touch {mark}; {end}"
             outcome = self._run(steps, tmp_path, steps.Step("s", ["sh", "-c", code], 60))
             assert (outcome.status, outcome.facts) == ("ok", {"restarts": 1})
+
+
+def test_the_package_comes_from_the_wheel_that_fits(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, carried, site = load("gpu.install"), load("gpu.carried"), tmp_path / "site"
+    monkeypatch.setattr(carried, "FOLDER", tmp_path)
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for name, text in ((tag, "fits"), ("cp399", "does not")):
+        with zipfile.ZipFile(tmp_path / f"spectrain_ext-0-{name}-x.whl", "w") as wheel:
+            wheel.writestr("spectrain_ext/__init__.py", text)
+
+    def run(command: list[str]) -> str:
+        if not site.exists():
+            raise RuntimeError("No module named 'spectrain_ext'")
+        return '{"cuda": true}'
+
+    monkeypatch.setattr(module, "_run", run)
+    (tmp_path / "sources").write_text("of something else")
+    with pytest.raises(FileNotFoundError, match="is of other sources: make gpu-wheel again"):
+        carried.carried("*.whl")
+    (tmp_path / "sources").write_text(carried.fingerprint())
+    cases = load("gpu.cases").Cases(tmp_path / "a.json", float("inf"))
+    module.install(cases, load("gpu.scale").FULL, tmp_path)
+    found = {k: c["status"] for k, c in json.loads((tmp_path / "a.json").read_text()).items()}
+    assert found == {"as it is": "passed over", "the wheel": "ok"}
+    assert (site / "spectrain_ext" / "__init__.py").read_text() == "fits"
 
 
 def test_what_ran_at_the_same_time(load: Any) -> None:

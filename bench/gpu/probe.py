@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .carried import FOLDER, carried
 from .cases import Cases
-from .scale import CARRIED, ROOT, Scale
+from .scale import ROOT, Scale
 
 SOURCE = ROOT / "bench" / "gpu" / "probe.cu"
 
@@ -32,14 +33,15 @@ def build(target: Path, arch: str = "sm_90") -> str:
 
 def prepare(cases: Cases, out: Path, arch: str = "sm_90") -> None:
     """Take the program that was carried along, or compile it here."""
-    target, carried = out / "probe", CARRIED / "probe"
+    target = out / "probe"
 
     def make() -> str:
-        if carried.exists():
-            shutil.copy(carried, target)
-            target.chmod(0o755)
-            return "carried along"
-        return build(target, arch)
+        try:
+            shutil.copy(carried("probe"), target)
+        except FileNotFoundError as error:
+            return f"{build(target, arch)}; {error}"
+        target.chmod(0o755)
+        return "carried along"
 
     cases.run("build", make)
 
@@ -74,5 +76,5 @@ def run(cases: Cases, scale: Scale, out: Path) -> None:
 
 
 if __name__ == "__main__":  # python -m gpu.probe, from bench/
-    CARRIED.mkdir(parents=True, exist_ok=True)
-    print(build(CARRIED / "probe", os.environ.get("PROBE_ARCH", "sm_90")))
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    print(build(FOLDER / "probe", os.environ.get("PROBE_ARCH", "sm_90")))

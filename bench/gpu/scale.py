@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-#: What `make gpu-wheel` made beforehand.
-CARRIED = ROOT / "build" / "gpu"
 
 
 @dataclass(frozen=True)

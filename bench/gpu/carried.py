@@ -1,0 +1,41 @@
+"""What `make gpu-wheel` made beforehand, and whether it is of these very sources."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from .scale import ROOT
+
+FOLDER = ROOT / "build" / "gpu"
+_SUFFIXES = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".cmake", ".txt", ".toml"}
+
+
+def fingerprint() -> str:
+    """Of all that the package and the probe are made from."""
+    digest = hashlib.sha256()
+    paths = [ROOT / name for name in ("CMakeLists.txt", "pyproject.toml", "setup.py")]
+    for folder in ("cmake", "csrc", "spectrain_ext", "bench/gpu"):
+        paths += sorted(p for p in (ROOT / folder).rglob("*") if p.suffix in _SUFFIXES)
+    for path in paths:
+        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def carried(pattern: str) -> Path:
+    """A file that was carried along.
+
+    Raises:
+        FileNotFoundError: there is none, or it was made from other sources.
+    """
+    found = sorted(FOLDER.glob(pattern))
+    if not found:
+        raise FileNotFoundError(f"{pattern} was not carried along: make gpu-wheel")
+    made_from = FOLDER / "sources"
+    if not made_from.exists() or made_from.read_text().strip() != fingerprint():
+        raise FileNotFoundError(f"{found[-1].name} is of other sources: make gpu-wheel again")
+    return found[-1]
+
+
+if __name__ == "__main__":  # python -m gpu.carried, from bench/
+    print(fingerprint())
