@@ -72,7 +72,7 @@ def test_all_of_it_rehearsed(load: Any, tmp_path: Path, monkeypatch: pytest.Monk
     tests = tmp_path / "tests"
     tests.mkdir()
     (tests / "test_cuda.py").write_text(
-        "import pytest\n@pytest.mark.cuda\ndef test_fine(): pass\ndef test_unmarked(): assert 0\n"
+        "import pytest\n@pytest.mark." + "cuda\ndef test_fine(): pass\ndef test_other(): assert 0\n"
     )
     out = tmp_path / "out"
     code = suite.main(["--out", str(out), "--rehearse", "--tests", str(tests)])

@@ -14,8 +14,9 @@ _SUFFIXES = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".cmake", ".txt", ".tom
 def fingerprint() -> str:
     """Of all that the package and the probe are made from."""
     digest = hashlib.sha256()
-    paths = [ROOT / name for name in ("CMakeLists.txt", "pyproject.toml", "setup.py")]
-    for folder in ("cmake", "csrc", "spectrain_ext", "bench/gpu"):
+    own = ("CMakeLists.txt", "pyproject.toml", "setup.py", "bench/gpu/probe.cu")
+    paths = [ROOT / name for name in own]
+    for folder in ("cmake", "csrc", "spectrain_ext"):
         paths += sorted(p for p in (ROOT / folder).rglob("*") if p.suffix in _SUFFIXES)
     for path in paths:
         digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())

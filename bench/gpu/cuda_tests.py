@@ -83,7 +83,7 @@ class _File:
         text = self.log.read_text(errors="replace")
         status = "no time left" if self.ended else "ok" if code in (0, 5) else "failed"
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.*)$", text, re.MULTILINE)
-        found = {"code": code, "seconds": time.time() - self.start, **counts(text)}
+        found = {"code": code, "seconds": round(time.time() - self.start, 1), **counts(text)}
         # Where the process was ended, its last test did it.
         begun = re.findall(r"^(\S+::\S+)", text, re.MULTILINE)
         if code < 0 and begun:
