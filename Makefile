@@ -26,7 +26,7 @@ CXX_SUFFIXES := -name '*.cpp' -o -name '*.cc' -o -name '*.h' -o -name '*.hpp' -o
 PACKAGE_SOURCES := setup.py CMakeLists.txt pyproject.toml \
 	$(sort $(shell find spectrain_ext csrc cmake -type f \( -name '*.py' -o -name '*.pyi' -o -name 'py.typed' \
 	-o -name '*.txt' -o -name '*.cmake' -o -name '*.in' -o $(CXX_SUFFIXES) \) 2>/dev/null))
-CXX_SOURCES := $(sort $(shell find csrc tests -type f \( $(CXX_SUFFIXES) \) 2>/dev/null))
+CXX_SOURCES := $(sort $(shell find csrc tests bench -type f \( $(CXX_SUFFIXES) \) 2>/dev/null))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
