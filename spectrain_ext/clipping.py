@@ -62,12 +62,11 @@ class GlobalNorm:
         """The norm of all, on one of the stages' streams."""
         assert self.complete(i)
         given = [self._given[stage] for stage in sorted(self._given)]  # for the same bits always
-        for _, buffer, other in given:
+        for _, _, other in given:
             written = other.event()
             other.record(written)
             stream.wait(written)
-            stream.reads(buffer)
-        with stream:
+        with stream.using(reads=[buffer for _, buffer, _ in given]):
             norms = [norm.to(device, torch.float64, non_blocking=True) for norm, *_ in given]
             total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return total

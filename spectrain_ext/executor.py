@@ -96,6 +96,7 @@ class Executor:
         self._results: deque[Result] = deque()
         self._part_of_loss: Tensor  # the last microbatch's
         self._partial_loss: Tensor  # the minibatch's so far
+        self._loss_buffer: Buffer  # the memory of these
 
     def _connect(self) -> None:
         """Make the edges: batch -> stage 0, neighbours in both directions, batch -> loss.
@@ -410,7 +411,9 @@ class Executor:
     def _loss(self, i: int, j: int) -> None:
         loss = self._last.loss(i, j, self._loss_fn)
         shares = self._extent.shares[i]
-        with self._last.compute:
+        if j == 0:
+            self._loss_buffer = Buffer("loss")
+        with self._last.compute.using(writes=(self._loss_buffer,)):
             self._part_of_loss = loss if shares[j] == 1.0 else loss * shares[j]
             loss = self._part_of_loss if j == 0 else self._partial_loss + self._part_of_loss
         self._partial_loss = loss
@@ -419,8 +422,7 @@ class Executor:
 
     def _hand_out(self, i: int, loss: Tensor) -> None:
         """Give the caller a loss in memory of its own stream."""
-        last, buffer = self._last, Buffer("loss")
-        last.compute.writes(buffer)
+        last, buffer = self._last, self._loss_buffer
         last.compute.record(last.computed)
         caller = callers_stream(last.device)
         caller.wait(last.computed)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .flat import Flat
-from .transport import Stream
+from .transport import Buffer, Stream
 from .transport.board import Board
 from .transport.neighbours import Circle
 
@@ -75,15 +75,22 @@ class GradientSum:
         circle: the replicas.
         board: names a failure.
         compute: the stream that backwards are issued to.
+        gradients: what they write.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], circle: Circle, board: Board, compute: Stream
+        self,
+        params: Sequence[Tensor],
+        circle: Circle,
+        board: Board,
+        compute: Stream,
+        gradients: Buffer,
     ) -> None:
         self._params = list(params)
         self._circle = circle
         self._board = board
         self._compute = compute
+        self._gradients = gradients
         self._buckets = [_Bucket(part) for part in _parts(self._params)]
         self._bucket_of = {p: b for b in self._buckets for p in b.flat.views}
         self._armed = False
@@ -137,7 +144,7 @@ class GradientSum:
     def send_rest(self) -> None:
         """The backward has ended: what it did not reach has the gradient that it has."""
         self._armed = False
-        with self._compute:
+        with self._compute.using(reads=(self._gradients,)):
             while self._sent < len(self._buckets):
                 self._send()
 
@@ -156,7 +163,7 @@ class GradientSum:
         # Where the rank can hear of failures; for NCCL the stream waits, below.
         self._board.wait(lambda: all(p.done for p in under_way), self._peer, _WHAT)
         try:
-            with stream:
+            with stream.using(writes=(self._gradients,)):
                 for pending in under_way:
                     pending.work.wait()
         except RuntimeError as error:

@@ -105,7 +105,9 @@ class RankExecutor(Executor):
         self._sum: GradientSum | None = None
         if links.circle is not None:
             params = [] if stage.weights is None else stage.weights.params
-            self._sum = GradientSum(params, links.circle, board, stage.compute)
+            self._sum = GradientSum(
+                params, links.circle, board, stage.compute, stage.weight_gradients
+            )
 
     def _connect(self) -> None:
         stage = self.stages[0]
@@ -328,7 +330,6 @@ class RankExecutor(Executor):
             if loss is not None:
                 self._losses[i] = loss.item()
             stage.predict.wait(stage.computed)
-            stage.predict.writes(stage.weight_gradients)
             total = self._sum.finish(self._losses.get(i, nan), stage.predict)
             self._losses[i] = total
             if loss is not None:
@@ -358,6 +359,7 @@ class RankExecutor(Executor):
         elif kind is Kind.BACKWARD:
             if self._sum is not None and self._is_last(i, j):
                 self._sum.send_rest()
+                self.stages[0].compute.record(self.stages[0].computed)
         elif kind is Kind.UPDATE:
             del self._known[i]
             loss = self._losses.pop(i, nan)

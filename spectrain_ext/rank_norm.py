@@ -38,7 +38,7 @@ class RankNorm(GlobalNorm):
     def give(self, i: int, stage: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
         """This stage's own norm of minibatch i; returns when all have given theirs."""
         super().give(i, stage, norm, buffer, stream)
-        with stream:
+        with stream.using(reads=(buffer,)):
             own = norm.to("cpu", torch.float64)
         gathered = [torch.empty((), dtype=torch.float64) for _ in range(self._ranks)]
         with self._board.blocked(None, _WHAT):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .rng import TURN, States
 from .stage import Stage
 from .tape import Tape, activation, check_dependence, check_loss, value_of
-from .transport import Buffer, Transit
+from .transport import Buffer, Slot, Transit
 
 
 class RecomputingStage(Stage):
@@ -34,12 +34,10 @@ class RecomputingStage(Stage):
         slot = self._received
         message = slot.message
         assert message is not None
-        compute = self.compute
-        compute.reads(self.working)
-        compute.reads(slot.buffer)
-        compute.writes(self.module_buffers)
+        tape, compute = Tape(slot), self.compute
         states = self.random.states()
-        with compute, torch.no_grad(), TURN, self.random:
+        reads, writes = (self.working, slot.buffer), (self.module_buffers, tape.buffer)
+        with compute.using(reads=reads, writes=writes), torch.no_grad(), TURN, self.random:
             # An in-place first layer must leave the inputs for the second time.
             copies = tuple(None if t is None else t.clone() for t in message.tensors)
             output = activation(self.module(value_of(message._replace(tensors=copies))))
@@ -48,9 +46,8 @@ class RecomputingStage(Stage):
             learns and t is not None and (t.is_floating_point() or t.is_complex())
             for t in output.tensors
         )
-        output = output._replace(differentiable=differentiable)
-        tape = Tape(slot, [], cast("Tensor", value_of(output)), output)
-        compute.writes(tape.buffer)
+        tape.message = output._replace(differentiable=differentiable)
+        tape.output = cast("Tensor", value_of(output))
         compute.record(self.computed)
         self._keep(i, j, tape)
         self._states[i, j] = states
@@ -59,21 +56,18 @@ class RecomputingStage(Stage):
         """Compute the loss of a microbatch on the last stage; returns it detached."""
         tape, target = self._with_target(i, j)
         compute = self.compute
-        with compute, torch.no_grad(), TURN, self.random:
+        writes = (tape.target.buffer, tape.buffer)
+        with compute.using(writes=writes), torch.no_grad(), TURN, self.random:
             loss = loss_fn(tape.output, target)
         check_loss(loss)
         self._loss_fn = loss_fn
         compute.record(self.computed)
         return loss.detach()
 
-    def backward(self, i: int, j: int) -> None:
+    def _differentiate(self, i: int, j: int, tape: Tape, arrived: Slot) -> None:
         """Compute the output again, and from it the gradients of weights and input."""
-        tape = self._tapes[i, j]
-        compute = self.compute
-        compute.reads(self.working)
-        compute.writes(tape.slot.buffer)
-        compute.writes(self.module_buffers)
-        with compute, torch.enable_grad():
+        writes = (tape.slot.buffer, arrived.buffer, tape.buffer, self.module_buffers)
+        with self.compute.using(reads=(self.working,), writes=writes), torch.enable_grad():
             self._before = _Buffers(self.module)
             with self.random.at(self._states.pop((i, j))):
                 message = tape.slot.message
@@ -85,13 +79,13 @@ class RecomputingStage(Stage):
                     loss = self._loss_fn(tape.output, value_of(target))
                     check_dependence(loss, tape.message)
                     tape.output = loss
-        super().backward(i, j)
+        super()._differentiate(i, j, tape, arrived)
         self._restore_buffers()
 
     def _restore_buffers(self) -> None:
         """Have the module buffers of before the backward, which is over or has failed."""
         if self._before is not None:
-            with self.compute, torch.no_grad():
+            with self.compute.using(writes=(self.module_buffers,)), torch.no_grad():
                 self._before.restore()
             self._before = None
 
@@ -99,18 +93,20 @@ class RecomputingStage(Stage):
         """Copy the output to the next stage, and let go of it."""
         assert self.to_next is not None
         tape = self._tapes[i, j]
-        message, buffer = tape.message, Buffer("output")
-        self.compute.writes(buffer)
-        self.compute.record(self.computed)
+        message, buffer = tape.message, tape.buffer
         read = self.to_next.send(message, buffer, self.computed)
         self._sent.hold(read, buffer, message)
         tape.output, tape.message = (), message._replace(tensors=())
+        tape.buffer = Buffer("activations")  # of the second time
 
     def end(self) -> None:
         """Put the true weights back into the module."""
         self._sent.reset()
-        self._restore_buffers()
-        super().end()
+        try:
+            self._restore_buffers()
+            self.compute.record(self.computed)
+        finally:
+            super().end()
 
     def forget(self) -> None:
         """Have nothing in flight."""

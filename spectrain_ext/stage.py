@@ -69,6 +69,7 @@ class Stage:
         # What the two streams and the caller use in turn, for the streams that check that.
         self.working = Buffer(f"working weights of stage {index}")
         self.weight_gradients = Buffer(f"weight gradients of stage {index}")
+        self.optimizer_state = Buffer(f"optimizer state of stage {index}")
         self.module_buffers = Buffer(f"module buffers of stage {index}")
         self.random = StageRandom(index, device)
         self.peak = 0
@@ -88,25 +89,24 @@ class Stage:
         self._extent = extent
         self.drop()
         if self.weights is not None:
-            self.predict.writes(self.working)
-            with self.predict:
+            with self.predict.using(writes=(self.working,)):
                 self.weights.begin()
             self._weights_written()
 
     def end(self) -> None:
         """Put the true weights back into the module; may be repeated, or done without a begin."""
-        self._in_transit.reset()
         self.random.leave()
+        self._in_transit.reset()
         if self.weights is not None:
-            self.predict.writes(self.working)
-            with self.predict:
+            with self.predict.using(writes=(self.working, self.optimizer_state)):
                 self.weights.end()
             self.predict.record(self.loaded)
 
     def forget(self) -> None:
         """Have nothing in flight."""
         self._tapes: dict[tuple[int, int], Tape] = {}
-        self._outgoing: tuple[Tensor | None, ...] = ()
+        # The gradients of the input, and what stands for their memory.
+        self._outgoing: tuple[tuple[Tensor | None, ...], Buffer] | None = None
         self._gave: int | None = None  # minibatch whose norm the other stages know
 
     def drop(self) -> None:
@@ -135,8 +135,7 @@ class Stage:
         if not weights.holds(content):
             predict = self.predict
             predict.wait(self.computed)
-            predict.writes(self.working)
-            with predict:
+            with predict.using(reads=(self.optimizer_state,), writes=(self.working,)):
                 weights.load(content)
             self._weights_written()
         weights.settle()
@@ -153,10 +152,8 @@ class Stage:
             return False
         predict, buffer = self.predict, Buffer(f"gradient norm of stage {self.index}")
         predict.wait(self.computed)
-        predict.reads(self.weight_gradients)
-        predict.writes(buffer)
         params = () if self.weights is None else self.weights.params
-        with predict:
+        with predict.using(reads=(self.weight_gradients,), writes=(buffer,)):
             norm = gradient_norm(params, self.device)
         self._global_norm.give(i, self.index, norm, buffer, predict)
         self._gave = i
@@ -173,21 +170,18 @@ class Stage:
             forward = upcoming.minibatch, upcoming.microbatch
         predict = self.predict
         predict.wait(self.computed)
-        if self._max_norm is None:
-            predict.reads(self.weight_gradients)
-        else:
-            predict.writes(self.weight_gradients)
+        if self._max_norm is not None:
             self._clip(weights, self._max_norm, i)
-        predict.writes(self.working)
-        with predict, TURN:  # a hook may draw
-            weights.update(forward)
+        gradients = (self.weight_gradients,)
+        with predict.using(reads=gradients, writes=(self.working, self.optimizer_state)), TURN:
+            weights.update(forward)  # a hook may draw
         self._weights_written()
         self.compute.writes(self.weight_gradients)  # freed: their memory is that stream's again
 
     def _clip(self, weights: StageWeights, max_norm: float, i: int) -> None:
         if self._global_norm is not None:
             norm = self._global_norm.take(i, self.predict, self.device)
-        with self.predict:
+        with self.predict.using(writes=(self.weight_gradients,)):
             if self._global_norm is None:
                 norm = gradient_norm(weights.params, self.device)
             clip(weights.params, max_norm, norm)
@@ -211,14 +205,18 @@ class Stage:
         slot = self._received
         message = slot.message
         assert message is not None
+        tape = Tape(slot)
+        # An in-place first layer writes the slot.
+        writes = (slot.buffer, self.module_buffers, tape.buffer)
         compute = self.compute
-        compute.reads(self.working)
-        compute.writes(slot.buffer)  # an in-place first layer does
-        compute.writes(self.module_buffers)
-        with compute, _grad_enabled(), TURN, self.random:
-            leaves, output = self._run(message)
-        tape = Tape(slot, leaves, output, activation(output))
-        compute.writes(tape.buffer)
+        with (
+            compute.using(reads=(self.working,), writes=writes),
+            _grad_enabled(),
+            TURN,
+            self.random,
+        ):
+            tape.leaves, tape.output = self._run(message)
+        tape.message = activation(tape.output)
         compute.record(self.computed)
         self._keep(i, j, tape)
 
@@ -272,12 +270,12 @@ class Stage:
         """Compute the loss of a microbatch on the last stage; returns it detached."""
         tape, target = self._with_target(i, j)
         compute = self.compute
-        with compute, _grad_enabled(), TURN, self.random:
+        writes = (tape.target.buffer, tape.buffer)
+        with compute.using(writes=writes), _grad_enabled(), TURN, self.random:
             loss = loss_fn(tape.output, target)
         check_loss(loss)
         check_dependence(loss, tape.message)
         tape.output = loss
-        compute.writes(tape.buffer)
         compute.record(self.computed)
         return loss.detach()
 
@@ -286,7 +284,6 @@ class Stage:
         tape = self._tapes[i, j]
         tape.target = slot = self.targets.receive()
         assert slot.message is not None
-        self.compute.writes(slot.buffer)
         return tape, value_of(slot.message)
 
     # Backward.
@@ -299,21 +296,31 @@ class Stage:
     def backward(self, i: int, j: int) -> None:
         """Compute the gradients of weights and input."""
         tape = self._tapes.pop((i, j))
-        compute = self.compute
-        compute.reads(self.working)
-        compute.reads(tape.buffer)
-        compute.writes(self.weight_gradients)
-        with compute, TURN:  # torch.utils.checkpoint puts other numbers there, a hook may draw
+        arrived = tape.target if self.gradients is None else self._received
+        self._differentiate(i, j, tape, arrived)
+        self.compute.writes(tape.buffer)  # freed
+        self.compute.record(self.computed)
+        self.inputs.free(tape.slot)
+        if self.gradients is not None:
+            self.gradients.free(arrived)
+        elif self.targets is not None:
+            self.targets.free(arrived)
+
+    def _differentiate(self, i: int, j: int, tape: Tape, arrived: Slot) -> None:
+        """Issue the backward, which begins with the gradients or the target that arrived."""
+        outgoing = Buffer("gradients of the input")
+        reads = (self.working, tape.buffer, tape.slot.buffer, arrived.buffer)
+        # torch.utils.checkpoint runs layers again, and puts other random numbers there.
+        writes = (self.weight_gradients, self.module_buffers, outgoing)
+        with self.compute.using(reads=reads, writes=writes), TURN:  # a hook may draw
             if self.gradients is None:
                 loss, share = tape.output, self._extent.shares[i][j]
                 assert isinstance(loss, Tensor)
                 roots = [loss] if loss.requires_grad else []
                 seeds = [None if share == 1.0 else torch.full_like(loss, share)]
             else:
-                slot = self._received
-                message = slot.message
+                message = arrived.message
                 assert message is not None
-                compute.reads(slot.buffer)
                 outputs = tape.output if isinstance(tape.output, tuple) else (tape.output,)
                 # No gradient comes back for what does not require one or nothing depends on.
                 pairs = [
@@ -325,24 +332,17 @@ class Stage:
                 seeds = [seed for _, seed in pairs]
             if roots:
                 torch.autograd.backward(roots, seeds)
-        self._outgoing = tuple(None if leaf is None else leaf.grad for leaf in tape.leaves)
-        compute.writes(tape.buffer)  # freed
-        compute.record(self.computed)
-        self.inputs.free(tape.slot)
-        if self.gradients is not None:
-            self.gradients.free(self._received)
-        elif self.targets is not None:
-            self.targets.free(tape.target)
+        gradients = tuple(None if leaf is None else leaf.grad for leaf in tape.leaves)
+        self._outgoing = gradients, outgoing
 
     def send_gradient(self, i: int, j: int) -> None:
         """Copy the gradient of the input to the previous stage."""
         assert self.to_previous is not None
-        buffer = Buffer("gradients of the input")
-        self.compute.writes(buffer)
-        self.compute.record(self.computed)
-        outgoing, self._outgoing = self._outgoing, ()
-        read = self.to_previous.send(Message(outgoing), buffer, self.computed)
-        self._in_transit.hold(read, buffer, outgoing)
+        assert self._outgoing is not None
+        gradients, buffer = self._outgoing
+        self._outgoing = None
+        read = self.to_previous.send(Message(gradients), buffer, self.computed)
+        self._in_transit.hold(read, buffer, gradients)
 
 
 _STARTS_FORWARD = (Kind.PULL, Kind.LOAD_FORWARD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,20 +39,14 @@ class Tape:
     """
 
     __slots__ = ("buffer", "leaves", "message", "output", "slot", "target")
+    leaves: Sequence[Tensor | None]
+    output: Value
+    message: Message
     target: Slot
 
-    def __init__(
-        self,
-        slot: Slot,
-        leaves: list[Tensor | None],
-        output: Value,
-        message: Message,
-    ) -> None:
+    def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self.buffer = Buffer("activations")
-        self.leaves = leaves
-        self.output = output
-        self.message = message
 
 
 def activation(value: object) -> Message:

@@ -168,6 +168,29 @@ def test_every_use_in_a_run_is_ordered(method, parts):
             pipe.state_dict()
 
 
+def test_a_use_lasts_as_long_as_its_work(streams):
+    """An event that was recorded while the work was still being issued does not stand for it."""
+    one, two = streams
+    event = one.event()
+    for use in ("reads", "writes"):
+        buffer = Buffer("a buffer")
+        with one.using(**{use: (buffer,)}):
+            one.record(event)
+        two.wait(event)
+        with pytest.raises(OrderingError):
+            two.writes(buffer)
+        after(one, two)
+        two.writes(buffer)
+
+
+def test_running_statistics_are_put_back_before_whoever_reads_them():
+    """Recomputation puts them back after its backward."""
+    stages = [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(3)]
+    pipe = Pipeline(stages, sgd(), mse, recompute=True)
+    for _ in pipe.run(batches(9)):
+        pipe.state_dict()
+
+
 def waits_of(run, monkeypatch, dropped=None):
     """Do the run without the waits of one place in the code; return all places that wait."""
     places, wait = set(), CheckedStream.wait
@@ -187,13 +210,9 @@ def waits_of(run, monkeypatch, dropped=None):
 
 # Waits that repeat, in these runs, what other events say already.
 REDUNDANT = {
-    # The caller hands in batch i + window after it was given loss i, and stages hear of that with
-    # their inputs. With batches in host memory and losses on a GPU nothing but these waits says so.
-    ("send", "_hand_in"),
+    # The caller hands in batch i + window after it was given loss i. With batches in host memory and
+    # losses on a GPU nothing but this wait says so.
     ("hold", "_hand_out"),
-    # A sender is never ahead of its receiver by more than the ring, unless a ring is refitted.
-    ("send", "send_activation"),
-    ("send", "send_gradient"),
     # A forward's load comes after an update, which has waited.
     ("_load", "load_forward"),
     # What a stage has computed is known from the updates of the stages around it.

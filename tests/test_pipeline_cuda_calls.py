@@ -7,7 +7,7 @@ would make on streams and events is made, and can be looked at.
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -163,3 +163,31 @@ def test_a_failure_waits_for_all_streams(log, monkeypatch):
     waited = {entry[1] for entry in log if entry[0] == "synchronize"}
     used = {entry[1] for entry in log if entry[0] == "enter"}
     assert used <= waited
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_caller_waits_for_the_last_piece_of_work(log, monkeypatch, recompute, fails):
+    disguise = Disguised(monkeypatch, [ZERO, ZERO])
+    stages = [torch.nn.Sequential(*stage, torch.nn.BatchNorm1d(5)) for stage in tanh_stages(2)]
+
+    def fail(gradient):
+        raise ArithmeticError
+
+    def loss_fn(output, target):
+        if fails and output.requires_grad:
+            output.register_hook(fail)
+        return mse(output, target)
+
+    pipe = st.Pipeline(stages, sgd(), loss_fn, recompute=recompute)
+    with pytest.raises(st.StageError) if fails else nullcontext():
+        losses(pipe, batches(4))
+    caller = torch.cuda.current_stream(ZERO)
+    for name, own in disguise.by_name.items():
+        if "edge" in name:  # the stages wait for those
+            continue
+        (stream,) = own._streams
+        last = max(n for n, entry in enumerate(log) if entry == ("leave", stream))
+        events = [entry[2] for entry in log[last:] if entry[:2] == ("record", stream)]
+        waits = any(("wait", caller, event) in log[last:] for event in events)
+        assert waits or ("synchronize", stream) in log[last:], name

@@ -210,14 +210,14 @@ class Inlet:
         copy = self.stream
         if slot is None:
             slot = self._free.popleft()
-            with copy:
-                copy.wait(slot.free)
+            copy.wait(slot.free)
+            with copy.using(writes=(slot.buffer,)):
                 slot.memory.fit(nbytes, self._device)
                 if nbytes:
                     self._receive_on_device(slot.memory.bytes[:nbytes])
         else:
             copy.wait(slot.free)
-        copy.writes(slot.buffer)
+            copy.writes(slot.buffer)  # by gloo
         copy.record(slot.arrived)
         self._receiver.wait(slot.arrived)
         slot.message = layout.message(slot.memory.views(layout))

@@ -131,9 +131,7 @@ class Edge:
         copy = self.stream
         copy.wait(ready)
         copy.wait(slot.free)
-        copy.reads(source)
-        copy.writes(slot.buffer)
-        with copy:
+        with copy.using(reads=(source,), writes=(slot.buffer,)):
             for to, tensor in zip(tensors, message.tensors, strict=True):
                 if to is not None and tensor is not None:
                     to.copy_(tensor, non_blocking=True)
@@ -147,9 +145,8 @@ class Edge:
         likeness = [tensor if tensor is None else _likeness(tensor) for tensor in tensors]
         if slot.room.likeness == likeness:
             return slot.room.tensors
-        with (
-            self._receiver
-        ):  # which memory of this stream's pool is then safe to reuse, its order tells
+        # Which memory of this stream's pool is then safe to reuse, its order tells.
+        with self._receiver.using(writes=(slot.buffer,)):
             slot.fit(likeness, tensors, self.target)
         self._receiver.record(slot.free)
         return slot.room.tensors

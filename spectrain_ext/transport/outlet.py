@@ -94,8 +94,7 @@ class Outlet:
         slot = self._slot()
         copy = self.stream
         copy.wait(ready)
-        copy.reads(source)
-        with copy:
+        with copy.using(reads=(source,)):
             slot.fit(nbytes, self.target)
             for to, tensor in zip(slot.views(layout), message.tensors, strict=True):
                 if to is not None and tensor is not None:
@@ -111,7 +110,7 @@ class Outlet:
         if text:
             self._lend(slot, torch.frombuffer(bytearray(text), dtype=torch.uint8), TAG_LAYOUT)
         if nbytes and not self.link.framed:
-            with copy:
+            with copy.using():
                 self._send_on_device(slot, slot.bytes[:nbytes])
         return slot.read
 
@@ -179,7 +178,7 @@ class Outlet:
                 for work in slot.works:
                     work.wait(ENDLESS)
                 if slot.body is not None:
-                    with self.stream:  # of NCCL, only the stream waits
+                    with self.stream.using():  # of NCCL, only the stream waits
                         slot.body.wait()
             except RuntimeError as error:
                 self._board.lost(self.link.receiver, self.link.name, error)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from ..errors import OrderingError
 
@@ -30,11 +31,12 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work. Inside ``with`` it is the current stream of its devices."""
+    """A queue of work, which is issued inside ``with stream.using(...)``."""
 
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *_: object) -> None: ...
+    def using(
+        self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> AbstractContextManager[object]:
+        """Inside, it is the current stream of its devices, for work that uses these buffers."""
 
     def event(self) -> Event:
         """An event to record on this stream, for repeated use."""
@@ -46,10 +48,13 @@ class Stream(Protocol):
         """Let the work issued from here on follow the event (one never recorded is none)."""
 
     def reads(self, buffer: Buffer) -> None:
-        """Declare that the work issued here reads the buffer."""
+        """Declare a read that is not issued by ``using``: the caller's own."""
 
     def writes(self, buffer: Buffer) -> None:
-        """Declare that the work issued here writes the buffer, or frees it."""
+        """Declare a write that is not issued by ``using``: the caller's own, or to free it."""
+
+    def lend(self, tensors: Iterable[Tensor]) -> None:
+        """Let none of this memory, once freed, be used again before the work issued so far."""
 
     def synchronize(self) -> None:
         """Block the host until the work issued so far has been done."""
@@ -76,6 +81,12 @@ class HostStream:
 
     def __exit__(self, *_: object) -> None: ...
 
+    def using(
+        self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> AbstractContextManager[object]:
+        """Not checked."""
+        return self
+
     def event(self) -> Event:
         """An event of the CPU."""
         return HostEvent()
@@ -93,6 +104,9 @@ class HostStream:
     def writes(self, buffer: Buffer) -> None:
         """Not checked."""
 
+    def lend(self, tensors: Iterable[Tensor]) -> None:
+        """Nothing to note."""
+
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
@@ -103,11 +117,13 @@ class HostStream:
 class CheckedEvent:
     """What a checked stream had seen of every stream when it recorded the event."""
 
-    def __init__(self) -> None:
-        self.seen: dict[CheckedStream, int] = {}
+    def __init__(self, done: _Clock) -> None:
+        self.seen: _Clock = {}
+        self._done = done
 
     def synchronize(self) -> None:
-        """The work has been done: it ran on the CPU."""
+        """Let all that is issued from here on, on any stream, follow what the event follows."""
+        _merge(self._done, self.seen)
 
 
 class CheckedStream:
@@ -122,13 +138,24 @@ class CheckedStream:
         self._seen: _Clock = {self: 0}
         self._done = done  # what the host has waited for, shared by all streams
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
+    @contextmanager
+    def using(
+        self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> Iterator[None]:
+        """The uses last to the end: what was recorded in between does not stand for them."""
+        for buffer in reads:
+            self.reads(buffer)
+        for buffer in writes:
+            self.writes(buffer)
+        yield
+        for buffer in reads:
+            buffer.reads[self] = self._tick()
+        for buffer in writes:
+            buffer.written = (self, self._tick())
 
     def event(self) -> CheckedEvent:
         """An event that carries a clock."""
-        return CheckedEvent()
+        return CheckedEvent(self._done)
 
     def record(self, event: Event) -> None:
         """Note in the event everything that this stream's work follows."""
@@ -152,6 +179,9 @@ class CheckedStream:
             self._check(buffer, "writes", "read", use)
         buffer.reads.clear()
         buffer.written = (self, self._tick())
+
+    def lend(self, tensors: Iterable[Tensor]) -> None:
+        """Not checked: which memory is used again, the CPU does not show."""
 
     def synchronize(self) -> None:
         """Let all that is issued from here on, on any stream, follow this stream's work."""
@@ -203,6 +233,12 @@ class CudaStream:
     def __exit__(self, *_: object) -> None:
         self._entered.close()
 
+    def using(
+        self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> AbstractContextManager[object]:
+        """Not checked."""
+        return self
+
     def event(self) -> Event:
         """An event without timing, which is the cheap kind."""
         event: Event = torch.cuda.Event()
@@ -224,6 +260,12 @@ class CudaStream:
 
     def writes(self, buffer: Buffer) -> None:
         """Not checked."""
+
+    def lend(self, tensors: Iterable[Tensor]) -> None:
+        """Have the allocator that they came from wait for these streams as well."""
+        for tensor in tensors:
+            for stream in self._streams:
+                tensor.record_stream(stream)
 
     def synchronize(self) -> None:
         """Block the host until the work issued so far has been done."""
