@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -103,3 +105,31 @@ class CheckpointError(RuntimeError):
 
     A failed save leaves earlier checkpoints whole, a failed load leaves everything as it was.
     """
+
+
+def make_all(calls: Iterable[Callable[[], object]]) -> None:
+    """Make every call, also if one raises; the first one's exception is then raised."""
+    first: Exception | None = None
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        try:
+            raise first
+        finally:
+            del first  # whose traceback has this frame
+
+
+@contextmanager
+def noted_on(cause: BaseException) -> Iterator[None]:
+    """What goes wrong inside, after ``cause`` has been raised, becomes a note on it.
+
+    A device that has failed fails every call: the last one says nothing of why.
+    """
+    try:
+        yield
+    except Exception as error:
+        if error is not cause and hasattr(cause, "add_note"):  # Python 3.11
+            cause.add_note(f"and then, at the end of the run: {type(error).__name__}: {error}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .batch import Microbatch, Value, split
 from .clipping import GlobalNorm
-from .errors import RankError, StageError
+from .errors import RankError, StageError, make_all, noted_on
 from .observer import Observer
 from .schedule import Action, Cursor, Extent, Kind, Place, find_generator
 from .stage import Stage
@@ -183,8 +183,9 @@ class Executor:
                     pass
             self._check()
             self._end()
-        except BaseException:
-            self._fail()
+        except BaseException as error:
+            with noted_on(error):
+                self._fail()
             raise
 
     @property
@@ -204,19 +205,16 @@ class Executor:
     def _fail(self) -> None:
         """Forget what is in flight and end the run; an interrupt has to wait for that."""
         interrupt: KeyboardInterrupt | None = None
-        while not self._ended:
-            try:
+        try:
+            while not self._ended:
                 try:
-                    self._drop()
-                except Exception:  # as of a device that has failed
-                    self._end()
-                    raise
-                self._end()
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
+                    make_all((self._drop, self._end))
+                except KeyboardInterrupt as error:
+                    interrupt = error
+        finally:
             try:
-                raise interrupt
+                if interrupt is not None:
+                    raise interrupt
             finally:
                 del interrupt  # whose traceback has this frame
 
@@ -224,7 +222,7 @@ class Executor:
         self._batches = batches
         in_flight = max(place.window // place.microbatches for place in self.places) + 2
         self._extent = Extent(in_flight)
-        self._follow_caller()
+        self.follow_caller()
         schedule = find_generator(self._schedule)
         for stage in self.stages:
             actions = schedule(self.places[stage.index])
@@ -249,25 +247,25 @@ class Executor:
     def _end(self) -> None:
         """Put the true weights back, and let the caller's work follow all of this."""
         self._results.clear()
-        for stage in self.stages:
-            stage.end()
         self._losses_out.reset()
         if self._norm is not None:
             self._norm.reset()
-        self._let_caller_follow()
+        make_all((*(stage.end for stage in self.stages), self.let_caller_follow))
         self._ended = True
 
     def _drop(self) -> None:
         """After a failure: wait until no stream works any more, and forget what was in flight.
 
-        What comes follows the caller, who may have used the weights since.
+        What comes follows the caller, who may have used the weights since. All of this is tried,
+        as a device that has failed lets none of it succeed.
         """
-        for stream in self._streams():
+        streams = list(self._streams())
+        for stream in streams:
             stream.leave()
-            stream.synchronize()
+        make_all(stream.synchronize for stream in streams)
         for stage in self.stages:
             stage.drop()
-        self._follow_caller()
+        self.follow_caller()
 
     def free_rings(self) -> None:
         """Free all receive buffers; a run makes new ones as it needs them."""
@@ -282,38 +280,38 @@ class Executor:
             for edge in stage.edges():
                 yield edge.stream
 
-    def _follow_caller(self) -> None:
+    # The caller's stream is the one that is current at the call: it may be another one each time.
+
+    def follow_caller(self) -> None:
         """Everything issued from here on follows what the caller has issued so far."""
         for stage in self.stages:  # the caller may have changed them
-            callers_stream(stage.device).writes(stage.working)
-            callers_stream(stage.device).writes(stage.module_buffers)
+            for buffer in stage.shared:
+                callers_stream(stage.device).writes(buffer)
         for device in {stage.device for stage in self.stages}:
             caller = callers_stream(device)
             event = caller.event()
             caller.record(event)
             for stream in self._streams():
                 stream.wait(event)
+        for stage in self.stages:
+            stage.compute.record(stage.computed)
+            stage.predict.record(stage.loaded)
 
-    def _let_caller_follow(self) -> None:
+    def let_caller_follow(self) -> None:
         """What the caller issues from here on follows every computation and load issued so far."""
         for stage in self.stages:
             caller = callers_stream(stage.device)
             caller.wait(stage.computed)
             caller.wait(stage.loaded)
-            caller.reads(stage.working)
-            caller.reads(stage.module_buffers)
+            for buffer in stage.shared:
+                caller.may_read(buffer)
 
     @contextmanager
-    def read_by_caller(self) -> Iterator[None]:
-        """Inside, the caller's work on the device may read weights and module buffers."""
-        self._let_caller_follow()
+    def callers_turn(self) -> Iterator[None]:
+        """Inside, the caller's stream may use weights, optimizer state and module buffers."""
+        self.let_caller_follow()
         yield
-        for stage in self.stages:
-            caller = callers_stream(stage.device)
-            event = caller.event()
-            caller.record(event)
-            stage.predict.wait(event)
-            stage.compute.wait(event)
+        self.follow_caller()
 
     # The loop.
 
@@ -397,16 +395,19 @@ class Executor:
         """Send a side of the batch where it is used, if that is in this process."""
         if edge is None:
             return
-        device = (value[0] if isinstance(value, tuple) else value).device
-        caller = callers_stream(device)
-        given = caller.event()
-        caller.writes(self._batch)
-        caller.record(given)
-        read = edge.send(activation(value).without_gradient(), self._batch, given)
+        tensors = value if isinstance(value, tuple) else (value,)
+        callers = {tensor.device: callers_stream(tensor.device) for tensor in tensors}
+        given = []
+        for caller in callers.values():
+            caller.writes(self._batch)
+            given.append(caller.event())
+            caller.record(given[-1])
+        read = edge.send(activation(value).without_gradient(), self._batch, *given)
         # From host to device nobody waits: the call has read pageable memory when it returns, and
         # torch's allocator keeps pinned memory until it has been read.
-        if device.type != "cpu" or edge.target.type == "cpu":
-            caller.wait(read)
+        for device, caller in callers.items():
+            if device.type != "cpu" or edge.target.type == "cpu":
+                caller.wait(read)
 
     def _loss(self, i: int, j: int) -> None:
         loss = self._last.loss(i, j, self._loss_fn)

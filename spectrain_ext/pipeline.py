@@ -25,6 +25,7 @@ from .arguments import (
 )
 from .batch import Value
 from .clipping import GlobalNorm
+from .errors import noted_on
 from .executor import Executor, Result
 from .memory import StageMemory
 from .method import Method, choices_at, find_method, places_of, reading_rules
@@ -36,6 +37,7 @@ from .recomputing import RecomputingStage
 from .rng import StageRandom
 from .schedule import Place
 from .stage import Stage
+from .transport import callers_stream
 from .weights import StageWeights
 
 if TYPE_CHECKING:
@@ -191,6 +193,7 @@ class Pipeline(nn.Module):
                 )
             ]
             self._executor = self._make_executor(own, loss_fn, all_places, norm)
+            self._executor.follow_caller()
         except BaseException:
             for held in weights:
                 if held is not None and held.bound:
@@ -199,6 +202,10 @@ class Pipeline(nn.Module):
         self.register_state_dict_pre_hook(_mend_before)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
+        for held in weights:
+            if held is not None:
+                held.optimizer.order_by(self._executor.callers_turn)
 
     @staticmethod
     def from_process_group(
@@ -298,8 +305,14 @@ class Pipeline(nn.Module):
         trace.begin(rules, self.devices)
         try:
             yield from self._executor.run(batches, trace)
-        finally:
+        except GeneratorExit:
             trace.end()
+            raise
+        except BaseException as error:
+            with noted_on(error):
+                trace.end()
+            raise
+        trace.end()
 
     def _where(self) -> str:
         first, here = self.first_stage, len(self.places)
@@ -327,16 +340,22 @@ class Pipeline(nn.Module):
             RuntimeError: a run has not ended yet.
         """
         self._refuse_in_run("calling the pipeline")
-        for module, device in zip(self.children(), self.devices, strict=True):
-            value = module(_moved(value, device))
+        with self._executor.callers_turn():
+            for module, device in zip(self.children(), self.devices, strict=True):
+                value = module(_moved(value, device))
         return value
 
     def _mend(self) -> None:
-        """Finish what exceptions have cut short: the end of a run, or a release."""
+        """Finish what exceptions have cut short: the end of a run, or a release.
+
+        Whatever the caller's stream is now, it may then use what the pipeline holds.
+        """
         self._executor.mend()
         for weights in self._weights:
             if weights is not None:
                 weights.mend()
+        if not self._executor.running:
+            self._executor.let_caller_follow()
 
     # All ways to the stages' parameters through this module begin here.
 
@@ -396,6 +415,8 @@ class Pipeline(nn.Module):
                 if bind and not weights.bound:
                     weights.bind()
                 found.update(weights.masters())
+        if bind:
+            self._executor.follow_caller()
         return found
 
     def check_drained(self, what: str) -> None:
@@ -434,10 +455,12 @@ class Pipeline(nn.Module):
             RuntimeError: a run has not ended yet.
         """
         self._refuse_in_run("release")
-        for weights in self._weights:
+        for device, weights in zip(self.devices, self._weights, strict=True):
             if weights is not None and weights.bound:
+                callers_stream(device).lend(weights.buffers())
                 weights.unbind()
         self._executor.free_rings()
+        self._executor.follow_caller()
 
 
 def _mend_before(pipe: Pipeline, *_: object) -> None:
@@ -450,7 +473,7 @@ def _put_true_weights(
     """While a run is suspended, let a state_dict have copies, and of the true weights."""
     if not pipe._executor.running:
         return
-    with pipe._executor.read_by_caller():
+    with pipe._executor.callers_turn():
         true: dict[str, Tensor] = {}
         for k, weights in enumerate(pipe._weights, pipe._executor.stages[0].index):
             if weights is not None:
@@ -465,6 +488,10 @@ def _put_true_weights(
 
 def _refuse_load_in_run(pipe: Pipeline, *_: object) -> None:
     pipe._refuse_in_run("load_state_dict")
+
+
+def _follow_load(pipe: Pipeline, *_: object) -> None:
+    pipe._executor.follow_caller()
 
 
 def _moved(value: Value, device: torch.device) -> Value:

@@ -35,6 +35,7 @@ class Stage:
 
     Attributes:
         peak: the most microbatches that were in flight here at once.
+        shared: what the caller may use between two actions.
         inputs: the edge that the forward's input comes in by.
         gradients: the edge that the backward's gradient comes in by, None for the last stage.
         targets: the edge that the loss's target comes in by, None for all but the last stage.
@@ -71,6 +72,7 @@ class Stage:
         self.weight_gradients = Buffer(f"weight gradients of stage {index}")
         self.optimizer_state = Buffer(f"optimizer state of stage {index}")
         self.module_buffers = Buffer(f"module buffers of stage {index}")
+        self.shared = (self.working, self.optimizer_state, self.module_buffers)
         self.random = StageRandom(index, device)
         self.peak = 0
         self._max_norm = max_norm
@@ -89,6 +91,8 @@ class Stage:
         self._extent = extent
         self.drop()
         if self.weights is not None:
+            for stream in (self.compute, self.predict):
+                stream.lend(self.weights.buffers())
             with self.predict.using(writes=(self.working,)):
                 self.weights.begin()
             self._weights_written()

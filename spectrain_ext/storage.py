@@ -67,7 +67,9 @@ class Storage:
         self.optimizer = optimizer
         self.working = Flat(params)
         self.master = Flat(params, wide) if master else None
-        self._state = {key: Flat(params, of_state).views for key in optimizer.buffer_keys}
+        state = {key: Flat(params, of_state) for key in optimizer.buffer_keys}
+        self._state = {key: flat.views for key, flat in state.items()}
+        self._state_flats = list(state.values())
         self._buffers = [_Kept(self.working, params) for _ in range(kept)]
         self.before: Flat | None = None
         self.ahead: Flat | None = None
@@ -123,6 +125,10 @@ class Storage:
         flats = [self.working, self.master, self.before, self.ahead]
         flats += [kept.flat for kept in self._buffers]
         return [flat for flat in flats if flat is not None]
+
+    def buffers(self) -> list[Tensor]:
+        """All memory, that of the optimizer's state as well."""
+        return [buffer for flat in (*self.flats(), *self._state_flats) for buffer in flat.buffers]
 
     def in_place(self) -> bool:
         """Whether all parameters are where they were bound; a parameter replaced is not seen."""

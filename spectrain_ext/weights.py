@@ -95,6 +95,10 @@ class StageWeights:
         """Bytes of the working buffer, the master and the kept versions."""
         return 0 if self.storage is None else sum(flat.nbytes for flat in self.storage.flats())
 
+    def buffers(self) -> list[Tensor]:
+        """All memory of weights and of the optimizer's state."""
+        return [] if self.storage is None else self.storage.buffers()
+
     def measured(self, microbatches: int) -> StageMemory:
         """What there is now, and the most microbatches that were in flight."""
         flats = [] if self.storage is None else self.storage.flats()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -134,3 +136,146 @@ def test_memory_does_not_grow() -> None:
             pass
         torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+def test_large_batches_of_the_host_do_not_keep_it() -> None:
+    """Each is overwritten as soon as it has been handed in, while the device is still busy."""
+    width, count, size = 64, 12, 512  # 128 KiB each
+    gen = torch.Generator().manual_seed(3)
+    data = [torch.randn(size, width, generator=gen) for _ in range(count)]
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.cuda._sleep(20_000_000)
+            return x * 1.0
+
+    def losses(refill: bool, slow: bool) -> Tensor:
+        torch.manual_seed(2)
+        first = nn.Linear(width, width)
+        stages = [nn.Sequential(Slow(), first) if slow else first, nn.Linear(width, width)]
+        pipe = st.Pipeline(
+            [stage.cuda() for stage in stages],
+            optimizer=lambda params: st.optim.SGD(params, lr=0.01, momentum=0.9),
+            loss_fn=nn.functional.mse_loss,
+        )
+        shared = torch.empty(size, width)
+
+        def given() -> Any:
+            for x in data:
+                if refill:
+                    shared.copy_(x)
+                    yield shared, shared
+                    shared.fill_(torch.nan)
+                else:
+                    yield x.cuda(), x.cuda()
+
+        return torch.stack([result.loss for result in pipe.run(given())]).cpu()
+
+    expected = losses(refill=False, slow=False)
+    assert torch.equal(losses(refill=True, slow=True), expected)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_running_statistics_in_a_run_and_after_it(recompute: bool) -> None:
+    """Asked for between two results; another stream of the caller's each time."""
+
+    def found(wait: bool) -> list[Tensor]:
+        torch.manual_seed(4)
+        stages = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).cuda() for _ in range(3)]
+        pipe = st.Pipeline(
+            stages,
+            optimizer=lambda params: st.optim.SGD(params, lr=0.05, momentum=0.9),
+            loss_fn=nn.functional.mse_loss,
+            recompute=recompute,
+        )
+        states = []
+        gen = torch.Generator().manual_seed(5)
+        data = [torch.randn(16, 8, generator=gen).cuda() for _ in range(20)]
+        torch.cuda.synchronize()
+        for result in pipe.run([(x, x) for x in data]):
+            if wait:
+                torch.cuda.synchronize()
+            if result.index % 5 == 0:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    states.append(pipe.state_dict())
+                    for optimizer in pipe.optimizers:
+                        states.append(optimizer.state_dict()["state"])
+        with torch.cuda.stream(torch.cuda.Stream()):
+            pipe.release()
+            states.append(pipe.state_dict())
+        torch.cuda.synchronize()
+        return [leaf.cpu() for state in states for leaf in _tensors(state)]
+
+    assert all(map(torch.equal, found(wait=False), found(wait=True)))
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    if isinstance(state, Tensor):
+        return [state]
+    return [t for value in state.values() for t in _tensors(value)] if state else []
+
+
+def test_a_batch_on_host_and_device() -> None:
+    """Only the second tensor of the input is on the device, and late."""
+
+    class Add(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, pair: Any) -> Tensor:
+            out: Tensor = self.linear(pair[0] + pair[1])
+            return out
+
+    def losses(late: bool) -> Tensor:
+        torch.manual_seed(6)
+        stages = [Add().cuda(), nn.Linear(8, 8).cuda()]
+        pipe = st.Pipeline(
+            stages,
+            optimizer=lambda params: st.optim.SGD(params, lr=0.05, momentum=0.9),
+            loss_fn=nn.functional.mse_loss,
+        )
+        gen = torch.Generator().manual_seed(7)
+
+        def given() -> Any:
+            for _ in range(10):
+                x = torch.randn(4, 8, generator=gen)
+                y = x.cuda()
+                on_device = torch.full_like(y, torch.nan) if late else y.clone()
+                if late:
+                    torch.cuda._sleep(5_000_000)
+                    on_device.copy_(y)
+                yield (x, on_device), y
+                if late:
+                    on_device.fill_(torch.nan)
+
+        return torch.stack([result.loss for result in pipe.run(given())]).cpu()
+
+    assert torch.equal(losses(late=True), losses(late=False))
+
+
+_ASSERTED = """
+import torch, spectrain_ext as st
+from torch import nn
+
+class Fails(nn.Module):
+    def forward(self, x):
+        torch.ones(4, device="cuda")[torch.full((1,), 9, device="cuda")]
+        torch.cuda.synchronize()
+        return x
+
+stages = [nn.Linear(4, 4).cuda(), nn.Sequential(nn.Linear(4, 4), Fails()).cuda()]
+pipe = st.Pipeline(stages, lambda p: st.optim.SGD(p, lr=0.1, momentum=0.9), nn.functional.mse_loss)
+try:
+    list(pipe.run([(torch.ones(2, 4), torch.ones(2, 4))] * 3))
+except st.StageError as error:
+    print("stage", error.stage, error.action)
+"""
+
+
+def test_a_device_assert_names_its_stage() -> None:
+    """In a process of its own: no CUDA call succeeds after it."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ASSERTED], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "stage 1 forward" in done.stdout, done.stderr

@@ -8,13 +8,35 @@ from functools import partial
 
 import pytest
 import torch
-from pipeline_cases import batches, every_method, float64, mse, sgd, tanh_stages  # noqa: F401
+from pipeline_cases import (
+    batches,
+    every_method,
+    float64,  # noqa: F401  # a fixture
+    losses,
+    mse,
+    sgd,
+    tanh_stages,
+)
 from torch import nn
 
 from spectrain_ext.errors import OrderingError, StageError
 from spectrain_ext.pipeline import Pipeline
-from spectrain_ext.transport import Buffer, Edge, Message, Transit, checked_streams, new_stream
-from spectrain_ext.transport.streams import CheckedStream, HostStream, callers_stream
+from spectrain_ext.transport import (
+    Buffer,
+    Edge,
+    Message,
+    Transit,
+    checked_streams,
+    local,
+    new_stream,
+)
+from spectrain_ext.transport import streams as stream_kinds
+from spectrain_ext.transport.streams import (
+    CheckedEvent,
+    CheckedStream,
+    HostStream,
+    callers_stream,
+)
 
 CPU = torch.device("cpu")
 
@@ -191,6 +213,70 @@ def test_running_statistics_are_put_back_before_whoever_reads_them():
         pipe.state_dict()
 
 
+def another_caller():
+    """From here on the caller's current stream is one that has not waited for any other."""
+    checked = stream_kinds._checked
+    checked.caller = CheckedStream("another stream of the caller's", checked.done)
+
+
+def uses(pipe, monkeypatch):
+    """Everything between two runs that reads or writes what the pipeline's streams do."""
+    with monkeypatch.context() as patch:
+        for read in (torch.optim.SGD.state_dict, torch.optim.SGD.load_state_dict):
+            patch.setattr(torch.optim.SGD, read.__name__, declared(pipe, read))
+        optimizer = pipe.optimizers[1]
+        another_caller()
+        yield lambda: optimizer.load_state_dict(optimizer.state_dict())
+    yield lambda: pipe.load_state_dict(pipe.state_dict())
+    yield lambda: pipe(torch.ones(3, 5))
+    yield pipe.release
+    yield lambda: pipe.masters(bind=True)
+    yield lambda: losses(pipe, batches(3))
+
+
+def declared(pipe, method):
+    """A method of torch's optimizer that declares what it does."""
+
+    def found(*args):
+        callers_stream(CPU).writes(pipe._executor.stages[1].optimizer_state)
+        return method(*args)
+
+    return found
+
+
+def test_the_caller_may_have_another_stream_at_every_call(monkeypatch):
+    """Each call orders the pipeline's streams with the one that is current then."""
+    pipe = Pipeline(tanh_stages(3), sgd(), mse)
+    another_caller()
+    losses(pipe, batches(5))
+    for use in uses(pipe, monkeypatch):
+        another_caller()
+        use()
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_an_optimizer_is_asked_for_its_state_in_a_run(monkeypatch, load):
+    """Between two results, and in the loss; by whoever got hold of it before."""
+    asked = []
+
+    def ask():
+        asked.append(optimizer.state_dict())
+        if load:
+            optimizer.load_state_dict(asked[-1])
+
+    def loss_fn(output, target):
+        ask()
+        return mse(output, target)
+
+    pipe = Pipeline(tanh_stages(3), sgd(), loss_fn)
+    optimizer = pipe.optimizers[1]
+    reading = declared(pipe, torch.optim.SGD.state_dict)
+    monkeypatch.setattr(torch.optim.SGD, "state_dict", reading)
+    for _ in pipe.run(batches(8)):
+        ask()
+    assert len(asked) == 16
+
+
 def waits_of(run, monkeypatch, dropped=None):
     """Do the run without the waits of one place in the code; return all places that wait."""
     places, wait = set(), CheckedStream.wait
@@ -210,13 +296,14 @@ def waits_of(run, monkeypatch, dropped=None):
 
 # Waits that repeat, in these runs, what other events say already.
 REDUNDANT = {
-    # The caller hands in batch i + window after it was given loss i. With batches in host memory and
-    # losses on a GPU nothing but this wait says so.
+    # The caller hands in batch i + window after it was given loss i. With batches in host memory
+    # and losses on a GPU nothing but this wait says so.
     ("hold", "_hand_out"),
     # A forward's load comes after an update, which has waited.
     ("_load", "load_forward"),
     # What a stage has computed is known from the updates of the stages around it.
-    ("_let_caller_follow", "_end"),
+    ("let_caller_follow", "make_all"),
+    ("let_caller_follow", "_mend"),
 }
 
 
@@ -228,10 +315,15 @@ def test_a_wait_that_is_removed_is_noticed(monkeypatch):
         stages = [*tanh_stages(3), nn.Tanh(), *tanh_stages(1)]
         pipe = Pipeline(stages, sgd(), mse, method, scheduler=scheduler)
         for _ in range(2):
+            another_caller()
             with closing(pipe.run(batches(9))) as results:
                 for result in results:
                     if result.index == 5:
                         pipe.state_dict()
+        another_caller()
+        pipe.release()
+        another_caller()
+        pipe.masters()
 
     everywhere, noticed = set(), set()
     for case in [("vanilla", None), ("pipedream", None), ("spectrain", None), ("spectrain", decay)]:
@@ -248,3 +340,32 @@ def test_a_wait_that_is_removed_is_noticed(monkeypatch):
                 noticed.add(place)
     unnoticed = everywhere - noticed
     assert {(function, caller) for function, _, caller in unnoticed} == REDUNDANT
+
+
+def test_a_large_host_tensor_is_staged(monkeypatch):
+    """Forced on the CPU: the bits, the caller's freedom to refill, the order of the staging."""
+    monkeypatch.setattr(local, "TAKEN_AT_ONCE", 16)
+    receiver = new_stream("receiver", CPU)
+    edge = Edge("edge", CPU, CPU, receiver, depth=2)
+    edge._stages = True
+    large, small = torch.randn(4, 6).t()[::2], torch.ones(2)
+    source, found = Buffer("source"), []
+    for i in range(5):
+        large.fill_(i), small.fill_(i)
+        edge.send(Message((large, None, small)), source, receiver.event())
+        slot = edge.receive()
+        assert torch.equal(slot.message.tensors[0], large)
+        assert torch.equal(slot.message.tensors[2], small)
+        assert list(slot.staging) == [0]
+        found.append(slot.staging[0].data_ptr())
+        edge.free(slot)
+    assert found[:2] == found[2:4]
+    assert len(set(found)) == 2
+    edge.free_storage()
+    assert not any(slot.staging for slot in edge._ring)
+    # Without the wait for the last copy from it, staging is overwritten while that may still run.
+    monkeypatch.setattr(CheckedEvent, "synchronize", lambda event: None)
+    with pytest.raises(OrderingError, match=r"writes pinned memory of edge, slot . without"):
+        for _ in range(3):
+            edge.send(Message((large, None, small)), source, receiver.event())
+            edge.free(edge.receive())

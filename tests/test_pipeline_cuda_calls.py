@@ -60,6 +60,7 @@ def log(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(device, calls))
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: calls.append(("lend", s, t)))
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[device])
     return calls
@@ -144,7 +145,7 @@ def test_a_run_makes_no_call_that_blocks_the_host(log, monkeypatch, places, meth
     first = own_events(log)
     losses(pipe, batches(30))
     assert own_events(log) == first  # a longer run makes no more events
-    assert {entry[0] for entry in log} == {"wait", "record", "enter", "leave"}
+    assert {entry[0] for entry in log} == {"wait", "record", "enter", "leave", "lend"}
     monkeypatch.undo()
     expected.load_state_dict(before)
     close(torch.stack(found), torch.stack(losses(expected, data)))
@@ -191,3 +192,92 @@ def test_the_caller_waits_for_the_last_piece_of_work(log, monkeypatch, recompute
         events = [entry[2] for entry in log[last:] if entry[:2] == ("record", stream)]
         waits = any(("wait", caller, event) in log[last:] for event in events)
         assert waits or ("synchronize", stream) in log[last:], name
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor on the CPU that says that it is on another device."""
+
+    @property
+    def device(self):
+        return ONE
+
+
+def test_every_device_of_a_batch_is_ordered(log, monkeypatch):
+    """Not only that of its first tensor."""
+    Disguised(monkeypatch, [ZERO])
+    pipe = st.Pipeline(tanh_stages(1), sgd(), mse)
+    executor = pipe._executor
+    by_device = {HOST: streams.HostStream(), ONE: streams.callers_stream(ONE)}
+    monkeypatch.setattr("spectrain_ext.executor.callers_stream", by_device.__getitem__)
+    del log[:]
+    host, other = torch.ones(2), torch.ones(2).as_subclass(Elsewhere)
+    executor._hand_in(executor._inputs, (host, other))
+    current = torch.cuda.current_stream(ONE)
+    copies = executor._inputs.stream._streams[0]
+    kinds = [entry[:2] for entry in log]
+    first, last = kinds.index(("record", current)), kinds.index(("enter", copies))
+    assert first < kinds.index(("wait", copies)) < last
+    assert ("wait", copies, log[first][2]) in log[first:last]
+    assert kinds.index(("record", copies)) < kinds.index(("wait", current))
+
+
+class DeadStream(streams.HostStream):
+    """A stream of a device that fails every call once it has failed one."""
+
+    dead = False
+
+    def fail(self, *_, **__):
+        if DeadStream.dead:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return self
+
+    record = wait = synchronize = using = fail
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_first_cause_is_seen_after_a_device_has_failed(monkeypatch, recompute):
+    def dies(output, target):
+        DeadStream.dead = True
+        raise ArithmeticError("the first cause")
+
+    class Watching(st.Trace):
+        def end(self):
+            DeadStream().fail()
+
+    monkeypatch.setattr(streams, "_checked", None)
+    monkeypatch.setattr(DeadStream, "dead", False)
+    left = []
+    monkeypatch.setattr(DeadStream, "leave", lambda stream: left.append(stream))
+    for module in ("stage", "transport.local"):
+        monkeypatch.setattr(f"spectrain_ext.{module}.new_stream", lambda *_: DeadStream())
+    pipe = st.Pipeline(tanh_stages(3), sgd(), dies, recompute=recompute)
+    own = set(pipe._executor._streams())
+    data = batches(3)
+    drawn = torch.default_generator.get_state()
+    with pytest.raises(st.StageError, match="loss: ArithmeticError: the first cause") as found:
+        list(pipe.run(data, trace=Watching()))
+    if hasattr(found.value, "__notes__"):  # Python 3.11
+        assert "device-side assert" in found.value.__notes__[0]
+    assert set(left) == own  # none is the caller's current stream
+    assert torch.equal(torch.default_generator.get_state(), drawn)
+    with pytest.raises(RuntimeError, match="device-side assert"):  # the true weights are not there
+        pipe.state_dict()
+    DeadStream.dead = False  # had it been something that passes, the run could still be ended
+    assert all(tensor.isfinite().all() for tensor in pipe.state_dict().values())
+
+
+def test_memory_is_lent_to_the_streams_that_use_it(log, monkeypatch):
+    """It came from the constructor's stream: freed, it must wait for all others."""
+    disguise = Disguised(monkeypatch, [ZERO, ZERO])
+    monkeypatch.setattr("spectrain_ext.pipeline.callers_stream", disguise.callers_stream)
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse)
+    losses(pipe, batches(2))
+    memory = {id(tensor) for weights in pipe._weights for tensor in weights.buffers()}
+    own = [disguise.by_name[f"compute stream of stage {k}"]._streams[0] for k in range(2)]
+    held = [tensor for weights in pipe._weights for tensor in weights.buffers()]
+    pipe.release()
+    caller = torch.cuda.current_stream(ZERO)
+    lent = [(entry[1], entry[2].data_ptr()) for entry in log if entry[0] == "lend"]
+    assert {where for stream, where in lent if stream is caller} == {t.data_ptr() for t in held}
+    assert {where for stream, where in lent if stream in own} == {t.data_ptr() for t in held}
+    assert len(memory) == len(held)

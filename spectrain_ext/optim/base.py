@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from threading import RLock
 from typing import Any, ClassVar, TypeVar, cast
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -65,6 +66,9 @@ class PredictingOptimizer(torch.optim.Optimizer):
     _rule: ClassVar[Rule[Any]]
     _momentum_dtype: torch.dtype | None
     _loader: StateLoader | None = None
+    _order: Callable[[], Callable[[], AbstractContextManager[object]] | None] = staticmethod(
+        lambda: None
+    )
     _ledger: Ledger
     _resolver: Resolver
 
@@ -123,9 +127,10 @@ class PredictingOptimizer(torch.optim.Optimizer):
         """Return what deepcopy and pickle keep; RuntimeError while the weights are predicted."""
         self._refuse_while_predicted("copying or pickling the optimizer")
         kept: dict[str, Any] = super().__getstate__()
-        kept["state"] = type(self.state)(
-            dict, ((p, self._saved_entry(entry)) for p, entry in self.state.items())
-        )
+        with self._owners_turn():
+            kept["state"] = type(self.state)(
+                dict, ((p, self._saved_entry(entry)) for p, entry in self.state.items())
+            )
         kept["_momentum_dtype"] = self._momentum_dtype
         return kept
 
@@ -149,9 +154,22 @@ class PredictingOptimizer(torch.optim.Optimizer):
         Scalar state, and all state of a bound optimizer, is independent: a saved view would take
         the whole buffer it is a view of into the file.
         """
-        result: StateDict = super().state_dict()
-        result["state"] = {k: self._saved_entry(v) for k, v in result["state"].items()}
-        return result
+        with self._owners_turn():
+            result: StateDict = super().state_dict()
+            result["state"] = {k: self._saved_entry(v) for k, v in result["state"].items()}
+            return result
+
+    def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None:
+        """Enter what this bound method returns wherever the caller reads or loads state.
+
+        An owner that steps on streams of its own orders them there with the caller's. It is not
+        kept alive by this.
+        """
+        self._order = WeakMethod(turn)
+
+    def _owners_turn(self) -> AbstractContextManager[object]:
+        turn = self._order()
+        return nullcontext() if turn is None else turn()
 
     def _saved_entry(self, entry: Any) -> Any:
         if self._binding is None:
@@ -179,7 +197,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
         handle = self.register_load_state_dict_pre_hook(take)
         try:
-            super().load_state_dict(state_dict)
+            with self._owners_turn():
+                super().load_state_dict(state_dict)
         finally:
             self._loader = None
             handle.remove()

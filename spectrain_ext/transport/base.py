@@ -15,7 +15,7 @@ class Sender(Protocol):
 
     stream: Stream
 
-    def send(self, message: Message, source: Buffer, ready: Event) -> Event:
+    def send(self, message: Message, source: Buffer, *ready: Event) -> Event:
         """Send the message, after ``ready``; returns the event that it has been read."""
 
 

@@ -79,6 +79,6 @@ class FanOut:
         self.stream = self._chosen.stream
         return self._chosen
 
-    def send(self, message: Message, source: Buffer, ready: Event) -> Event:
+    def send(self, message: Message, source: Buffer, *ready: Event) -> Event:
         """Send the message, after ``ready``; returns the event that it has been read."""
-        return self._chosen.send(message, source, ready)
+        return self._chosen.send(message, source, *ready)

@@ -9,7 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .streams import Buffer, Event, Stream, new_stream
+from .streams import Buffer, Event, Stream, callers_stream, new_stream
+
+_CPU = torch.device("cpu")
+#: Of pageable memory CUDA takes so much into memory of its own and returns; with more, the copy may
+#: keep the host until the device comes to it, after all that the copy waits for.
+TAKEN_AT_ONCE = 2**16
 
 _Likeness = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -48,9 +53,13 @@ _NO_ROOM = _Room([], [], [])
 
 
 class Slot:
-    """A receive buffer; ``arrived``: the copy into it, ``free``: the receiver has done with it."""
+    """A receive buffer; ``arrived``: the copy into it, ``free``: the receiver has done with it.
 
-    __slots__ = ("arrived", "buffer", "free", "message", "room")
+    ``staging`` is pinned memory, for those of its tensors that come from pageable memory, and
+    ``staged`` stands for it.
+    """
+
+    __slots__ = ("arrived", "buffer", "free", "message", "room", "staged", "staging")
 
     def __init__(self, name: str, copy: Stream, receiver: Stream) -> None:
         self.buffer = Buffer(name)
@@ -58,6 +67,8 @@ class Slot:
         self.free = receiver.event()
         self.message: Message | None = None
         self.room = _NO_ROOM
+        self.staging: dict[int, Tensor] = {}
+        self.staged = Buffer(f"pinned memory of {name}")
 
     def fit(
         self,
@@ -68,7 +79,10 @@ class Slot:
         """Have memory like these tensors, the same where it is large enough."""
         old = self.room.bases
         old = old + [None] * (len(tensors) - len(old))
-        bases = [_base(*pair, device) for pair in zip(old, tensors, strict=False)]
+        bases = [
+            base if tensor is None else _base(base, tensor, device)
+            for base, tensor in zip(old, tensors, strict=False)
+        ]
         like = [
             None
             if tensor is None or base is None
@@ -78,18 +92,34 @@ class Slot:
         ]
         self.room = _Room(like, likeness, bases)
 
+    def stage(self, n: int, tensor: Tensor | None, target: torch.device) -> Tensor:
+        """A copy of the n-th tensor in pinned memory, where the slot's own has its strides."""
+        to = self.room.tensors[n]
+        assert to is not None and tensor is not None
+        base = _base(self.staging.get(n), to, _CPU, pinned=target.type == "cuda")
+        self.staging[n] = base
+        return base.as_strided(to.shape, to.stride()).copy_(tensor)
+
     def clear(self) -> None:
         """Free the memory."""
         self.room = _NO_ROOM
+        self.staging = {}
 
 
-def _base(base: Tensor | None, tensor: Tensor | None, device: torch.device) -> Tensor | None:
+def _base(
+    base: Tensor | None, tensor: Tensor, device: torch.device, pinned: bool = False
+) -> Tensor:
     """Memory for as many elements as the tensor has."""
-    if tensor is None:
-        return base
     if base is not None and base.dtype == tensor.dtype and base.numel() >= tensor.numel():
         return base
-    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=device)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=device, pin_memory=pinned)
+
+
+def _keeps_the_host(tensor: Tensor | None) -> bool:
+    """Whether a copy to a CUDA device may not return before the device has made it."""
+    if tensor is None or tensor.device.type != "cpu" or tensor.nbytes <= TAKEN_AT_ONCE:
+        return False
+    return not tensor.is_pinned()
 
 
 class Edge:
@@ -120,25 +150,49 @@ class Edge:
         self._receiver = receiver
         devices = (target,) if source is None else (source, target)
         self.stream = new_stream(f"copy stream of {name}", *devices)
+        self._stages = target.type == "cuda"
         self._ring = [Slot(f"{name}, slot {q}", self.stream, receiver) for q in range(depth)]
         self._sent = self._received = 0
 
-    def send(self, message: Message, source: Buffer, ready: Event) -> Event:
+    def send(self, message: Message, source: Buffer, *ready: Event) -> Event:
         """Copy the message over, after ``ready``; returns the event that it has been read."""
         slot = self._ring[self._sent % len(self._ring)]
         assert slot.message is None, f"{slot.buffer.name} is in use"
         tensors = self._fitted(slot, message.tensors)
         copy = self.stream
-        copy.wait(ready)
+        for event in ready:
+            copy.wait(event)
         copy.wait(slot.free)
-        with copy.using(reads=(source,), writes=(slot.buffer,)):
-            for to, tensor in zip(tensors, message.tensors, strict=True):
+        given = message.tensors
+        if self._stages:
+            given = self._staged(slot, given)
+        with copy.using(reads=(source, slot.staged), writes=(slot.buffer,)):
+            for to, tensor in zip(tensors, given, strict=True):
                 if to is not None and tensor is not None:
                     to.copy_(tensor, non_blocking=True)
         copy.record(slot.arrived)
         slot.message = Message(tuple(tensors), message.single, message.differentiable)
         self._sent += 1
         return slot.arrived
+
+    def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """What was given, or copies in pinned memory of what would keep the host.
+
+        The host is then ahead of the device by as many messages as there are slots, at most.
+        """
+        if not any(map(_keeps_the_host, given)):
+            return given
+        slot.arrived.synchronize()  # the last copy from there
+        host = callers_stream(_CPU)
+        with host.using(writes=(slot.staged,)):
+            found = tuple(
+                slot.stage(n, tensor, self.target) if _keeps_the_host(tensor) else tensor
+                for n, tensor in enumerate(given)
+            )
+        done = host.event()
+        host.record(done)
+        self.stream.wait(done)
+        return found
 
     def _fitted(self, slot: Slot, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The slot's tensors like these; in a steady state it has them."""

@@ -86,14 +86,15 @@ class Outlet:
             header.batch.target,
         )
 
-    def send(self, message: Message, source: Buffer, ready: Event) -> Event:
+    def send(self, message: Message, source: Buffer, *ready: Event) -> Event:
         """Send the message, after ``ready``; returns the event that it has been read."""
         opens = self._first is None
         kind, text = self._kind_of(message)
         _, layout, number, nbytes = kind
         slot = self._slot()
         copy = self.stream
-        copy.wait(ready)
+        for event in ready:
+            copy.wait(event)
         with copy.using(reads=(source,)):
             slot.fit(nbytes, self.target)
             for to, tensor in zip(slot.views(layout), message.tensors, strict=True):

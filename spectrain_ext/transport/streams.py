@@ -53,6 +53,9 @@ class Stream(Protocol):
     def writes(self, buffer: Buffer) -> None:
         """Declare a write that is not issued by ``using``: the caller's own, or to free it."""
 
+    def may_read(self, buffer: Buffer) -> None:
+        """Declare that whoever issues work here from now on may read the buffer."""
+
     def lend(self, tensors: Iterable[Tensor]) -> None:
         """Let none of this memory, once freed, be used again before the work issued so far."""
 
@@ -102,6 +105,9 @@ class HostStream:
         """Not checked."""
 
     def writes(self, buffer: Buffer) -> None:
+        """Not checked."""
+
+    def may_read(self, buffer: Buffer) -> None:
         """Not checked."""
 
     def lend(self, tensors: Iterable[Tensor]) -> None:
@@ -179,6 +185,10 @@ class CheckedStream:
             self._check(buffer, "writes", "read", use)
         buffer.reads.clear()
         buffer.written = (self, self._tick())
+
+    def may_read(self, buffer: Buffer) -> None:
+        """The last write is known here; that somebody reads is not noted."""
+        self._check(buffer, "may read", "written", buffer.written)
 
     def lend(self, tensors: Iterable[Tensor]) -> None:
         """Not checked: which memory is used again, the CPU does not show."""
@@ -259,6 +269,9 @@ class CudaStream:
         """Not checked."""
 
     def writes(self, buffer: Buffer) -> None:
+        """Not checked."""
+
+    def may_read(self, buffer: Buffer) -> None:
         """Not checked."""
 
     def lend(self, tensors: Iterable[Tensor]) -> None:
