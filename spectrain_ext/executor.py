@@ -247,10 +247,10 @@ class Executor:
     def _end(self) -> None:
         """Put the true weights back, and let the caller's work follow all of this."""
         self._results.clear()
-        self._losses_out.reset()
         if self._norm is not None:
             self._norm.reset()
-        make_all((*(stage.end for stage in self.stages), self.let_caller_follow))
+        ends = [stage.end for stage in self.stages]
+        make_all((*ends, self._losses_out.reset, self.let_caller_follow))
         self._ended = True
 
     def _drop(self) -> None:

@@ -104,6 +104,9 @@ class Pipeline(nn.Module):
     caller's generator. Pipelines in several threads take turns in whatever may draw, which is every
     forward, loss, backward and update: none of them may wait for another thread's pipeline.
 
+    Stages work on streams of their own. Every call orders these with the streams that are current
+    at that call, which may be others each time.
+
     ``state_dict`` and ``load_state_dict`` use the keys of ``nn.Sequential(*stages)``; optimizers
     have their own pair.
     """

@@ -101,12 +101,12 @@ class RecomputingStage(Stage):
 
     def end(self) -> None:
         """Put the true weights back into the module."""
-        self._sent.reset()
         try:
             self._restore_buffers()
             self.compute.record(self.computed)
         finally:
             super().end()
+        self._sent.reset()
 
     def forget(self) -> None:
         """Have nothing in flight."""

@@ -100,11 +100,11 @@ class Stage:
     def end(self) -> None:
         """Put the true weights back into the module; may be repeated, or done without a begin."""
         self.random.leave()
-        self._in_transit.reset()
         if self.weights is not None:
             with self.predict.using(writes=(self.working, self.optimizer_state)):
                 self.weights.end()
             self.predict.record(self.loaded)
+        self._in_transit.reset()
 
     def forget(self) -> None:
         """Have nothing in flight."""

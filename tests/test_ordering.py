@@ -296,9 +296,6 @@ def waits_of(run, monkeypatch, dropped=None):
 
 # Waits that repeat, in these runs, what other events say already.
 REDUNDANT = {
-    # The caller hands in batch i + window after it was given loss i. With batches in host memory
-    # and losses on a GPU nothing but this wait says so.
-    ("hold", "_hand_out"),
     # A forward's load comes after an update, which has waited.
     ("_load", "load_forward"),
     # What a stage has computed is known from the updates of the stages around it.

@@ -249,10 +249,15 @@ class Transit:
         """Hold these until ``read``; let go what is ``depth`` calls old, it has long been read."""
         self._held.append((read, buffer, tensors))
         if len(self._held) > self._depth:
-            done, old, _ = self._held.popleft()
-            self._owner.wait(done)
-            self._owner.writes(old)
+            self._let_go()
 
     def reset(self) -> None:
-        """Let go of everything; what was issued must have been waited for."""
-        self._held.clear()
+        """Let go of everything."""
+        while self._held:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        done, old, _ = self._held[0]
+        self._owner.wait(done)
+        self._owner.writes(old)
+        self._held.popleft()
