@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import OrderingError
 from ..fingerprint import Fingerprint
 from .board import Board
 from .layout import Layout
@@ -28,15 +29,27 @@ from .link import (
     Link,
 )
 from .local import Slot
-from .streams import Stream, new_stream
+from .streams import Buffer, Stream, callers_stream, new_stream
+
+_CPU = torch.device("cpu")
 
 
 class Arrived(Slot):
-    """A receive buffer: a message in one flat piece of memory."""
+    """A receive buffer: a message in one flat piece of memory.
 
-    def __init__(self, name: str, copy: Stream, receiver: Stream) -> None:
+    Attributes:
+        memory: of the message.
+        landing: what gloo fills: the same, of a staged link memory of the CPU.
+        landed: the landing as a buffer that streams use, and the event that it has been filled.
+        work: gloo's, if it has been given the landing.
+    """
+
+    def __init__(self, name: str, copy: Stream, receiver: Stream, thread: Stream | None) -> None:
         super().__init__(name, copy, receiver)
-        self.memory = FlatMemory()
+        self.memory = self.landing = FlatMemory()
+        if thread is not None:
+            self.landing = FlatMemory()
+            self.landed = Buffer(f"{name}, landing"), thread.event()
         self.work: dist.Work | None = None
 
 
@@ -52,7 +65,8 @@ class Inlet:
 
     gloo moves data beside the rank's own work by threads of its own, but a wait for it can be
     neither polled nor interrupted. So a thread waits here, and the rank's own waits for that
-    thread, with a deadline and an ear for failures.
+    thread, with a deadline and an ear for failures. Of a staged link that thread also copies what
+    has arrived to the device, and waits for the copy: then gloo may have the CPU's memory again.
 
     Args:
         link: what the two processes share.
@@ -70,8 +84,10 @@ class Inlet:
         self._device = device
         self._receiver = receiver
         self._board = board
+        self._thread = new_stream(f"receiving thread of {link.name}", _CPU)
+        thread = self._thread if link.staged else None
         self._slots = [
-            Arrived(f"{link.name}, slot {q}", self.stream, receiver) for q in range(depth)
+            Arrived(f"{link.name}, slot {q}", self.stream, receiver, thread) for q in range(depth)
         ]
         self._free = deque(self._slots)  # in the order in which messages will use them
         self._layouts: list[Layout] = []
@@ -90,20 +106,21 @@ class Inlet:
 
     def _listen(self) -> None:
         try:
-            while True:
-                item = self._take()
-                with self._board.changed:
-                    self._arrived.append(item)
-                    self._board.changed.notify_all()
-                if item.header.end:
-                    return
+            with callers_stream(self._device):  # the device is the thread's current one
+                while True:
+                    item = self._take()
+                    with self._board.changed:
+                        self._arrived.append(item)
+                        self._board.changed.notify_all()
+                    if item.header.end:
+                        return
         except BaseException as error:
             with self._board.changed:
                 self._error = error
                 self._board.changed.notify_all()
 
     def _take(self) -> _Next:
-        """The next header, and on the CPU its body."""
+        """The next header, and its body if the host receives it."""
         slot = None
         if self._capacity is None:
             header = torch.empty(HEADER, dtype=torch.int64)
@@ -111,7 +128,7 @@ class Inlet:
             fields = header.tolist()
         else:
             slot = self._next_slot()
-            fields = slot.memory.header.tolist()
+            fields = slot.landing.header.tolist()
         sequence, kind, parts, value, given, target, number, length, nbytes = fields
         if sequence != self._heard or kind not in (DATA, END):
             raise ValueError(
@@ -140,7 +157,22 @@ class Inlet:
                     for free in self._free:
                         self._post(free, nbytes)
             slot = self._next_slot(nbytes)
+        if self.link.staged:
+            self._load(slot, nbytes)
         return _Next(label, layout, nbytes, slot)
+
+    def _load(self, slot: Arrived, nbytes: int) -> None:
+        """Copy what has landed to the device, and wait for that."""
+        (landing, filled), copy = slot.landed, self.stream
+        self._thread.writes(landing)
+        self._thread.record(filled)
+        copy.wait(filled)
+        copy.wait(slot.free)
+        with copy.using(reads=(landing,), writes=(slot.buffer,)):
+            slot.memory.fit(nbytes, self._device)
+            slot.memory.bytes[:nbytes].copy_(slot.landing.bytes[:nbytes], non_blocking=True)
+        copy.record(slot.arrived)
+        self._thread.wait(slot.arrived)
 
     def _next_slot(self, nbytes: int = 0) -> Arrived:
         """The next buffer, with what has been received into it."""
@@ -167,14 +199,15 @@ class Inlet:
         work.wait(ENDLESS)
 
     def _post(self, slot: Arrived, nbytes: int) -> None:
-        slot.memory.fit(nbytes, self._device)
+        pinned = self.link.staged and self._device.type == "cuda"
+        slot.landing.fit(nbytes, _CPU, pinned)
         if self.link.framed:
-            into = slot.memory.frame[: HEAD + nbytes]
+            into = slot.landing.frame[: HEAD + nbytes]
         elif nbytes:
-            into = slot.memory.bytes[:nbytes]
+            into = slot.landing.bytes[:nbytes]
         else:
             return
-        slot.work = dist.irecv(into, self.link.peer, group=self.link.device, tag=TAG_BODY)
+        slot.work = dist.irecv(into, self.link.peer, group=self.link.host, tag=TAG_BODY)
 
     # The rank's own thread.
 
@@ -192,6 +225,8 @@ class Inlet:
         if not self._arrived:
             error = self._error
             assert error is not None
+            if isinstance(error, OrderingError):
+                raise error
             if isinstance(error, ValueError):
                 raise ValueError(f"{self.link.name}: {error}") from error
             self._board.lost(self.link.sender, self.link.name, error)
@@ -215,10 +250,11 @@ class Inlet:
                 slot.memory.fit(nbytes, self._device)
                 if nbytes:
                     self._receive_on_device(slot.memory.bytes[:nbytes])
-        else:
+        elif not self.link.staged:
             copy.wait(slot.free)
             copy.writes(slot.buffer)  # by gloo
-        copy.record(slot.arrived)
+        if not self.link.staged:
+            copy.record(slot.arrived)
         self._receiver.wait(slot.arrived)
         slot.message = layout.message(slot.memory.views(layout))
         return slot

@@ -39,6 +39,8 @@ class Link(NamedTuple):
         host: a gloo group of the two.
         device: the group that bodies go by: the same, or one of NCCL.
         dynamic: whether later messages may be larger than the first.
+        staged: whether the stages are on devices that gloo cannot reach: bodies are copied to the
+            CPU's memory before they are sent, and from there where they arrive.
     """
 
     name: str
@@ -48,10 +50,11 @@ class Link(NamedTuple):
     host: dist.ProcessGroup
     device: dist.ProcessGroup
     dynamic: bool
+    staged: bool = False
 
     @property
     def by_host(self) -> bool:
-        """Whether bodies are in the CPU's memory."""
+        """Whether bodies travel in the CPU's memory."""
         return self.device is self.host
 
     @property
@@ -99,10 +102,12 @@ class FlatMemory:
         self._layout: Layout | None = None
         self._views: list[Tensor | None] = []
 
-    def fit(self, nbytes: int, device: torch.device) -> None:
-        """Have a body of at least so many bytes."""
+    def fit(self, nbytes: int, device: torch.device, pinned: bool = False) -> None:
+        """Have a body of at least so many bytes; pinned: that a GPU copies beside the host."""
         if self.frame.numel() < HEAD + nbytes or self.frame.device != device:
-            self.frame = torch.empty(HEAD + nbytes, dtype=torch.uint8, device=device)
+            self.frame = torch.empty(
+                HEAD + nbytes, dtype=torch.uint8, device=device, pin_memory=pinned
+            )
             self.bytes = self.frame[HEAD:]
             self._layout = None
             if device.type == "cpu":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import OrderingError
 from .board import Board
 from .layout import Layout
 from .link import (
@@ -24,15 +27,21 @@ from .link import (
     Link,
 )
 from .local import Message
-from .streams import Buffer, Event, new_stream
+from .streams import Buffer, Event, Stream, callers_stream, new_stream
 
 _CPU = torch.device("cpu")
 
 
+_Pieces = list[tuple[Tensor, int]]  # what the host sends, with their tags
+
+
 class _Outgoing(FlatMemory):
-    def __init__(self, read: Event) -> None:
+    def __init__(self, name: str, copy: Stream, host: Stream) -> None:
         super().__init__()
-        self.read = read
+        self.buffer = Buffer(name)
+        self.read = copy.event()
+        self.sent = host.event()
+        self.handed = True  # to gloo
         self.works: list[dist.Work] = []
         self.body: dist.Work | None = None
         self.lent: list[Tensor] = []  # what is being sent beside the memory
@@ -53,6 +62,9 @@ class Outlet:
     The first message opens the edge: its layout (number of tensors, shapes, strides, dtypes, which
     want a gradient) is announced, and later ones must not be larger, unless shapes are dynamic.
 
+    Of a staged link the packed message is copied to the CPU's memory, and a thread waits for that
+    copy and sends it: the rank's own does not wait for the device.
+
     Args:
         link: what the two processes share.
         device: where the tensors are.
@@ -68,7 +80,14 @@ class Outlet:
         self.stream = new_stream(f"copy stream of {link.name}", device)
         self.target = device
         self._board = board
-        self._ring = [_Outgoing(self.stream.event()) for _ in range(depth)]
+        self._thread = new_stream(f"sending thread of {link.name}", _CPU)
+        self._ring = [
+            _Outgoing(f"{link.name}, slot {q}", self.stream, self._thread) for q in range(depth)
+        ]
+        self._packed = FlatMemory()  # on the device, of the message that is being staged
+        self._pinned = link.staged and device.type == "cuda"
+        self._jobs: SimpleQueue[tuple[_Outgoing, _Pieces, bool]] | None = None
+        self._error: BaseException | None = None
         self._peer = dist.get_group_rank(link.host, link.peer)
         self._sent = 0
         self._known: dict[Layout, int] = {}
@@ -95,22 +114,32 @@ class Outlet:
         copy = self.stream
         for event in ready:
             copy.wait(event)
+        packed = self._packed if self.link.staged else slot
         with copy.using(reads=(source,)):
-            slot.fit(nbytes, self.target)
-            for to, tensor in zip(slot.views(layout), message.tensors, strict=True):
+            packed.fit(nbytes, self.target)
+            for to, tensor in zip(packed.views(layout), message.tensors, strict=True):
                 if to is not None and tensor is not None:
                     to.copy_(tensor, non_blocking=True)
+        if self.link.staged:
+            copy.wait(slot.sent)
+            with copy.using(writes=(slot.buffer,)):
+                slot.fit(nbytes, _CPU, self._pinned)
+                slot.bytes[:nbytes].copy_(packed.bytes[:nbytes], non_blocking=True)
         copy.record(slot.read)
         header = (self._sent, DATA, *self._label, number, len(text), nbytes)
         self._sent += 1
+        pieces: _Pieces = []
         if opens or not self.link.framed:
-            self._lend(slot, torch.tensor(header), TAG_HEADER)
+            pieces.append((torch.tensor(header), TAG_HEADER))
         if self.link.framed:
             slot.header[:] = header
-            self._send(slot, slot.frame, TAG_BODY)
+            pieces.append((slot.frame, TAG_BODY))
         if text:
-            self._lend(slot, torch.frombuffer(bytearray(text), dtype=torch.uint8), TAG_LAYOUT)
-        if nbytes and not self.link.framed:
+            pieces.append((torch.frombuffer(bytearray(text), dtype=torch.uint8), TAG_LAYOUT))
+        if nbytes and self.link.by_host and not self.link.framed:
+            pieces.append((slot.bytes[:nbytes], TAG_BODY))
+        self._hand_over(slot, pieces)
+        if nbytes and not self.link.by_host:
             with copy.using():
                 self._send_on_device(slot, slot.bytes[:nbytes])
         return slot.read
@@ -159,11 +188,11 @@ class Outlet:
         header = (self._sent, END, *[0] * (HEADER - 2))
         self._sent += 1
         if self.link.framed and self._first is not None:
-            slot.fit(self._capacity, _CPU)
+            slot.fit(self._capacity, _CPU, self._pinned)
             slot.header[:] = header
-            self._send(slot, slot.frame, TAG_BODY)
+            self._hand_over(slot, [(slot.frame, TAG_BODY)], last=True)
         else:
-            self._lend(slot, torch.tensor(header), TAG_HEADER)
+            self._hand_over(slot, [(torch.tensor(header), TAG_HEADER)], last=True)
 
     def _slot(self) -> _Outgoing:
         """The next slot; what was sent from it has long arrived, or the window is wrong."""
@@ -172,6 +201,14 @@ class Outlet:
         return slot
 
     def _wait(self, slot: _Outgoing) -> None:
+        if self.link.staged:
+            self._board.wait(
+                lambda: slot.handed or self._error is not None, self.link.receiver, self.link.name
+            )
+            if isinstance(self._error, OrderingError):
+                raise self._error
+            if self._error is not None:
+                self._board.lost(self.link.receiver, self.link.name, self._error)
         if not slot.works:
             return
         with self._board.blocked(self.link.receiver, self.link.name):
@@ -187,18 +224,50 @@ class Outlet:
         slot.lent.clear()
         slot.body = None
 
-    def _lend(self, slot: _Outgoing, tensor: Tensor, tag: int) -> None:
-        slot.lent.append(tensor)
-        self._send(slot, tensor, tag)
+    def _hand_over(self, slot: _Outgoing, pieces: _Pieces, last: bool = False) -> None:
+        """Have gloo send these, of a staged link by the thread; last: of the run."""
+        slot.lent += [tensor for tensor, _ in pieces]
+        if not self.link.staged:
+            try:
+                for tensor, tag in pieces:
+                    slot.works.append(self._send(tensor, tag))
+            except RuntimeError as error:
+                self._board.lost(self.link.receiver, self.link.name, error)
+            return
+        slot.handed = False
+        if self._jobs is None:
+            self._jobs = SimpleQueue()
+            name = f"spectrain staging of {self.link.name}"
+            threading.Thread(
+                target=self._send_staged, args=(self._jobs,), name=name, daemon=True
+            ).start()
+        self._jobs.put((slot, pieces, last))
+        if last:
+            self._jobs = None
 
-    def _send(self, slot: _Outgoing, tensor: Tensor, tag: int) -> None:
+    def _send_staged(self, jobs: SimpleQueue[tuple[_Outgoing, _Pieces, bool]]) -> None:
+        """What the thread does until the run ends: send what has been copied, in order."""
+        last = False
         try:
-            # Not dist.isend: its checks, after a backward that has emptied the caches, take longer
-            # than the call itself.
-            work = self.link.host.send([tensor], self._peer, tag)
-        except RuntimeError as error:
-            self._board.lost(self.link.receiver, self.link.name, error)
-        slot.works.append(work)
+            with callers_stream(self.target).using():  # the device is the thread's current one
+                while not last:
+                    slot, pieces, last = jobs.get()
+                    self._thread.wait(slot.read)
+                    self._thread.reads(slot.buffer)
+                    self._thread.record(slot.sent)
+                    works = [self._send(tensor, tag) for tensor, tag in pieces]
+                    with self._board.changed:
+                        slot.works, slot.handed = works, True
+                        self._board.changed.notify_all()
+        except BaseException as error:
+            with self._board.changed:
+                self._error = error
+                self._board.changed.notify_all()
+
+    def _send(self, tensor: Tensor, tag: int) -> dist.Work:
+        # Not dist.isend: its checks, after a backward that has emptied the caches, take longer
+        # than the call itself.
+        return self.link.host.send([tensor], self._peer, tag)
 
     def _send_on_device(self, slot: _Outgoing, tensor: Tensor) -> None:
         try:
@@ -213,5 +282,5 @@ class Outlet:
 
     def free_storage(self) -> None:
         """Free the buffers, outside of a run."""
-        for slot in self._ring:
-            slot.clear()
+        for memory in (*self._ring, self._packed):
+            memory.clear()
