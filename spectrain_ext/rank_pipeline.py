@@ -25,7 +25,7 @@ from .rng import StageRandom
 from .schedule import Place, Replicas
 from .stage import Stage
 from .transport.board import Board
-from .transport.neighbours import open_host_group, open_links
+from .transport.neighbours import backend_of_bodies, open_host_group, open_links
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -59,7 +59,8 @@ class RankPipeline(Pipeline):
             the same weights, which is checked once, here; module buffers are each one's own.
         group: all ranks, stage by stage; None: the default group.
         device: where the stage is moved; None: where it is. Either all ranks have the CPU (messages
-            go by gloo) or all have a CUDA device (NCCL, and gloo for what is said about them).
+            go by gloo) or all have a CUDA device: messages go by NCCL if each has one of its own,
+            otherwise by gloo through host memory.
         timeout: seconds that a rank waits for another before all end with a ``RankError``.
         dynamic_shapes: whether later messages may be larger than the first. Smaller ones, such as
             an uneven last minibatch, need no permission.
@@ -194,7 +195,8 @@ class RankPipeline(Pipeline):
             check_equal_start(self._store, self.rank, self._seats, module, optimizer)
             stages[0].random = StageRandom(stages[0].index, device, self.replica)
         first = self._targets_from == "first"
-        links = open_links(self._group, device, timeout, dynamic, self._seats, first)
+        bodies = backend_of_bodies(self._store, self.rank, self.ranks, device)
+        links = open_links(self._group, device, timeout, dynamic, self._seats, first, bodies)
         if isinstance(norm, RankNorm):
             norm.connect(open_host_group(self._group, timeout))
         else:

@@ -91,23 +91,24 @@ class World:
 
     def device(self, name: str) -> str:
         """The device of this process that a name means: cuda is the one of its local rank."""
-        return f"cuda:{self.local_rank}" if name == "cuda" and self.together else name
+        if name != "cuda" or not self.together:
+            return name
+        there = torch.cuda.device_count()
+        return f"cuda:{self.local_rank % there if there else self.local_rank}"
 
     @contextmanager
     def joined(self, cuda: bool) -> Iterator[None]:
-        """Inside there is a process group of all ranks.
+        """Inside there is a process group of all ranks, of gloo: pipelines make those of NCCL.
 
         Args:
-            cuda: whether it is to have NCCL beside gloo.
+            cuda: whether its ranks use the GPU of their number.
         """
         if not self.together:
             yield
             return
         _stay_on_loopback(os.environ, self.size)
-        self._backend = "gloo"
-        if cuda and torch.cuda.is_available() and dist.is_nccl_available():
-            torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
-            self._backend = "cpu:gloo,cuda:nccl"
+        if cuda and torch.cuda.is_available():
+            torch.cuda.set_device(self.device("cuda"))
         self._store = self._found_store(os.environ)
         self._join()
         yield
@@ -131,7 +132,7 @@ class World:
         # torchrun's store outlives a restart, with what was said before it
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         dist.init_process_group(
-            self._backend,
+            "gloo",
             store=PrefixStore(f"spectrain train/{life}/{self._joined}", self._store),
             rank=self.rank,
             world_size=self.size,
