@@ -7,6 +7,7 @@ import re
 from itertools import cycle
 
 import torch
+import torch.distributed as dist
 from rank_programs import commit
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -132,6 +133,54 @@ def apart(rank, ranks, methods, runs):
                     losses.append(str(error))
         found[method] = (losses, part.state_dict(), pipe.optimizers[0].state_dict())
     return found
+
+
+class Scaled(nn.Module):
+    """Nothing but element by element, and sums of columns: on a GPU the same bits every time."""
+
+    def __init__(self, k):
+        super().__init__()
+        g = torch.Generator().manual_seed(k)
+        self.scale = nn.Parameter(torch.randn(WIDTH, generator=g))
+        self.shift = nn.Parameter(torch.randn(WIDTH, generator=g))
+
+    def forward(self, x):
+        return torch.tanh(x * self.scale + self.shift)
+
+
+def scaled_apart(rank, ranks, replicas, method, device):
+    """How bodies travel, losses, and this rank's state; all ranks have the same device."""
+    stage = 0 if rank < replicas[0] else 1
+    pipe = st.Pipeline.from_process_group(
+        Scaled(stage),
+        optimizer,
+        nn.functional.mse_loss,
+        method,
+        device=device,
+        microbatches=2,
+        timeout=60.0,
+        replicas=replicas,
+        share_loss=True,
+    )
+    losses = [result.loss.item() for result in pipe.run(data(9))]
+    links = pipe._executor._links
+    link, *_ = (links.from_previous or links.to_next).values()
+    state = {name: t.cpu() for name, t in next(pipe.children()).state_dict().items()}
+    return dist.get_backend(link.device), link.staged, losses, state
+
+
+def scaled_together(method, device):
+    """Losses and the states of all stages, in this process."""
+    pipe = st.Pipeline(
+        [Scaled(0), Scaled(1)],
+        optimizer,
+        nn.functional.mse_loss,
+        method,
+        devices=[device, device],
+        microbatches=2,
+    )
+    losses = [result.loss.item() for result in pipe.run(data(9))]
+    return losses, [{name: t.cpu() for name, t in m.state_dict().items()} for m in pipe.children()]
 
 
 def endless(rank, ranks, timeout, mark, after):

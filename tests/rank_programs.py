@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from spectrain_ext import rank_pipeline
 from spectrain_ext.fingerprint import Fingerprint
-from spectrain_ext.transport import Message, callers_stream
+from spectrain_ext.transport import Message, callers_stream, checked_streams, neighbours
 from spectrain_ext.transport.board import Board
 from spectrain_ext.transport.inlet import Inlet
 from spectrain_ext.transport.link import Header
-from spectrain_ext.transport.neighbours import open_links
+from spectrain_ext.transport.neighbours import Neighbours, open_links
 from spectrain_ext.transport.outlet import Outlet
-from spectrain_ext.transport.streams import Buffer
+from spectrain_ext.transport.streams import Buffer, CheckedStream
 
 CPU = torch.device("cpu")
 GRADS = (True, False, True, False, False, True, True)  # of ``tensors``
@@ -30,14 +33,53 @@ def board(rank, ranks, timeout=30.0, grace=5.0):
     return made
 
 
-def ends_of(rank, ranks, depth=3, dynamic=False, timeout=30.0):
+@contextmanager
+def travelling(way):
+    """Inside, bodies travel as they would with GPUs, although all stages have the CPU.
+
+    "staged": as between stages on one GPU. "apart": by groups of their own, as by NCCL.
+    """
+
+    def staged(*given):
+        return Neighbours(
+            *(
+                {rank: link._replace(staged=True) for rank, link in part.items()}
+                if isinstance(part, dict)
+                else part
+                for part in open_links(*given)
+            )
+        )
+
+    def new_group(*given, backend, device_id, **more):
+        return real(*given, backend="gloo", **more)
+
+    real = dist.new_group
+    with ExitStack() as patches:
+        if way == "staged":
+            patches.enter_context(patch.object(rank_pipeline, "open_links", staged))
+        if way == "apart":
+            patches.enter_context(patch.object(neighbours.dist, "new_group", new_group))
+            patches.enter_context(
+                patch.object(rank_pipeline, "backend_of_bodies", lambda *_: "nccl")
+            )
+        yield
+
+
+def travels(rank, ranks, way, program, *args):
+    """Another program, whose bodies travel in that way."""
+    with travelling(way):
+        return program(rank, ranks, *args)
+
+
+def ends_of(rank, ranks, depth=3, dynamic=False, timeout=30.0, staged=False):
     """A board and the two ends of edge 0 -> 1, of which each rank has one."""
     told = board(rank, ranks, timeout)
     links = open_links(None, CPU, timeout, dynamic)
     stream = callers_stream(CPU)
-    if rank == 0:
-        return told, Outlet(links.to_next[1], CPU, depth, told)
-    return told, Inlet(links.from_previous[0], CPU, stream, depth, told)
+    (link,) = (links.from_previous if rank else links.to_next).values()
+    link = link._replace(staged=staged)
+    end = Inlet(link, CPU, stream, depth, told) if rank else Outlet(link, CPU, depth, told)
+    return told, end
 
 
 def send(outlet, *tensors, single=False, grads=None):
@@ -61,8 +103,20 @@ def tensors(seed, rows=4):
     )
 
 
-def same_bits(rank, ranks, messages, dynamic):
-    told, end = ends_of(rank, ranks, dynamic=dynamic)
+def checked(rank, ranks, dropped, *given):
+    """``same_bits`` of a staged edge, with every use ordered but for waits of some streams."""
+    wait = CheckedStream.wait
+
+    def waits(stream, event):
+        if dropped is None or not stream.name.startswith(dropped):
+            wait(stream, event)
+
+    with checked_streams(), patch.object(CheckedStream, "wait", waits):
+        return same_bits(rank, ranks, *given, staged=True)
+
+
+def same_bits(rank, ranks, messages, dynamic, staged=False):
+    told, end = ends_of(rank, ranks, dynamic=dynamic, staged=staged)
     wrong = []
     held = []
     with told.run():
@@ -82,6 +136,7 @@ def same_bits(rank, ranks, messages, dynamic):
                 if header != (seed + 1, seed / 7, said, False):
                     wrong.append((n, header))
                 slot = end.receive()
+                callers_stream(CPU).reads(slot.buffer)
                 held.append((n, slot))
                 for place, (got, meant) in enumerate(
                     zip(slot.message.tensors, tensors(*messages[n]), strict=True)

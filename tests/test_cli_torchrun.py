@@ -16,6 +16,7 @@ from typing import Any
 import cli_programs
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 from ranks import Ranks, run_ranks
 
@@ -281,13 +282,15 @@ def test_a_failure_of_the_rank_that_works_alone_ends_the_others() -> None:
     ids=["none", "half", "one", "four"],
 )
 def test_the_world_is_torchruns(
-    environment: dict[str, str], expected: tuple[int, int, int]
+    environment: dict[str, str], expected: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if len(environment) == 3:
         environment = {**environment, "MASTER_ADDR": "here", "MASTER_PORT": "1"}
     world = World.of_environment(environment)
     assert (world.rank, world.size, world.local_rank) == expected
-    assert world.device("cuda") == ("cuda:1" if world.together else "cuda")
+    for gpus, number in ((0, 1), (2, 1), (1, 0)):  # several ranks may share one
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert world.device("cuda") == (f"cuda:{number}" if world.together else "cuda")
     assert world.device("cuda:3") == "cuda:3"
 
 

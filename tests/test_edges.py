@@ -24,6 +24,27 @@ def test_messages_arrive_bit_for_bit(messages):
     assert run_ranks(rank_programs.same_bits, 2, messages, messages is GROWING) == [[], []]
 
 
+@pytest.mark.parametrize("messages", [UNEVEN, GROWING], ids=["uneven", "growing"])
+def test_staged_messages_arrive_bit_for_bit(messages):
+    given = (None, messages, messages is GROWING)
+    assert run_ranks(rank_programs.checked, 2, *given) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("stream", "rank", "found"),
+    [
+        ("sending thread", 0, "reads edge 0 -> 1, slot 0 without waiting for copy stream"),
+        ("receiving thread", 1, "writes edge 0 -> 1, slot 0, landing without waiting for copy"),
+        ("copy stream", 1, "reads edge 0 -> 1, slot 0, landing without waiting for receiving"),
+    ],
+)
+def test_a_wait_that_staging_misses_is_noticed(stream, rank, found):
+    given = (stream, UNEVEN, False)
+    ends = Ranks(rank_programs.checked, 2, *given).join()
+    assert f"OrderingError: {stream}" in ends[rank].error
+    assert found in ends[rank].error
+
+
 def test_an_edge_serves_one_run_after_another():
     seen = run_ranks(rank_programs.two_runs, 2)[1]
     assert seen == [10.0 * run + n for run in range(3) for n in range(5)]

@@ -87,9 +87,7 @@ def test_a_group_is_first_used_as_it_will_be(opened, bodies):
             for into in links[:-1]:
                 for link in into.values():
                     assert (link.host is link.device) == (bodies == "gloo")
-                    use = (
-                        ("send", link.receiver) if link.sender == rank else ("recv", link.sender)
-                    )
+                    use = ("send", link.receiver) if link.sender == rank else ("recv", link.sender)
                     for group in {link.host, link.device}:
                         assert set(group.ranks) == {link.sender, link.receiver}
                         expected.append((use[0], group, use[1]))
@@ -170,7 +168,10 @@ def test_first_uses_do_not_wait_in_a_circle(opened):
     for counts in SHAPES:
         found = opened(counts)
         opening = [
-            [("meet", (SUM if what == "all_reduce" else MESSAGE, group)) for what, group, *_ in uses]
+            [
+                ("meet", (SUM if what == "all_reduce" else MESSAGE, group))
+                for what, group, *_ in uses
+            ]
             for _, uses in found
         ]
         training = [list(trains(counts, links, rank)) for rank, (links, _) in enumerate(found)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import rank_pipelines
+import rank_programs
 import torch
 from ranks import Ranks, run_ranks
 
@@ -33,6 +34,31 @@ def test_every_method_gives_the_same_bits_as_in_one_process(n):
             _, state, optimizer = of_method[rank]
             same(state, states[rank], f"{method}, rank {rank}")
             same(optimizer["state"], optimizers[rank]["state"], f"{method}, rank {rank}")
+
+
+@pytest.mark.parametrize("way", ["staged", "apart"])
+def test_the_way_of_bodies_does_not_change_the_bits(way):
+    methods = ["vanilla", "gpipe", "spectrain"]
+    torch.set_num_threads(1)
+    found = run_ranks(rank_programs.travels, 3, way, rank_pipelines.apart, methods, RUNS)
+    for method in methods:
+        losses, states, _ = rank_pipelines.together(method, 3, RUNS)
+        assert found[-1][method][0] == losses, method
+        for rank in range(3):
+            same(found[rank][method][1], states[rank], f"{method}, rank {rank}")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("replicas", "method"), [([1, 1], "spectrain"), ([1, 2], "gpipe")], ids=["stages", "replicas"]
+)
+def test_ranks_on_one_gpu_give_the_bits_of_one_process_there(replicas, method, device="cuda:0"):
+    found = run_ranks(rank_pipelines.scaled_apart, sum(replicas), replicas, method, device)
+    losses, states = rank_pipelines.scaled_together(method, device)
+    for rank, (backend, staged, of_rank, state) in enumerate(found):
+        assert (backend, staged) == ("gloo", device != "cpu")
+        assert of_rank == pytest.approx(losses, rel=1e-6)  # replicas add theirs up in float64
+        same(state, states[min(rank, 1)], f"rank {rank}")
 
 
 @pytest.mark.parametrize("leaves", [0, 1, 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import rank_programs
 import replica_programs
 import torch
 from oracle_replicas import ReplicaOracle
@@ -64,6 +65,11 @@ def test_methods_are_what_the_oracle_says(ranks):
     check(ranks, CASES[ranks])
 
 
+@pytest.mark.parametrize("way", ["staged", "apart"])
+def test_replicas_are_what_the_oracle_says_whatever_way_bodies_go(way):
+    check(5, cases([2, 3], 6, ["vanilla", "1f1b", "spectrain"]), way)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("counts", [[2, 2], [2, 1, 1], [1, 3], [3, 1]], ids=str)
 def test_all_methods_are_what_the_oracle_says(counts):
@@ -72,9 +78,9 @@ def test_all_methods_are_what_the_oracle_says(counts):
     check(4, cases(counts, 12, [*SYNCHRONOUS, *ASYNCHRONOUS, *some, *OTHERS]))
 
 
-def check(ranks, chosen):
+def check(ranks, chosen, way=None):
     torch.set_num_threads(1)
-    found = run_ranks(replica_programs.trained, ranks, chosen)
+    found = run_ranks(rank_programs.travels, ranks, way, replica_programs.trained, chosen)
     for number, (counts, method, settings) in enumerate(chosen):
         where = f"{counts} {method} {settings}"
         mine = [rank[number] for rank in found]
