@@ -1,4 +1,4 @@
-"""Groups of neighbours: their first uses, which block hosts, cannot close a circle of waiting ranks.
+"""Groups of neighbours: their first uses, which block hosts, close no circle of waiting ranks.
 
 torch connects a pair of ranks at its first message of a group, and by NCCL both hosts wait there
 for one another. Here nothing is sent: what each rank would do is written down, and played.
@@ -52,8 +52,13 @@ def opened(monkeypatch):
 
     def open_all(counts, bodies="nccl", targets=False):
         replicas = Replicas(counts)
+        all_ranks = list(range(replicas.ranks))
+        monkeypatch.setattr(dist, "ProcessGroup", Group)
+        monkeypatch.setattr(dist, "group", Default())
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: all_ranks)
+        monkeypatch.setattr(dist, "get_world_size", lambda: len(all_ranks))
         found = []
-        for rank in range(replicas.ranks):
+        for rank in all_ranks:
             made, uses = itertools.count(), []
 
             def new_group(ranks, made=made, rank=rank, backend="", **_):
@@ -63,15 +68,10 @@ def opened(monkeypatch):
             def use(what, uses=uses):
                 return lambda *given, group: uses.append((what, group, *given[1:]))
 
-            monkeypatch.setattr(dist, "ProcessGroup", Group)
-            monkeypatch.setattr(dist, "group", Default())
-            monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: list(all_ranks))
-            monkeypatch.setattr(dist, "get_world_size", lambda: len(all_ranks))
             monkeypatch.setattr(dist, "get_rank", lambda _, rank=rank: rank)
             monkeypatch.setattr(dist, "new_group", new_group)
             for what in ("send", "recv", "all_reduce"):
                 monkeypatch.setattr(dist, what, use(what))
-            all_ranks = range(replicas.ranks)
             links = neighbours.open_links(None, CPU, 1.0, False, replicas, targets, bodies)
             found.append((links, uses))
         return found
@@ -168,10 +168,7 @@ def test_first_uses_do_not_wait_in_a_circle(opened):
     for counts in SHAPES:
         found = opened(counts)
         opening = [
-            [
-                ("meet", (SUM if what == "all_reduce" else MESSAGE, group))
-                for what, group, *_ in uses
-            ]
+            [("meet", (SUM if use[0] == "all_reduce" else MESSAGE, use[1])) for use in uses]
             for _, uses in found
         ]
         training = [list(trains(counts, links, rank)) for rank, (links, _) in enumerate(found)]

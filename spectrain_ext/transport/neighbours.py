@@ -203,7 +203,7 @@ def _group(
     if not mine:
         return None
     assert isinstance(made, dist.ProcessGroup)
-    # It must not be a message whose deadline is short; done before the next one begins.
+    # Not left to a message whose deadline is short, and over before the next group's begins.
     stream = callers_stream(device)
     with stream:
         use(made, device)
