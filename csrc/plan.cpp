@@ -351,7 +351,7 @@ void Plan::step(Request request, std::vector<Setting> settings, const Family& fa
   for (Call& call : later) call.gate = options.gate.skip_only();
   later.insert(later.begin(), Call{std::move(request), std::move(settings), options.gate,
                                    options.rounding, options.zero_grad});
-  run(later, stream);
+  run(std::move(later), stream);
 }
 
 size_t Plan::distance_scratch() const {
@@ -408,23 +408,23 @@ void Plan::distances(double* result, void* scratch, void* stream) {
   for (uint32_t j = 0; j < n_lists; ++j) total_distance(result + j * stride, n);
 }
 
-void Plan::sgd_step_(const std::vector<Setting>& settings, const std::vector<uint8_t>& first_step,
+void Plan::sgd_step_(std::vector<Setting> settings, const std::vector<uint8_t>& first_step,
                      bool with_momentum, std::vector<Prediction> predictions,
                      const StepOptions& options, void* stream) {
   if (!with_momentum) {
-    return step({Operation::sgd_plain, {&params, &grads}, Which::all, {}}, settings, {}, {},
-                options, stream);
+    return step({Operation::sgd_plain, {&params, &grads}, Which::all, {}}, std::move(settings), {},
+                {}, options, stream);
   }
-  step({Operation::sgd_momentum, {&params, &grads, &momentum}, Which::all, first_step}, settings,
-       {}, std::move(predictions), options, stream);
+  step({Operation::sgd_momentum, {&params, &grads, &momentum}, Which::all, first_step},
+       std::move(settings), {}, std::move(predictions), options, stream);
 }
 
-void Plan::adam_step_(const std::vector<Setting>& settings, std::vector<Prediction> predictions,
+void Plan::adam_step_(std::vector<Setting> settings, std::vector<Prediction> predictions,
                       const StepOptions& options, void* stream) {
   Family family{true, {}};
   for (const Setting& s : settings) family.eps.push_back(s.eps);
-  step({Operation::adam_step, {&params, &grads, &momentum, &second}, Which::all, {}}, settings,
-       family, std::move(predictions), options, stream);
+  step({Operation::adam_step, {&params, &grads, &momentum, &second}, Which::all, {}},
+       std::move(settings), family, std::move(predictions), options, stream);
 }
 
 }  // namespace spectrain

@@ -97,10 +97,9 @@ class Plan {
   };
   // One setting per group. `first_step`: empty, or one flag per tensor (then the settings' own are
   // not used).
-  void sgd_step_(const std::vector<Setting>&, const std::vector<uint8_t>& first_step,
-                 bool with_momentum, std::vector<Prediction>, const StepOptions&, void* stream);
-  void adam_step_(const std::vector<Setting>&, std::vector<Prediction>, const StepOptions&,
-                  void* stream);
+  void sgd_step_(std::vector<Setting>, const std::vector<uint8_t>& first_step, bool with_momentum,
+                 std::vector<Prediction>, const StepOptions&, void* stream);
+  void adam_step_(std::vector<Setting>, std::vector<Prediction>, const StepOptions&, void* stream);
 
   // Distances of the weights from every list of `outs`, in all of double: result[j*(n + 1) + i] is
   // |outs[j][i] - params[i]|^2, and the place behind the last tensor gets their sum. Entries of

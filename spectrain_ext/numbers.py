@@ -217,7 +217,8 @@ class Adam:
 
     def root(self, step: float) -> float:
         """The bias correction of the second moment's root."""
-        return cast(float, (1.0 - self.betas[1] ** step) ** -0.5)
+        root: float = (1.0 - self.betas[1] ** step) ** -0.5
+        return root
 
     def setting(self) -> Setting:
         """The coefficients of the step."""

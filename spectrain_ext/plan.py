@@ -134,7 +134,7 @@ class Plan:
         `steps` may be a law of `spectrain_ext.laws`; the geometric ones need `momentum` and, where
         there is any, `weight_decay` and `nesterov`.
         """
-        terms, program = lower(self._sgd_terms(lr, steps, momentum, weight_decay, nesterov))
+        terms, program = self._sgd_terms(lr, steps, momentum, weight_decay, nesterov)
         self._native.predict_(terms, (), stream, program)
 
     def predict(
@@ -149,7 +149,7 @@ class Plan:
         stream: Any = None,
     ) -> None:
         """outs[out] <- W - lr*steps*v, see `predict_`. steps == 0 copies the bits of W."""
-        terms, program = lower(self._sgd_terms(lr, steps, momentum, weight_decay, nesterov))
+        terms, program = self._sgd_terms(lr, steps, momentum, weight_decay, nesterov)
         self._native.predict(terms, (), self._check_out(out), stream, program)
 
     def stash_predict_(
@@ -163,7 +163,7 @@ class Plan:
         stream: Any = None,
     ) -> None:
         """Stashed <- W and W <- W - lr*steps*v, in one pass, see `predict_`."""
-        terms, program = lower(self._sgd_terms(lr, steps, momentum, weight_decay, nesterov))
+        terms, program = self._sgd_terms(lr, steps, momentum, weight_decay, nesterov)
         self._native.stash_predict_(terms, (), stream, program)
 
     def sgd_step_(
@@ -366,23 +366,24 @@ class Plan:
         momentum: float | None,
         weight_decay: float,
         nesterov: bool,
-    ) -> Terms:
+    ) -> tuple[Terms, Program | None]:
         rate = non_negative("lr", lr)
         if type(weight_decay) is not float:
             weight_decay = non_negative("weight_decay", weight_decay)
         plain = momentum is None and not weight_decay and not nesterov
         if plain and isinstance(steps, (int, float)):  # the common case, without a detour
             distance = rate * non_negative("steps", steps)
-            return [[Term(1.0, distance)] if distance else []] * self._n_groups
+            terms = [[Term(1.0, distance)] if distance else []] * self._n_groups
+            return (terms, None) if type(distance) is float else lower(terms)
         law = as_law(steps)
         if momentum is None:
             if needs_momentum(law):
                 raise ValueError(f"momentum: {law} needs it")
             momentum = 1.0
         numbers = Sgd(rate, momentum, 0.0, weight_decay, nesterov)
-        terms = sgd_terms(law, numbers)
-        refuse_gradient([terms])
-        return [terms] * self._n_groups
+        terms = [sgd_terms(law, numbers)] * self._n_groups
+        refuse_gradient(terms[:1])
+        return lower(terms)
 
     def _terms(
         self, groups: Sequence[Sgd] | Sequence[Adam], steps: Horizon

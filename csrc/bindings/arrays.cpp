@@ -138,7 +138,7 @@ Arrays::Arrays(std::vector<ArrayList> lists, const std::vector<int>& groups, boo
   check_overlap();
   for (ArrayList& list : kept_) {
     if (list.role != Role::grads) continue;
-    set_gradients(list.arrays);
+    set_gradients(list.arrays, true);
     list.arrays = py::tuple();  // from here on grads_ holds them, until others come
   }
 }
@@ -343,7 +343,11 @@ Column Arrays::borrow_gradients(const py::tuple& grads, Loans& loans) const {
     const py::handle grad = PyTuple_GET_ITEM(grads.ptr(), static_cast<py::ssize_t>(i));
     if (grad.is_none()) continue;
     const Place place{grads_name_, static_cast<py::ssize_t>(i), single_};
-    const Borrowed b = borrow(grad, place, loans);
+    // Whether it is a negative view takes two thirds of the time to ask: once of each array.
+    const bool known = i < grads_.size() &&
+                       PyTuple_GET_ITEM(grads_.ptr(), static_cast<py::ssize_t>(i)) == grad.ptr();
+    Borrowed b = borrow(grad, place, loans, !known);
+    if (known && b.data != plan->grads.at[i]) b = borrow(grad, place, loans);
     check(b, place, Role::grads, i);
     column.at[i] = b.data != nullptr ? b.data : &empty;
     column.dtype[i] = b.dtype;
@@ -389,11 +393,21 @@ void Arrays::take_gradients(const py::tuple& grads) {
   }
 }
 
-void Arrays::set_gradients(const py::tuple& grads) {
+void Arrays::set_gradients(const py::tuple& grads, bool follow) {
   take_gradients(grads);
   for (size_t i = 0; i < params_.size(); ++i) {
-    from_parameter_[i] = grads[i].is_none() || gradient_of(params_[i]).is(grads[i]);
+    from_parameter_[i] = follow && (grads[i].is_none() || gradient_of(params_[i]).is(grads[i]));
   }
+}
+
+// The addresses stay, and the tables made of them: gradients that come back to them cost no others.
+void Arrays::forget_gradients() {
+  if (plan->gradients_pinned()) check_pinned({std::vector<void*>(params_.size()), {}});
+  grads_ = py::tuple();
+  gradient_loans_ = {first(), {}};
+  gradients_known_ = false;
+  gradients_writable_ = false;
+  gradient_watch_ = Watch();
 }
 
 void Arrays::refresh() { take_gradients(parameter_gradients()); }

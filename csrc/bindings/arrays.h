@@ -47,8 +47,11 @@ class Arrays {
   // `groups`: the parameter group of every tensor; empty: all in group 0.
   Arrays(std::vector<ArrayList> lists, const std::vector<int>& groups, bool single);
 
-  // Replaces the gradients (entries may be None). On an error the old ones stay.
-  void set_gradients(const py::tuple& grads);
+  // Replaces the gradients (entries may be None). On an error the old ones stay. `follow`: see
+  // refresh(), which else reads these again.
+  void set_gradients(const py::tuple& grads, bool follow);
+  // Lets go of the gradients. None are known until others come.
+  void forget_gradients();
   // Reads every gradient's address again: params[i].grad where the gradient was that when it was
   // given, or none were given; else the same array's.
   void refresh();

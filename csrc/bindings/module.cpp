@@ -8,38 +8,11 @@
 #include "../cuda/launch.h"
 #include "arrays.h"
 #include "memory.h"
+#include "numbers.h"
 #include "turn.h"
 
 namespace spectrain {
 namespace {
-
-using PyTerm = std::tuple<double, double, double, double>;
-using PyTerms = std::vector<std::vector<PyTerm>>;  // of every group
-using PyPredictions = std::vector<std::pair<size_t, PyTerms>>;
-
-Term term(const PyTerm& t) {
-  return {std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t)};
-}
-
-Plan::Terms terms(const PyTerms& groups) {
-  Plan::Terms result;
-  for (const auto& group : groups) {
-    result.emplace_back();
-    for (const PyTerm& t : group) result.back().push_back(term(t));
-  }
-  return result;
-}
-
-// sign, weight_decay, decay, gain, decay2, eps, step
-using PySetting = std::tuple<double, double, double, double, double, double, PyTerm>;
-
-Setting setting(const PySetting& given) {
-  Setting s;
-  PyTerm step;
-  std::tie(s.sign, s.weight_decay, s.decay, s.gain, s.decay2, s.eps, step) = given;
-  s.step = term(step);
-  return s;
-}
 
 // grad_scale, found_inf, clip_factor: an array of one element each, or None; zero_grad;
 // rounding_seed. None stands for all absent: taking a tuple apart costs a tenth of a small step.
@@ -60,30 +33,30 @@ class PyPlan {
     if (device.cuda) arrays_.plan->allocate = allocator(device.index);
   }
 
-  void predict_(const PyTerms& t, const std::vector<double>& eps, py::handle stream,
-                py::handle with_program) {
+  void predict_(py::handle given, py::handle eps, py::handle stream, py::handle with_program) {
     const Turn turn(turns_);
-    need_state(!eps.empty());
-    run(state(!eps.empty()), stream, with_program, [&](Plan& plan, void* s) {
-      plan.predict(family(eps), checked(plan, terms(t)), plan.params, s);
-    });
+    const Plan::Family by = family(eps);
+    const Plan::Terms t = checked(terms(given));
+    run(state(by.adam), stream, with_program,
+        [&](Plan& plan, void* s) { plan.predict(by, t, plan.params, s); });
   }
-  void predict(const PyTerms& t, const std::vector<double>& eps, size_t out, py::handle stream,
+  void predict(py::handle given, py::handle eps, size_t out, py::handle stream,
                py::handle with_program) {
     const Turn turn(turns_);
-    need_state(!eps.empty());
+    const Plan::Family by = family(eps);
     need_out(out);
-    run(state(!eps.empty()).add(Role::out), stream, with_program, [&](Plan& plan, void* s) {
-      plan.predict(family(eps), checked(plan, terms(t)), plan.outs[out], s);
-    });
+    const Plan::Terms t = checked(terms(given));
+    run(state(by.adam).add(Role::out), stream, with_program,
+        [&](Plan& plan, void* s) { plan.predict(by, t, plan.outs[out], s); });
   }
-  void stash_predict_(const PyTerms& t, const std::vector<double>& eps, py::handle stream,
+  void stash_predict_(py::handle given, py::handle eps, py::handle stream,
                       py::handle with_program) {
     const Turn turn(turns_);
-    need_state(!eps.empty());
+    const Plan::Family by = family(eps);
     need(Role::stashed, "stashed", "needed to stash");
-    run(state(!eps.empty()).add(Role::stashed), stream, with_program,
-        [&](Plan& plan, void* s) { plan.stash_predict_(family(eps), checked(plan, terms(t)), s); });
+    const Plan::Terms t = checked(terms(given));
+    run(state(by.adam).add(Role::stashed), stream, with_program,
+        [&](Plan& plan, void* s) { plan.stash_predict_(by, t, s); });
   }
   void extrapolate(double steps, size_t out, py::handle stream, py::handle with_program) {
     const Turn turn(turns_);
@@ -125,9 +98,9 @@ class PyPlan {
     });
   }
 
-  void sgd_step_(const std::vector<PySetting>& given, bool with_momentum, py::handle first_step,
-                 const PyPredictions& predictions, const PyOptions& given_options,
-                 py::handle stream, py::handle with_program) {
+  void sgd_step_(py::handle given, bool with_momentum, py::handle first_step,
+                 py::handle given_predictions, const PyOptions& given_options, py::handle stream,
+                 py::handle with_program) {
     const Turn turn(turns_);
     if (with_momentum) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
     need_gradients();
@@ -135,29 +108,30 @@ class PyPlan {
     bool first = false;
     const std::vector<uint8_t> flags = first_step_flags(first_step, &first);
     for (Setting& s : settings) s.first_step = first;
-    const auto wanted = checked_predictions(predictions);
+    std::vector<Plan::Prediction> wanted = checked_predictions(given_predictions);
     Loans loans{arrays_.first(), {}};
     const Plan::StepOptions options = checked_options(given_options, loans);
     Roles roles{Role::params, Role::grads};
     if (with_momentum) roles.add(Role::momentum);
     if (!wanted.empty()) roles.add(Role::out);
     run(roles, stream, with_program, [&](Plan& plan, void* s) {
-      plan.sgd_step_(settings, flags, with_momentum, wanted, options, s);
+      plan.sgd_step_(std::move(settings), flags, with_momentum, std::move(wanted), options, s);
     });
   }
-  void adam_step_(const std::vector<PySetting>& given, const PyPredictions& predictions,
-                  const PyOptions& given_options, py::handle stream, py::handle with_program) {
+  void adam_step_(py::handle given, py::handle given_predictions, const PyOptions& given_options,
+                  py::handle stream, py::handle with_program) {
     const Turn turn(turns_);
     need_state(true);
     need_gradients();
-    const std::vector<Setting> settings = checked_settings(given);
-    const auto wanted = checked_predictions(predictions);
+    std::vector<Setting> settings = checked_settings(given);
+    std::vector<Plan::Prediction> wanted = checked_predictions(given_predictions);
     Loans loans{arrays_.first(), {}};
     const Plan::StepOptions options = checked_options(given_options, loans);
     Roles roles = state(true).add(Role::grads);
     if (!wanted.empty()) roles.add(Role::out);
-    run(roles, stream, with_program,
-        [&](Plan& plan, void* s) { plan.adam_step_(settings, wanted, options, s); });
+    run(roles, stream, with_program, [&](Plan& plan, void* s) {
+      plan.adam_step_(std::move(settings), std::move(wanted), options, s);
+    });
   }
 
   // For a plan that is used more than once.
@@ -170,9 +144,13 @@ class PyPlan {
     const Turn turn(turns_);
     arrays_.refresh();
   }
-  void set_gradients(const py::tuple& grads) {
+  void set_gradients(const py::tuple& grads, bool follow) {
     const Turn turn(turns_);
-    arrays_.set_gradients(grads);
+    arrays_.set_gradients(grads, follow);
+  }
+  void forget_gradients() {
+    const Turn turn(turns_);
+    arrays_.forget_gradients();
   }
   size_t n_outs() const { return arrays_.n_outs(); }
   size_t n_groups() const { return arrays_.plan->n_groups(); }
@@ -204,10 +182,17 @@ class PyPlan {
     return adam ? roles.add(Role::second) : roles;
   }
 
-  static Plan::Family family(const std::vector<double>& eps) { return {!eps.empty(), eps}; }
+  // The rule of a prediction; there must be the lists that it keeps.
+  Plan::Family family(py::handle eps) const {
+    Plan::Family result{false, numbers(eps)};
+    result.adam = !result.eps.empty();
+    need_state(result.adam);
+    return result;
+  }
 
-  static Plan::Terms checked(const Plan& plan, Plan::Terms t) {
-    if (t.size() != plan.n_groups()) throw std::invalid_argument("one list of terms per group");
+  Plan::Terms checked(Plan::Terms t) const {
+    if (t.size() != arrays_.plan->n_groups())
+      throw std::invalid_argument("one list of terms per group");
     for (const auto& group : t) {
       if (group.size() > static_cast<size_t>(kMaxTerms)) {
         throw std::invalid_argument("steps: expected at most " + std::to_string(kMaxTerms) +
@@ -218,20 +203,19 @@ class PyPlan {
     return t;
   }
 
-  std::vector<Setting> checked_settings(const std::vector<PySetting>& given) const {
-    if (given.size() != arrays_.plan->n_groups()) {
+  std::vector<Setting> checked_settings(py::handle given) const {
+    std::vector<Setting> result = settings(given);
+    if (result.size() != arrays_.plan->n_groups()) {
       throw std::invalid_argument("one setting per group");
     }
-    std::vector<Setting> settings;
-    for (const PySetting& s : given) settings.push_back(setting(s));
-    return settings;
+    return result;
   }
 
-  std::vector<Plan::Prediction> checked_predictions(const PyPredictions& predictions) const {
-    std::vector<Plan::Prediction> wanted;
-    for (const auto& [out, t] : predictions) {
-      need_out(out);
-      wanted.push_back({out, checked(*arrays_.plan, terms(t))});
+  std::vector<Plan::Prediction> checked_predictions(py::handle given) const {
+    std::vector<Plan::Prediction> wanted = predictions(given);
+    for (Plan::Prediction& prediction : wanted) {
+      need_out(prediction.out);
+      prediction.terms = checked(std::move(prediction.terms));
     }
     return wanted;
   }
@@ -409,7 +393,8 @@ PYBIND11_MODULE(_C, m) {
       .def("keep", &PyPlan::keep, py::arg("watch"))
       .def("pin_gradients", &PyPlan::pin_gradients)
       .def("refresh", &PyPlan::refresh)
-      .def("set_gradients", &PyPlan::set_gradients, py::arg("grads"))
+      .def("set_gradients", &PyPlan::set_gradients, py::arg("grads"), py::arg("follow") = true)
+      .def("forget_gradients", &PyPlan::forget_gradients)
       .def_property_readonly("n_outs", &PyPlan::n_outs)
       .def_property_readonly("n_groups", &PyPlan::n_groups)
       .def("last_launch", &PyPlan::last_launch);

@@ -53,7 +53,7 @@ void Watch::add(py::handle array, const void* at, size_t index) {
   const TorchAbi& torch = torch_abi();
   void* impl = PyLong_AsVoidPtr(py::object(array.attr("_cdata")).ptr());
   if (impl == nullptr) throw py::error_already_set();
-  tensors_.push_back({nullptr, nullptr, at, index});
+  tensors_.push_back({impl, nullptr, nullptr, at, index});
   Tensor& tensor = tensors_.back();
   const int64_t none = 0;
   if (torch.new_handle(&impl, &tensor.handle) != 0 ||
@@ -66,8 +66,10 @@ std::optional<size_t> Watch::moved() const {
   if (tensors_.empty()) return std::nullopt;
   const auto data_ptr = torch_abi().data_ptr;
   for (const Tensor& tensor : tensors_) {
+    void* impl =
+        tensor.impl;  // a handle of its own, in a register: `handle` is a line of cache away
     void* now = nullptr;
-    if (data_ptr(tensor.handle, &now) != 0 || now != tensor.at) return tensor.index;
+    if (data_ptr(&impl, &now) != 0 || now != tensor.at) return tensor.index;
   }
   return std::nullopt;
 }

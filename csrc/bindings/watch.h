@@ -35,6 +35,7 @@ class Watch {
 
  private:
   struct Tensor {
+    void* impl;     // what the tensor's `_cdata` names
     void* handle;   // the very tensor
     void* storage;  // another one with the storage that it had
     const void* at;
