@@ -85,6 +85,10 @@ Plan::Plan(Device device, std::vector<int64_t> sizes, std::vector<uint16_t> grou
   for (const uint16_t g : groups_) n_groups_ = std::max<size_t>(n_groups_, g + size_t{1});
 }
 
+bool Plan::all_gradients() const {
+  return std::all_of(grads.at.begin(), grads.at.end(), [](const void* g) { return g != nullptr; });
+}
+
 void Plan::gradients_changed() {
   for (size_t i = resolved_.size(); i-- > 0;) {
     if (resolved_[i]->holds_gradients) resolved_.erase(resolved_.begin() + i);
@@ -314,9 +318,8 @@ void Plan::extrapolate(double steps, const Column& out, void* stream) {
 
 void Plan::step(Request request, std::vector<Setting> settings, const Family& family,
                 std::vector<Prediction> predictions, const StepOptions& options, void* stream) {
-  const bool all_gradients =
-      std::all_of(grads.at.begin(), grads.at.end(), [](const void* g) { return g != nullptr; });
-  request.which = all_gradients ? Which::all : Which::with_gradient;
+  const bool everywhere = all_gradients();
+  request.which = everywhere ? Which::all : Which::with_gradient;
   // What the step writes: outputs of one element type, as many as one kernel takes. The rest takes
   // a pass each, with the same bits, since both read stored values; but the gradient is gone by
   // then, so that predictions which need it come first.
@@ -346,7 +349,7 @@ void Plan::step(Request request, std::vector<Setting> settings, const Family& fa
         later.push_back(std::move(call));
       }
     }
-    if (!all_gradients) later.push_back(copy_call(params, out, Which::without_gradient));
+    if (!everywhere) later.push_back(copy_call(params, out, Which::without_gradient));
   }
   for (Call& call : later) call.gate = options.gate.skip_only();
   later.insert(later.begin(), Call{std::move(request), std::move(settings), options.gate,

@@ -68,6 +68,8 @@ class Plan {
   void pin_gradients() { gradients_pinned_ = true; }
   bool gradients_pinned() const { return gradients_pinned_; }
 
+  // Whether every item has a gradient.
+  bool all_gradients() const;
   // Call after `grads` changed: tables that hold gradients are resolved again at their next use.
   void gradients_changed();
 

@@ -301,11 +301,20 @@ class Plan:
         stream: Any = None,
     ) -> None:
         """outs[out], or W itself (None), <- the prediction of a law under the groups' rule."""
+        self._prepared_predict(groups, steps, out, stream)()
+
+    def _prepared_predict(
+        self,
+        groups: Sequence[Sgd] | Sequence[Adam],
+        steps: Horizon,
+        out: int | None,
+        stream: Any = None,
+    ) -> Callable[[], None]:
         (terms, eps), program = lower(self._terms(groups, steps))
         if out is None:
-            self._native.predict_(terms, eps, stream, program)
-        else:
-            self._native.predict(terms, eps, self._check_out(out), stream, program)
+            return partial(self._native.predict_, terms, eps, stream, program)
+        index = self._check_out(out)
+        return partial(self._native.predict, terms, eps, index, stream, program)
 
     def stash_predict_with(
         self, groups: Sequence[Sgd] | Sequence[Adam], steps: Horizon, *, stream: Any = None

@@ -110,4 +110,4 @@ class ComingRates:
 
 def rates_of(optimizer: torch.optim.Optimizer) -> Rates:
     """The present learning rate of every parameter group."""
-    return tuple(float(group["lr"]) for group in optimizer.param_groups)
+    return tuple([float(group["lr"]) for group in optimizer.param_groups])

@@ -144,9 +144,11 @@ class PyPlan {
     const Turn turn(turns_);
     arrays_.refresh();
   }
-  void set_gradients(const py::tuple& grads, bool follow) {
+  // Returns whether all are there, and none is None.
+  bool set_gradients(const py::tuple& grads, bool follow) {
     const Turn turn(turns_);
     arrays_.set_gradients(grads, follow);
+    return arrays_.plan->all_gradients();
   }
   void forget_gradients() {
     const Turn turn(turns_);
@@ -326,6 +328,18 @@ class PyPlan {
   Turns turns_;
 };
 
+Watch watch(const py::tuple& tensors) {
+  Watch result;
+  const std::string name = "tensors";
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    Loans loans{tensors[i], {}};
+    const Place place{name, static_cast<py::ssize_t>(i), false};
+    const Borrowed b = borrow(tensors[i], place, loans);
+    result.add(tensors[i], b.size > 0 ? b.data : nullptr, i);
+  }
+  return result;
+}
+
 // Whether nested lists and tuples hold nothing but Python's own numbers.
 bool all_plain(py::handle value) {
   PyObject* p = value.ptr();
@@ -398,6 +412,9 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("n_outs", &PyPlan::n_outs)
       .def_property_readonly("n_groups", &PyPlan::n_groups)
       .def("last_launch", &PyPlan::last_launch);
+  py::class_<spectrain::Watch>(m, "Watch")
+      .def(py::init(&spectrain::watch), py::arg("tensors"))
+      .def("in_place", [](const spectrain::Watch& watch) { return !watch.moved(); });
   m.def("all_plain", &spectrain::all_plain, py::arg("numbers"));
   m.def("build_info", &spectrain::build_info);
   m.def(
