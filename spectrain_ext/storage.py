@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from . import _C
 from .flat import Flat
 from .laws import Horizon
 from .noted import make_noted
@@ -105,7 +106,7 @@ class Storage:
         for p, view in self.working.views.items():
             view.copy_(p.detach())
             p.data = view
-        self._addresses = [p.data_ptr() for p in self.params]
+        self._watch = _C.Watch(tuple(self.params))
         if master is not None:
             self.sink = optimizer.prediction_sink(self.working.views)
 
@@ -132,7 +133,7 @@ class Storage:
 
     def in_place(self) -> bool:
         """Whether all parameters are where they were bound; a parameter replaced is not seen."""
-        return [p.data_ptr() for p in self.params] == self._addresses
+        return self._watch.in_place()
 
     # A run.
 

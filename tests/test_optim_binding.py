@@ -389,3 +389,42 @@ def test_bound_weights_that_move_are_noticed() -> None:
     with pytest.raises(RuntimeError, match="no longer has the storage"):
         pair.optimizer.step()
     assert_bits(pair.params, kept)
+
+
+def test_what_changes_between_two_steps() -> None:
+    """A call that is prepared once serves only the same numbers, law and cohorts."""
+    bound = Bound(master=True)
+    bound.bind()
+    sink = bound.optimizer.prediction_sink(bound.outs)
+    group = bound.optimizer.param_groups[0]
+    same: list[Tensor | None] = [torch.ones_like(p) for p in bound.params]  # at one address
+    cases: list[tuple[float, Any, list[Tensor | None] | None]] = [
+        (0.1, 1.0, same),
+        (0.1, 1.0, same),
+        (0.1, 1.0, None),
+        (0.2, 1.0, same),
+        (0.2, 3.0, same),
+        (0.2, None, same),
+        (0.2, 3.0, [None, *same[1:]]),
+        (0.2, 3.0, same),
+        (0.2, st.laws.Geometric(2.0), same),
+        (0.2, 0.0, same),
+    ]
+    for rate, steps, grads in cases:
+        group["lr"] = bound.reference.param_groups[0]["lr"] = rate
+        chosen = [torch.randn_like(p) for p in bound.params] if grads is None else grads
+        for p, q, grad in zip(bound.params, bound.twins, chosen, strict=True):
+            p.grad = q.grad = grad
+        if steps is not None:
+            bound.optimizer.write_with_next_step(sink, steps)
+        bound.optimizer.step()
+        bound.reference.step()
+        bound.assert_equal()
+        v = [bound.momentum[p] for p in bound.params]
+        if steps is not None:
+            wanted = st.predict(bound.weights, v, lr=rate, steps=steps, momentum=0.9)
+            assert_bits(list(bound.outs.values()), bits(wanted))
+        for again in (1.0, 1.0, 2.0):
+            sink.write(again)
+            wanted = st.predict(bound.weights, v, lr=rate, steps=again)
+            assert_bits(list(bound.outs.values()), bits(wanted))

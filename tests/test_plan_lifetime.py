@@ -175,6 +175,15 @@ class TestNegativeViews:
         plan.sgd_step_(lr=1.0, momentum=0.0)
         assert p.tolist() == [-1.0] * 6
 
+    def test_that_a_known_gradient_becomes(self) -> None:
+        p = nn.Parameter(torch.zeros(6))
+        p.grad = torch.ones(6)
+        plan = st.Plan(p)
+        plan.refresh()
+        p.grad.data = torch._neg_view(torch.ones(6))
+        with pytest.raises(ValueError, match="grads: is a negative view"):
+            plan.refresh()
+
     def test_that_an_optimizer_is_given(self) -> None:
         p = nn.Parameter(torch.zeros(6))
         p.grad = torch._neg_view(torch.ones(6))

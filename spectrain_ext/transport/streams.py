@@ -99,7 +99,8 @@ class HostStream:
 
     def wait(self, event: Event) -> None:
         """Block for another device's event; the CPU's own have happened."""
-        event.synchronize()
+        if type(event) is not HostEvent:
+            event.synchronize()
 
     def reads(self, buffer: Buffer) -> None:
         """Not checked."""
