@@ -106,7 +106,7 @@ class Inlet:
 
     def _listen(self) -> None:
         try:
-            with callers_stream(self._device):  # the device is the thread's current one
+            with callers_stream(self._device).using():  # the device is the thread's current one
                 while True:
                     item = self._take()
                     with self._board.changed:

@@ -205,7 +205,7 @@ def _group(
     assert isinstance(made, dist.ProcessGroup)
     # Not left to a message whose deadline is short, and over before the next group's begins.
     stream = callers_stream(device)
-    with stream:
+    with stream.using():
         use(made, device)
     stream.synchronize()
     return made
