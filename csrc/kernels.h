@@ -68,10 +68,11 @@ using CpuDistances = void (*)(const Distances&, bool parallel);
 CpuDistances find_cpu_distances(DType);
 
 // Enqueues a part of a table that fits a kernel's parameters, or a table that is in device memory,
-// where the arguments may be as well. Returns null, or the CUDA runtime's name of the error.
+// where the arguments may be as well. The device is the current one. Returns null, or the CUDA
+// runtime's name of the error.
 struct CudaKernel {
-  const char* (*launch)(const TableView&, Settings, void* stream) = nullptr;
-  const char* (*launch_resident)(const TableView&, Settings, const void* arguments,
+  const char* (*launch)(const TableView&, Settings, int device, void* stream) = nullptr;
+  const char* (*launch_resident)(const TableView&, Settings, const void* arguments, int device,
                                  void* stream) = nullptr;
   int setting_bytes = 0;  // of one setting as the kernel takes it
 };

@@ -111,15 +111,12 @@ struct Cuda {
   using Args = typename Rule::Args;
 
   // As many blocks as the device holds at once, asked for once per device.
-  static cudaError_t resident_blocks(int* blocks) {
+  static cudaError_t resident_blocks(int device, int* blocks) {
     constexpr int kMaxDevices = 64;
     static std::atomic<int> known[kMaxDevices];
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error != cudaSuccess) return error;
     if (device < kMaxDevices && (*blocks = known[device].load()) > 0) return cudaSuccess;
     int per_multiprocessor = 0, multiprocessors = 0;
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+    cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
         &per_multiprocessor, run_table<Rule, kSmallTable>, LaunchPolicy::threads, 0);
     if (error != cudaSuccess) return error;
     error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
@@ -138,16 +135,16 @@ struct Cuda {
   }
 
   // A chunk each, and no more blocks than stay.
-  static cudaError_t blocks_for(const TableView& view, int* blocks) {
-    const cudaError_t error = resident_blocks(blocks);
+  static cudaError_t blocks_for(const TableView& view, int device, int* blocks) {
+    const cudaError_t error = resident_blocks(device, blocks);
     const uint32_t chunks = view.chunk_end - view.chunk_begin;
     if (chunks < static_cast<uint32_t>(*blocks)) *blocks = static_cast<int>(chunks);
     return error;
   }
 
-  static const char* launch(const TableView& view, Settings settings, void* stream) {
+  static const char* launch(const TableView& view, Settings settings, int device, void* stream) {
     int blocks = 0;
-    if (const cudaError_t error = blocks_for(view, &blocks)) return words(error);
+    if (const cudaError_t error = blocks_for(view, device, &blocks)) return words(error);
     const bool small = ParameterTable<Args, kSmallTable>::bytes(view, settings.size) <= kSmallTable;
     return words(small ? launch_with<kSmallTable>(view, settings, blocks, stream)
                        : launch_with<kLargeTable>(view, settings, blocks, stream));
@@ -159,9 +156,9 @@ struct Cuda {
 
   // `view` is of device memory; `prepared` too, or null where the settings are plain.
   static const char* launch_resident(const TableView& view, Settings settings, const void* prepared,
-                                     void* stream) {
+                                     int device, void* stream) {
     int blocks = 0;
-    if (const cudaError_t error = blocks_for(view, &blocks)) return words(error);
+    if (const cudaError_t error = blocks_for(view, device, &blocks)) return words(error);
     ResidentTable<Args> table;
     table.view = view;
     table.arguments = prepared;

@@ -106,7 +106,7 @@ int launch_cuda(CudaKernel kernel, const TableView& view, Settings settings, int
     window.n_rows = end - begin;
     window.chunk_begin = view.rows[begin].first_chunk;
     window.chunk_end = end == view.n_rows ? view.chunk_end : view.rows[end].first_chunk;
-    check(kernel.launch(window, settings, stream), device);
+    check(kernel.launch(window, settings, device, stream), device);
     ++launches;
   }
   return launches;
@@ -153,7 +153,7 @@ int launch_cuda_resident(CudaKernel kernel, KernelKey key, const TableView& view
         arguments,     static_cast<size_t>(kernel.setting_bytes)};
     check(enqueue_prepare(request, stream, &launches), device);
   }
-  check(kernel.launch_resident(moved(view, at), settings, arguments, stream), device);
+  check(kernel.launch_resident(moved(view, at), settings, arguments, device, stream), device);
   return launches + 1;
 }
 

@@ -402,10 +402,6 @@ cudaError_t cudaGetDeviceCount(int* count) {
   *count = state.devices;
   return stand_in::call();
 }
-cudaError_t cudaGetDevice(int* device) {
-  *device = state.current < 0 ? state.selected : state.current;
-  return stand_in::call();
-}
 cudaError_t cudaSetDevice(int device) {
   if (const cudaError_t error = stand_in::call()) return error;
   if (device < 0 || device >= state.devices) return stand_in::raised(cudaErrorInvalidDevice);
