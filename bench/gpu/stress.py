@@ -195,8 +195,9 @@ def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def stress_plans(cases: Cases, scale: Scale) -> None:
     """Plans of many rows on a stream of their own, while another one recycles memory.
 
-    Nobody waits in between: a plan's table, which lies on the device, must stay what it is until
-    the launches that read it are done, also when the plan is gone by then.
+    Nobody waits in between. A plan's table, which lies on the device, must not be put where the
+    caller's stream, late, still has something to write, and must stay what it is until the launches
+    that read it are done, also when the plan is gone by then.
     """
     delays = Delays(scale)
     for rows in (701, 900, 2500):
@@ -210,6 +211,8 @@ def _churn(rows: int, kept: bool, delays: Delays, scale: Scale) -> dict[str, Any
     sizes = [1 + i % 61 for i in range(rows)]
     host = [[torch.randn(n) for n in sizes] for _ in range(2)]
     w, v = ([t.to(scale.device) for t in each] for each in host)
+    # A number on the device: from the first call on the table lies there as well.
+    rate = torch.tensor(1e-3, dtype=torch.float64, device=scale.device)
     side = torch.cuda.Stream() if scale.on_gpu else None
     scale.wait()
     plans = []
@@ -217,15 +220,19 @@ def _churn(rows: int, kept: bool, delays: Delays, scale: Scale) -> dict[str, Any
     churned: Sequence[int] = [rows * k for k in (8, 16, 24, 32, 40, 48, 64, 128)] + [512, 1 << 20]
     for round_ in range(scale.churned):
         plan = st.Plan(w, momentum_buffers=v)
-        if side is not None:
+        if side is not None and round_ % 2:
             with torch.cuda.stream(side):
                 delays.sleep()
-        plan.predict_(lr=1e-3, steps=float(round_ % 3 + 1), stream=side)
+        else:
+            delays.sleep()  # the caller's stream fills late what it has let go of
+        for when in range(2):
+            for nbytes in churned:
+                torch.empty(nbytes, dtype=torch.uint8, device=scale.device).fill_(0xA5)
+            if when == 0:
+                plan.predict_(lr=rate, steps=float(round_ % 3 + 1), stream=side)
         if kept:
             plans.append(plan)
         del plan
-        for nbytes in churned:  # on the caller's own stream, at once
-            torch.empty(nbytes, dtype=torch.uint8, device=scale.device).fill_(0xA5)
     scale.wait()
     for round_ in range(scale.churned):
         st.predict_(host[0], host[1], lr=1e-3, steps=float(round_ % 3 + 1))
