@@ -150,13 +150,16 @@ struct Cpu {
   template <class T>
   static constexpr bool in_place = std::is_same_v<T, Acc>;
 
-  // What one thread needs beside its table, for one block.
+  // Whether what is stored is not what was computed.
+  template <int I>
+  static constexpr bool rounded = stream<I>::writes && !in_place<type<I>>;
+
+  // What one thread needs beside its table, for one block. A stream that is worked on where it lies
+  // has its wide copy for what predictions know in its place.
   struct Scratch {
     Staging staging[n_streams];
     alignas(64) Acc wide[n_streams][kBlock + kSkew];
     alignas(64) Acc prediction[Rule::has_outs ? kBlock + kSkew : 1];
-    // What predictions start from and the step does not store.
-    alignas(64) Acc direction[KeepsDirection<Rule>::value ? kBlock : 1];
   };
 
   // One block of one row: p points at its first element in every stream, q at the same as Acc, and
@@ -173,7 +176,8 @@ struct Cpu {
     const auto step = Rule::step(given, flags, factor);
     Acc* at[n_streams];
     for (int s = 0; s < n_streams; ++s) at[s] = q[s];
-    [[maybe_unused]] Acc* const direction = scratch.direction;
+    Acc* kept[n_streams];
+    for (int s = 0; s < n_streams; ++s) kept[s] = scratch.wide[s];
 #pragma omp simd
     for (int i = 0; i < n; ++i) {
       Acc x[n_streams] = {};
@@ -186,19 +190,35 @@ struct Cpu {
         constexpr int s = decltype(index)::value;
         if constexpr (stream<s>::writes && stream<s>::source < 0) at[s][i] = x[s];
       });
-      if constexpr (KeepsDirection<Rule>::value) direction[i] = x[Rule::kDirection];
+      if constexpr (Rule::has_outs) Rule::known(x);
+      unroll<n_streams>([&](auto index) {
+        constexpr int s = decltype(index)::value;
+        if constexpr (keeps<Rule, s> && !rounded<s>) kept[s][i] = x[s];
+      });
     }
     unroll<n_streams>([&](auto index) {
       constexpr int s = decltype(index)::value;
       if constexpr (stream<s>::writes && stream<s>::source < 0 && !in_place<type<s>>) {
-        bool rounded = false;
+        bool done = false;
         if constexpr (s == 0 && rounds_weights<Rule>()) {
-          rounded = rounding.stochastic;
-          if (rounded) round_block(p[s], q[s], n, rounding.start);
+          done = rounding.stochastic;
+          if (done) round_block(p[s], q[s], n, rounding.start);
         }
-        if (!rounded) narrow_block<type<s>>(p[s], q[s], n);
+        if (!done) narrow_block<type<s>>(p[s], q[s], n);
         // Predictions are made from the values as they were stored.
         if constexpr (Rule::has_outs) widen_block<type<s>>(q[s], p[s], n);
+      }
+    });
+    unroll<n_streams>([&](auto index) {
+      constexpr int s = decltype(index)::value;
+      if constexpr (keeps<Rule, s> && rounded<s>) {
+#pragma omp simd
+        for (int i = 0; i < n; ++i) {
+          Acc x[n_streams] = {};
+          x[s] = kept[s][i];
+          Rule::known(x);
+          kept[s][i] = x[s];
+        }
       }
     });
   }
@@ -209,16 +229,17 @@ struct Cpu {
                    int n, const Scratch& scratch) {
     const auto move = Rule::move(given, t);
     const Acc* at[n_streams];
-    for (int s = 0; s < n_streams; ++s) at[s] = q[s];
-    [[maybe_unused]] const Acc* const direction = scratch.direction;
+    unroll<n_streams>([&](auto index) {
+      constexpr int s = decltype(index)::value;
+      at[s] = keeps<Rule, s> ? scratch.wide[s] : q[s];
+    });
 #pragma omp simd
     for (int i = 0; i < n; ++i) {
       Acc x[n_streams] = {};
       unroll<n_streams>([&](auto index) {
         constexpr int s = decltype(index)::value;
-        if constexpr (s != Rule::kDirection) x[s] = at[s][i];
+        x[s] = at[s][i];
       });
-      if constexpr (KeepsDirection<Rule>::value) x[Rule::kDirection] = direction[i];
       to[i] = Rule::advance(move, from[i], x);
     }
   }

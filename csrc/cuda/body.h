@@ -119,7 +119,7 @@ struct Body {
 
   template <int N>
   SPECTRAIN_HD void finish(Packs<Rule, N>& packs, int64_t element) const {
-    Acc direction[N] = {};
+    Acc kept[n_streams][N];
     [[maybe_unused]] uint64_t random = 0;
     if constexpr (rounds_weights<Rule>()) {
       if (table.rounding.stochastic) random = table.random_state(row, element);
@@ -150,7 +150,17 @@ struct Body {
           }
         }
       });
-      if constexpr (KeepsDirection<Rule>::value) direction[e] = x[Rule::kDirection];
+      if constexpr (Rule::has_outs) {
+        unroll<n_streams>([&](auto index) {
+          constexpr int s = decltype(index)::value;
+          if constexpr (stream<s>::writes) x[s] = widen(packs.template get<s>().element[e]);
+        });
+        Rule::known(x);
+        unroll<n_streams>([&](auto index) {
+          constexpr int s = decltype(index)::value;
+          if constexpr (keeps<Rule, s>) kept[s][e] = x[s];
+        });
+      }
     }
     unroll<n_streams>([&](auto index) {
       constexpr int s = decltype(index)::value;
@@ -158,35 +168,43 @@ struct Body {
         packs.template get<s>().store(at<s>(element));
       }
     });
-    if constexpr (Rule::has_outs) predictions<N>(packs, direction, element);
+    if constexpr (Rule::has_outs) predictions<N>(packs, kept, element);
     if constexpr (Rule::kGradient >= 0) {
       if (table.zero_grad) Pack<type<Rule::kGradient>, N>{}.store(at<Rule::kGradient>(element));
     }
   }
 
-  // Every extra output, from the values as they were stored.
+  // Every extra output. Elements are the inner loop, so that a vector loads the coefficients of a
+  // term once.
   template <int N>
-  SPECTRAIN_HD void predictions(Packs<Rule, N>& packs, const Acc (&direction)[N],
+  SPECTRAIN_HD void predictions(Packs<Rule, N>& packs, const Acc (&kept)[n_streams][N],
                                 int64_t element) const {
     using T = typename Rule::OutType;
     SPECTRAIN_NO_UNROLL
     for (int j = 0; j < args.predictions.n_outs; ++j) {
+      Acc w[N];
+      SPECTRAIN_UNROLL
+      for (int e = 0; e < N; ++e) w[e] = widen(packs.template get<0>().element[e]);
+      SPECTRAIN_NO_UNROLL
+      for (int t = args.predictions.begin(j); t < args.predictions.end[j]; ++t) {
+        const auto move = Rule::move(args, t);
+        SPECTRAIN_UNROLL
+        for (int e = 0; e < N; ++e) {
+          Acc x[n_streams] = {};
+          unroll<n_streams>([&](auto index) {
+            constexpr int s = decltype(index)::value;
+            if constexpr (keeps<Rule, s>) {
+              x[s] = kept[s][e];
+            } else {
+              x[s] = widen(packs.template get<s>().element[e]);
+            }
+          });
+          w[e] = Rule::advance(move, w[e], x);
+        }
+      }
       Pack<T, N> out;
       SPECTRAIN_UNROLL
-      for (int e = 0; e < N; ++e) {
-        Acc x[n_streams] = {};
-        unroll<n_streams>([&](auto index) {
-          constexpr int s = decltype(index)::value;
-          if constexpr (s != Rule::kDirection) x[s] = widen(packs.template get<s>().element[e]);
-        });
-        if constexpr (KeepsDirection<Rule>::value) x[Rule::kDirection] = direction[e];
-        Acc w = x[0];
-        SPECTRAIN_NO_UNROLL
-        for (int t = args.predictions.begin(j); t < args.predictions.end[j]; ++t) {
-          w = Rule::advance(Rule::move(args, t), w, x);
-        }
-        out.element[e] = Narrow<T>::from(w);
-      }
+      for (int e = 0; e < N; ++e) out.element[e] = Narrow<T>::from(w[e]);
       out.store(global(static_cast<T*>(table.pointer(row, n_streams + j))) + element);
     }
   }

@@ -73,14 +73,15 @@ struct AdamStep {
 
   static constexpr bool has_outs = true;
   static constexpr bool divides = true;
-  static constexpr int kDirection = kGrad;
+  static constexpr unsigned kKept = 1u << kGrad | 1u << kSecond;  // the direction and the root
   using OutType = Out;
   using Move = AdamMove<Acc>;
   SPECTRAIN_HD static Move move(const Args& a, int term) {
     return {a.predictions.term[term], a.step.eps};
   }
+  SPECTRAIN_HD static void known(Acc (&x)[4]) { x[kSecond] = square_root(x[kSecond]); }
   SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[4]) {
-    return adam_move(m.by, m.eps, w, x[kMomentum], square_root(x[kSecond]), x[kGrad]);
+    return adam_move(m.by, m.eps, w, x[kMomentum], x[kSecond], x[kGrad]);
   }
 };
 
@@ -89,7 +90,7 @@ struct AdamStep {
 template <class W, class M, class Out>
 struct AdamPredict {
   using Acc = acc_t<W>;
-  enum { kParam, kMomentum, kSecond, kNone };
+  enum { kParam, kMomentum, kSecond };
   using Streams = StreamList<In<W>, In<M>, In<M>>;
   struct Args {
     Acc eps;
@@ -106,14 +107,15 @@ struct AdamPredict {
 
   static constexpr bool has_outs = true;
   static constexpr bool divides = true;
-  static constexpr int kDirection = kNone;
+  static constexpr unsigned kKept = 1u << kSecond;
   using OutType = Out;
   using Move = AdamMove<Acc>;
   SPECTRAIN_HD static Move move(const Args& a, int term) {
     return {a.predictions.term[term], a.eps};
   }
+  SPECTRAIN_HD static void known(Acc (&x)[3]) { x[kSecond] = square_root(x[kSecond]); }
   SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[3]) {
-    return adam_move(m.by, m.eps, w, x[kMomentum], square_root(x[kSecond]), Acc(0));
+    return adam_move(m.by, m.eps, w, x[kMomentum], x[kSecond], Acc(0));
   }
 };
 

@@ -76,11 +76,12 @@ struct SgdMomentum {
 
   static constexpr bool has_outs = true;
   static constexpr bool divides = false;
-  static constexpr int kDirection = kGrad;
+  static constexpr unsigned kKept = 1u << kGrad;  // the direction
   using OutType = Out;
   using Move = Coefficients<Acc>;
   SPECTRAIN_HD static Move move(const Args& a, int term) { return a.predictions.term[term]; }
-  // From W and v as they were stored, so that it is what a later predict would give.
+  // W and v are what a later predict would read.
+  SPECTRAIN_HD static void known(Acc (&)[3]) {}
   SPECTRAIN_HD static Acc advance(const Move& m, Acc w, const Acc (&x)[3]) {
     return sgd_move(m, w, x[kMomentum], x[kGrad]);
   }

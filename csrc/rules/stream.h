@@ -63,11 +63,13 @@ SPECTRAIN_HD void unroll(F&& f) {
 // of every stream; and kGradient, the stream that gradients are, negative where there are none.
 //
 // A rule without extra outputs has its Args for a Step. One with them has, beside has_outs = true:
-// `predictions` among its Args; OutType; kDirection, the stream in whose place `apply` leaves what
-// it computed the direction from; a Move, what `advance` needs; and advance(move, w, x), one term
-// of a prediction.
+// `predictions` among its Args; OutType; a Move, what `advance` needs of them; advance(move, w, x),
+// one term of a prediction; known(x), which makes of the values of an element, as they were stored,
+// what `advance` takes: the same for every term of every output; and kKept, a bit for every stream
+// in whose place that is something else than what is stored (a direction that `apply` left, a root).
 struct NoOuts {
   static constexpr bool has_outs = false;
+  static constexpr unsigned kKept = 0;
   static constexpr bool divides = false;
   static constexpr int kGradient = -1;
 };
@@ -85,14 +87,7 @@ SPECTRAIN_HD factor_t<typename Rule::Acc> gradient_factor(const Gate& gate) {
   }
 }
 
-// Whether a rule's predictions need what `apply` left in the place of stream kDirection.
-template <class Rule, bool HasOuts = Rule::has_outs>
-struct KeepsDirection {
-  static constexpr bool value = false;
-};
-template <class Rule>
-struct KeepsDirection<Rule, true> {
-  static constexpr bool value = Rule::kDirection < Rule::Streams::size;
-};
+template <class Rule, int I>
+constexpr bool keeps = (Rule::kKept >> I & 1u) != 0;
 
 }  // namespace spectrain
