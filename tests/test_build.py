@@ -117,6 +117,24 @@ class TestCudaHalf:
             assert not generic, (name, generic)
             assert ".local" not in entry, name
 
+    @pytest.mark.nightly
+    @pytest.mark.skipif(_cuda_tool("nvdisasm") is None, reason="needs nvdisasm (CUDA toolkit)")
+    def test_machine_code_of_every_architecture_has_vectors_and_no_local_memory(self) -> None:
+        machine = [a for a in _C.build_info()["cuda_architectures"] if a.startswith("sm_")]
+        kernels: dict[str, int] = dict.fromkeys(machine, 0)
+        for arch in machine:
+            code_of = self._dump("--dump-sass", "--gpu-architecture", arch)
+            for part in code_of.split("Function : ")[1:]:
+                name, code = part.split("\n", 1)
+                if not re.search("run_table|run_resident", name):
+                    continue
+                kernels[arch] += 1
+                for access in ("LDG", "STG"):
+                    assert re.search(rf"\b{access}\.E\.(\w+\.)*128\b", code), (arch, name, access)
+                spilled = re.findall(r"\b(?:LDL|STL)\b.*", code)
+                assert not spilled, (arch, name, spilled)
+        assert kernels and min(kernels.values()) >= 150, kernels
+
 
 KNOWN = ["compute_70", "sm_70", *(f"sm_{n}" for n in (75, 80, 86, 87, 90, 100, 103, 110, 120))]
 

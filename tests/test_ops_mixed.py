@@ -237,8 +237,9 @@ class TestWriteOut:
         st.Plan(w, outs=[out]).write_out()
         ref.assert_bits(out, w, "out")
 
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
     @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-    def test_rounding_of_every_kind_of_number(self, dtype: torch.dtype) -> None:
+    def test_rounding_of_every_kind_of_number(self, dtype: torch.dtype, device: str) -> None:
         """To nearest, ties to even: halfway cases of every result, overflow, subnormals."""
         exact = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
         exact = exact[exact.isfinite()].sort().values
@@ -247,9 +248,9 @@ class TestWriteOut:
         down = torch.nextafter(halfway, torch.tensor(-torch.inf))
         large = torch.tensor([65519.0, 65520.0, 65535.0, 3e38, -3e38, 1e-45, -1e-45])
         w = torch.cat([exact, halfway, up, down, large, -large])
-        out = torch.empty(len(w), dtype=dtype)
-        st.Plan(w, outs=[out]).write_out()
-        ref.assert_same(out, w.to(dtype), "out")
+        out = torch.empty(len(w), dtype=dtype, device=device)
+        st.Plan(w.to(device), outs=[out]).write_out()
+        ref.assert_same(out.cpu(), w.to(dtype), "out")
 
     @pytest.mark.parametrize("steps", [0, 1e-320])
     def test_a_prediction_that_does_not_move(self, steps: float) -> None:
