@@ -66,7 +66,8 @@ SPECTRAIN_HD void unroll(F&& f) {
 // `predictions` among its Args; OutType; a Move, what `advance` needs of them; advance(move, w, x),
 // one term of a prediction; known(x), which makes of the values of an element, as they were stored,
 // what `advance` takes: the same for every term of every output; and kKept, a bit for every stream
-// in whose place that is something else than what is stored (a direction that `apply` left, a root).
+// in whose place that is something else than what is stored (a direction that `apply` left, a
+// root).
 struct NoOuts {
   static constexpr bool has_outs = false;
   static constexpr unsigned kKept = 0;
