@@ -20,7 +20,7 @@ from .schedule import Action, Cursor, Extent, Kind, Place, find_generator
 from .stage import Stage
 from .tape import activation
 from .trace import watched
-from .transport import Buffer, Edge, Entrance, Stream, Transit, callers_stream
+from .transport import Buffer, Edge, Entrance, Stream, Transit, callers_stream, captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,8 @@ class Executor:
         itself: list[Callable[[], _Run | None]],
     ) -> _Run:
         self._check()
+        if self._captured():
+            raise RuntimeError("run: a pipeline's run cannot become part of a CUDA graph")
         self._run = itself[0]
         self._ended = False
         try:
@@ -281,9 +283,16 @@ class Executor:
                 yield edge.stream
 
     # The caller's stream is the one that is current at the call: it may be another one each time.
+    # What becomes part of a CUDA graph takes in no other stream; what came before has been done.
+
+    def _captured(self) -> bool:
+        """Whether the caller's work becomes part of a CUDA graph."""
+        return any(captured(stage.device) for stage in self.stages)
 
     def follow_caller(self) -> None:
         """Everything issued from here on follows what the caller has issued so far."""
+        if self._captured():
+            return
         for stage in self.stages:  # the caller may have changed them
             for buffer in stage.shared:
                 callers_stream(stage.device).writes(buffer)
@@ -299,6 +308,8 @@ class Executor:
 
     def let_caller_follow(self) -> None:
         """What the caller issues from here on follows every computation and load issued so far."""
+        if self._captured():
+            return
         for stage in self.stages:
             caller = callers_stream(stage.device)
             caller.wait(stage.computed)

@@ -279,3 +279,23 @@ def test_a_device_assert_names_its_stage() -> None:
         [sys.executable, "-c", _ASSERTED], capture_output=True, text=True, timeout=120, check=False
     )
     assert "stage 1 forward" in done.stdout, done.stderr
+
+
+def test_a_forward_becomes_part_of_a_graph_and_a_run_does_not() -> None:
+    pipe = _pipeline("spectrain", "cuda")
+    batches = _batches(4, "cuda")
+    for _ in pipe.run(batches):
+        pass
+    value = batches[0][0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        pipe(value)  # cuBLAS makes what it needs
+        with torch.cuda.graph(graph):
+            out = pipe(value)
+        value.copy_(batches[1][0])
+        graph.replay()
+        assert torch.equal(out, pipe(batches[1][0]))
+    refused = pytest.raises(RuntimeError, match="cannot become part of a CUDA graph")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), refused:
+        next(iter(pipe.run(batches)))
+    assert len(list(pipe.run(batches))) == 4

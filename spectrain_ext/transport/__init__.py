@@ -2,7 +2,16 @@
 
 from .base import Entrance, Receiver, Sender
 from .local import Edge, Message, Slot, Transit
-from .streams import Buffer, CudaStream, Event, Stream, callers_stream, checked_streams, new_stream
+from .streams import (
+    Buffer,
+    CudaStream,
+    Event,
+    Stream,
+    callers_stream,
+    captured,
+    checked_streams,
+    new_stream,
+)
 
 __all__ = [
     "Buffer",
@@ -17,6 +26,7 @@ __all__ = [
     "Stream",
     "Transit",
     "callers_stream",
+    "captured",
     "checked_streams",
     "new_stream",
 ]

@@ -330,3 +330,8 @@ def callers_stream(device: torch.device) -> Stream:
     if device.type == "cuda":
         return CudaStream([torch.cuda.current_stream(device)])
     return _HOST if _checked is None else _checked.caller
+
+
+def captured(device: torch.device) -> bool:
+    """Whether what the caller issues to the device now becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
