@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from .clipping import GlobalNorm, clip, gradient_norm
 from .rng import TURN, StageRandom
 from .schedule import Cursor, Extent, Kind
-from .tape import Entry, Tape, activation, check_dependence, check_loss, value_of
+from .tape import (
+    Entry,
+    Tape,
+    activation,
+    check_dependence,
+    check_loss,
+    differentiate,
+    value_of,
+)
 from .transport import Buffer, Message, Receiver, Sender, Slot, Transit, new_stream
 from .versions import Content
 from .weights import StageWeights
@@ -320,8 +328,7 @@ class Stage:
             if self.gradients is None:
                 loss, share = tape.output, self._extent.shares[i][j]
                 assert isinstance(loss, Tensor)
-                roots = [loss] if loss.requires_grad else []
-                seeds = [None if share == 1.0 else torch.full_like(loss, share)]
+                pairs = [(loss, torch.full_like(loss, share))] if loss.requires_grad else []
             else:
                 message = arrived.message
                 assert message is not None
@@ -332,10 +339,7 @@ class Stage:
                     for output, seed in zip(outputs, message.tensors, strict=True)
                     if seed is not None and output.requires_grad
                 ]
-                roots = [output for output, _ in pairs]
-                seeds = [seed for _, seed in pairs]
-            if roots:
-                torch.autograd.backward(roots, seeds)
+            differentiate(pairs)
         gradients = tuple(None if leaf is None else leaf.grad for leaf in tape.leaves)
         self._outgoing = gradients, outgoing
 

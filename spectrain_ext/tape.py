@@ -77,6 +77,24 @@ def value_of(message: Message) -> Any:
     return message.tensors[0] if message.single else message.tensors
 
 
+# What torch.autograd.backward calls once it has compared the shapes of outputs and seeds in Python.
+# The engine does that again; in a pipeline the comparison took 19 us, a quarter of a small backward.
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+def differentiate(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add the gradients of outputs, each with the gradient that it got, to all leaves.
+
+    Raises:
+        RuntimeError: a gradient does not fit its output.
+    """
+    if pairs:
+        outputs, seeds = zip(*pairs, strict=True)
+        _run_backward(
+            outputs, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+
+
 def check_loss(loss: object) -> None:
     """Raise TypeError or ValueError unless it is a 0-d tensor of real numbers."""
     if not isinstance(loss, Tensor):

@@ -35,13 +35,6 @@ class Extent:
         """There are no more minibatches than those added."""
         self.minibatches = self._added
 
-    def holds(self, action: Action) -> bool:
-        """Whether the action belongs to the run, as far as is known now."""
-        _, i, j = action
-        if self.minibatches is not None and i >= self.minibatches:
-            return False
-        return j == 0 or j < len(self.shares[i])
-
 
 class Cursor:
     """The head of one stage's stream, without the actions that the run turned out not to have.
@@ -62,15 +55,20 @@ class Cursor:
 
     def head(self) -> Action | None:
         """The action to run next; None when the stage has finished."""
-        action = self._head
-        while action is not None and not self._extent.holds(action):
+        extent = self._extent
+        while self._head is not None:
+            kind, i, j = self._head
+            # As far as is known now; a call for it takes as long again, for every action.
+            if (extent.minibatches is None or i < extent.minibatches) and (
+                j == 0 or j < len(extent.shares[i])
+            ):
+                break
             # Updates come in the order of minibatches: nothing follows a dropped one.
-            if action.kind is Kind.UPDATE:
+            if kind is Kind.UPDATE:
                 self._head = None
             else:
                 self.advance()
-            action = self._head
-        return action
+        return self._head
 
     def advance(self) -> None:
         """Go past the head."""
