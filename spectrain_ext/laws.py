@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, SupportsFloat, TypeAlias, cast
+from typing import Protocol, SupportsFloat, TypeAlias
 
 from spectrain_ext._expressions import Expression
 from spectrain_ext.numbers import Adam, Sgd, Term, non_negative
@@ -176,7 +176,7 @@ def as_law(steps: Horizon, name: str = "steps") -> Law:
     if isinstance(steps, (int, float)):
         return _linear(non_negative(name, steps))
     if hasattr(steps, "sgd"):
-        return cast(Law, steps)
+        return steps  # type: ignore[return-value]
     return Linear(non_negative(name, steps))
 
 

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 Rates = tuple[float, ...]  # of every parameter group
+_lr = itemgetter("lr")
 
 
 class _Shadow(torch.optim.Optimizer):
@@ -110,4 +112,4 @@ class ComingRates:
 
 def rates_of(optimizer: torch.optim.Optimizer) -> Rates:
     """The present learning rate of every parameter group."""
-    return tuple([float(group["lr"]) for group in optimizer.param_groups])
+    return tuple(map(float, map(_lr, optimizer.param_groups)))

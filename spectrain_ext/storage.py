@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import _C
 from .flat import Flat
-from .laws import Horizon
 from .noted import make_noted
 from .plan import Plan
 from .predictor import Difference
@@ -238,7 +237,7 @@ class Storage:
             if self.ahead is not None:
                 self._rounding.write_out()
         else:
-            self.sink.write(cast("Horizon", law))
+            self.sink.write(law)
 
     def write_true(self) -> None:
         """Copy the master to the working buffer, rounded where that is narrower."""

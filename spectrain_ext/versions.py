@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .method import Choices
 from .schedule import Kind, Place, find_generator
@@ -19,7 +19,7 @@ class Content(NamedTuple):
     """
 
     version: int
-    law: object = None  # hashable
+    law: Any = None  # hashable
     rates: tuple[float, ...] | None = None
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from .flat import flat_nbytes
-from .laws import Horizon
 from .memory import StageMemory, peak_of
 from .method import Choices
 from .predictor import Difference, Predictor
@@ -256,7 +255,7 @@ class StageWeights:
         versions.before_update(ordered is not None)
         storage.before_update()
         if ordered is not None:
-            self.optimizer.write_with_next_step(storage.sink, cast("Horizon", ordered.law or 0))
+            self.optimizer.write_with_next_step(storage.sink, ordered.law or 0.0)
         self.optimizer.step()
         after = rates_of(self.optimizer)  # a hook may have changed them
         if ordered is not None and ordered.rates not in (None, after):

@@ -351,6 +351,47 @@ bool all_plain(py::handle value) {
   return true;
 }
 
+// Whether `now` is still what `seen` was noted of it. There a tuple stands for a list, a tuple or the
+// values of a dict, a dict for what these keys of a dict lead to (None: to nothing), a number or a
+// string for its value and whatever else for itself. No Python code runs.
+bool same(PyObject* now, PyObject* seen) {
+  if (now == seen) return true;
+  if (PyTuple_Check(seen)) {
+    const Py_ssize_t n = PyTuple_GET_SIZE(seen);
+    if (PyDict_Check(now)) {
+      if (PyDict_GET_SIZE(now) != n) return false;
+      PyObject* value = nullptr;
+      Py_ssize_t at = 0;
+      for (Py_ssize_t i = 0; PyDict_Next(now, &at, nullptr, &value); ++i) {
+        if (!same(value, PyTuple_GET_ITEM(seen, i))) return false;
+      }
+      return true;
+    }
+    if (!PyTuple_Check(now) && !PyList_Check(now)) return false;
+    if (PySequence_Fast_GET_SIZE(now) != n) return false;
+    for (Py_ssize_t i = 0; i < n; ++i) {
+      if (!same(PySequence_Fast_GET_ITEM(now, i), PyTuple_GET_ITEM(seen, i))) return false;
+    }
+    return true;
+  }
+  if (PyDict_Check(seen)) {
+    if (!PyDict_Check(now)) return false;
+    PyObject *key = nullptr, *expected = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(seen, &at, &key, &expected);) {
+      PyObject* found = PyDict_GetItemWithError(now, key);
+      if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+      if (!same(found == nullptr ? Py_None : found, expected)) return false;
+    }
+    return true;
+  }
+  if (Py_TYPE(now) != Py_TYPE(seen)) return false;
+  if (PyFloat_CheckExact(now)) return PyFloat_AS_DOUBLE(now) == PyFloat_AS_DOUBLE(seen);
+  if (!PyLong_CheckExact(now) && !PyUnicode_CheckExact(now)) return false;
+  const int equal = PyObject_RichCompareBool(now, seen, Py_EQ);
+  if (equal < 0) throw py::error_already_set();
+  return equal == 1;
+}
+
 py::dict build_info() {
   py::dict info;
   info["version"] = SPECTRAIN_VERSION;
@@ -416,6 +457,10 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&spectrain::watch), py::arg("tensors"))
       .def("in_place", [](const spectrain::Watch& watch) { return !watch.moved(); });
   m.def("all_plain", &spectrain::all_plain, py::arg("numbers"));
+  m.def(
+      "same",
+      [](py::handle now, py::handle seen) { return spectrain::same(now.ptr(), seen.ptr()); },
+      py::arg("now"), py::arg("seen"));
   m.def("build_info", &spectrain::build_info);
   m.def(
       "stream_handle",

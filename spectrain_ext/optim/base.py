@@ -231,9 +231,6 @@ class PredictingOptimizer(torch.optim.Optimizer):
         CUDA that costs SGD no synchronization but on the first step of a parameter; Adam's count of
         steps is the host's, which waits for the answer, as GradScaler does for other optimizers.
         """
-        if self._work is not None:
-            self.mend()
-        self._refuse_while_predicted("step")
         if (
             self._rule.scalars
             and torch.cuda.is_initialized()
@@ -242,14 +239,19 @@ class PredictingOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step: a captured CUDA graph would repeat this step's count forever")
         loss = None
         if closure is not None:
+            if self._work is not None:
+                self.mend()
+            self._refuse_while_predicted("step")
             with torch.enable_grad():
                 loss = closure()
-        self._step()
+        with self._turn:
+            if self._work is not None:
+                self.mend()
+            self._refuse_while_predicted("step")
+            self._step()
         return loss
 
-    @_exclusive
     def _step(self) -> None:
-        self._refuse_while_predicted("step")
         templates = self._templates()
         kinds = self._kinds(templates)
         sink, law = (None, None) if self._next_write is None else self._next_write
@@ -262,12 +264,13 @@ class PredictingOptimizer(torch.optim.Optimizer):
         for rows in todo:
             rows.read_gradients()
         scaling = Scaling.of(self)
-        # A count lives on the host, and so does what a first step starts: both have to know.
-        asks = bool(self._rule.scalars) or any(rows.starts() for rows in todo)
-        if (scaling.is_free or asks) and scaling.skips():
-            for rows in todo:
-                rows.forget_gradients()
-            return
+        if scaling.found_inf is not None:
+            # A count lives on the host, and so does what a first step starts: both have to know.
+            asks = bool(self._rule.scalars) or not all(rows.started for rows in todo)
+            if (scaling.is_free or asks) and scaling.skips():
+                for rows in todo:
+                    rows.forget_gradients()
+                return
 
         parts = [(rows, *rows.prepared(templates, law, scaling)) for rows in todo]
         self._work = Work(parts, [], templates, law)

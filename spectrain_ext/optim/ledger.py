@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import chain
-from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from spectrain_ext import _C
 from spectrain_ext.optim.buffers import (
     check_buffer,
     check_dtypes,
@@ -79,7 +79,6 @@ class Ledger:
         self.params: list[Tensor] = []
         self.groups: list[int] = []
         self.buffers: list[tuple[Tensor, ...] | None] = []  # None: never updated
-        self._sizes: list[int] = []
         self._places: list[str] = []
         self._counts: dict[str, Tensor] = {}
         self._values: dict[str, list[float]] = {}
@@ -94,9 +93,12 @@ class Ledger:
 
         Raises ValueError or TypeError for a state that does not fit its parameter.
         """
-        params = list(chain.from_iterable(group["params"] for group in groups))
-        if not self._still_true(groups, params, state):
-            self._read(groups, params, state)
+        if (
+            self._seen is None
+            or not _C.same((groups, state), self._seen)
+            or any(self._counts[key].tolist() != values for key, values in self._values.items())
+        ):
+            self._read(groups, state)
         return self.version
 
     def where(self, position: int) -> str:
@@ -131,30 +133,11 @@ class Ledger:
         """Note that the scalar state is as it should be."""
         self._values = {key: column.tolist() for key, column in self._counts.items()}
 
-    def _still_true(self, groups: Sequence[Group], params: list[Tensor], state: State) -> bool:
-        if (
-            self._seen is None
-            or len(self._seen) != len(state)
-            or not all(map(is_, state.values(), self._seen))
-            or len(params) != len(self.params)
-            or not all(map(is_, params, self.params))
-            or [len(group["params"]) for group in groups] != self._sizes
-        ):
-            return False
-        try:
-            for key, expected in self._expected.items():
-                if not all(map(is_, map(itemgetter(key), self._entries), expected)):
-                    return False
-        except KeyError:
-            return False
-        if any(entry.get(key) is not None for entry in self._bare for key in self._expected):
-            return False
-        return all(self._counts[key].tolist() == values for key, values in self._values.items())
-
-    def _read(self, groups: Sequence[Group], params: list[Tensor], state: State) -> None:
+    def _read(self, groups: Sequence[Group], state: State) -> None:
         self.forget()
         rule = self.rule
-        self._sizes = [len(group["params"]) for group in groups]
+        sizes = [len(group["params"]) for group in groups]
+        params: list[Tensor] = list(chain.from_iterable(group["params"] for group in groups))
         self._places = [where for where, _ in named(groups)]
         saved: list[Saved | None] = []
         for where, p in zip(self._places, params, strict=True):
@@ -162,17 +145,15 @@ class Ledger:
             # Not state[p]: it is a defaultdict, and looking must not add an entry.
             saved.append(read_entry(where, rule, p, state.get(p) or {}))
 
-        self.groups = [index for index, size in enumerate(self._sizes) for _ in range(size)]
+        self.groups = [index for index, size in enumerate(sizes) for _ in range(size)]
         self.params = params
         self.buffers = [
             None if found is None else self._settled(p, found.buffers)
             for p, found in zip(params, saved, strict=True)
         ]
         self._take_scalars([None if found is None else found.scalars for found in saved])
-        self._entries = []
-        self._bare = []
         keys = (*rule.buffers, *rule.scalars)
-        self._expected: dict[str, list[Tensor]] = {key: [] for key in keys}
+        noted: dict[Tensor, dict[str, Any]] = {}
         numbers = {key: column.unbind() for key, column in self._counts.items()}
         for i, (p, buffers) in enumerate(zip(params, self.buffers, strict=True)):
             entry = state.get(p)
@@ -181,20 +162,21 @@ class Ledger:
                     for view in self.home[p]:
                         view.zero_()  # so that the prediction is the weights themselves
                 if entry is not None:
-                    self._bare.append(entry)
+                    noted[p] = dict.fromkeys(keys)
                 continue
             assert entry is not None
-            for key, buffer in zip(rule.buffers, buffers, strict=True):
-                entry[key] = buffer
-                self._expected[key].append(buffer)
+            entry.update(zip(rule.buffers, buffers, strict=True))
             for key, column in numbers.items():
                 kept = entry[key]
                 if not isinstance(kept, Tensor) or kept.data_ptr() != column[i].data_ptr():
                     entry[key] = column[i]
-                self._expected[key].append(entry[key])
-            self._entries.append(entry)
+            noted[p] = {key: entry[key] for key in keys}
         self.version += 1
-        self._seen = tuple(state.values())  # last: from here on it is true
+        # Last: from here on it is true.
+        self._seen = (
+            tuple({"params": tuple(group["params"])} for group in groups),
+            tuple(noted.get(p, entry) for p, entry in state.items()),
+        )
 
     def _settled(self, p: Tensor, buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the buffers where they belong, in a layout and dtype that the kernels take."""

@@ -149,6 +149,7 @@ class Rows:
         self._without = None
         self._prepared = self._prepared_prediction = None
         self.cohorts = [Cohort(group, started, [], []) for group, started, _ in index]
+        self.started = self.buffers is None or all(cohort.started for cohort in self.cohorts)
         for row, (n, position) in enumerate(zip(assignment, self.positions, strict=True)):
             self.cohorts[n].positions.append(position)
             self.cohorts[n].rows.append(row)
@@ -250,9 +251,7 @@ class Rows:
         """
         if self.ledger.rule.scalars:
             self._count(after)
-        if self.all_active and (
-            self.buffers is None or all(cohort.started for cohort in self.cohorts)
-        ):
+        if self.all_active and self.started:
             return False
         return self._start(state)
 
@@ -295,10 +294,6 @@ class Rows:
         if not isinstance(law, PerGroup):
             return law
         return ByNumbers(law, numbers, [cohort.group for cohort in self.cohorts])
-
-    def starts(self) -> bool:
-        """Tell whether the next step begins the buffers of a parameter."""
-        return self.buffers is not None and not all(cohort.started for cohort in self.cohorts)
 
     def _start(self, state: State) -> bool:
         changed = False

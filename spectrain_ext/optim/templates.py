@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from spectrain_ext import _C
 from spectrain_ext.optim.ledger import Group
 from spectrain_ext.optim.rule import Rule
 
@@ -19,7 +20,7 @@ class Templates:
 
     def __init__(self, rule: Rule[Any]) -> None:
         self._rule = rule
-        self._seen: list[tuple[Any, ...]] | None = None
+        self._seen: tuple[tuple[Any, ...], ...] | None = None
         self._numbers: list[Any] = []
 
     def of(self, groups: Sequence[Group]) -> list[Any]:
@@ -27,20 +28,12 @@ class Templates:
 
         Raises ValueError or TypeError for a number out of range.
         """
-        now = [tuple(group.values()) for group in groups]
-        if self._seen is None or not _same(now, self._seen):
+        if self._seen is None or not _C.same(groups, self._seen):
             self._seen = None
             self._numbers = [self._rule.read(index, group) for index, group in enumerate(groups)]
             if all(map(_stays, groups)):
-                self._seen = now
+                self._seen = tuple(tuple(group.values()) for group in groups)
         return self._numbers
-
-
-def _same(now: list[tuple[Any, ...]], seen: list[tuple[Any, ...]]) -> bool:
-    try:
-        return now == seen
-    except (RuntimeError, ValueError):  # a tensor or an array where there was a number
-        return False
 
 
 def _stays(group: Group) -> bool:
