@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .batch import Microbatch, samples_of, shares_of, split
-from .executor import Executor, Result
+from .errors import RankError
+from .executor import Executor, Result, blamed
 from .fingerprint import Fingerprint
 from .gradient_sum import GradientSum
 from .observer import Observer
@@ -181,7 +182,14 @@ class RankExecutor(Executor):
                 self._before_update(i)
             stage.cursor.advance()
             self._label(kind, i, j)
-            self._act(stage, handlers[kind], action)
+            try:
+                handlers[kind](i, j)
+            except RankError:
+                raise
+            except Exception as error:
+                if kind is Kind.PULL:  # the caller's own iterator, or what came out of it
+                    raise
+                raise blamed(stage.index, action, error) from error
             self._note(kind, i, j)
             while results:
                 board.doing("the caller's loop, which has the result of minibatch", i)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from spectrain_ext import _C
 from spectrain_ext.optim import SGD, Adam
 
 
@@ -83,3 +84,33 @@ def test_a_profiler_sees_the_step():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
         step(p, optimizer)
     assert "Optimizer.step#SGD.step" in {event.key for event in found.key_averages()}
+
+
+@pytest.mark.parametrize(
+    ("now", "seen", "expected"),
+    [
+        ([{"lr": 0.1, "n": 3, "s": "x", "b": True}], ((0.1, 3, "x", True),), True),
+        ([{"lr": 0.1 + 0.1}], ((0.2,),), True),
+        ([{"lr": 0.1}], ((0.2,),), False),
+        ([{"lr": 1}], ((1.0,),), False),
+        ([{"b": 1}], ((True,),), False),
+        ([{"lr": 0.1, "more": 1}], ((0.1,),), False),
+        ([{"lr": 0.1}, {}], ((0.1,),), False),
+        ([{"betas": [0.1, 0.2]}], (((0.1, 0.2),),), True),
+        ([{"betas": [0.1, 0.3]}], (((0.1, 0.2),),), False),
+        ({"a": 1, "other": 2}, {"a": 1}, True),
+        ({"other": 2}, {"a": 1}, False),
+        ({"other": 2}, {"a": None}, True),
+        ({"a": 2}, {"a": None}, False),
+        (None, {"a": None}, False),
+        (3, (3,), False),
+    ],
+)
+def test_same_compares_with_what_was_noted(now: object, seen: object, expected: bool) -> None:
+    assert _C.same(now, seen) is expected
+
+
+def test_same_knows_an_object_by_its_identity() -> None:
+    tensor = torch.ones(2)
+    assert _C.same([tensor], (tensor,))
+    assert not _C.same([tensor.clone()], (tensor,))

@@ -351,9 +351,9 @@ bool all_plain(py::handle value) {
   return true;
 }
 
-// Whether `now` is still what `seen` was noted of it. There a tuple stands for a list, a tuple or the
-// values of a dict, a dict for what these keys of a dict lead to (None: to nothing), a number or a
-// string for its value and whatever else for itself. No Python code runs.
+// Whether `now` is still what `seen` was noted of it. There a tuple stands for a list, a tuple or
+// the values of a dict, a dict for what these keys of a dict lead to (None: to nothing), a number
+// or a string for its value and whatever else for itself. No Python code runs.
 bool same(PyObject* now, PyObject* seen) {
   if (now == seen) return true;
   if (PyTuple_Check(seen)) {

@@ -264,7 +264,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         for rows in todo:
             rows.read_gradients()
         scaling = Scaling.of(self)
-        if scaling.found_inf is not None:
+        if scaling is not None:
             # A count lives on the host, and so does what a first step starts: both have to know.
             asks = bool(self._rule.scalars) or not all(rows.started for rows in todo)
             if (scaling.is_free or asks) and scaling.skips():

@@ -213,14 +213,14 @@ class Rows:
         return numbers
 
     def prepared(
-        self, templates: Sequence[Any], law: Law | None, scaling: Scaling
+        self, templates: Sequence[Any], law: Law | None, scaling: Scaling | None
     ) -> tuple[Callable[[], None], list[Scalars]]:
         """Return what updates the rows that have a gradient, and the scalar state after it.
 
         With a law it writes the outs as well, but for what ``write_rest`` does.
         """
         ledger, rule = self.ledger, self.ledger.rule
-        options = scaling.on(self._weights[0].device)
+        options = None if scaling is None else scaling.on(self._weights[0].device)
         keeps = options is None and not rule.scalars and _stays(law)
         known = self._prepared
         if keeps and known is not None and known.serves(templates, law):

@@ -22,11 +22,11 @@ class Scaling(NamedTuple):
     found_inf: Tensor | None
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> Scaling:
-        """What is set on the optimizer now."""
+    def of(cls, optimizer: torch.optim.Optimizer) -> Scaling | None:
+        """What is set on the optimizer now; None: nothing."""
         grad_scale = getattr(optimizer, "grad_scale", None)
         found_inf = getattr(optimizer, "found_inf", None)
-        return cls(grad_scale, found_inf)
+        return None if grad_scale is found_inf is None else cls(grad_scale, found_inf)
 
     def skips(self) -> bool:
         """Whether the step is not to be made; on CUDA the host waits for the answer."""
@@ -39,8 +39,6 @@ class Scaling(NamedTuple):
 
     def on(self, device: torch.device) -> Options | None:
         """What a plan on the device takes of it."""
-        if self.grad_scale is None and self.found_inf is None:
-            return None
         grad_scale, found_inf = (
             None if value is None else value.to(device, torch.float32, non_blocking=True)
             for value in self
