@@ -83,11 +83,7 @@ _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 def differentiate(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add the gradients of outputs, each with the gradient that it got, to all leaves.
-
-    Raises:
-        RuntimeError: a gradient does not fit its output.
-    """
+    """Add the gradients of outputs, each with the gradient that it got, to all leaves."""
     if pairs:
         outputs, seeds = zip(*pairs, strict=True)
         _run_backward(
