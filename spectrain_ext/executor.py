@@ -49,12 +49,6 @@ def _no_run() -> None:
     """No run has begun."""
 
 
-def blamed(stage: int, action: Action, error: Exception) -> StageError:
-    """What a stage's action raises where its handler raised this."""
-    reason = f"{type(error).__name__}: {error}"
-    return StageError(stage, action.minibatch, action.kind.value, reason)
-
-
 # A turn is one forward, or one backward with the update that may follow; these begin the next.
 _BEGINS_TURN = frozenset((Kind.PULL, Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD))
 
@@ -357,7 +351,7 @@ class Executor:
         action = cursor.head()
         progress = False
         while action is not None:
-            kind, i, j = action
+            kind, i, _ = action
             if kind is Kind.RECEIVE_ACTIVATION:
                 if not stage.inputs.has():
                     break
@@ -371,18 +365,24 @@ class Executor:
                     break
             cursor.advance()
             progress = True
-            try:
-                handlers[kind](i, j)
-            except RankError:
-                raise
-            except Exception as error:
-                if kind is Kind.PULL:  # the caller's own iterator, or what came out of it
-                    raise
-                raise blamed(stage.index, action, error) from error
+            self._act(stage, handlers[kind], action)
             action = cursor.head()
-            if action is not None and action[0] in _BEGINS_TURN and kind is not Kind.PULL:
+            if action is not None and action.kind in _BEGINS_TURN and kind is not Kind.PULL:
                 break
         return progress
+
+    def _act(self, stage: Stage, handler: _Handler, action: Action) -> None:
+        """Run an action; its exception becomes the stage's."""
+        kind, i, j = action
+        try:
+            handler(i, j)
+        except RankError:
+            raise
+        except Exception as error:
+            if kind is Kind.PULL:  # the caller's own iterator, or what came out of it
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise StageError(stage.index, i, kind.value, reason) from error
 
     # What goes in and comes out.
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .batch import Microbatch, samples_of, shares_of, split
-from .errors import RankError
-from .executor import Executor, Result, blamed
+from .executor import Executor, Result
 from .fingerprint import Fingerprint
 from .gradient_sum import GradientSum
 from .observer import Observer
@@ -182,14 +181,7 @@ class RankExecutor(Executor):
                 self._before_update(i)
             stage.cursor.advance()
             self._label(kind, i, j)
-            try:
-                handlers[kind](i, j)
-            except RankError:
-                raise
-            except Exception as error:
-                if kind is Kind.PULL:  # the caller's own iterator, or what came out of it
-                    raise
-                raise blamed(stage.index, action, error) from error
+            self._act(stage, handlers[kind], action)
             self._note(kind, i, j)
             while results:
                 board.doing("the caller's loop, which has the result of minibatch", i)
