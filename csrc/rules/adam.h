@@ -21,7 +21,9 @@ SPECTRAIN_HD Acc adam_step(const Coefficients<Acc>& c, Acc eps, Acc w, Acc m, Ac
   return kept - direction / multiply_add(root_u, c.root, eps);
 }
 
-// A predicted step. One that does not move keeps W: 0*inf and 0/0 would be NaN.
+// A predicted step. One that does not move keeps W: 0*inf and 0/0 would be NaN. Dividing once for
+// all terms of the same denominator gained nothing on a CPU (1.01 to 1.20 of the time in its
+// cache).
 template <class Acc>
 SPECTRAIN_HD Acc adam_move(const Coefficients<Acc>& c, Acc eps, Acc w, Acc m, Acc root_u, Acc d) {
   const bool still = c.momentum == Acc(0) && c.gradient == Acc(0);
