@@ -174,38 +174,48 @@ struct Body {
     }
   }
 
-  // Every extra output. Elements are the inner loop, so that a vector loads the coefficients of a
-  // term once.
+  // Every extra output. Elements are the inner loop, so that several load the coefficients of a
+  // term once: with all eight, or four where outputs are float32, SGD's step spills on sm_120.
   template <int N>
   SPECTRAIN_HD void predictions(Packs<Rule, N>& packs, const Acc (&kept)[n_streams][N],
                                 int64_t element) const {
     using T = typename Rule::OutType;
+    constexpr int at_once = N == 8 && sizeof(T) == sizeof(float) ? 2 : N < 4 ? N : 4;
     SPECTRAIN_NO_UNROLL
     for (int j = 0; j < args.predictions.n_outs; ++j) {
-      Acc w[N];
-      SPECTRAIN_UNROLL
-      for (int e = 0; e < N; ++e) w[e] = widen(packs.template get<0>().element[e]);
-      SPECTRAIN_NO_UNROLL
-      for (int t = args.predictions.begin(j); t < args.predictions.end[j]; ++t) {
-        const auto move = Rule::move(args, t);
-        SPECTRAIN_UNROLL
-        for (int e = 0; e < N; ++e) {
-          Acc x[n_streams] = {};
-          unroll<n_streams>([&](auto index) {
-            constexpr int s = decltype(index)::value;
-            if constexpr (keeps<Rule, s>) {
-              x[s] = kept[s][e];
-            } else {
-              x[s] = widen(packs.template get<s>().element[e]);
-            }
-          });
-          w[e] = Rule::advance(move, w[e], x);
-        }
-      }
       Pack<T, N> out;
       SPECTRAIN_UNROLL
-      for (int e = 0; e < N; ++e) out.element[e] = Narrow<T>::from(w[e]);
+      for (int first = 0; first < N; first += at_once) {
+        Acc w[at_once];
+        predict<at_once>(w, j, packs, kept, first);
+        SPECTRAIN_UNROLL
+        for (int e = 0; e < at_once; ++e) out.element[first + e] = Narrow<T>::from(w[e]);
+      }
       out.store(global(static_cast<T*>(table.pointer(row, n_streams + j))) + element);
+    }
+  }
+
+  template <int Count, int N>
+  SPECTRAIN_HD void predict(Acc (&w)[Count], int j, Packs<Rule, N>& packs,
+                            const Acc (&kept)[n_streams][N], int first) const {
+    SPECTRAIN_UNROLL
+    for (int e = 0; e < Count; ++e) w[e] = widen(packs.template get<0>().element[first + e]);
+    SPECTRAIN_NO_UNROLL
+    for (int t = args.predictions.begin(j); t < args.predictions.end[j]; ++t) {
+      const auto move = Rule::move(args, t);
+      SPECTRAIN_UNROLL
+      for (int e = 0; e < Count; ++e) {
+        Acc x[n_streams] = {};
+        unroll<n_streams>([&](auto index) {
+          constexpr int s = decltype(index)::value;
+          if constexpr (keeps<Rule, s>) {
+            x[s] = kept[s][first + e];
+          } else {
+            x[s] = widen(packs.template get<s>().element[first + e]);
+          }
+        });
+        w[e] = Rule::advance(move, w[e], x);
+      }
     }
   }
 
