@@ -175,12 +175,14 @@ struct Body {
   }
 
   // Every extra output. Elements are the inner loop, so that several load the coefficients of a
-  // term once: with all eight, or four where outputs are float32, SGD's step spills on sm_120.
+  // term once: with all eight, or four where outputs are float32, SGD's step spills on sm_120. What
+  // divides has twice the registers.
   template <int N>
   SPECTRAIN_HD void predictions(Packs<Rule, N>& packs, const Acc (&kept)[n_streams][N],
                                 int64_t element) const {
     using T = typename Rule::OutType;
-    constexpr int at_once = N == 8 && sizeof(T) == sizeof(float) ? 2 : N < 4 ? N : 4;
+    constexpr int with_64_registers = N == 8 && sizeof(T) == sizeof(float) ? 2 : N < 4 ? N : 4;
+    constexpr int at_once = Rule::divides ? N : with_64_registers;
     SPECTRAIN_NO_UNROLL
     for (int j = 0; j < args.predictions.n_outs; ++j) {
       Pack<T, N> out;
