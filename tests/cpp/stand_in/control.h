@@ -25,7 +25,6 @@ struct Access {
   Access& operator=(const Access&) = delete;
 };
 void* allocate(size_t bytes, size_t offset = 0);
-void release(void*);
 void write(void* to, const void* from, size_t bytes);  // at once, whatever is enqueued
 void read(void* to, const void* from, size_t bytes);
 
@@ -33,8 +32,6 @@ cudaStream_t new_stream(int device);
 // Everything that is enqueued from here on to `later` follows what is enqueued to `earlier` by now.
 void order(cudaStream_t earlier, cudaStream_t later);
 void enqueue(cudaStream_t, std::function<void()> work);  // host work in a stream's order
-size_t issued(cudaStream_t);  // the number of the last work enqueued there
-bool done(size_t work);
 // Runs all that is enqueued, in any order that the streams allow.
 void synchronize();
 

@@ -29,7 +29,6 @@ enum cudaError_t {
   cudaErrorMemoryAllocation = 2,
   cudaErrorInvalidDevice = 101,
   cudaErrorInvalidResourceHandle = 400,
-  cudaErrorLaunchFailure = 719,
   cudaErrorStreamCaptureImplicit = 906,
 };
 struct CUstream_st;

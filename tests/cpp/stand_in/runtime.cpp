@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
 #include <random>
 #include <string>
 
@@ -66,7 +65,6 @@ struct State {
 constexpr size_t kArena = size_t{1} << 28, kGuard = 256;
 char* arena = nullptr;
 size_t used = 0;
-std::map<char*, size_t> sizes;
 
 void poison([[maybe_unused]] void* at, [[maybe_unused]] size_t n) {
 #if defined(__SANITIZE_ADDRESS__)
@@ -271,7 +269,6 @@ void reset(uint64_t seed, int devices) {
   }
   unpoison(arena, used);
   used = 0;
-  sizes.clear();
   state = State{};
   state.random.seed(seed);
   state.devices = devices;
@@ -292,14 +289,7 @@ void* allocate(size_t bytes, size_t offset) {
   unpoison(arena + begin - offset - kGuard, kGuard + offset + bytes + kGuard);
   poison(arena + begin - offset - kGuard, kGuard + offset);
   poison(arena + begin + bytes, used - begin - bytes);
-  sizes[arena + begin] = bytes;
   return arena + begin;
-}
-void release(void* at) {
-  const auto found = sizes.find(static_cast<char*>(at));
-  if (found == sizes.end()) fatal("memory is released that was not allocated");
-  poison(at, found->second);
-  sizes.erase(found);
 }
 void write(void* to, const void* from, size_t bytes) {
   const Access access;
@@ -318,8 +308,6 @@ void order(cudaStream_t earlier, cudaStream_t later) {
 void enqueue(cudaStream_t stream, std::function<void()> work) {
   append(stream_of(stream), std::move(work));
 }
-size_t issued(cudaStream_t stream) { return stream_of(stream).last; }
-bool done(size_t work) { return state.work[work].done; }
 
 void synchronize() {
   const Access access;
