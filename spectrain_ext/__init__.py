@@ -17,7 +17,6 @@ from spectrain_ext.errors import (
     CheckpointError,
     OrderingError,
     RankError,
-    ScheduleError,
     StageError,
 )
 from spectrain_ext.method import Method, methods, second_order, xgrad
@@ -39,6 +38,7 @@ from spectrain_ext.ops import (
 from spectrain_ext.partitioning import partition
 from spectrain_ext.pipeline import Pipeline
 from spectrain_ext.plan import Plan
+from spectrain_ext.schedule import ScheduleError
 from spectrain_ext.trace import Trace
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Value = Tensor | tuple[Tensor, ...]
+from .transport import Value
 
 
 class Microbatch(NamedTuple):

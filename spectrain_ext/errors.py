@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .schedule import Action
 
 
 class StageError(RuntimeError):
@@ -33,25 +29,6 @@ class StageError(RuntimeError):
 
     def __str__(self) -> str:
         return f"stage {self.stage}, minibatch {self.minibatch}, {self.action}: {self.reason}"
-
-
-class ScheduleError(ValueError):
-    """A schedule that cannot be run, or would compute something else than it should.
-
-    Attributes:
-        stage: index of the stage, counted from 0.
-        action: the action of its schedule where that shows.
-        reason: what was expected, and what was found.
-    """
-
-    def __init__(self, stage: int, action: Action, reason: str) -> None:
-        super().__init__(stage, action, reason)  # these args make it picklable
-        self.stage = stage
-        self.action = action
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"stage {self.stage}, {self.action}: {self.reason}"
 
 
 class OrderingError(RuntimeError):

@@ -12,15 +12,15 @@ from weakref import ref
 
 from torch import Tensor
 
-from .batch import Microbatch, Value, split
+from .batch import Microbatch, split
 from .clipping import GlobalNorm
 from .errors import RankError, StageError, make_all, noted_on
-from .observer import Observer
-from .schedule import Action, Cursor, Extent, Kind, Place, find_generator
+from .observer import Observer, watched
+from .schedule import Action, Kind, Place, find_generator
+from .schedule.cursor import Cursor, Extent
 from .stage import Stage
 from .tape import activation
-from .trace import watched
-from .transport import Buffer, Edge, Entrance, Stream, Transit, callers_stream, captured
+from .transport import Buffer, Edge, Entrance, Stream, Transit, Value, callers_stream, captured
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .batch import Value
+from .transport import Value
 
 # Elements of a tensor that count: as many as are read in some microseconds.
 _ELEMENTS = 4096

@@ -23,7 +23,6 @@ from .arguments import (
     make_scheduler,
     max_norms_of,
 )
-from .batch import Value
 from .clipping import GlobalNorm
 from .errors import noted_on
 from .executor import Executor, Result
@@ -37,7 +36,7 @@ from .recomputing import RecomputingStage
 from .rng import StageRandom
 from .schedule import Place
 from .stage import Stage
-from .transport import callers_stream
+from .transport import Value, callers_stream
 from .weights import StageWeights
 
 if TYPE_CHECKING:

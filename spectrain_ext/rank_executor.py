@@ -12,12 +12,11 @@ from .batch import Microbatch, samples_of, shares_of, split
 from .executor import Executor, Result
 from .fingerprint import Fingerprint
 from .gradient_sum import GradientSum
-from .observer import Observer
+from .observer import Observer, watched
 from .rank_edges import RankEdges
 from .rank_norm import RankNorm
 from .schedule import Kind, Place, Replicas
 from .stage import Stage
-from .trace import watched
 from .transport import Edge, Stream
 from .transport.board import Board
 from .transport.inlet import Inlet

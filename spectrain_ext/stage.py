@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from .clipping import GlobalNorm, clip, gradient_norm
 from .rng import TURN, StageRandom
-from .schedule import Cursor, Extent, Kind
+from .schedule import Kind
+from .schedule.cursor import Cursor, Extent
 from .tape import (
     Entry,
     Tape,

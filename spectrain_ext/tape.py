@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch import Value
-from .transport import Buffer, Message, Slot
+from .transport import Buffer, Message, Slot, Value
 
 
 class Entry(torch.autograd.Function):

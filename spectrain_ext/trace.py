@@ -1,4 +1,4 @@
-"""Trace: records when every action of a run really ran; ranges of the same in torch.profiler."""
+"""Trace: records when every action of a run really ran."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd import profiler
 
 from .observer import Handler, Observer
 from .schedule import Action, Kind, Lane, Rules, Span, open_ledgers
@@ -28,46 +27,7 @@ _LANES: dict[Kind, Lane] = {
     Kind.SEND_ACTIVATION: "to next",
     Kind.SEND_GRADIENT: "to previous",
 }
-_RANGES: dict[Kind, str] = {
-    Kind.LOAD_FORWARD: "predict",
-    Kind.RECEIVE_ACTIVATION: "recv",
-    Kind.FORWARD: "F{}",
-    Kind.SEND_ACTIVATION: "send",
-    Kind.LOSS: "loss",
-    Kind.LOAD_BACKWARD: "predict",
-    Kind.RECEIVE_GRADIENT: "recv",
-    Kind.BACKWARD: "B{}",
-    Kind.SEND_GRADIENT: "send",
-    Kind.UPDATE: "update",
-}
 _TURNS = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE))
-
-
-def watched(
-    trace: Observer | None, stage: Stage, handlers: dict[Kind, Handler]
-) -> dict[Kind, Handler]:
-    """The handlers of a stage's actions, as they are unless somebody watches the run.
-
-    Where it is traced, or a profiler is active when the run begins, every action is a range of
-    ``torch.profiler``: "F17" and "B17" (of microbatch 1 "F17.1"), "predict", "send", "recv", "loss"
-    and "update". A range on CUDA is the host's; the kernels in it are the device's.
-    """
-    if trace is not None:
-        handlers = trace.watch(stage, handlers)
-    if not (isinstance(trace, Trace) or profiler._is_profiler_enabled):
-        return handlers
-    return {
-        kind: _ranged(_RANGES[kind], handler) if kind in _RANGES else handler
-        for kind, handler in handlers.items()
-    }
-
-
-def _ranged(name: str, handler: Handler) -> Handler:
-    def ranged(i: int, j: int) -> None:
-        with profiler.record_function(name.format(f"{i}.{j}" if j else i)):
-            handler(i, j)
-
-    return ranged
 
 
 class Trace(Observer):
@@ -81,6 +41,8 @@ class Trace(Observer):
 
     A trace holds the last run that it was given to, in memory that grows with the run's length.
     """
+
+    ranges = True
 
     def __init__(self) -> None:
         self._records: list[tuple[int, Action, Mark, Mark]] = []

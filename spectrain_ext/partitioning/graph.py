@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
 
-from spectrain_ext.batch import Value
+from spectrain_ext.transport import Value
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Pipe

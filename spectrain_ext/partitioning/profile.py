@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.batch import Value
 from spectrain_ext.rng import TURN
+from spectrain_ext.transport import Value
 
 
 @dataclass(frozen=True, slots=True)

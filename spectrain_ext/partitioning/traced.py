@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.batch import Value
 from spectrain_ext.partitioning.programs import Port, Program
 from spectrain_ext.partitioning.tracing import Mode, Trace, traces
+from spectrain_ext.transport import Value
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint

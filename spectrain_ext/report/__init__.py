@@ -3,11 +3,11 @@
 from spectrain_ext.report.merging import merge_traces
 from spectrain_ext.report.method_timeline import draw_method_timelines, simulate_method
 from spectrain_ext.report.metric import ACCURACY, PERPLEXITY, Metric
-from spectrain_ext.report.picture import draw_losses, require_matplotlib
+from spectrain_ext.report.picture import draw_losses
 from spectrain_ext.report.results import MethodResult, Run, summarize, write_results
 from spectrain_ext.report.store import RunStore
 from spectrain_ext.report.table import comparison_table
-from spectrain_ext.report.timeline import draw_timeline, write_trace
+from spectrain_ext.report.timeline import draw_timeline, require_matplotlib, write_trace
 
 __all__ = [
     "ACCURACY",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from spectrain_ext.report.metric import ACCURACY, Metric
 from spectrain_ext.report.results import MethodResult
+from spectrain_ext.report.timeline import require_matplotlib
 
 # Okabe and Ito's colours, distinguishable with any colour vision; dashes tell the lines apart in
 # print as well, and lines of the same colour. The reference is black.
@@ -21,18 +22,6 @@ _DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = (
 )
 _LEGEND_ROWS = 10
 _HIGHEST = 1e3
-
-
-def require_matplotlib() -> None:
-    """Raise a ``ModuleNotFoundError`` that names the remedy when matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "the picture of the losses needs matplotlib, which is not installed: "
-            "pip install 'spectrain_ext[train]'",
-            name=error.name,
-        ) from error
 
 
 def draw_losses(

@@ -1,10 +1,8 @@
 """Schedules are data: generators write actions, the executor runs them, a count checks them."""
 
-from ..errors import ScheduleError
-from .actions import Action, Kind
+from .actions import Action, Kind, ScheduleError
 from .compute_csv import read_csv, write_csv
 from .counting import Met, follow, open_ledgers, read, updates_between
-from .cursor import Cursor, Extent
 from .generators import FLUSHING, GENERATORS, Generator, find_generator
 from .gpipe import gpipe
 from .interleaving import interleave
@@ -23,9 +21,7 @@ __all__ = [
     "GENERATORS",
     "Action",
     "Count",
-    "Cursor",
     "Durations",
-    "Extent",
     "Generator",
     "Horizons",
     "Kind",

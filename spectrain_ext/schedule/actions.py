@@ -1,4 +1,4 @@
-"""Action: one step of a stage's work, as a value."""
+"""Action: one step of a stage's work, as a value; ScheduleError: one that cannot be."""
 
 from __future__ import annotations
 
@@ -37,3 +37,22 @@ class Action(NamedTuple):
         whole = self.kind is Kind.PULL or self.kind is Kind.UPDATE
         part = "" if whole else f", microbatch {self.microbatch}"
         return f"{self.kind.value} of minibatch {self.minibatch}{part}"
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run, or would compute something else than it should.
+
+    Attributes:
+        stage: index of the stage, counted from 0.
+        action: the action of its schedule where that shows.
+        reason: what was expected, and what was found.
+    """
+
+    def __init__(self, stage: int, action: Action, reason: str) -> None:
+        super().__init__(stage, action, reason)  # these args make it picklable
+        self.stage = stage
+        self.action = action
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}, {self.action}: {self.reason}"

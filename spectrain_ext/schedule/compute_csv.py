@@ -16,8 +16,7 @@ from os import PathLike
 from typing import NamedTuple
 
 from ..bounded import read_bounded
-from ..errors import ScheduleError
-from .actions import Action, Kind
+from .actions import Action, Kind, ScheduleError
 from .moves import backward, forward
 from .place import Place
 from .turns import turns

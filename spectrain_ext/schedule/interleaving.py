@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..errors import ScheduleError
-from .actions import Action, Kind
+from .actions import Action, Kind, ScheduleError
 from .turns import turns
 
 _FORWARD, _UPDATE = Kind.FORWARD, Kind.UPDATE

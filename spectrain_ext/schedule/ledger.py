@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ..errors import ScheduleError
-from .actions import Action, Kind
+from .actions import Action, Kind, ScheduleError
 
 
 class Reading(NamedTuple):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..errors import ScheduleError
-from .actions import Action, Kind
+from .actions import Action, Kind, ScheduleError
 from .generators import Generator, find_generator
 from .place import Place
 

@@ -1,7 +1,7 @@
 """How tensors get from stage to stage, and what orders their use."""
 
 from .base import Entrance, Receiver, Sender
-from .local import Edge, Message, Slot, Transit
+from .local import Edge, Message, Slot, Transit, Value
 from .streams import (
     Buffer,
     CudaStream,
@@ -25,6 +25,7 @@ __all__ = [
     "Slot",
     "Stream",
     "Transit",
+    "Value",
     "callers_stream",
     "captured",
     "checked_streams",

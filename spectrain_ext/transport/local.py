@@ -11,6 +11,9 @@ from torch import Tensor
 
 from .streams import Buffer, Event, Stream, callers_stream, new_stream
 
+#: What goes into a stage and comes out of it.
+Value = Tensor | tuple[Tensor, ...]
+
 _CPU = torch.device("cpu")
 #: Of pageable memory CUDA takes so much into memory of its own and returns; with more, the copy may
 #: keep the host until the device comes to it, after all that the copy waits for.
