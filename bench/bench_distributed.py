@@ -84,7 +84,7 @@ def ours(
     window: Literal["classic", "wide"] = "classic",
 ) -> Callable[[int], float]:
     """Microbatches per second of a run, between the first results and the last one."""
-    pipe = st.Pipeline.from_process_group(
+    pipe = st.DistributedPipeline(
         stage_of(blocks),
         optimizer_of,
         _mse,
@@ -152,7 +152,7 @@ def whole_of(blocks: int) -> nn.Sequential:
 
 def replicated(blocks: int, batch: int, parts: int) -> Callable[[int], float]:
     """Microbatches per second of one stage with two replicas, with an update per minibatch."""
-    pipe = st.Pipeline.from_process_group(
+    pipe = st.DistributedPipeline(
         whole_of(blocks), optimizer_of, _mse, "sync", timeout=120.0, replicas=2, microbatches=parts
     )
     return throughput_of(pipe, batch, parts)

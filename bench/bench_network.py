@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from bench_distributed import WIDTH, calibrated, optimizer_of, settings_of, stage_of
+from slow_link import Host, SlowLink
 from torch import Tensor, nn
 
 import spectrain_ext as st
-from spectrain_ext.benchmark.slow_link import Host, SlowLink
 from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
 
 WINDOWS = {"classic": [2, 1], "wide": [3, 1]}
@@ -95,7 +95,7 @@ def rank_main(rank: int, hosts: tuple[Host, ...], asked: Connection, batch: int)
             asked.send(calibrated(rest[0], batch))
         elif what == "make":
             pipes = {
-                name: st.Pipeline.from_process_group(
+                name: st.DistributedPipeline(
                     stage_of(rest[0]),
                     optimizer_of,
                     nn.functional.mse_loss,

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from spectrain_ext._expressions import Program
-from spectrain_ext.numbers import Setting, Term
+from spectrain_ext.operators.expressions import Program
+from spectrain_ext.operators.numbers import Setting, Term
 
 class Plan:
     """Validated lists of arrays, resolved once."""

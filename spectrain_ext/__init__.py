@@ -9,24 +9,18 @@ from spectrain_ext import _interpreter  # noqa: F401  # isort: skip  # before to
 
 import torch as _torch  # noqa: F401  # before _C, so that both use the OpenMP runtime torch brings
 
-from spectrain_ext import laws, optim, partitioning
-from spectrain_ext import library as _library  # noqa: F401  # registers torch.ops.spectrain
+from spectrain_ext import optim
 from spectrain_ext._C import build_info as _build_info
-from spectrain_ext._expressions import Scalar
-from spectrain_ext.errors import (
-    CheckpointError,
-    OrderingError,
-    RankError,
-    StageError,
-)
+from spectrain_ext.errors import CheckpointError, OrderingError, RankError, StageError
 from spectrain_ext.method import Method, methods, second_order, xgrad
-from spectrain_ext.metrics import Metrics
-from spectrain_ext.observer import Observer
-from spectrain_ext.ops import (
+from spectrain_ext.operators import (
+    Plan,
+    Scalar,
     adam_predict,
     adam_step_,
     distance,
     extrapolate,
+    laws,
     predict,
     predict_,
     restore_,
@@ -35,14 +29,14 @@ from spectrain_ext.ops import (
     stash_predict_,
     swap_,
 )
-from spectrain_ext.partitioning import partition
-from spectrain_ext.pipeline import Pipeline
-from spectrain_ext.plan import Plan
+from spectrain_ext.pipeline import Observer, Pipeline
 from spectrain_ext.schedule import ScheduleError
-from spectrain_ext.trace import Trace
 
 if TYPE_CHECKING:
-    from spectrain_ext import checkpoint
+    from spectrain_ext import checkpoint, partitioning
+    from spectrain_ext.distributed import DistributedPipeline
+    from spectrain_ext.observation import Metrics, Trace
+    from spectrain_ext.partitioning import partition
 
 # What the library has to say goes to whoever asks for it, and nowhere else.
 _logging.getLogger(__name__).addHandler(_logging.NullHandler())
@@ -51,6 +45,7 @@ __version__: str = _build_info()["version"]
 
 __all__ = [
     "CheckpointError",
+    "DistributedPipeline",
     "Method",
     "Metrics",
     "Observer",
@@ -85,7 +80,19 @@ __all__ = [
 ]
 
 
+# Loaded when first asked for: torch.distributed.checkpoint alone takes as long to import as torch.
+_LATER = {
+    "DistributedPipeline": "distributed",
+    "Metrics": "observation",
+    "Trace": "observation",
+    "checkpoint": "",
+    "partition": "partitioning",
+    "partitioning": "",
+}
+
+
 def __getattr__(name: str) -> _Any:
-    if name == "checkpoint":  # torch.distributed.checkpoint takes as long to import as torch
-        return _import_module("spectrain_ext.checkpoint")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = _import_module(f"{__name__}.{_LATER[name] or name}")
+    return getattr(room, name) if _LATER[name] else room

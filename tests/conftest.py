@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from campaign import Campaign
+from helpers.campaign import Campaign
 from hypothesis import HealthCheck, settings
 
 _SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)
@@ -70,8 +70,6 @@ def _starts_something(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(name) for name in names)
 
 
-_WIDE = ("test_ops", "test_plan", "test_library", "test_arrays")
-
 #: The test that runs and may start no process, or None.
 _alone: str | None = None
 
@@ -98,7 +96,7 @@ def _same_start(request: pytest.FixtureRequest) -> Iterator[None]:
     global _alone
     threads = torch.get_num_threads()
     # On machines of one core and of many alike; only operators are wide enough for two.
-    torch.set_num_threads(2 if request.node.path.name.startswith(_WIDE) else 1)
+    torch.set_num_threads(2 if request.node.path.parent.name == "operators" else 1)
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:  # without a stack trace for every kind of device there might be: 1 ms of 7,000 tests

@@ -29,9 +29,9 @@ def run_tests(cases: Cases, tests: Path, out: Path) -> None:
         while waiting and len(running) < _AT_ONCE:
             if cases.left_s > 0:
                 running.append(_File(waiting.pop(0), tests, out))
-                cases.put(running[-1].path.name, "running")
+                cases.put(running[-1].name, "running")
             else:
-                cases.put(waiting.pop(0).name, "no time left")
+                cases.put(str(waiting.pop(0).relative_to(tests)), "no time left")
         time.sleep(0.05)
         for file in list(running):
             code = file.child.poll()
@@ -41,13 +41,13 @@ def run_tests(cases: Cases, tests: Path, out: Path) -> None:
                 file.ended = True
             if code is not None:
                 running.remove(file)
-                cases.put(file.path.name, **file.outcome(code))
+                cases.put(file.name, **file.outcome(code))
 
 
 def marked(tests: Path) -> list[Path]:
     """Files with tests marked cuda, those that are about it first."""
     files = [p for p in sorted(tests.rglob("test_*.py")) if "mark.cuda" in p.read_text()]
-    return sorted(files, key=lambda p: ("cuda" not in p.name, p.name))
+    return sorted(files, key=lambda p: ("cuda" not in p.name, str(p)))
 
 
 @dataclass
@@ -61,7 +61,8 @@ class _File:
 
     def __post_init__(self) -> None:
         self.start = time.time()
-        self.log = self.out / f"tests-{self.path.stem}.log"
+        self.name = str(self.path.relative_to(self.tests))
+        self.log = self.out / f"tests-{self.name.removesuffix('.py').replace('/', '-')}.log"
         # Strict options would stop at a plugin that is missing.
         command = [sys.executable, "-m", "pytest", str(self.path), "-v", "--tb=short"]
         command += ["-o", "addopts=-ra --import-mode=importlib", "-m", "cuda and not nightly"]

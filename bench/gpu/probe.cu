@@ -13,7 +13,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "cuda/body.h"
+#include "kernels/cuda/body.h"
 #include "rules/adam.h"
 #include "rules/sgd.h"
 

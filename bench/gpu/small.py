@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import spectrain_ext as st
-from spectrain_ext.numbers import Adam
+from spectrain_ext.operators.numbers import Adam
 
 from .cases import Cases
 from .scale import Scale

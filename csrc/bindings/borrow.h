@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "../plan.h"
 #include "dlpack_abi.h"
+#include "plan/plan.h"
 
 namespace spectrain {
 

@@ -4,7 +4,7 @@
 #include <functional>
 #include <memory>
 
-#include "../plan.h"
+#include "plan/plan.h"
 
 namespace spectrain {
 

@@ -5,8 +5,8 @@
 
 #include <optional>
 
-#include "../cuda/launch.h"
 #include "arrays.h"
+#include "kernels/cuda/launch.h"
 #include "memory.h"
 #include "numbers.h"
 #include "turn.h"

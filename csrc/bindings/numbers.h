@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "../plan.h"
+#include "plan/plan.h"
 
 namespace spectrain {
 

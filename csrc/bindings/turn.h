@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "../cpu/threads.h"
+#include "kernels/cpu/threads.h"
 
 namespace spectrain {
 

@@ -2,7 +2,7 @@
 // narrower type.
 #pragma once
 
-#include "../setting.h"
+#include "core/setting.h"
 #include "stream.h"
 
 namespace spectrain {

@@ -3,8 +3,8 @@
 // the lanes; then the same over the chunks of a tensor. So the CPU and the GPU give the same bits.
 #pragma once
 
-#include "../scalar.h"
-#include "../table.h"
+#include "core/scalar.h"
+#include "core/table.h"
 
 namespace spectrain {
 

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../scalar.h"
+#include "core/scalar.h"
 #include "stream.h"
 
 namespace spectrain {

@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../config.h"
-#include "../gate.h"
-#include "../scalar.h"
+#include "core/config.h"
+#include "core/gate.h"
+#include "core/scalar.h"
 
 namespace spectrain {
 

@@ -1,7 +1,7 @@
 // a <-> b, bit for bit.
 #pragma once
 
-#include "../setting.h"
+#include "core/setting.h"
 #include "stream.h"
 
 namespace spectrain {

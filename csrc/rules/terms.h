@@ -1,8 +1,8 @@
 // Coefficients of a step or a prediction, in the arithmetic type of a rule.
 #pragma once
 
-#include "../scalar.h"
-#include "../setting.h"
+#include "core/scalar.h"
+#include "core/setting.h"
 
 namespace spectrain {
 

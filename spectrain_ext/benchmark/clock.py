@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from spectrain_ext.benchmark.operations import Call
+from .operations import Call
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spectrain_ext.benchmark.report import Report
+from .report import Report
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spectrain_ext import Plan
-from spectrain_ext.benchmark.operations import Call
+from spectrain_ext.operators.plan import Plan
+
+from .operations import Call
 
 #: Larger copies move no faster: both sides are beyond every cache.
 LIMIT = 2**30

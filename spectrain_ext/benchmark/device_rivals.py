@@ -8,19 +8,8 @@ from typing import Any
 
 import torch
 
-from spectrain_ext.benchmark.operations import (
-    LR,
-    MOMENTUM,
-    PREDICT,
-    PREDICT_,
-    SGD,
-    SGD_1,
-    SGD_2,
-    STEPS,
-    Call,
-    Operation,
-)
-from spectrain_ext.benchmark.workloads import Streams
+from .operations import LR, MOMENTUM, PREDICT, PREDICT_, SGD, SGD_1, SGD_2, STEPS, Call, Operation
+from .workloads import Streams
 
 COVERED = (PREDICT_, PREDICT, SGD, SGD_1, SGD_2)
 

@@ -8,24 +8,16 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from spectrain_ext import Plan
-from spectrain_ext.benchmark.clock import Contestant, OnDevice, OnHost, Times, take_turns
-from spectrain_ext.benchmark.copies import LIMIT, copies
-from spectrain_ext.benchmark.device_rivals import device_rivals
-from spectrain_ext.benchmark.machine import environment, free_bytes
-from spectrain_ext.benchmark.operations import (
-    LR,
-    MOMENTUM,
-    STEPS,
-    Call,
-    Operation,
-    adam_numbers,
-    applies,
-    ours,
-)
-from spectrain_ext.benchmark.report import Report, Row, spread
-from spectrain_ext.benchmark.rivals import compiled, references, rivals
-from spectrain_ext.benchmark.workloads import Streams, Workload, dtype_of
+from spectrain_ext.operators.plan import Plan
+
+from .clock import Contestant, OnDevice, OnHost, Times, take_turns
+from .copies import LIMIT, copies
+from .device_rivals import device_rivals
+from .machine import environment, free_bytes
+from .operations import LR, MOMENTUM, STEPS, Call, Operation, adam_numbers, applies, ours
+from .report import Report, Row, spread
+from .rivals import compiled, references, rivals
+from .workloads import Streams, Workload, dtype_of
 
 _COMPILED_TENSORS = 10  # beyond that torch.compile takes minutes
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spectrain_ext import Plan
-from spectrain_ext import ops as st
-from spectrain_ext.benchmark.workloads import Streams, Workload, dtype_of
-from spectrain_ext.numbers import Adam, Sgd
+from spectrain_ext.operators import functions as st
+from spectrain_ext.operators.numbers import Adam, Sgd
+from spectrain_ext.operators.plan import Plan
+
+from .workloads import Streams, Workload, dtype_of
 
 Call = Callable[[], object]
 LR, MOMENTUM, STEPS, EPS = 0.05, 0.9, (3.0, 1.0), 1e-8

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.benchmark.operations import OURS
-from spectrain_ext.benchmark.report import Report, Row
+from .operations import OURS
+from .report import Report, Row
 
 # Okabe and Ito's colours, distinguishable with any colour vision.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.benchmark.operations import OURS
 from spectrain_ext.bounded import read_bounded
+
+from .operations import OURS
 
 FORMAT = 1
 _LARGEST = 1 << 26  # bytes of a file

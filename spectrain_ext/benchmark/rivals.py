@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain_ext.benchmark.operations import (
+from .operations import (
     ADAM_LR,
     BETAS,
     DECAY,
@@ -30,7 +30,7 @@ from spectrain_ext.benchmark.operations import (
     Call,
     Operation,
 )
-from spectrain_ext.benchmark.workloads import Streams
+from .workloads import Streams
 
 
 def rivals(operation: Operation, s: Streams) -> dict[str, Call]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from spectrain_ext.benchmark.operations import ADAMW_1, ADAMW_2, OURS
-from spectrain_ext.benchmark.report import Report, Row
-from spectrain_ext.benchmark.workloads import MIXED, Workload
+from .operations import ADAMW_1, ADAMW_2, OURS
+from .report import Report, Row
+from .workloads import MIXED, Workload
 
 _LARGE = 2**24  # elements from which caches no longer decide
 _GPU_LARGE = 2**26

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from spectrain_ext.benchmark.shapes import MODELS, Shape
+from .shapes import MODELS, Shape
 
 
 @dataclass(frozen=True)

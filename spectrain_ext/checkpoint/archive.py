@@ -12,7 +12,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from spectrain_ext.pickles import Call, Elsewhere, Name, read_pickle
+from .pickles import Call, Elsewhere, Name, read_pickle
 
 _LOCAL_HEADER = 30  # bytes, of zip; then the name and more
 

@@ -14,19 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spectrain_ext.checkpoint import documents, optimizers, random
-from spectrain_ext.checkpoint.documents import Json, decode
-from spectrain_ext.checkpoint.parts import Part, Scheduler, parts_of
-from spectrain_ext.checkpoint.processes import (
-    busy,
-    gathered,
-    rank_and_size,
-    settled,
-    together,
-)
-from spectrain_ext.checkpoint.saving import Sampler
-from spectrain_ext.checkpoint.storage import VerifyingReader, check_files
 from spectrain_ext.errors import CheckpointError
+
+from . import documents, optimizers, random
+from .documents import Json, decode
+from .parts import Part, Scheduler, parts_of
+from .processes import busy, gathered, rank_and_size, settled, together
+from .saving import Sampler
+from .storage import VerifyingReader, check_files
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,16 @@ from typing import cast
 import torch.distributed as dist
 
 from spectrain_ext.bounded import read_bounded
-from spectrain_ext.checkpoint.files import partial, remove, replace_file, replaced
-from spectrain_ext.checkpoint.loading import Loaded, load
-from spectrain_ext.checkpoint.processes import gathered, patience, rank_and_size, together
-from spectrain_ext.checkpoint.saving import Sampler, Saving, prepare
-from spectrain_ext.data.sampler import ShuffledSampler
 from spectrain_ext.errors import CheckpointError
-from spectrain_ext.executor import Result
-from spectrain_ext.observer import Observer
-from spectrain_ext.pipeline import Pipeline
+from spectrain_ext.pipeline.executor import Result
+from spectrain_ext.pipeline.observer import Observer
+from spectrain_ext.pipeline.pipeline import Pipeline
+
+from .files import partial, remove, replace_file, replaced
+from .loading import Loaded, load
+from .processes import gathered, patience, rank_and_size, together
+from .sampler import ShuffledSampler
+from .saving import Sampler, Saving, prepare
 
 _logger = logging.getLogger(__name__)
 

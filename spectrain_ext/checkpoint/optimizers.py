@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain_ext.checkpoint.documents import Json, decode, dtype_of, encode
-from spectrain_ext.checkpoint.parts import Part
 from spectrain_ext.errors import CheckpointError
+
+from .documents import Json, decode, dtype_of, encode
+from .parts import Part
 
 # How a step is computed, not what: these stay what the loading side chose.
 _IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiable"))

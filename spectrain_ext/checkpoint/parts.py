@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.pipeline import Pipeline
-from spectrain_ext.rank_pipeline import RankPipeline
+from spectrain_ext.distributed.pipeline import DistributedPipeline
+from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.rng import StageRandom
 
 
@@ -104,7 +104,7 @@ def parts_of(
     begin = target.first_stage if first_stage is None else first_stage
     masters = target.masters(bind)
     replica, replicas = 0, 1
-    if isinstance(target, RankPipeline):
+    if isinstance(target, DistributedPipeline):
         replica, replicas = target.replica, target.replicas[target.first_stage]
     parts = []
     optimizers = list(target.optimizers)

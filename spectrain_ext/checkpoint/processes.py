@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from spectrain_ext.distributed.exchange import exchange
+from spectrain_ext.distributed.pipeline import DistributedPipeline
 from spectrain_ext.errors import CheckpointError
-from spectrain_ext.exchange import exchange
-from spectrain_ext.rank_pipeline import RankPipeline
 
 T = TypeVar("T")
 
-_watched: RankPipeline | None = None  # whose ranks do something together just now
+_watched: DistributedPipeline | None = None  # whose ranks do something together just now
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -89,7 +89,7 @@ def _told(
 def together(target: nn.Module, what: str) -> Iterator[None]:
     """Inside, the ranks of a pipeline watch each other: none waits past its deadline."""
     global _watched
-    if not isinstance(target, RankPipeline):
+    if not isinstance(target, DistributedPipeline):
         yield
         return
     with target.together(what):
@@ -102,11 +102,11 @@ def together(target: nn.Module, what: str) -> Iterator[None]:
 
 def busy(target: nn.Module, what: str) -> Callable[[], AbstractContextManager[None]]:
     """Make what says that this rank is at work while the others wait for it."""
-    if isinstance(target, RankPipeline):
+    if isinstance(target, DistributedPipeline):
         return lambda: target.busy(what)
     return nullcontext
 
 
 def patience(target: nn.Module) -> timedelta | None:
     """Return how long a rank waits for another, None: as long as torch says."""
-    return timedelta(seconds=target.timeout) if isinstance(target, RankPipeline) else None
+    return timedelta(seconds=target.timeout) if isinstance(target, DistributedPipeline) else None

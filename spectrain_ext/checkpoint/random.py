@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from spectrain_ext.checkpoint.documents import Json
-from spectrain_ext.checkpoint.parts import Part
 from spectrain_ext.rng import TURN
+
+from .documents import Json
+from .parts import Part
 
 
 def stage_states(part: Part) -> dict[str, Tensor]:

@@ -12,18 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spectrain_ext.checkpoint import optimizers, random
-from spectrain_ext.checkpoint.documents import Json, encode
-from spectrain_ext.checkpoint.files import begin_directory, discard, partial
-from spectrain_ext.checkpoint.parts import Part, Scheduler, parts_of
-from spectrain_ext.checkpoint.processes import (
-    busy,
-    gathered,
-    rank_and_size,
-    settled,
-    together,
-)
-from spectrain_ext.checkpoint.storage import AtomicWriter, holds_checkpoint
+from . import optimizers, random
+from .documents import Json, encode
+from .files import begin_directory, discard, partial
+from .parts import Part, Scheduler, parts_of
+from .processes import busy, gathered, rank_and_size, settled, together
+from .storage import AtomicWriter, holds_checkpoint
 
 
 class Sampler(Protocol):

@@ -37,11 +37,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from spectrain_ext.checkpoint import documents
-from spectrain_ext.checkpoint.archive import read_tensor
-from spectrain_ext.checkpoint.documents import Json
-from spectrain_ext.checkpoint.files import commit_directory, partial, sync_directory, write_file
 from spectrain_ext.errors import CheckpointError
+
+from . import documents
+from .archive import read_tensor
+from .documents import Json
+from .files import commit_directory, partial, sync_directory, write_file
 
 _BLOCK = 1 << 20
 

@@ -1,6 +1,6 @@
 """``python -m spectrain_ext.cli`` is the console script ``spectrain``."""
 
-from spectrain_ext.cli.group import main
+from .group import main
 
 if __name__ == "__main__":
     main(prog_name="spectrain")

@@ -15,7 +15,8 @@ from spectrain_ext.benchmark.operations import OPERATIONS
 from spectrain_ext.benchmark.report import Report, host_table, markdown
 from spectrain_ext.benchmark.shapes import MODELS
 from spectrain_ext.benchmark.workloads import PRECISIONS, Workload, model, synthetic
-from spectrain_ext.cli.printable import printable
+
+from .printable import printable
 
 _QUICK = "quick"
 _COUNTS = (1, 10, 300, 3000)

@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import spectrain_ext
 from spectrain_ext import _C
 
 BuildInfo = Mapping[str, str | bool | list[str]]
@@ -47,7 +46,7 @@ def doctor(brief: bool) -> None:
 def versions() -> dict[str, str]:
     """Return the versions of the package and of what it meets at run time."""
     found = {
-        "spectrain_ext": spectrain_ext.__version__,
+        "spectrain_ext": _C.build_info()["version"],
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
     }

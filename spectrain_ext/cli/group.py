@@ -4,12 +4,13 @@ from typing import Any
 
 import click
 
-from spectrain_ext import __version__
-from spectrain_ext.cli.bench import bench
-from spectrain_ext.cli.doctor import doctor
-from spectrain_ext.cli.printable import printable
-from spectrain_ext.cli.timeline import timeline
-from spectrain_ext.cli.train import train
+from spectrain_ext._C import build_info
+
+from .bench import bench
+from .doctor import doctor
+from .printable import printable
+from .timeline import timeline
+from .train import train
 
 
 class _Group(click.Group):
@@ -25,7 +26,7 @@ class _Group(click.Group):
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="spectrain")
+@click.version_option(build_info()["version"], prog_name="spectrain")
 def main() -> None:
     """Asynchronous pipeline training with predicted weights."""
 

@@ -7,12 +7,13 @@ from typing import cast
 
 import click
 
-from spectrain_ext.cli.printable import printable
 from spectrain_ext.method import methods
 from spectrain_ext.method.choices import Window
-from spectrain_ext.report.method_timeline import simulate_method
-from spectrain_ext.report.timeline import draw_timeline, write_trace
 from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
+from spectrain_ext.timelines.method_timeline import simulate_method
+from spectrain_ext.timelines.timeline import draw_timeline, write_trace
+
+from .printable import printable
 
 _POSITIVE = click.IntRange(min=1)
 _TIME = click.FloatRange(min=0.0)

@@ -13,29 +13,25 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.markup import escape
 
-from spectrain_ext import CheckpointError, RankError, StageError
-from spectrain_ext.cli.observation import Observation, logged
-from spectrain_ext.cli.presets import DATA_SETS, DEFAULT_MODEL, MODELS, models_for, preset
-from spectrain_ext.cli.selection import (
-    all_asked,
-    choose_methods,
-    fitting,
-    microbatches_for,
-)
-from spectrain_ext.cli.settings import (
+from spectrain_ext.errors import CheckpointError, RankError, StageError
+from spectrain_ext.experiments.data.split import Split
+from spectrain_ext.experiments.observation import Observation, logged
+from spectrain_ext.experiments.presets import DATA_SETS, DEFAULT_MODEL, MODELS, models_for, preset
+from spectrain_ext.experiments.results import summarize
+from spectrain_ext.experiments.selection import all_asked, choose_methods, fitting, microbatches_for
+from spectrain_ext.experiments.settings import (
     TrainSettings,
     choose_devices,
     choose_replicas,
     choose_window,
     finite,
 )
-from spectrain_ext.cli.train_runs import report, train_all
-from spectrain_ext.cli.workload import build_stages, load_data
-from spectrain_ext.cli.world import World
-from spectrain_ext.data import Split
-from spectrain_ext.metrics import require_tensorboard
-from spectrain_ext.report import require_matplotlib, summarize
+from spectrain_ext.experiments.train_runs import report, train_all
+from spectrain_ext.experiments.workload import build_stages, load_data
+from spectrain_ext.experiments.world import World
+from spectrain_ext.observation import require_tensorboard
 from spectrain_ext.schedule import Replicas
+from spectrain_ext.timelines.timeline import require_matplotlib
 
 _POSITIVE = click.IntRange(min=1)
 _COUNT = click.IntRange(min=0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, NoReturn, get_args
 
-from ..schedule import FLUSHING, Place, ReplicaPlace, Replicas, find_generator
+from spectrain_ext.schedule import FLUSHING, Place, ReplicaPlace, Replicas, find_generator
+
 from . import rules
 from .value import FAMILIES, Backward, Law, Method, Reads, StageRule, WindowRule
 

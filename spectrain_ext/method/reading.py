@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..schedule import Place, Rules
+from spectrain_ext.schedule import Place, Rules
+
 from .choices import choices_at
 from .value import Method
 

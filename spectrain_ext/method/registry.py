@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from ..schedule import Place
+from spectrain_ext.schedule import Place
+
 from . import rules
 from .value import Method, StageRule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from ..schedule import Place
+from spectrain_ext.schedule import Place
 
 
 def none(place: Place) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..schedule import Place
+from spectrain_ext.schedule import Place
+
 from .rules import none
 
 StageRule = Callable[[Place], int]

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from spectrain_ext._lists import Options
-from spectrain_ext.laws import Horizon
-from spectrain_ext.numbers import Adam as AdamNumbers
-from spectrain_ext.optim.base import PredictingOptimizer
-from spectrain_ext.optim.rule import Rule, Scalars, plain, rate
-from spectrain_ext.plan import Plan
+from spectrain_ext.operators.laws import Horizon
+from spectrain_ext.operators.lists import Options
+from spectrain_ext.operators.numbers import Adam as AdamNumbers
+from spectrain_ext.operators.plan import Plan
+
+from .base import PredictingOptimizer
+from .rule import Rule, Scalars, plain, rate
 
 
 class AdamRule(Rule[AdamNumbers]):

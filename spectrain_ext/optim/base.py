@@ -12,19 +12,20 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from spectrain_ext._lists import bump_versions
-from spectrain_ext.laws import Horizon, Law, as_law
-from spectrain_ext.optim.binding import Binding, PredictionSink, Views, checked_outs
-from spectrain_ext.optim.buffers import check_dtypes, loaded_dtype
-from spectrain_ext.optim.checkpoint import StateLoader, independent, independent_scalars
-from spectrain_ext.optim.hooks import hooked
-from spectrain_ext.optim.ledger import Ledger, named, read_entry
-from spectrain_ext.optim.resolve import Kinds, Resolver
-from spectrain_ext.optim.rows import Rows
-from spectrain_ext.optim.rule import Rule, moves
-from spectrain_ext.optim.scaling import Scaling
-from spectrain_ext.optim.templates import Templates
-from spectrain_ext.optim.work import Work
+from spectrain_ext.operators.laws import Horizon, Law, as_law
+from spectrain_ext.operators.lists import bump_versions
+
+from .binding import Binding, PredictionSink, Views, checked_outs
+from .buffers import check_dtypes, loaded_dtype
+from .checkpoint import StateLoader, independent, independent_scalars
+from .hooks import hooked
+from .ledger import Ledger, named, read_entry
+from .resolve import Kinds, Resolver
+from .rows import Rows
+from .rule import Rule, moves
+from .scaling import Scaling
+from .templates import Templates
+from .work import Work
 
 StateDict = dict[str, Any]
 

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from spectrain_ext.laws import Horizon
-from spectrain_ext.optim.buffers import fits
-from spectrain_ext.optim.ledger import Group, Ledger, named
-from spectrain_ext.optim.resolve import Kinds, by_kind
-from spectrain_ext.optim.rows import Rows
+from spectrain_ext.operators.laws import Horizon
+
+from .buffers import fits
+from .ledger import Group, Ledger, named
+from .resolve import Kinds, by_kind
+from .rows import Rows
 
 if TYPE_CHECKING:
-    from spectrain_ext.optim.base import PredictingOptimizer
+    from .base import PredictingOptimizer
 
 Views = Mapping[Tensor, Tensor]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain_ext.optim.buffers import converted, loaded_dtype
-from spectrain_ext.optim.ledger import Group, State, read_entry
-from spectrain_ext.optim.rule import Rule
+from .buffers import converted, loaded_dtype
+from .ledger import Group, State, read_entry
+from .rule import Rule
 
 
 def independent(rule: Rule[Any], entry: Any) -> Any:

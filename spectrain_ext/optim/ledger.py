@@ -10,15 +10,9 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import _C
-from spectrain_ext.optim.buffers import (
-    check_buffer,
-    check_dtypes,
-    check_scalar,
-    converted,
-    fits,
-    loaded_dtype,
-)
-from spectrain_ext.optim.rule import Rule, Scalars
+
+from .buffers import check_buffer, check_dtypes, check_scalar, converted, fits, loaded_dtype
+from .rule import Rule, Scalars
 
 Group = Mapping[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]

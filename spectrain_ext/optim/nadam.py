@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from spectrain_ext.numbers import Adam as AdamNumbers
-from spectrain_ext.numbers import non_negative
-from spectrain_ext.optim.adam import AdamRule
-from spectrain_ext.optim.base import PredictingOptimizer
-from spectrain_ext.optim.rule import Scalars, plain
+from spectrain_ext.operators.numbers import Adam as AdamNumbers
+from spectrain_ext.operators.numbers import non_negative
+
+from .adam import AdamRule
+from .base import PredictingOptimizer
+from .rule import Scalars, plain
 
 
 class NAdamRule(AdamRule):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectrain_ext.optim.buffers import empty_like, loaded_dtype
-from spectrain_ext.optim.ledger import Group, Ledger, State
-from spectrain_ext.optim.rows import Rows
+from .buffers import empty_like, loaded_dtype
+from .ledger import Group, Ledger, State
+from .rows import Rows
 
 Kinds = tuple[bool, ...]  # of every group: whether its rule uses the buffers now
 

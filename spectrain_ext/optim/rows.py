@@ -11,20 +11,14 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import _C
-from spectrain_ext.laws import Law, Linear
-from spectrain_ext.noted import make_noted
-from spectrain_ext.optim.buffers import empty_like
-from spectrain_ext.optim.ledger import Ledger, State
-from spectrain_ext.optim.rule import (
-    ByNumbers,
-    PerGroup,
-    Resting,
-    Scalars,
-    moves,
-    without_gradient,
-)
-from spectrain_ext.optim.scaling import Scaling
-from spectrain_ext.plan import Plan
+from spectrain_ext.operators.laws import Law, Linear
+from spectrain_ext.operators.noted import make_noted
+from spectrain_ext.operators.plan import Plan
+
+from .buffers import empty_like
+from .ledger import Ledger, State
+from .rule import ByNumbers, PerGroup, Resting, Scalars, moves, without_gradient
+from .scaling import Scaling
 
 
 class _Plan(Plan):

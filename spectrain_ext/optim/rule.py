@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from spectrain_ext._expressions import Scalar
-from spectrain_ext._lists import Options
-from spectrain_ext.laws import Horizon, Law, Linear, SecondOrder
-from spectrain_ext.numbers import Adam, Sgd, Term
-from spectrain_ext.plan import Plan
+from spectrain_ext.operators.expressions import Scalar
+from spectrain_ext.operators.laws import Horizon, Law, Linear, SecondOrder
+from spectrain_ext.operators.lists import Options
+from spectrain_ext.operators.numbers import Adam, Sgd, Term
+from spectrain_ext.operators.plan import Plan
 
 Numbers = TypeVar("Numbers", Sgd, Adam)
 Scalars = tuple[float, ...]

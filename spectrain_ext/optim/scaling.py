@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spectrain_ext._lists import Options, step_options
+from spectrain_ext.operators.lists import Options, step_options
 
 
 class Scaling(NamedTuple):

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from spectrain_ext._lists import Options
-from spectrain_ext.laws import Horizon
-from spectrain_ext.numbers import Sgd
-from spectrain_ext.optim.base import PredictingOptimizer
-from spectrain_ext.optim.rule import Rule, plain, rate
-from spectrain_ext.plan import Plan
+from spectrain_ext.operators.laws import Horizon
+from spectrain_ext.operators.lists import Options
+from spectrain_ext.operators.numbers import Sgd
+from spectrain_ext.operators.plan import Plan
+
+from .base import PredictingOptimizer
+from .rule import Rule, plain, rate
 
 _EXTRAS = ("ema", "decoupled_weight_decay")
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from spectrain_ext import _C
-from spectrain_ext.optim.ledger import Group
-from spectrain_ext.optim.rule import Rule
+
+from .ledger import Group
+from .rule import Rule
 
 _IMMUTABLE = (float, int, str, type(None))
 

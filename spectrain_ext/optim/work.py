@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from spectrain_ext._lists import bump_versions
-from spectrain_ext.laws import Law
-from spectrain_ext.noted import make_noted
-from spectrain_ext.optim.ledger import State
-from spectrain_ext.optim.rows import Rows
-from spectrain_ext.optim.rule import Scalars
+from spectrain_ext.operators.laws import Law
+from spectrain_ext.operators.lists import bump_versions
+from spectrain_ext.operators.noted import make_noted
+
+from .ledger import State
+from .rows import Rows
+from .rule import Scalars
 
 
 class Work(NamedTuple):

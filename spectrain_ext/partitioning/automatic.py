@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from spectrain_ext.partitioning.cut import Cut, StageCount, classic_window, cut
-from spectrain_ext.partitioning.profile import Profile, measure
-from spectrain_ext.partitioning.slices import blocks_of, cut_at, ties_of
-from spectrain_ext.partitioning.traced import split
 from spectrain_ext.transport import Value
+
+from .cut import Cut, StageCount, classic_window, cut
+from .profile import Profile, measure
+from .slices import blocks_of, cut_at, ties_of
+from .traced import split
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from spectrain_ext.partitioning.profile import Profile
+from .profile import Profile
 
 # (stage k, number of stages) -> how many
 StageCount = Callable[[int, int], int]

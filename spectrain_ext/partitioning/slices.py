@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from spectrain_ext.partitioning.graph import GraphStage
-from spectrain_ext.partitioning.profile import Tie
-from spectrain_ext.partitioning.traced import TracedStage
+from .graph import GraphStage
+from .profile import Tie
+from .traced import TracedStage
 
 
 class Slice(nn.Sequential):

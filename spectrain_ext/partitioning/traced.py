@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.partitioning.programs import Port, Program
-from spectrain_ext.partitioning.tracing import Mode, Trace, traces
 from spectrain_ext.transport import Value
+
+from .programs import Port, Program
+from .tracing import Mode, Trace, traces
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint

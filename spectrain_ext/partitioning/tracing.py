@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.partitioning.programs import Program, programs_of
+from .programs import Program, programs_of
 
 # (training, whether gradients are enabled); None: the modules' modes as they were found
 Mode = tuple[bool | None, bool]

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from typing import NamedTuple
 
-from ..bounded import read_bounded
+from spectrain_ext.bounded import read_bounded
+
 from .actions import Action, Kind, ScheduleError
 from .moves import backward, forward
 from .place import Place

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..errors import OrderingError
+from spectrain_ext.errors import OrderingError
 
 
 class Buffer:

@@ -1,0 +1,429 @@
+// The CPU launcher: one rule driven over a table. Compiled once per instruction set
+// (SPECTRAIN_ISA).
+#include "kernels/kernels.h"
+
+#include <cstddef>
+#include <cstdlib>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "kernels/instances.h"
+#include "rules/distance.h"
+#include "rules/rounding.h"
+
+#define SPECTRAIN_CONCAT_(a, b) a##b
+#define SPECTRAIN_CONCAT(a, b) SPECTRAIN_CONCAT_(a, b)
+
+namespace spectrain {
+namespace {  // one copy of everything per instruction set
+
+// Elements a rule is applied to before its pure outputs are streamed and its extra outputs written:
+// small enough that what the first loop stored is still in the L1 cache. With 1024 elements, or
+// with scratch arrays that all start at the same offset within a page, the arrays of a step push
+// one another out of it: a momentum step with bfloat16 gradients and a bfloat16 prediction took
+// 1.3 times as long (2^24 elements, Zen 3).
+constexpr int kBlock = 256;
+constexpr int kSkew = 80;  // elements between one scratch array and the next one
+
+#if defined(__AVX512F__)
+constexpr int kStreamBytes = 64;
+inline void stream_vector(char* to, const char* from) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_load_si512(from));
+}
+#elif defined(__AVX2__)
+constexpr int kStreamBytes = 32;
+inline void stream_vector(char* to, const char* from) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to),
+                      _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+#elif defined(__x86_64__)
+constexpr int kStreamBytes = 16;
+inline void stream_vector(char* to, const char* from) {
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to),
+                   _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+#endif
+
+#if defined(__x86_64__)
+// `from` is a staging buffer that shares the target's offset within a vector, see Staging.
+inline void stream_bytes(char* to, const char* from, size_t n) {
+  size_t i = 0;
+  const size_t misaligned = reinterpret_cast<uintptr_t>(to) % kStreamBytes;
+  if (misaligned != 0) {
+    const size_t head = kStreamBytes - misaligned < n ? kStreamBytes - misaligned : n;
+    memcpy(to, from, head);
+    i = head;
+  }
+  for (; i + kStreamBytes <= n; i += kStreamBytes) stream_vector(to + i, from + i);
+  if (i < n) memcpy(to + i, from + i, n - i);
+}
+inline void stream_fence() { _mm_sfence(); }
+constexpr bool kCanStream = true;
+#else
+inline void stream_bytes(char* to, const char* from, size_t n) { memcpy(to, from, n); }
+inline void stream_fence() {}
+constexpr bool kCanStream = false;
+#endif
+
+// Where a pure output is collected before it is written past the cache. Without streaming, the
+// output itself.
+class Staging {
+ public:
+  char* begin(char* target, bool stream) {
+    target_ = target;
+    staged_ = nullptr;
+    if (!stream) return target;
+#if defined(__x86_64__)
+    staged_ = buffer_ + reinterpret_cast<uintptr_t>(target) % kStreamBytes;
+#endif
+    return staged_;
+  }
+  void finish(size_t n_bytes) {
+    if (staged_ != nullptr) stream_bytes(target_, staged_, n_bytes);
+  }
+
+ private:
+  alignas(64) char buffer_[kBlock * sizeof(double) + 64];
+  char* target_ = nullptr;
+  char* staged_ = nullptr;
+};
+
+// A block of 16-bit elements to and from their arithmetic type. Structs are not vectorized,
+// integers are; and one loop with these conversions and a rule in it would be too much for the
+// compiler.
+template <class T>
+void widen_block(float* to, const char* from, int n) {
+  int begin = 0;
+#if defined(__F16C__)
+  if constexpr (std::is_same_v<T, Half>) {
+    for (; begin + 8 <= n; begin += 8) {
+      const auto* at = reinterpret_cast<const __m128i*>(from + 2 * begin);
+      _mm256_storeu_ps(to + begin, _mm256_cvtph_ps(_mm_loadu_si128(at)));
+    }
+  }
+#endif
+  const auto* bits = reinterpret_cast<const uint16_t*>(from);
+#pragma omp simd
+  for (int i = begin; i < n; ++i) to[i] = widen(T{bits[i]});
+}
+template <class T>
+void narrow_block(char* to, const float* from, int n) {
+  int begin = 0;
+#if defined(__F16C__)
+  if constexpr (std::is_same_v<T, Half>) {
+    for (; begin + 8 <= n; begin += 8) {
+      const __m128i bits =
+          _mm256_cvtps_ph(_mm256_loadu_ps(from + begin), _MM_FROUND_TO_NEAREST_INT);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * begin), bits);
+    }
+  }
+#endif
+  auto* bits = reinterpret_cast<uint16_t*>(to);
+#pragma omp simd
+  for (int i = begin; i < n; ++i) bits[i] = Narrow<T>::from(from[i]).bits;
+}
+
+void round_block(char* to, const float* from, int n, uint64_t state) {
+  auto* bits = reinterpret_cast<uint16_t*>(to);
+#pragma omp simd
+  for (int i = 0; i < n; ++i) {
+    bits[i] = round_stochastically(from[i], state + static_cast<uint64_t>(i) * Rounding::kStep);
+  }
+}
+
+template <class Rule>
+struct Cpu {
+  using Acc = typename Rule::Acc;
+  using Args = typename Rule::Args;
+  static constexpr int n_streams = Rule::Streams::size;
+  template <int I>
+  using stream = stream_t<Rule, I>;
+  template <int I>
+  using type = typename stream<I>::type;
+  // Whether a stream is worked on where it lies, or through a widened copy of the block.
+  template <class T>
+  static constexpr bool in_place = std::is_same_v<T, Acc>;
+
+  // Whether what is stored is not what was computed.
+  template <int I>
+  static constexpr bool rounded = stream<I>::writes && !in_place<type<I>>;
+
+  // What one thread needs beside its table, for one block. A stream that is worked on where it lies
+  // has its wide copy for what predictions know in its place.
+  struct Scratch {
+    Staging staging[n_streams];
+    alignas(64) Acc wide[n_streams][kBlock + kSkew];
+    alignas(64) Acc prediction[Rule::has_outs ? kBlock + kSkew : 1];
+  };
+
+  // One block of one row: p points at its first element in every stream, q at the same as Acc, and
+  // `rounding` starts there.
+  static void block(const Args& given, unsigned flags, factor_t<Acc> factor,
+                    [[maybe_unused]] const Rounding& rounding, char* const (&p)[n_streams],
+                    Acc* const (&q)[n_streams], int n, Scratch& scratch) {
+    unroll<n_streams>([&](auto index) {
+      constexpr int s = decltype(index)::value;
+      if constexpr (stream<s>::source >= 0) memcpy(p[s], p[stream<s>::source], n * sizeof(type<s>));
+      if constexpr (stream<s>::reads && !in_place<type<s>>) widen_block<type<s>>(q[s], p[s], n);
+    });
+    // Copies: a store in the loop might otherwise change what these refer to.
+    const auto step = Rule::step(given, flags, factor);
+    Acc* at[n_streams];
+    for (int s = 0; s < n_streams; ++s) at[s] = q[s];
+    Acc* kept[n_streams];
+    for (int s = 0; s < n_streams; ++s) kept[s] = scratch.wide[s];
+#pragma omp simd
+    for (int i = 0; i < n; ++i) {
+      Acc x[n_streams] = {};
+      unroll<n_streams>([&](auto index) {
+        constexpr int s = decltype(index)::value;
+        if constexpr (stream<s>::reads) x[s] = at[s][i];
+      });
+      Rule::apply(step, x);
+      unroll<n_streams>([&](auto index) {
+        constexpr int s = decltype(index)::value;
+        if constexpr (stream<s>::writes && stream<s>::source < 0) at[s][i] = x[s];
+      });
+      if constexpr (Rule::has_outs) Rule::known(x);
+      unroll<n_streams>([&](auto index) {
+        constexpr int s = decltype(index)::value;
+        if constexpr (keeps<Rule, s> && !rounded<s>) kept[s][i] = x[s];
+      });
+    }
+    unroll<n_streams>([&](auto index) {
+      constexpr int s = decltype(index)::value;
+      if constexpr (stream<s>::writes && stream<s>::source < 0 && !in_place<type<s>>) {
+        bool done = false;
+        if constexpr (s == 0 && rounds_weights<Rule>()) {
+          done = rounding.stochastic;
+          if (done) round_block(p[s], q[s], n, rounding.start);
+        }
+        if (!done) narrow_block<type<s>>(p[s], q[s], n);
+        // Predictions are made from the values as they were stored.
+        if constexpr (Rule::has_outs) widen_block<type<s>>(q[s], p[s], n);
+      }
+    });
+    unroll<n_streams>([&](auto index) {
+      constexpr int s = decltype(index)::value;
+      if constexpr (keeps<Rule, s> && rounded<s>) {
+#pragma omp simd
+        for (int i = 0; i < n; ++i) {
+          Acc x[n_streams] = {};
+          x[s] = kept[s][i];
+          Rule::known(x);
+          kept[s][i] = x[s];
+        }
+      }
+    });
+  }
+
+  // One term of a prediction of a block. A prediction of several terms goes over the block for
+  // each.
+  static void term(const Args& given, int t, Acc* const (&q)[n_streams], const Acc* from, Acc* to,
+                   int n, const Scratch& scratch) {
+    const auto move = Rule::move(given, t);
+    const Acc* at[n_streams];
+    unroll<n_streams>([&](auto index) {
+      constexpr int s = decltype(index)::value;
+      at[s] = keeps<Rule, s> ? scratch.wide[s] : q[s];
+    });
+#pragma omp simd
+    for (int i = 0; i < n; ++i) {
+      Acc x[n_streams] = {};
+      unroll<n_streams>([&](auto index) {
+        constexpr int s = decltype(index)::value;
+        x[s] = at[s][i];
+      });
+      to[i] = Rule::advance(move, from[i], x);
+    }
+  }
+
+  static void prediction(const Args& args, int j, Acc* const (&q)[n_streams], char* target, int n,
+                         Scratch& scratch) {
+    using T = typename Rule::OutType;
+    Acc* result = scratch.prediction;
+    if constexpr (in_place<T>) result = reinterpret_cast<Acc*>(target);
+    const Acc* from = q[0];
+    for (int t = args.predictions.begin(j); t < args.predictions.end[j]; ++t) {
+      term(args, t, q, from, result, n, scratch);
+      from = result;
+    }
+    if constexpr (!in_place<T>) narrow_block<T>(target, result, n);
+  }
+
+  static void range(const Args& args, const TableView& table, uint32_t r, Range range,
+                    bool stream_outputs, Scratch& scratch) {
+    const unsigned flags = table.rows[r].flags;
+    const auto factor = gradient_factor<Rule>(table.gate);
+    for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
+      const int n = static_cast<int>(range.end - begin < kBlock ? range.end - begin : kBlock);
+      char* p[n_streams];
+      Acc* q[n_streams];
+      unroll<n_streams>([&](auto index) {
+        constexpr int s = decltype(index)::value;
+        char* at =
+            static_cast<char*>(table.pointer(r, s)) + begin * static_cast<int64_t>(sizeof(type<s>));
+        // An output that is read as well is in the cache already: going past it costs more.
+        const bool past_cache = stream_outputs && table.pointer(r, s) != table.pointer(r, 0);
+        p[s] = stream<s>::reads ? at : scratch.staging[s].begin(at, past_cache);
+        q[s] = in_place<type<s>> ? reinterpret_cast<Acc*>(p[s]) : scratch.wide[s];
+      });
+      Rounding rounding = table.rounding;
+      if (rounding.stochastic) rounding.start = table.random_state(r, begin);
+      block(args, flags, factor, rounding, p, q, n, scratch);
+      unroll<n_streams>([&](auto index) {
+        constexpr int s = decltype(index)::value;
+        if constexpr (!stream<s>::reads) scratch.staging[s].finish(n * sizeof(type<s>));
+      });
+      if constexpr (Rule::has_outs) {
+        using T = typename Rule::OutType;
+        // 16 bits that take a division each do not wait for memory: with plain stores AdamW's mixed
+        // step and two predictions took 0.95 of the time at 2^24 elements, 0.90 at 2^22 (best and
+        // median of 60 alternating calls, one thread).
+        const bool past_cache = stream_outputs && (in_place<T> || !Rule::divides);
+        Staging& staging = scratch.staging[0];
+        for (int j = 0; j < args.predictions.n_outs; ++j) {
+          char* at = static_cast<char*>(table.pointer(r, n_streams + j)) +
+                     begin * static_cast<int64_t>(sizeof(T));
+          prediction(args, j, q, staging.begin(at, past_cache && at != p[0]), n, scratch);
+          staging.finish(n * sizeof(T));
+        }
+      }
+      if constexpr (Rule::kGradient >= 0) {
+        if (table.zero_grad) memset(p[Rule::kGradient], 0, n * sizeof(type<Rule::kGradient>));
+      }
+    }
+  }
+
+  static void chunks(const Args* args, const TableView& table, uint32_t begin, uint32_t end,
+                     bool stream_outputs) {
+    if (begin >= end) return;
+    Scratch scratch;
+    uint32_t r = table.find_row(begin);
+    for (uint32_t chunk = begin; chunk < end; ++chunk) {
+      while (r + 1 < table.n_rows && table.rows[r + 1].first_chunk <= chunk) ++r;
+      const Row& row = table.rows[r];
+      range(args[row.setting], table, r, table.range(row, chunk), stream_outputs, scratch);
+    }
+    if (stream_outputs) stream_fence();
+  }
+
+  // What a skipped step does to its gradients, all the same.
+  static void zero(const TableView& table) {
+    if constexpr (Rule::kGradient >= 0) {
+      for (uint32_t r = 0; r < table.n_rows; ++r) {
+        memset(table.pointer(r, Rule::kGradient), 0,
+               static_cast<size_t>(table.rows[r].size) * sizeof(type<Rule::kGradient>));
+      }
+    }
+  }
+
+  static void run(const TableView& table, Settings settings, const CpuOptions& options) {
+    if (table.gate.skips()) {
+      if (table.zero_grad) zero(table);
+      return;
+    }
+    // Not a std::vector: nothing that another unit could be linked to may be left behind.
+    auto* args = static_cast<Args*>(malloc(sizeof(Args) * settings.size));
+    if (args == nullptr) abort();
+    for (int i = 0; i < settings.size; ++i) Rule::make(settings.data[i], args[i]);
+    const bool stream_outputs = options.stream_outputs && kCanStream;
+#if defined(_OPENMP)
+    if (options.parallel && omp_get_max_threads() > 1) {
+#pragma omp parallel
+      {
+        const uint64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const uint64_t n = table.chunk_end - table.chunk_begin;
+        chunks(args, table, table.chunk_begin + static_cast<uint32_t>(n * thread / threads),
+               table.chunk_begin + static_cast<uint32_t>(n * (thread + 1) / threads),
+               stream_outputs);
+      }
+      free(args);
+      return;
+    }
+#endif
+    chunks(args, table, table.chunk_begin, table.chunk_end, stream_outputs);
+    free(args);
+  }
+
+  static CpuKernel kernel() { return &run; }
+};
+
+// The sum over all lanes, as a block of threads does it: halves are added until one is left.
+double sum_lanes(double (&lane)[kLanes]) {
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+#pragma omp simd
+    for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
+  }
+  return lane[0];
+}
+
+template <class T>
+double chunk_distance(const T* a, const T* b, int64_t n) {
+  alignas(64) double lane[kLanes] = {};
+  for (int64_t begin = 0; begin < n; begin += kLanes) {
+    const int m = static_cast<int>(n - begin < kLanes ? n - begin : kLanes);
+#pragma omp simd
+    for (int l = 0; l < m; ++l) lane[l] = add_square(a[begin + l], b[begin + l], lane[l]);
+  }
+  return sum_lanes(lane);
+}
+
+template <class T>
+void distances(const Distances& d, bool parallel) {
+  const TableView& table = d.table;
+  const auto n_chunks = static_cast<int64_t>(table.chunk_end);
+#pragma omp parallel for if (parallel) schedule(static)
+  for (int64_t chunk = 0; chunk < n_chunks; ++chunk) {
+    const uint32_t r = table.find_row(static_cast<uint32_t>(chunk));
+    const Range range = table.range(table.rows[r], static_cast<uint32_t>(chunk));
+    const T* w = static_cast<const T*>(table.pointer(r, 0)) + range.begin;
+    for (uint32_t j = 0; j < d.n_lists; ++j) {
+      const T* other = static_cast<const T*>(table.pointer(r, 1 + j)) + range.begin;
+      d.partial[chunk * d.n_lists + j] = chunk_distance(other, w, range.end - range.begin);
+    }
+  }
+  for (uint32_t r = 0; r < table.n_rows; ++r) {
+    const uint32_t begin = table.rows[r].first_chunk;
+    const uint32_t end = r + 1 < table.n_rows ? table.rows[r + 1].first_chunk : table.chunk_end;
+    for (uint32_t j = 0; j < d.n_lists; ++j) {
+      alignas(64) double lane[kLanes] = {};
+      for (uint32_t chunk = begin; chunk < end; ++chunk) {
+        lane[(chunk - begin) % kLanes] += d.partial[static_cast<int64_t>(chunk) * d.n_lists + j];
+      }
+      static_cast<double*>(table.pointer(r, 1 + d.n_lists))[j * d.stride] = sum_lanes(lane);
+    }
+  }
+}
+
+}  // namespace
+
+// find_distances_baseline, find_distances_v3, find_distances_v4
+CpuDistances SPECTRAIN_CONCAT(find_distances_, SPECTRAIN_ISA)(DType t) {
+  switch (t) {
+    case DType::float16:
+      return &distances<Half>;
+    case DType::bfloat16:
+      return &distances<BFloat16>;
+    case DType::float32:
+      return &distances<float>;
+    case DType::float64:
+      return &distances<double>;
+  }
+  return nullptr;
+}
+
+// find_kernel_baseline, find_kernel_v3, find_kernel_v4
+CpuKernel SPECTRAIN_CONCAT(find_kernel_, SPECTRAIN_ISA)(KernelKey key) {
+  if (const CpuKernel found = find_copy_family<CpuKernel, Cpu>(key)) return found;
+  if (const CpuKernel found = find_sgd_family<CpuKernel, Cpu>(key)) return found;
+  return find_adam_family<CpuKernel, Cpu>(key);
+}
+
+}  // namespace spectrain

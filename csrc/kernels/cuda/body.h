@@ -1,0 +1,287 @@
+// What one CUDA thread does, compilable for the host: block, thread and grid come in as values, so
+// a test can run every thread of every block on the CPU, under a sanitizer.
+#pragma once
+
+#include "core/table.h"
+#include "rules/stream.h"
+
+namespace spectrain {
+
+struct Lane {
+  uint32_t block, thread, blocks, threads;
+};
+
+// 256 threads. A thread has two vectors of every stream in flight where they are small, else one;
+// and one where the numbers of a step are double and have to fit 64 registers, too.
+// Divisions (Adam) call a slow path whose registers must not spill: 128 of them then, 64 otherwise.
+struct LaunchPolicy {
+  static constexpr int threads = 256;
+  static constexpr int unroll(int elements_of_all_streams, bool wide_step) {
+    return elements_of_all_streams <= 12 && !wide_step ? 2 : 1;
+  }
+  static constexpr int blocks_per_multiprocessor(bool divides) { return divides ? 2 : 4; }
+};
+
+struct alignas(16) Quad {
+  uint32_t word[4];
+};
+
+// N elements that are loaded and stored 16 bytes at a time.
+template <class T, int N>
+struct alignas(16) Pack {
+  static_assert(N * sizeof(T) % sizeof(Quad) == 0, "whole 16-byte accesses");
+  static constexpr int n_quads = N * sizeof(T) / sizeof(Quad);
+  T element[N];
+
+  SPECTRAIN_HD void load(const T* from) {
+    Quad quad[n_quads];
+    for (int q = 0; q < n_quads; ++q) quad[q] = reinterpret_cast<const Quad*>(from)[q];
+    memcpy(element, quad, sizeof(element));
+  }
+  SPECTRAIN_HD void store(T* to) const {
+    Quad quad[n_quads];
+    memcpy(quad, element, sizeof(element));
+    for (int q = 0; q < n_quads; ++q) reinterpret_cast<Quad*>(to)[q] = quad[q];
+  }
+};
+
+// One element, for heads, tails and rows that are never aligned.
+template <class T>
+struct Pack<T, 1> {
+  T element[1];
+  SPECTRAIN_HD void load(const T* from) { element[0] = *from; }
+  SPECTRAIN_HD void store(T* to) const { *to = element[0]; }
+};
+
+// A pack for every stream of a rule.
+template <class Rule, int N, int I = 0, bool End = (I == Rule::Streams::size)>
+struct Packs {
+  Pack<typename stream_t<Rule, I>::type, N> head;
+  Packs<Rule, N, I + 1> tail;
+  template <int J>
+  SPECTRAIN_HD auto& get() {
+    if constexpr (J == 0) {
+      return head;
+    } else {
+      return tail.template get<J - 1>();
+    }
+  }
+};
+template <class Rule, int N, int I>
+struct Packs<Rule, N, I, true> {};
+
+// The element count of a vector access: 16 bytes of the narrowest stream or output.
+template <class Rule, int I = 0>
+constexpr int narrowest() {
+  if constexpr (I == Rule::Streams::size) {
+    if constexpr (Rule::has_outs) {
+      return sizeof(typename Rule::OutType);
+    } else {
+      return 16;
+    }
+  } else {
+    constexpr int width = sizeof(typename stream_t<Rule, I>::type);
+    return width < narrowest<Rule, I + 1>() ? width : narrowest<Rule, I + 1>();
+  }
+}
+
+template <class Rule, class Policy = LaunchPolicy>
+struct Body {
+  using Acc = typename Rule::Acc;
+  using Args = typename Rule::Args;
+  static constexpr int n_streams = Rule::Streams::size;
+  static constexpr int vector = 16 / narrowest<Rule>();
+  static constexpr int in_flight = Policy::unroll(
+      vector * n_streams, sizeof(Acc) == sizeof(double) && Rule::has_outs && !Rule::divides);
+  template <int I>
+  using stream = stream_t<Rule, I>;
+  template <int I>
+  using type = typename stream<I>::type;
+
+  const Args& args;
+  const TableView& table;
+  uint32_t row;
+  unsigned flags;
+  factor_t<Acc> factor;
+
+  template <int I>
+  SPECTRAIN_HD type<I>* at(int64_t element) const {
+    return global(static_cast<type<I>*>(table.pointer(row, I))) + element;
+  }
+
+  template <int N>
+  SPECTRAIN_HD void load(Packs<Rule, N>& packs, int64_t element) const {
+    unroll<n_streams>([&](auto index) {
+      constexpr int s = decltype(index)::value;
+      if constexpr (stream<s>::reads) packs.template get<s>().load(at<s>(element));
+    });
+  }
+
+  template <int N>
+  SPECTRAIN_HD void finish(Packs<Rule, N>& packs, int64_t element) const {
+    Acc kept[n_streams][N];
+    [[maybe_unused]] uint64_t random = 0;
+    if constexpr (rounds_weights<Rule>()) {
+      if (table.rounding.stochastic) random = table.random_state(row, element);
+    }
+    unroll<n_streams>([&](auto index) {
+      constexpr int s = decltype(index)::value;
+      if constexpr (stream<s>::source >= 0) {
+        packs.template get<stream<s>::source>().store(at<s>(element));
+      }
+    });
+    SPECTRAIN_UNROLL
+    for (int e = 0; e < N; ++e) {
+      Acc x[n_streams] = {};
+      unroll<n_streams>([&](auto index) {
+        constexpr int s = decltype(index)::value;
+        if constexpr (stream<s>::reads) x[s] = widen(packs.template get<s>().element[e]);
+      });
+      Rule::apply(Rule::step(args, flags, factor), x);
+      unroll<n_streams>([&](auto index) {
+        constexpr int s = decltype(index)::value;
+        if constexpr (stream<s>::writes && stream<s>::source < 0) {
+          packs.template get<s>().element[e] = Narrow<type<s>>::from(x[s]);
+          if constexpr (s == 0 && rounds_weights<Rule>()) {
+            if (table.rounding.stochastic) {
+              packs.template get<s>().element[e] = {round_stochastically(x[s], random)};
+              random += Rounding::kStep;
+            }
+          }
+        }
+      });
+      if constexpr (Rule::has_outs) {
+        unroll<n_streams>([&](auto index) {
+          constexpr int s = decltype(index)::value;
+          if constexpr (stream<s>::writes) x[s] = widen(packs.template get<s>().element[e]);
+        });
+        Rule::known(x);
+        unroll<n_streams>([&](auto index) {
+          constexpr int s = decltype(index)::value;
+          if constexpr (keeps<Rule, s>) kept[s][e] = x[s];
+        });
+      }
+    }
+    unroll<n_streams>([&](auto index) {
+      constexpr int s = decltype(index)::value;
+      if constexpr (stream<s>::writes && stream<s>::source < 0) {
+        packs.template get<s>().store(at<s>(element));
+      }
+    });
+    if constexpr (Rule::has_outs) predictions<N>(packs, kept, element);
+    if constexpr (Rule::kGradient >= 0) {
+      if (table.zero_grad) Pack<type<Rule::kGradient>, N>{}.store(at<Rule::kGradient>(element));
+    }
+  }
+
+  // Every extra output. Elements are the inner loop, so that several load the coefficients of a
+  // term once: with all eight, or four where outputs are float32, SGD's step spills on sm_120. What
+  // divides has twice the registers.
+  template <int N>
+  SPECTRAIN_HD void predictions(Packs<Rule, N>& packs, const Acc (&kept)[n_streams][N],
+                                int64_t element) const {
+    using T = typename Rule::OutType;
+    constexpr int with_64_registers = N == 8 && sizeof(T) == sizeof(float) ? 2 : N < 4 ? N : 4;
+    constexpr int at_once = Rule::divides ? N : with_64_registers;
+    SPECTRAIN_NO_UNROLL
+    for (int j = 0; j < args.predictions.n_outs; ++j) {
+      Pack<T, N> out;
+      SPECTRAIN_UNROLL
+      for (int first = 0; first < N; first += at_once) {
+        Acc w[at_once];
+        predict<at_once>(w, j, packs, kept, first);
+        SPECTRAIN_UNROLL
+        for (int e = 0; e < at_once; ++e) out.element[first + e] = Narrow<T>::from(w[e]);
+      }
+      out.store(global(static_cast<T*>(table.pointer(row, n_streams + j))) + element);
+    }
+  }
+
+  template <int Count, int N>
+  SPECTRAIN_HD void predict(Acc (&w)[Count], int j, Packs<Rule, N>& packs,
+                            const Acc (&kept)[n_streams][N], int first) const {
+    SPECTRAIN_UNROLL
+    for (int e = 0; e < Count; ++e) w[e] = widen(packs.template get<0>().element[first + e]);
+    SPECTRAIN_NO_UNROLL
+    for (int t = args.predictions.begin(j); t < args.predictions.end[j]; ++t) {
+      const auto move = Rule::move(args, t);
+      SPECTRAIN_UNROLL
+      for (int e = 0; e < Count; ++e) {
+        Acc x[n_streams] = {};
+        unroll<n_streams>([&](auto index) {
+          constexpr int s = decltype(index)::value;
+          if constexpr (keeps<Rule, s>) {
+            x[s] = kept[s][first + e];
+          } else {
+            x[s] = widen(packs.template get<s>().element[first + e]);
+          }
+        });
+        w[e] = Rule::advance(move, w[e], x);
+      }
+    }
+  }
+
+  SPECTRAIN_HD void one(int64_t element) const {
+    Packs<Rule, 1> packs;
+    load<1>(packs, element);
+    finish<1>(packs, element);
+  }
+
+  // Whole vectors of [begin, begin + n*vector), a stride of all threads apart.
+  SPECTRAIN_HD void vectors(int64_t begin, int n, const Lane& lane) const {
+    const int stride = static_cast<int>(lane.threads);
+    for (int i = static_cast<int>(lane.thread); i < n; i += stride * in_flight) {
+      Packs<Rule, vector> packs[in_flight];
+      SPECTRAIN_UNROLL
+      for (int u = 0; u < in_flight; ++u) {
+        if (i + u * stride < n) load<vector>(packs[u], begin + (i + u * stride) * vector);
+      }
+      SPECTRAIN_UNROLL
+      for (int u = 0; u < in_flight; ++u) {
+        if (i + u * stride < n) finish<vector>(packs[u], begin + (i + u * stride) * vector);
+      }
+    }
+  }
+
+  // What a skipped step does to its gradients, all the same. It is rare: no vectors.
+  SPECTRAIN_HD static void zero(const TableView& table, const Lane& lane) {
+    using T = type<Rule::kGradient>;
+    for (uint64_t chunk = table.chunk_begin + static_cast<uint64_t>(lane.block);
+         chunk < table.chunk_end; chunk += lane.blocks) {
+      const uint32_t r = table.find_row(static_cast<uint32_t>(chunk));
+      const Range range = table.range(table.rows[r], static_cast<uint32_t>(chunk));
+      T* to = global(static_cast<T*>(table.pointer(r, Rule::kGradient)));
+      for (int64_t i = range.begin + lane.thread; i < range.end; i += lane.threads) to[i] = T{};
+    }
+  }
+
+  SPECTRAIN_HD static void run(const Args* settings, const TableView& table, const Lane& lane) {
+    if (table.gate.skips()) {
+      if constexpr (Rule::kGradient >= 0) {
+        if (table.zero_grad) zero(table, lane);
+      }
+      return;
+    }
+    const auto factor = gradient_factor<Rule>(table.gate);
+    for (uint64_t chunk = table.chunk_begin + static_cast<uint64_t>(lane.block);
+         chunk < table.chunk_end; chunk += lane.blocks) {
+      const uint32_t r = table.find_row(static_cast<uint32_t>(chunk));
+      const Row& row = table.rows[r];
+      const Range range = table.range(row, static_cast<uint32_t>(chunk));
+      const Body body{settings[row.setting], table, r, row.flags, factor};
+      int64_t begin = range.begin;
+      if ((row.flags & kAligned) != 0) {
+        const int64_t aligned = begin == 0 ? row.head : begin;
+        if (begin + lane.thread < aligned && begin + lane.thread < range.end) {
+          body.one(begin + lane.thread);
+        }
+        const int n = aligned < range.end ? static_cast<int>((range.end - aligned) / vector) : 0;
+        body.vectors(aligned, n, lane);
+        begin = aligned + static_cast<int64_t>(n) * vector;
+      }
+      for (int64_t i = begin + lane.thread; i < range.end; i += lane.threads) body.one(i);
+    }
+  }
+};
+
+}  // namespace spectrain

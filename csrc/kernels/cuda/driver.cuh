@@ -1,0 +1,180 @@
+// The CUDA launcher: the body of body.h in a persistent grid, its table in the kernel's parameters
+// or in device memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+
+#include "body.h"
+#include "capacity.h"
+#include "enqueue.cuh"
+#include "kernels/instances.h"
+
+namespace spectrain {
+
+// Settings, rows and pointers, one behind the other.
+template <class Args, size_t Bytes>
+struct ParameterTable {
+  uint32_t n_rows, n_streams, chunk_begin, chunk_end;
+  uint32_t rows_at, pointers_at;  // in bytes
+  Gate gate;
+  Rounding rounding;
+  bool zero_grad;
+  alignas(16) unsigned char storage[Bytes];
+
+  static size_t bytes(const TableView& view, int n_settings) {
+    return settings_bytes(n_settings) +
+           view.n_rows * (sizeof(Row) + view.n_streams * sizeof(void*));
+  }
+  static size_t settings_bytes(int n_settings) {
+    return (n_settings * sizeof(Args) + alignof(Row) - 1) / alignof(Row) * alignof(Row);
+  }
+  template <class Rule>
+  void fill(const TableView& view, Settings settings) {
+    n_rows = view.n_rows;
+    n_streams = view.n_streams;
+    chunk_begin = view.chunk_begin;
+    chunk_end = view.chunk_end;
+    gate = view.gate;
+    rounding = view.rounding;
+    zero_grad = view.zero_grad;
+    rows_at = static_cast<uint32_t>(settings_bytes(settings.size));
+    pointers_at = rows_at + static_cast<uint32_t>(n_rows * sizeof(Row));
+    for (int i = 0; i < settings.size; ++i) {
+      Args args;
+      Rule::make(settings.data[i], args);
+      memcpy(storage + i * sizeof(Args), &args, sizeof(Args));
+    }
+    memcpy(storage + rows_at, view.rows, n_rows * sizeof(Row));
+    memcpy(storage + pointers_at, view.pointers, n_rows * n_streams * sizeof(void*));
+  }
+  __device__ __forceinline__ TableView view() const {
+    return {reinterpret_cast<const Row*>(storage + rows_at),
+            reinterpret_cast<void* const*>(storage + pointers_at),
+            n_rows,
+            n_streams,
+            chunk_begin,
+            chunk_end,
+            gate,
+            rounding,
+            zero_grad};
+  }
+};
+
+template <class Rule>
+__device__ __forceinline__ void run_body(const void* arguments, const TableView& table) {
+  Body<Rule>::run(static_cast<const typename Rule::Args*>(arguments), table,
+                  {blockIdx.x, threadIdx.x, gridDim.x, blockDim.x});
+}
+
+template <class Rule, size_t Bytes>
+__global__ void __launch_bounds__(LaunchPolicy::threads,
+                                  LaunchPolicy::blocks_per_multiprocessor(Rule::divides))
+    run_table(const __grid_constant__ ParameterTable<typename Rule::Args, Bytes> table) {
+  run_body<Rule>(table.storage, table.view());
+}
+
+// Rows and pointers in device memory; the arguments as well, or, where the host made them and they
+// are few, here.
+template <class Args>
+struct ResidentTable {
+  TableView view;
+  const void* arguments;  // null: in storage
+  uint32_t n_words;
+  alignas(16) uint32_t storage[kSmallTable / sizeof(uint32_t)];
+};
+
+// From shared memory a block reads its arguments alike, wherever they come from.
+template <class Rule>
+__global__ void __launch_bounds__(LaunchPolicy::threads,
+                                  LaunchPolicy::blocks_per_multiprocessor(Rule::divides))
+    run_resident(const __grid_constant__ ResidentTable<typename Rule::Args> table) {
+  auto* arguments = reinterpret_cast<uint32_t*>(shared_memory);
+  if (table.arguments != nullptr) {
+    const auto* from = global(static_cast<const uint32_t*>(table.arguments));
+    for (uint32_t i = threadIdx.x; i < table.n_words; i += blockDim.x) arguments[i] = from[i];
+  } else {
+    for (uint32_t i = threadIdx.x; i < table.n_words; i += blockDim.x) {
+      arguments[i] = table.storage[i];
+    }
+  }
+  __syncthreads();
+  TableView view = table.view;
+  view.rows = global(view.rows);
+  view.pointers = global(view.pointers);
+  run_body<Rule>(arguments, view);
+}
+
+template <class Rule>
+struct Cuda {
+  using Args = typename Rule::Args;
+
+  // As many blocks as the device holds at once, asked for once per device.
+  static cudaError_t resident_blocks(int device, int* blocks) {
+    constexpr int kMaxDevices = 64;
+    static std::atomic<int> known[kMaxDevices];
+    if (device < kMaxDevices && (*blocks = known[device].load()) > 0) return cudaSuccess;
+    int per_multiprocessor = 0, multiprocessors = 0;
+    cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &per_multiprocessor, run_table<Rule, kSmallTable>, LaunchPolicy::threads, 0);
+    if (error != cudaSuccess) return error;
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return error;
+    *blocks = per_multiprocessor * multiprocessors;
+    if (device < kMaxDevices) known[device].store(*blocks);
+    return cudaSuccess;
+  }
+
+  template <size_t Bytes>
+  static cudaError_t launch_with(const TableView& view, Settings settings, int blocks,
+                                 void* stream) {
+    ParameterTable<Args, Bytes> table;
+    table.template fill<Rule>(view, settings);
+    return enqueue(run_table<Rule, Bytes>, blocks, LaunchPolicy::threads, table, stream);
+  }
+
+  // A chunk each, and no more blocks than stay.
+  static cudaError_t blocks_for(const TableView& view, int device, int* blocks) {
+    const cudaError_t error = resident_blocks(device, blocks);
+    const uint32_t chunks = view.chunk_end - view.chunk_begin;
+    if (chunks < static_cast<uint32_t>(*blocks)) *blocks = static_cast<int>(chunks);
+    return error;
+  }
+
+  static const char* launch(const TableView& view, Settings settings, int device, void* stream) {
+    int blocks = 0;
+    if (const cudaError_t error = blocks_for(view, device, &blocks)) return words(error);
+    const bool small = ParameterTable<Args, kSmallTable>::bytes(view, settings.size) <= kSmallTable;
+    return words(small ? launch_with<kSmallTable>(view, settings, blocks, stream)
+                       : launch_with<kLargeTable>(view, settings, blocks, stream));
+  }
+
+  static size_t argument_words(int n_settings) {
+    return (n_settings * sizeof(Args) + sizeof(uint32_t) - 1) / sizeof(uint32_t);
+  }
+
+  // `view` is of device memory; `prepared` too, or null where the settings are plain.
+  static const char* launch_resident(const TableView& view, Settings settings, const void* prepared,
+                                     int device, void* stream) {
+    int blocks = 0;
+    if (const cudaError_t error = blocks_for(view, device, &blocks)) return words(error);
+    ResidentTable<Args> table;
+    table.view = view;
+    table.arguments = prepared;
+    table.n_words = static_cast<uint32_t>(argument_words(settings.size));
+    if (prepared == nullptr) {
+      for (int i = 0; i < settings.size; ++i) {
+        Args args;
+        Rule::make(settings.data[i], args);
+        memcpy(reinterpret_cast<char*>(table.storage) + i * sizeof(Args), &args, sizeof(Args));
+      }
+    }
+    return words(enqueue(run_resident<Rule>, blocks, LaunchPolicy::threads, table, stream,
+                         table.n_words * sizeof(uint32_t)));
+  }
+
+  static CudaKernel kernel() { return {&launch, &launch_resident, static_cast<int>(sizeof(Args))}; }
+};
+
+}  // namespace spectrain

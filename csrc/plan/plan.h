@@ -1,0 +1,194 @@
+// A plan: lists of arrays that belong together, validated once, resolved to tables once per use.
+// Framework-free: addresses and element types come in, kernels go out.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "core/program.h"
+#include "kernels/kernels.h"
+
+namespace spectrain {
+
+struct Device {
+  bool cuda = false;
+  int index = 0;
+  bool operator==(const Device& other) const { return cuda == other.cuda && index == other.index; }
+};
+
+// One list of arrays: an address and an element type for every parameter. Absent: no addresses.
+// An address may be null where a gradient is None.
+struct Column {
+  std::vector<void*> at;
+  std::vector<DType> dtype;
+  bool present() const { return !at.empty(); }
+};
+
+// No kernel takes these element types together.
+struct UnsupportedTypes : std::invalid_argument {
+  UnsupportedTypes(size_t item_, KernelKey key_)
+      : std::invalid_argument("no kernel takes these element types together"),
+        item(item_),
+        key(key_) {}
+  size_t item;
+  KernelKey key;
+};
+
+// Memory on the plan's device, lent by a framework, which may lend it again when this goes.
+class DeviceMemory {
+ public:
+  virtual ~DeviceMemory() = default;
+  virtual void* at() const = 0;
+  // What is enqueued on this stream, too, uses it: it must not be lent again before that is done.
+  virtual void used_on(void* stream) = 0;
+};
+
+class Plan {
+ public:
+  // `sizes`: elements of every parameter; `groups`: which setting applies to it.
+  Plan(Device device, std::vector<int64_t> sizes, std::vector<uint16_t> groups);
+
+  Column params, momentum, second, stashed, grads;
+  std::vector<Column> outs;
+
+  // Computes the placeholders among the numbers of the next calls; empty where there are none.
+  Program program;
+
+  // Where tables on a CUDA device are put, of at least 16-byte alignment, for work on a stream:
+  // what was done with the memory before has been done when that work begins.
+  std::function<std::unique_ptr<DeviceMemory>(size_t bytes, void* stream)> allocate;
+  // Keep long tables on the device. Not worth it where the plan is used once.
+  bool keep_tables = false;
+
+  // From the first step that was captured in a CUDA graph on, gradients must stay where they are.
+  void pin_gradients() { gradients_pinned_ = true; }
+  bool gradients_pinned() const { return gradients_pinned_; }
+
+  // Whether every item has a gradient.
+  bool all_gradients() const;
+  // Call after `grads` changed: tables that hold gradients are resolved again at their next use.
+  void gradients_changed();
+
+  // How far one prediction goes: its terms, for every group. No terms: the bits of the weights.
+  using Terms = std::vector<std::vector<Term>>;
+  struct Prediction {
+    size_t out;  // index into outs
+    Terms terms;
+  };
+
+  // Momentum SGD, or Adam with `eps` per group.
+  struct Family {
+    bool adam = false;
+    std::vector<double> eps = {};
+  };
+  void predict(const Family&, const Terms&, const Column& out, void* stream);
+  void stash_predict_(const Family&, const Terms&, void* stream);
+  void extrapolate(double steps, const Column& out, void* stream);
+  void copy(const Column& from, const Column& to, void* stream);
+  void swap_(void* stream);
+
+  // What a step does beside its numbers.
+  struct StepOptions {
+    Gate gate = {};
+    Rounding rounding = {};  // stochastic: all weights must be bfloat16
+    bool zero_grad = false;  // the caller has made sure that gradients may be written
+  };
+  // One setting per group. `first_step`: empty, or one flag per tensor (then the settings' own are
+  // not used).
+  void sgd_step_(std::vector<Setting>, const std::vector<uint8_t>& first_step, bool with_momentum,
+                 std::vector<Prediction>, const StepOptions&, void* stream);
+  void adam_step_(std::vector<Setting>, std::vector<Prediction>, const StepOptions&, void* stream);
+
+  // Distances of the weights from every list of `outs`, in all of double: result[j*(n + 1) + i] is
+  // |outs[j][i] - params[i]|^2, and the place behind the last tensor gets their sum. Entries of
+  // empty tensors are not written. `scratch` has distance_scratch() bytes. Same bits on every
+  // machine.
+  void distances(double* result, void* scratch, void* stream);
+  size_t distance_scratch() const;
+
+  Device device() const { return device_; }
+  size_t size() const { return sizes_.size(); }
+  int64_t size_of_item(size_t i) const { return sizes_[i]; }
+  size_t n_groups() const { return n_groups_; }
+  // Kernel launches and rows after merging that the last call took; tests hold them to account.
+  int last_launches() const { return last_launches_; }
+  int64_t last_rows() const { return last_rows_; }
+
+ private:
+  // The rows of one kernel: what a launcher takes.
+  struct Table {
+    KernelKey key;
+    std::vector<Row> rows;
+    std::vector<void*> pointers;
+    std::vector<int> widths;  // bytes an element, per stream
+    uint32_t n_chunks = 0;
+    int64_t bytes = 0;
+    CpuKernel cpu = nullptr;
+    CudaKernel cuda;
+    int uses = 0;
+    std::unique_ptr<DeviceMemory> memory;
+    bool written = false;  // to the memory, by work that has been enqueued
+  };
+  using Tables = std::vector<Table>;
+
+  // Which items take part in a table.
+  enum class Which { all, with_gradient, without_gradient };
+
+  struct Request {
+    Operation operation;
+    std::vector<const Column*> streams;
+    Which which = Which::all;
+    std::vector<uint8_t> first_step;
+    // Behind the streams of a row the position of its first element among all items' elements.
+    bool positions = false;
+    bool operator==(const Request& other) const {
+      return operation == other.operation && streams == other.streams && which == other.which &&
+             first_step == other.first_step && positions == other.positions;
+    }
+  };
+  struct Resolved {
+    Request request;
+    Tables tables;
+    bool holds_gradients;
+    bool captured = false;  // a CUDA graph reads its memory: keep it
+  };
+
+  // A kernel, or one per combination of element types, and what it is told.
+  struct Call {
+    Request request;
+    std::vector<Setting> settings;
+    Gate gate = {};
+    Rounding rounding = {};
+    bool zero_grad = false;
+  };
+
+  Resolved& resolve(const Request& request);
+  Tables build(const Request& request) const;
+  Table& table_for(Tables& tables, const Request& request, size_t item) const;
+  Call copy_call(const Column& from, const Column& to, Which which) const;
+  // Nothing where the prediction is the weights themselves and they are where it should go.
+  std::vector<Call> predict_calls(const Family&, const Terms&, const Column& out,
+                                  Which which) const;
+  void step(Request request, std::vector<Setting> settings, const Family&, std::vector<Prediction>,
+            const StepOptions&, void* stream);
+  // All are resolved before the first one runs: what cannot be done leaves everything as it was.
+  void run(std::vector<Call> calls, void* stream);
+  void run_one(const Call& call, bool capturing, void* stream);
+  int run_cuda(Table& table, const TableView& rows, Settings settings, bool capturing,
+               void* stream);
+
+  Device device_;
+  std::vector<int64_t> sizes_;
+  std::vector<uint16_t> groups_;
+  size_t n_groups_ = 1;
+  std::vector<std::unique_ptr<Resolved>> resolved_;
+  bool gradients_pinned_ = false;
+  int last_launches_ = 0;
+  int64_t last_rows_ = 0;
+};
+
+}  // namespace spectrain

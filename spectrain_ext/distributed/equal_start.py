@@ -1,0 +1,79 @@
+"""Equal start: whether the replicas of every stage begin with the same weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
+
+from spectrain_ext.optim import PredictingOptimizer
+from spectrain_ext.schedule import Replicas
+
+_OPTION = "the optimizer's "
+
+
+def check_equal_start(
+    store: Store,
+    rank: int,
+    replicas: Replicas,
+    module: nn.Module,
+    optimizer: PredictingOptimizer | None,
+) -> None:
+    """Compare the parameters of every stage's replicas, and the options of their optimizers.
+
+    Module buffers may differ: they are each replica's own. Every rank calls this, and all come to
+    the same end.
+
+    Args:
+        store: shared by all ranks.
+        rank: this one.
+        replicas: of every stage.
+        module: this rank's stage.
+        optimizer: of its trainable parameters.
+
+    Raises:
+        ValueError: names the stage, two of its ranks and the first key that differs.
+    """
+    mine = _digests(module, optimizer)
+    text = json.dumps(mine)
+    store.set(f"start/{rank}", hashlib.sha256(text.encode()).hexdigest())
+    store.set(f"start of keys/{rank}", text)
+    keys = [f"{what}/{r}" for what in ("start", "start of keys") for r in range(replicas.ranks)]
+    store.wait(keys)
+    wholes = store.multi_get(keys[: replicas.ranks])
+    for k in range(replicas.stages):
+        first, *others = replicas.ranks_of(k)
+        for other in others:
+            if wholes[other] != wholes[first]:
+                a, b = (json.loads(store.get(f"start of keys/{r}")) for r in (first, other))
+                raise ValueError(_difference(k, first, other, a, b))
+
+
+def _digests(module: nn.Module, optimizer: PredictingOptimizer | None) -> dict[str, str]:
+    found = {repr(name): _digest(p) for name, p in module.named_parameters()}
+    for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        for name, value in sorted(group.items()):
+            if name != "params":
+                found[f"{_OPTION}{name!r} of parameter group {g}"] = repr(value)
+    return found
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(flat.numpy().data).hexdigest()}"
+
+
+def _difference(stage: int, first: int, other: int, a: dict[str, str], b: dict[str, str]) -> str:
+    where = f"stage: the replicas of stage {stage} must start from the same weights and options; "
+    for key in [*a, *b]:
+        if key not in a or key not in b:
+            has, has_not = (first, other) if key in a else (other, first)
+            return f"{where}rank {has} has {key}, and rank {has_not} has not"
+        if a[key] != b[key] and key.startswith(_OPTION):
+            return f"{where}{key} is {a[key]} on rank {first} and {b[key]} on rank {other}"
+        if a[key] != b[key]:
+            return f"{where}{key} of rank {first} is not that of rank {other}"
+    return f"{where}rank {first} and rank {other} have their parameters in another order"

@@ -1,0 +1,163 @@
+"""Layout: what a message looks like, and where its tensors lie in one flat piece of memory."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spectrain_ext.transport.local import Message
+
+# Every tensor begins on a boundary of this many bytes.
+_ALIGNMENT = 256
+
+
+class TensorLayout(NamedTuple):
+    """One tensor of a message: shape, strides of a dense tensor, dtype, is its gradient wanted."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        elements = 1
+        for size in self.shape:
+            elements *= size
+        return elements * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        gradient = "" if self.differentiable else ", without gradient"
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name} {list(self.shape)} with strides {list(self.stride)}{gradient}"
+
+
+class Layout(NamedTuple):
+    """What a message looks like.
+
+    Attributes:
+        tensors: its tensors, None for one that is not sent.
+        single: whether the value is the one tensor itself, not a tuple.
+    """
+
+    tensors: tuple[TensorLayout | None, ...]
+    single: bool
+
+    @staticmethod
+    def of(message: Message) -> Layout:
+        """The layout of a message; strides are those of ``torch.empty_like``."""
+        flags = message.differentiable or (True,) * len(message.tensors)
+        return Layout(
+            tuple(
+                None
+                if tensor is None
+                else TensorLayout(tuple(tensor.shape), _dense(tensor), tensor.dtype, flag)
+                for tensor, flag in zip(message.tensors, flags, strict=True)
+            ),
+            message.single,
+        )
+
+    def places(self) -> tuple[list[int], int]:
+        """Where each tensor begins, in bytes, and how many bytes there are in all."""
+        begin, places = 0, []
+        for tensor in self.tensors:
+            places.append(begin)
+            if tensor is not None:
+                begin += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return places, begin
+
+    def views(self, memory: Tensor) -> list[Tensor | None]:
+        """The tensors in a flat uint8 tensor that has room for them."""
+        places, _ = self.places()
+        return [
+            None
+            if tensor is None
+            else memory[begin : begin + tensor.nbytes]
+            .view(tensor.dtype)
+            .as_strided(tensor.shape, tensor.stride)
+            for begin, tensor in zip(places, self.tensors, strict=True)
+        ]
+
+    def message(self, tensors: list[Tensor | None]) -> Message:
+        """The message that these tensors make."""
+        flags = tuple(tensor is not None and tensor.differentiable for tensor in self.tensors)
+        return Message(tuple(tensors), self.single, flags)
+
+    def shrinks_to(self, other: Layout) -> bool:
+        """Whether the other has the same tensors, smaller in at most one dimension each."""
+        if self.single != other.single or len(self.tensors) != len(other.tensors):
+            return False
+        for mine, its in zip(self.tensors, other.tensors, strict=True):
+            if mine is None or its is None:
+                if its is not None:
+                    return False
+                continue
+            if mine.dtype != its.dtype or mine.differentiable != its.differentiable:
+                return False
+            if len(mine.shape) != len(its.shape):
+                return False
+            changed = [(a, b) for a, b in zip(mine.shape, its.shape, strict=True) if a != b]
+            if len(changed) > 1 or any(b > a for a, b in changed):
+                return False
+        return True
+
+    def to_bytes(self) -> bytes:
+        """As JSON, which is all that a peer is trusted with."""
+        tensors = [
+            None
+            if tensor is None
+            else [
+                tensor.shape,
+                tensor.stride,
+                str(tensor.dtype).removeprefix("torch."),
+                tensor.differentiable,
+            ]
+            for tensor in self.tensors
+        ]
+        return json.dumps({"tensors": tensors, "single": self.single}).encode()
+
+    @staticmethod
+    def from_bytes(text: bytes) -> Layout:
+        """Read ``to_bytes``.
+
+        Raises:
+            ValueError: it is not what ``to_bytes`` writes.
+        """
+        try:
+            read = json.loads(text)
+            tensors = tuple(None if t is None else _tensor_layout(*t) for t in read["tensors"])
+            return Layout(tensors, bool(read["single"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not the layout of a message: {text[:200]!r} ({error})") from None
+
+    def __str__(self) -> str:
+        tensors = ", ".join("nothing" if t is None else str(t) for t in self.tensors)
+        return tensors if self.single else f"({tensors})"
+
+
+def _dense(tensor: Tensor) -> tuple[int, ...]:
+    """The strides without gaps and overlaps that keep the order of the dimensions."""
+    if tensor.is_contiguous():
+        return tensor.stride()
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def _tensor_layout(
+    shape: list[int], stride: list[int], dtype: str, differentiable: bool
+) -> TensorLayout:
+    found = getattr(torch, dtype)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{dtype!r} is no dtype")
+    numbers = [*shape, *stride]
+    if len(shape) != len(stride) or not all(isinstance(n, int) and n >= 0 for n in numbers):
+        raise TypeError(f"shape {shape!r} and strides {stride!r} are no layout")
+    # A stride out of the tensor's own memory would read what is beside it.
+    span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    layout = TensorLayout(tuple(shape), tuple(stride), found, bool(differentiable))
+    if 0 not in shape and span * found.itemsize > layout.nbytes:
+        raise TypeError(f"strides {stride!r} reach beyond shape {shape!r}")
+    return layout

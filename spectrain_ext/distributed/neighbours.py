@@ -1,0 +1,228 @@
+"""Neighbours: the links and groups of one rank, which all ranks make in one order."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from spectrain_ext.schedule import Replicas
+from spectrain_ext.transport.streams import callers_stream
+
+from .link import Link
+
+_CPU = torch.device("cpu")
+
+
+class Circle(NamedTuple):
+    """The replicas of one stage, as they add up what each of them has.
+
+    Attributes:
+        ranks: of the replicas, within the pipeline.
+        host: a gloo group of them.
+        device: the group that gradients go by: the same, or one of NCCL. gloo itself sees to it
+            that gradients on a GPU get through host memory.
+    """
+
+    ranks: tuple[int, ...]
+    host: dist.ProcessGroup
+    device: dist.ProcessGroup
+
+
+class Neighbours(NamedTuple):
+    """The links of one rank by the rank at their other end; empty where there is no neighbour.
+
+    Attributes:
+        from_previous, to_previous: those to the stage before.
+        from_next, to_next: those to the stage after.
+        from_first: on the replicas of stage 0, what its first replica says of batches.
+        to_replicas: the same on that one.
+        targets_from: on the ranks of the last stage, where targets come from; empty if from the
+            caller.
+        targets_to: the same on those of the first stage.
+        circle: the replicas of this rank's stage; None if it has one.
+    """
+
+    from_previous: dict[int, Link]
+    to_previous: dict[int, Link]
+    from_next: dict[int, Link]
+    to_next: dict[int, Link]
+    from_first: dict[int, Link]
+    to_replicas: dict[int, Link]
+    targets_from: dict[int, Link]
+    targets_to: dict[int, Link]
+    circle: Circle | None = None
+
+
+def backend_of_bodies(store: Store, rank: int, ranks: int, device: torch.device) -> str:
+    """``"nccl"`` if every rank has a GPU of its own and a torch with NCCL, otherwise ``"gloo"``.
+
+    NCCL refuses two ranks on one GPU. Every rank calls this, and all get the same answer.
+
+    Args:
+        store: shared by all ranks.
+        rank: this one.
+        ranks: their number.
+        device: of this rank's stage.
+    """
+    store.set(f"gpu/{rank}", _gpu(device))
+    keys = [f"gpu/{r}" for r in range(ranks)]
+    store.wait(keys)
+    gpus = store.multi_get(keys)
+    return "nccl" if all(gpus) and len(set(gpus)) == ranks else "gloo"
+
+
+def _gpu(device: torch.device) -> str:
+    """Which of all GPUs of all machines it is; nothing where NCCL cannot use it."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return ""
+    of = torch.cuda.get_device_properties(device)  # by its place, as NCCL: a uuid may be of a part
+    place = ":".join(str(getattr(of, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
+    return f"{socket.gethostname()} {place}"
+
+
+def open_links(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    timeout: float,
+    dynamic: bool,
+    replicas: Replicas | None = None,
+    targets: bool = False,
+    bodies: str = "gloo",
+) -> Neighbours:
+    """Make the groups of all directed edges that end or begin at this rank, and use each once.
+
+    One group per directed edge: the two directions would otherwise wait for each other. All ranks
+    make all groups, in one order, as torch asks of them.
+
+    The first use of a group connects, and by NCCL blocks the hosts of both ranks until the other
+    has come to it too. In training that could be a circle of ranks, each of which waits for the
+    next one's first use of another edge; here all have the same order. NCCL connects for what is
+    done: an edge is used by a message in its direction, replicas by a sum.
+
+    Args:
+        group: the ranks of the pipeline, stage by stage; None: the default group.
+        device: of this rank's stage.
+        timeout: seconds that a rank may take to come here.
+        dynamic: whether later messages may be larger than the first.
+        replicas: of every stage; None: one each.
+        targets: whether the first stage sends them to the last.
+        bodies: what they go by, the same on all ranks: ``"nccl"``, which leaves them on the GPU, or
+            ``"gloo"``.
+
+    Raises:
+        ValueError: the group has not all ranks of the default group.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) != dist.get_world_size():
+        raise ValueError(
+            f"group: expected all {dist.get_world_size()} ranks of the default group, got "
+            f"{len(ranks)}"
+        )
+    me = dist.get_rank(group)
+    seats = Replicas((1,) * len(ranks)) if replicas is None else replicas
+    found = Neighbours({}, {}, {}, {}, {}, {}, {}, {})
+    staged = bodies == "gloo" and device.type == "cuda"
+
+    def groups(
+        members: Sequence[int], use: Callable[[dist.ProcessGroup, torch.device], None]
+    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+        """The group for the hosts, and that for bodies; None where this rank is no member."""
+        chosen, mine = [ranks[r] for r in members], me in members
+        host = _group(chosen, mine, "gloo", _CPU, timeout, use)
+        by_device = _group(chosen, mine, bodies, device, timeout, use) if bodies != "gloo" else host
+        return None if host is None or by_device is None else (host, by_device)
+
+    def link(
+        sender: int, receiver: int, out: dict[int, Link], into: dict[int, Link], of: str = ""
+    ) -> None:
+        def message(made: dist.ProcessGroup, on: torch.device) -> None:
+            if me == sender:
+                dist.send(torch.zeros(1, device=on), ranks[receiver], group=made)
+            else:
+                dist.recv(torch.zeros(1, device=on), ranks[sender], group=made)
+
+        two = groups((sender, receiver), message)
+        if two is None:
+            return
+        other = receiver if sender == me else sender
+        name = f"edge {sender} -> {receiver}{of}"
+        made = Link(name, sender, receiver, ranks[other], *two, dynamic, staged)
+        (out if sender == me else into)[other] = made
+
+    for a, b in seats.edges():
+        link(a, b, found.to_next, found.from_previous)
+        link(b, a, found.to_previous, found.from_next)
+    first, *others = seats.ranks_of(0)
+    for other in others:
+        link(first, other, found.to_replicas, found.from_first)
+    if targets and seats.stages > 1:
+        for a, b in seats.pairs(0, seats.stages - 1):
+            link(a, b, found.targets_to, found.targets_from, " of targets")
+    circle = None
+    for k in range(seats.stages):
+        members = seats.ranks_of(k)
+        if len(members) > 1:
+            two = groups(members, _sum)
+            if two is not None:
+                circle = Circle(tuple(members), *two)
+    return found._replace(circle=circle)
+
+
+def open_host_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup:
+    """A gloo group of all ranks, for what their hosts tell one another."""
+    ranks = dist.get_process_group_ranks(group)
+    made = _group(ranks, True, "gloo", _CPU, timeout, _sum)
+    assert made is not None
+    return made
+
+
+def _sum(made: dist.ProcessGroup, on: torch.device) -> None:
+    dist.all_reduce(torch.zeros(1, device=on), group=made)
+
+
+def _group(
+    ranks: Sequence[int],
+    mine: bool,
+    backend: str,
+    device: torch.device,
+    timeout: float,
+    use: Callable[[dist.ProcessGroup, torch.device], None],
+) -> dist.ProcessGroup | None:
+    # gloo's own deadline would break the connection: the board's comes first.
+    longer = timedelta(seconds=max(4 * timeout, 60.0))
+    # NCCL then connects at once, and a pair's messages need no second communicator.
+    bound = None if backend == "gloo" else device
+    with _unbound():
+        made = dist.new_group(list(ranks), timeout=longer, backend=backend, device_id=bound)
+    if not mine:
+        return None
+    assert isinstance(made, dist.ProcessGroup)
+    # Not left to a message whose deadline is short, and over before the next group's begins.
+    stream = callers_stream(device)
+    with stream.using():
+        use(made, device)
+    stream.synchronize()
+    return made
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Inside, torch makes new groups without the default group's communicator.
+
+    From one with a ``device_id`` it splits them off, on the ranks that are no members as well: for
+    a group of gloo these would wait for members that do not split anything.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound

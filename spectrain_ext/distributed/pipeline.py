@@ -1,0 +1,271 @@
+"""DistributedPipeline: one process's stage of a pipeline over a process group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from spectrain_ext.method import Method, places_of
+from spectrain_ext.optim import PredictingOptimizer
+from spectrain_ext.pipeline.clipping import GlobalNorm
+from spectrain_ext.pipeline.executor import Executor, Result
+from spectrain_ext.pipeline.observer import Observer
+from spectrain_ext.pipeline.pipeline import Pipeline
+from spectrain_ext.pipeline.stage import Stage
+from spectrain_ext.rng import StageRandom
+from spectrain_ext.schedule import Place, Replicas
+
+from .board import Board
+from .equal_start import check_equal_start
+from .executor import RankExecutor
+from .neighbours import backend_of_bodies, open_host_group, open_links
+from .norm import RankNorm
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from spectrain_ext.method.choices import Window
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+class DistributedPipeline(Pipeline):
+    """One stage of a pipeline over processes, under ``torchrun`` or any launcher.
+
+    As many processes as stages, or several for a stage: its replicas, between which the
+    microbatches of every minibatch are dealt out, and whose gradients are added up for an update.
+
+    Every rank makes one, with its own stage and otherwise the same arguments, and calls the same
+    methods in the same order. What it computes is what ``Pipeline`` computes in one process, to the
+    bit on a CPU with as many threads, if all ranks start from the same ``torch.manual_seed``; with
+    replicas up to the order of sums, and with the versions that each replica reads.
+
+    Args:
+        stage: the part of the model that belongs to this rank: stage k of N on rank k of N, or on
+            each of the stage's replicas.
+        optimizer, loss_fn, method, scheduler, microbatches, window, clip_norm, clip_scope,
+            master_dtype, recompute: as for ``Pipeline``; the loss function is called on the last
+            stage's ranks, and a global norm makes the hosts wait for one another. Windows count the
+            microbatches of one replica.
+        replicas: ranks of each stage, one number for all or one per stage; None: one. Ranks are
+            numbered stage by stage, replica by replica, and replica c of r runs microbatches c, c +
+            r, c + 2r, ... of every minibatch: r divides ``microbatches``. Replicas must start from
+            the same weights, which is checked once, here; module buffers are each one's own.
+        group: all ranks, stage by stage; None: the default group.
+        device: where the stage is moved; None: where it is. Either all ranks have the CPU (messages
+            go by gloo) or all have a CUDA device: messages go by NCCL if each has one of its own,
+            otherwise by gloo through host memory.
+        timeout: seconds that a rank waits for another before all end with a ``RankError``.
+        dynamic_shapes: whether later messages may be larger than the first. Smaller ones, such as
+            an uneven last minibatch, need no permission.
+        share_loss: whether every rank gets the losses, as float64; on CUDA that makes the last
+            rank's host wait for every loss.
+        targets_from: where the last stage's ranks take targets from: ``"last"``, their own batches,
+            which are checked against rank 0's; ``"first"``, the first stage's batches: sent along
+            for every minibatch, and no other rank needs batches.
+
+    Attributes:
+        rank: this process's rank in the group.
+        ranks: their number.
+        timeout: as given.
+        replicas: the number of ranks of every stage.
+        replica: which of its stage's this process is, counted from 0.
+
+    Raises:
+        ValueError: besides Pipeline's reasons, an argument that another rank has differently.
+        RankError: another rank could not make its part.
+
+    ``state_dict`` has the stage's part of the keys of ``nn.Sequential(*all_stages)``.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
+        loss_fn: Callable[..., Tensor],
+        method: str | Method = "spectrain",
+        *,
+        replicas: int | Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | int | None = None,
+        scheduler: Callable[[PredictingOptimizer], LRScheduler] | None = None,
+        microbatches: int = 1,
+        window: Window = None,
+        clip_norm: float | None = None,
+        clip_scope: Literal["stage", "global"] = "stage",
+        master_dtype: torch.dtype | None = None,
+        recompute: bool = False,
+        timeout: float = 300.0,
+        dynamic_shapes: bool = False,
+        share_loss: bool = False,
+        targets_from: Literal["first", "last"] = "last",
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "DistributedPipeline: there is no process group; call "
+                "torch.distributed.init_process_group first"
+            )
+        if not timeout > 0:
+            raise ValueError(f"timeout: expected a positive number of seconds, got {timeout}")
+        if targets_from not in ("first", "last"):
+            raise ValueError(f"targets_from: expected 'first' or 'last', got {targets_from!r}")
+        members = tuple(dist.get_process_group_ranks(group))
+        if len(members) != dist.get_world_size():
+            raise ValueError(
+                f"group: expected all {dist.get_world_size()} ranks of the default group, got "
+                f"{len(members)}"
+            )
+        self.rank = dist.get_rank(group)
+        self.ranks = len(members)
+        self.timeout = timeout
+        self._group = group
+        self._settings = (timeout, dynamic_shapes, share_loss)
+        self._targets_from = targets_from
+        # All ranks make their pipelines in one order: the count names this one.
+        prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
+        _made[members] += 1
+        store = PrefixStore(prefix, _get_default_store())
+        self._store = store
+        self._board = Board(store, self.rank, self.ranks, timeout)
+        try:
+            self._seats = Replicas.of(replicas, self.ranks)
+            self.replicas = self._seats.counts
+            self._stage, self.replica = self._seats.seat(self.rank)
+            super().__init__(
+                [stage],
+                optimizer,
+                loss_fn,
+                method,
+                None if device is None else [device],
+                scheduler,
+                microbatches,
+                window,
+                clip_norm,
+                clip_scope,
+                master_dtype,
+                recompute,
+            )
+        except BaseException as error:
+            self._board.turn_away(error)
+            raise
+
+    def _span(self, given: int) -> tuple[int, int]:
+        return self._stage, self._seats.stages
+
+    def _make_places(
+        self, method: Method, stages: int, microbatches: int, window: Window
+    ) -> list[Place]:
+        return places_of(method, stages, microbatches, window, self._seats)
+
+    def _make_norm(self, stages: int) -> GlobalNorm:
+        return RankNorm(self._seats, self._board)
+
+    def _make_executor(
+        self,
+        stages: list[Stage],
+        loss_fn: Callable[..., Tensor],
+        places: list[Place],
+        norm: GlobalNorm | None,
+    ) -> Executor:
+        timeout, dynamic, share_loss = self._settings
+        device = stages[0].device
+        self._board.meet(
+            {
+                "replicas": list(self.replicas),
+                "method": self.method.name,
+                "schedule": self.method.schedule,
+                "microbatches": places[0].microbatches * self.replicas[0],
+                "window": [place.window for place in places],
+                "device": device.type,
+                "dynamic_shapes": dynamic,
+                "share_loss": share_loss,
+                "targets_from": self._targets_from,
+                "clip_scope": "stage" if norm is None else "global",
+            }
+        )
+        if self._seats.dealt:
+            module, weights = stages[0].module, self._weights[0]
+            optimizer = None if weights is None else weights.optimizer
+            check_equal_start(self._store, self.rank, self._seats, module, optimizer)
+            stages[0].random = StageRandom(stages[0].index, device, self.replica)
+        first = self._targets_from == "first"
+        bodies = backend_of_bodies(self._store, self.rank, self.ranks, device)
+        links = open_links(self._group, device, timeout, dynamic, self._seats, first, bodies)
+        if isinstance(norm, RankNorm):
+            norm.connect(open_host_group(self._group, timeout))
+        else:
+            norm = None
+        schedule = self.method.schedule
+        executor = RankExecutor(
+            stages[0], loss_fn, places, schedule, self._board, links, share_loss, norm, self._seats
+        )
+        self._board.begin()
+        return executor
+
+    def run(
+        self, batches: Iterable[object] | None = None, *, trace: Observer | None = None
+    ) -> Iterator[Result]:
+        """Train on every batch; every rank calls it, and every rank yields every minibatch.
+
+        Args:
+            batches: as for ``Pipeline``: the same ones in the same order on the ranks of stage 0,
+                which use the inputs and of which rank 0 decides how many there are, and on those of
+                the last stage, which use the targets, unless these come from the first. Replicas
+                take their microbatches out of them. Other ranks need none, and ignore them.
+            trace: records when this rank's actions run, or measures them.
+
+        Yields:
+            On the last rank a ``Result`` per minibatch as soon as its loss has been issued, or with
+            replicas of the last stage after its update there; on others after this stage's update,
+            and asking it for the loss raises RuntimeError unless losses are shared. Leaving the
+            loop on rank 0 ends the run of all ranks; on any other the rest of the run is trained on
+            within ``close()``.
+
+        Raises:
+            RankError: another rank has failed, or one has let this one wait for too long. Every
+                rank ends, with the same first cause. A rank that is stuck is ended by its own
+                watchdog, with the report on stderr and exit code 1.
+            ValueError: the batch is not the one that rank 0 has there; names the minibatch.
+            StageError and others, as for ``Pipeline``: on the rank that has failed.
+
+        After a failure the pipeline cannot run again.
+        """
+        last = self._seats.stages - 1 if self._targets_from == "last" else 0
+        if self._stage not in (0, last):
+            batches = ()
+        if batches is None:
+            first = "the first" if last == 0 else "the first and the last"
+            raise ValueError(f"batches: the ranks of {first} stage need them, got None")
+        return super().run(batches, trace=trace)
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """Inside, all ranks do something together between two runs, and watch each other.
+
+        As a run does, this ends all ranks with one report where one fails or keeps the others
+        waiting; checkpoints use it. All ranks enter it, in the same order.
+
+        Raises:
+            RankError: on leaving: another rank has gone, or let this one wait for too long.
+            RuntimeError: a run has not ended, or an earlier one failed.
+        """
+        self.check_drained(what)
+        return self._board.together(what)
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Inside, within ``together``, this rank says what the others wait for."""
+        return self._board.busy(what)
+
+    def forward(self, value: Any = None) -> Any:
+        """Not of a pipeline over several processes.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("this process has one stage of the model only; call the stage itself")

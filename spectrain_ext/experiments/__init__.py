@@ -1,0 +1,1 @@
+"""Trains methods side by side on real data: what ``spectrain train`` calls."""

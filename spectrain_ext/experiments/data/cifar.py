@@ -1,0 +1,126 @@
+"""CIFAR-10 (Krizhevsky, 2009): 60,000 photographs of 32x32 pixels in ten classes, from files."""
+
+import hashlib
+import logging
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from . import cifar_jpeg, cifar_pickle
+from .cifar_arrays import Arrays
+from .images import normalize
+from .split import Split
+
+_logger = logging.getLogger(__name__)
+_ORDER_SEED = 0
+_FORMATS = (
+    "the folder cifar-10-batches-py or the file cifar-10-python.tar.gz, as torchvision's CIFAR10 "
+    "leaves them, or a tar file (*cifar*.tar, .tar.gz, .tar.bz2, .tar.xz) of "
+    "train/<class>/<name>.jpg and test/<class>/<name>.jpg"
+)
+
+
+def load_cifar10(path: Path, *, cache: Path | None = None) -> Split:
+    """Return CIFAR-10 as uint8 images in a fixed random order.
+
+    The first samples of both parts are therefore of all classes. Files are read as data: nothing
+    that they contain is run, and nothing is written beside them.
+
+    Args:
+        path: one of the files below, or a folder with one: the folder ``cifar-10-batches-py`` or
+            the file ``cifar-10-python.tar.gz``, as torchvision's ``CIFAR10`` leaves them; or a tar
+            file, compressed or not, of JPEG files ``train/<class>/<name>.jpg`` and ``test/...``,
+            whose name contains "cifar".
+        cache: folder to keep decoded JPEG files in, under the hash of the tar file.
+
+    Raises:
+        FileNotFoundError: none of them is there, or a part of one is missing.
+        ValueError: a file is not what its name says, or much larger than CIFAR-10 (a batch of more
+            than 64 MiB, an archive of more than 1 GiB when decompressed).
+        ModuleNotFoundError: JPEG files, but no Pillow; the message names the remedy.
+    """
+    source = _find(path)
+    if source.is_dir():
+        arrays = cifar_pickle.read_folder(source)
+        fingerprint = arrays.fingerprint()
+    elif source.name.startswith("cifar-10-python."):
+        arrays = cifar_pickle.read_tar(source)
+        fingerprint = arrays.fingerprint()
+    else:
+        fingerprint = _digest(source)
+        kept = None if cache is None else cache / f"cifar10-{fingerprint[:16]}.npz"
+        arrays = _through_cache(kept, lambda: cifar_jpeg.read_tar(source))
+    name = "CIFAR-10 (JPEG)" if arrays.lossy else "CIFAR-10"
+    train, test = (
+        torch.randperm(len(labels), generator=torch.Generator().manual_seed(_ORDER_SEED))
+        for labels in (arrays.train_labels, arrays.test_labels)
+    )
+    return Split(
+        name,
+        "images",
+        torch.from_numpy(arrays.train_images)[train],
+        torch.from_numpy(arrays.train_labels)[train],
+        torch.from_numpy(arrays.test_images)[test],
+        torch.from_numpy(arrays.test_labels)[test],
+        classes=10,
+        prepare=normalize,
+        fingerprint=fingerprint,
+    )
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _find(path: Path) -> Path:
+    if path.is_file() or path.name == cifar_pickle.FOLDER:
+        return path
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such file or folder; expected {_FORMATS}")
+    for known in (path / cifar_pickle.FOLDER, path / cifar_pickle.ARCHIVE):
+        if known.exists():
+            return known
+    found = sorted(
+        file for file in path.iterdir() if "cifar" in file.name.lower() and ".tar" in file.suffixes
+    )
+    if not found:
+        raise FileNotFoundError(f"{path}: there is no CIFAR-10 in it; expected {_FORMATS}")
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ValueError(f"{path}: expected one *cifar*.tar*, found {names}; name the file itself")
+    return found[0]
+
+
+def _through_cache(path: Path | None, read: Callable[[], Arrays]) -> Arrays:
+    """What ``read`` gives, from ``path`` if it is there and whole; else it is written there."""
+    if path is not None and path.exists():
+        try:
+            # deflated, a small file could be a large array
+            with zipfile.ZipFile(path) as archive:
+                stored = all(m.compress_type == zipfile.ZIP_STORED for m in archive.infolist())
+            if stored:
+                with np.load(path, allow_pickle=False) as kept:
+                    return Arrays(**{key: kept[key] for key in Arrays.NAMES}, lossy=True)
+        except Exception:  # whatever is found in a file that was cut short, or is not ours
+            _logger.info("%s is not what was kept there; the images are decoded again", path)
+    arrays = read()
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".npz")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.savez(file, **{key: getattr(arrays, key) for key in Arrays.NAMES})
+            os.replace(unfinished, path)
+        except BaseException:
+            os.unlink(unfinished)
+            raise
+    return arrays

@@ -1,0 +1,10 @@
+"""Models that the command line trains, as lists of pipeline stages."""
+
+from .gpt import gpt
+from .partition import cut_evenly
+from .residual_lstm import residual_lstm
+from .residual_mlp import ResidualBlock, residual_mlp
+from .resnet import resnet
+from .vgg import vgg
+
+__all__ = ["ResidualBlock", "cut_evenly", "gpt", "residual_lstm", "residual_mlp", "resnet", "vgg"]

@@ -1,0 +1,51 @@
+"""A deep LSTM whose layers add to their input, for text."""
+
+import torch
+from torch import Tensor, nn
+
+from .partition import cut_evenly
+from .seeding import seeded
+
+
+class LSTMBlock(nn.Module):
+    """``x + LSTM(LayerNorm(x))``, from a state of zeros."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, length, width)`` to the same shape."""
+        # cuDNN keeps a copy of the weights for the backward, which would then not see those that a
+        # method puts in place for it.
+        with torch.backends.cudnn.flags(enabled=False):
+            return torch.add(x, self.lstm(self.norm(x))[0])
+
+
+def residual_lstm(
+    stages: int, *, vocabulary: int, width: int = 128, depth: int = 4, seed: int = 0
+) -> list[nn.Module]:
+    """Return the model as a list of ``stages`` modules: int64 tokens to logits of the next one.
+
+    Its layers, between which it can be cut, are an embedding, ``depth`` LSTM blocks, and a
+    LayerNorm with a Linear. The initial weights are torch's defaults, a function of ``seed``, but
+    the embedding's, which are smaller.
+
+    Args:
+        stages: parts, at most ``depth + 2``.
+        vocabulary: number of tokens.
+        width: of the residual and of every LSTM's state.
+        depth: number of blocks.
+        seed: decides the initial weights.
+
+    Raises:
+        ValueError: more stages than layers.
+    """
+    with seeded(seed):
+        embedding = nn.Embedding(vocabulary, width)
+        nn.init.normal_(embedding.weight, 0.0, 0.1)
+        layers: list[nn.Module] = [embedding]
+        layers += [LSTMBlock(width) for _ in range(depth)]
+        layers.append(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary)))
+    return cut_evenly(layers, stages)

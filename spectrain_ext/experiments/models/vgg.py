@@ -1,0 +1,106 @@
+"""VGG (arXiv 1409.1556), with or without batch normalization, in torchvision's architecture.
+
+Written out because torchvision has it in one width only, and works with one build of torch only.
+Width 64 has the parameters of ``torchvision.models.vgg16`` in their order, so that its weights fit.
+"""
+
+from torch import nn
+
+from .partition import cut_evenly
+from .seeding import seeded
+
+# Convolutions in each of the five groups, and their width as a multiple of the first group's.
+_GROUPS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+_MULTIPLES = (1, 2, 4, 8, 8)
+_HIDDEN = 64  # units of the head per unit of width: 4,096 in the original
+
+
+def vgg(
+    stages: int,
+    *,
+    depth: int = 16,
+    width: int = 64,
+    channels: int = 3,
+    classes: int = 10,
+    batch_norm: bool = True,
+    pool: int = 7,
+    dropout: float = 0.5,
+    seed: int = 0,
+) -> list[nn.Module]:
+    """Return VGG as a list of ``stages`` modules on images ``(batch, channels, height, width)``.
+
+    Its layers, between which it can be cut, are a convolution with all that follows it, and a
+    Linear with what follows it: ``depth`` layers.
+
+    Args:
+        stages: parts, at most ``depth``.
+        depth: 11, 13, 16 or 19 layers with weights.
+        width: channels of the first group; the original has 64.
+        channels: of an image.
+        classes: size of the output ``(batch, classes)``.
+        batch_norm: normalize after every convolution, as ``vgg16_bn`` does.
+        pool: height and width that the head sees. The original's 7 suits images of 224 pixels; of
+            images of 32 pixels one by one is left, of which 7 by 7 would hold 49 copies.
+        dropout: of the head's two hidden layers.
+        seed: decides the initial weights: torchvision's distributions, scaled with width and pool.
+
+    Raises:
+        ValueError: another depth, or more stages than layers.
+    """
+    if depth not in _GROUPS:
+        raise ValueError(f"depth of VGG must be one of {', '.join(map(str, _GROUPS))}, got {depth}")
+    with seeded(seed):
+        layers = _convolutions(depth, width, channels, batch_norm)
+        for layer in layers:
+            for module in layer.modules():
+                if isinstance(module, nn.Conv2d):
+                    nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                    assert module.bias is not None
+                    nn.init.zeros_(module.bias)
+        layers += _head(width, pool, classes, dropout)
+    return cut_evenly(layers, stages)
+
+
+def _convolutions(depth: int, width: int, channels: int, batch_norm: bool) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for count, multiple in zip(_GROUPS[depth], _MULTIPLES, strict=True):
+        for position in range(count):
+            layer: list[nn.Module] = [nn.Conv2d(channels, multiple * width, 3, padding=1)]
+            channels = multiple * width
+            if batch_norm:
+                layer.append(nn.BatchNorm2d(channels))
+            layer.append(nn.ReLU(inplace=True))
+            if position == count - 1:
+                layer.append(nn.MaxPool2d(2))
+            layers.append(nn.Sequential(*layer))
+    return layers
+
+
+def _head(width: int, pool: int, classes: int, dropout: float) -> list[nn.Module]:
+    hidden = _HIDDEN * width
+    # 0.01 in the original. Fewer inputs, or one instead of 49 copies, get larger weights, so that
+    # the sums stay as large as they are there: narrow ones would not begin to learn.
+    deviation = 0.01 * (64 / width) ** 0.5
+    linears = [
+        _linear(8 * width * pool**2, hidden, deviation * 7 / pool),
+        _linear(hidden, hidden, deviation),
+        _linear(hidden, classes, deviation),
+    ]
+    return [
+        nn.Sequential(
+            nn.AdaptiveAvgPool2d(pool),
+            nn.Flatten(),
+            linears[0],
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+        ),
+        nn.Sequential(linears[1], nn.ReLU(inplace=True), nn.Dropout(dropout)),
+        linears[2],
+    ]
+
+
+def _linear(inputs: int, outputs: int, deviation: float) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs)
+    nn.init.normal_(linear.weight, 0.0, deviation)
+    nn.init.zeros_(linear.bias)
+    return linear

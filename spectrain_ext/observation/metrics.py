@@ -1,0 +1,178 @@
+"""Metrics: measures the stages of a pipeline while it trains, and writes a record now and then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from spectrain_ext.method import choices_at
+from spectrain_ext.method.rules import delay
+from spectrain_ext.pipeline.observer import Handler, Observer
+from spectrain_ext.pipeline.pipeline import Pipeline
+from spectrain_ext.pipeline.stage import Stage
+from spectrain_ext.schedule import FLUSHING, Kind, Place, Rules
+from spectrain_ext.weights.rates import rates_of
+
+from .meter import Meter, Window, mean_delay, mean_loss
+from .probe import Probe
+from .sinks import JsonLines, Record, Sink, TensorBoard
+
+if TYPE_CHECKING:
+    from spectrain_ext.pipeline.executor import Result
+
+
+class Metrics(Observer):
+    """Give one to ``Pipeline.run(batches, trace=metrics)``, and ``close`` it at the end.
+
+    Every ``every`` minibatches each stage of this process writes a record; docs/metrics.md says
+    what is in it. What is trained has the same bits with and without. On CUDA a record is written
+    one window late, so that nothing waits for the device.
+
+    Args:
+        pipe: the pipeline that is watched.
+        path: a file to append JSON lines to, None: none. Of several processes each has its own:
+            ``metrics.jsonl`` becomes ``metrics-rank<k>.jsonl``.
+        tensorboard: a folder for TensorBoard, None: none. Of several processes each writes into its
+            own folder in it, ``rank<k>``.
+        every: minibatches per record.
+        errors_every: minibatches from one measurement of prediction errors to the next; it costs
+            two copies of a stage's weights. None: they are not measured.
+        start: minibatches that were trained on before, as a checkpoint says.
+        labels: more entries for every record.
+
+    Raises:
+        ValueError: a number below its range, or neither a path nor a folder.
+        ModuleNotFoundError: TensorBoard is not installed; the message names the extra.
+        OSError: a file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        tensorboard: str | os.PathLike[str] | None = None,
+        every: int = 50,
+        errors_every: int | None = 200,
+        start: int = 0,
+        labels: Mapping[str, str | int | float] | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("every", every, 1),
+            ("errors_every", errors_every, 1),
+            ("start", start, 0),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name}: expected at least {least}, got {value}")
+        if path is None and tensorboard is None:
+            raise ValueError("path: expected a file, or a folder as tensorboard, got neither")
+        self._pipe = pipe
+        self._every, self._errors_every, self._start = every, errors_every, start
+        self._labels = dict(labels or {})
+        self._rank: int | None = getattr(pipe, "rank", None)
+        self._meters: dict[int, Meter] = {}
+        self._sinks: list[Sink] = []
+        # TensorBoard first: if it is missing, no file has been made
+        if tensorboard is not None:
+            folder = Path(tensorboard)
+            mine = folder if self._rank is None else folder / f"rank{self._rank}"
+            self._sinks.append(TensorBoard(mine))
+        if path is not None:
+            self._sinks.append(JsonLines(_of_rank(Path(path), self._rank)))
+
+    def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
+        """A run begins."""
+        for meter in self._meters.values():
+            meter.begin()
+
+    def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+        """Count and time a stage's actions."""
+        meter = self._meters.get(stage.index)
+        if meter is None:
+            meter = Meter(stage, self._probe_of(stage), self._every, self._start)
+            self._meters[stage.index] = meter
+        watched = meter.handlers(handlers)
+        update = watched[Kind.UPDATE]
+
+        def update_and_write(i: int, j: int) -> None:
+            update(i, j)
+            if meter.full:
+                self._write(meter, late=int(stage.device.type == "cuda"))
+
+        return {**watched, Kind.UPDATE: update_and_write}
+
+    def _probe_of(self, stage: Stage) -> Probe | None:
+        place = self._place_of(stage)
+        flushes = self._pipe.method.schedule in FLUSHING
+        if stage.weights is None or self._errors_every is None or flushes:
+            return None
+        choices = choices_at(self._pipe.method, place)
+        return Probe(stage.weights, choices, place, self._errors_every)
+
+    def result(self, result: Result) -> None:
+        """Note the loss where it was computed."""
+        for meter in self._meters.values():
+            if meter.stage.targets is not None:
+                meter.loss(result.loss)
+
+    def end(self) -> None:
+        """Write what there is."""
+        for meter in self._meters.values():
+            meter.end()
+            self._write(meter, late=0)
+
+    def close(self) -> None:
+        """Close the files."""
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, meter: Meter, late: int) -> None:
+        while len(meter.full) > late:
+            record = self._record(meter.stage, meter.full.pop(0))
+            for sink in self._sinks:
+                sink.write(record)
+
+    def _place_of(self, stage: Stage) -> Place:
+        return self._pipe.places[stage.index - self._pipe.first_stage]
+
+    def _record(self, stage: Stage, window: Window) -> Record:
+        seconds = max(window.ended - window.began, 1e-9)
+        busy = window.busy()
+        place = self._place_of(stage)
+        flushes = self._pipe.method.schedule in FLUSHING
+        return {
+            **self._labels,
+            "time": window.ended,
+            "stage": stage.index,
+            "rank": self._rank or 0,
+            "minibatch": window.done,
+            "minibatches": window.minibatches,
+            "seconds": seconds,
+            "minibatches_per_second": window.minibatches / seconds,
+            "samples_per_second": window.samples / seconds,
+            "bubble": max(0.0, 1 - sum(busy.values()) / seconds),
+            "busy": busy,
+            "staleness": {
+                "scheduled": 0 if flushes else delay(place),
+                "mean": mean_delay(window.delays),
+                "max": max(window.delays, default=None),
+            },
+            "prediction_error": None if window.errors is None else window.errors.prediction,
+            "staleness_error": None if window.errors is None else window.errors.staleness,
+            "lr": None if stage.weights is None else list(rates_of(stage.weights.optimizer)),
+            "loss": mean_loss(window.losses),
+        }
+
+
+def _of_rank(path: Path, rank: int | None) -> Path:
+    return path if rank is None else path.with_name(f"{path.stem}-rank{rank}{path.suffix}")

@@ -1,0 +1,100 @@
+"""Probe: how far the weights that a forward computed with were from those they stood for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from spectrain_ext.method import Choices
+from spectrain_ext.method.rules import delay
+from spectrain_ext.operators.functions import distance
+from spectrain_ext.schedule import Place
+from spectrain_ext.weights.stage_weights import StageWeights
+
+
+class Errors(NamedTuple):
+    """Norms of differences, divided by the norm of the weights they stood for.
+
+    Attributes:
+        prediction: of the weights that a forward computed with; None where it predicts nothing.
+        staleness: of the newest weights of that time, which prediction starts from.
+    """
+
+    prediction: float | None
+    staleness: float
+
+
+class _Kept(NamedTuple):
+    due: int
+    computed: list[Tensor] | None
+    newest: list[Tensor]
+
+
+class Probe:
+    """Looks at one forward in so many, and again once the updates it looked ahead by are made.
+
+    It stands for the weights after as many updates as it predicts ahead; a method that predicts
+    nothing, for those that the minibatch's own backward meets. Looking costs two copies of the
+    stage's weights, until then, and a pass over them each time; a CUDA device is waited for.
+
+    Args:
+        weights: the stage's.
+        choices: the method at this stage.
+        place: the stage's place.
+        every: minibatches.
+    """
+
+    def __init__(self, weights: StageWeights, choices: Choices, place: Place, every: int) -> None:
+        self._weights = weights
+        self._predicts = choices.forward != 0
+        self._ahead = delay(place) if choices.forward in (0, None) else choices.forward
+        self._every = every
+        self._kept: _Kept | None = None
+
+    def begin(self) -> None:
+        """A run begins: nothing is in flight."""
+        self._kept = None
+
+    def forward(self, i: int, j: int, updates: int) -> None:
+        """The forward of a microbatch has been issued, after so many updates."""
+        if j or i % self._every or self._kept is not None or not self._ahead:
+            return
+        _wait_for(self._weights.params)
+        with torch.no_grad():
+            newest = self._true()
+            computed = [
+                torch.empty_like(true).copy_(p)
+                for p, true in zip(self._weights.params, newest, strict=True)
+            ]
+            copies = [true.detach().clone() for true in newest]
+        self._kept = _Kept(updates + self._ahead, computed if self._predicts else None, copies)
+        _wait_for(self._weights.params)
+
+    def update(self, updates: int) -> Errors | None:
+        """An update has been issued, the last of so many; the errors, if it is the one."""
+        kept = self._kept
+        if kept is None or kept.due != updates:
+            return None
+        self._kept = None
+        _wait_for(self._weights.params)
+        with torch.no_grad():
+            now = self._true()
+            others = [kept.newest, *([] if kept.computed is None else [kept.computed])]
+            _, norms = distance(now, others)
+            staleness, *prediction = (norms / get_total_norm(now).double()).tolist()
+        _wait_for(self._weights.params)
+        return Errors(prediction[0] if prediction else None, staleness)
+
+    def _true(self) -> list[Tensor]:
+        where = self._weights.true_weights()
+        return [where[p].detach() for p in self._weights.params]
+
+
+def _wait_for(tensors: Sequence[Tensor]) -> None:
+    """Weights are written and read on streams of the stage's own."""
+    if tensors and tensors[0].device.type == "cuda":
+        torch.cuda.synchronize(tensors[0].device)

@@ -1,0 +1,36 @@
+"""The fused operators on lists of arrays, prepared plans, and the laws of prediction."""
+
+from . import laws
+from . import library as _library  # noqa: F401  # registers torch.ops.spectrain
+from .expressions import Scalar
+from .functions import (
+    adam_predict,
+    adam_step_,
+    distance,
+    extrapolate,
+    predict,
+    predict_,
+    restore_,
+    sgd_step_,
+    stash,
+    stash_predict_,
+    swap_,
+)
+from .plan import Plan
+
+__all__ = [
+    "Plan",
+    "Scalar",
+    "adam_predict",
+    "adam_step_",
+    "distance",
+    "extrapolate",
+    "laws",
+    "predict",
+    "predict_",
+    "restore_",
+    "sgd_step_",
+    "stash",
+    "stash_predict_",
+    "swap_",
+]

@@ -1,0 +1,272 @@
+"""Numbers that are read when a kernel runs: a trace of the arithmetic they go through.
+
+The formulas of `numbers` and `laws` are written once, for floats. Where a number is not known on
+the host, an `Expression` takes its place and records what is done to it; `lower` makes a program of
+the records, which the native half evaluates (csrc/core/program.h) beside the kernel.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sized
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+
+import torch
+import torch.utils.dlpack
+from torch import Tensor
+
+from spectrain_ext import _C
+
+ADD, SUBTRACT, MULTIPLY, DIVIDE, POWER = range(5)  # csrc/core/program.h
+_TYPES = {torch.float32: 0, torch.float64: 1, torch.int64: 2}
+_MAX_REGISTERS = 1 << 16
+_PLACEHOLDER = 0x7FFD5E7700000000
+
+# (address, type, on CUDA, device index, name); constants; (a, b, operation)
+Program: TypeAlias = tuple[
+    list[tuple[int, int, bool, int, str]], list[float], list[tuple[int, int, int]]
+]
+
+
+class Expression:
+    """A number that is not known on the host, in its place in a formula.
+
+    It takes part in arithmetic with floats. It is true, and unequal to every float: a formula
+    treats it as any number that is not special. What asks for its order or its value is an error.
+    """
+
+    __slots__ = ("operands", "operation")
+
+    def __init__(self, operation: int, *operands: Expression | float) -> None:
+        self.operation = operation
+        self.operands = operands
+
+    def __add__(self, other: Expression | float) -> float:
+        return _record(ADD, self, other)
+
+    def __radd__(self, other: float) -> float:
+        return _record(ADD, other, self)
+
+    def __sub__(self, other: Expression | float) -> float:
+        return _record(SUBTRACT, self, other)
+
+    def __rsub__(self, other: float) -> float:
+        return _record(SUBTRACT, other, self)
+
+    def __mul__(self, other: Expression | float) -> float:
+        return _record(MULTIPLY, self, other)
+
+    def __rmul__(self, other: float) -> float:
+        return _record(MULTIPLY, other, self)
+
+    def __truediv__(self, other: Expression | float) -> float:
+        return _record(DIVIDE, self, other)
+
+    def __rtruediv__(self, other: float) -> float:
+        return _record(DIVIDE, other, self)
+
+    def __pow__(self, other: Expression | float) -> float:
+        return _record(POWER, self, other)
+
+    def __rpow__(self, other: float) -> float:
+        return _record(POWER, other, self)
+
+    def __neg__(self) -> float:
+        return _record(MULTIPLY, self, -1.0)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError("a number on a device is needed on the host here; give a plain number")
+
+    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __index__ = _refuse
+
+
+def _record(operation: int, a: Expression | float, b: Expression | float) -> float:
+    """The result, which formulas know as a float."""
+    for operand in (a, b):
+        if not isinstance(operand, (Expression, int, float)):
+            return NotImplemented
+    return cast(float, Expression(operation, a, b))
+
+
+class Scalar(Expression):
+    """One number in memory, read when the kernel runs and not when it is enqueued.
+
+    It can take the place of `lr`, `momentum`, a horizon, Adam's `step`, `betas[0]` and
+    `mu_product`, and be computed with: ``Scalar(lr) * 0.5``. A CUDA graph that was captured with it
+    sees what the memory holds at each replay. On CUDA a tensor with one element is taken for its
+    Scalar; on the CPU it is read at once, unless it is wrapped.
+
+    The value is not checked: one that is out of range gives what the formula gives.
+
+    Args:
+        tensor: one element of float32, float64 or int64, on the device of the weights; a tensor, or
+            any array with `__dlpack__` or `__cuda_array_interface__`. It is kept alive.
+
+    Raises:
+        TypeError: it is no such array.
+        ValueError: it has not one element.
+    """
+
+    __slots__ = ("name", "tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        super().__init__(-1)
+        self.name = "Scalar"
+        if isinstance(tensor, Tensor):
+            self.tensor = tensor
+        elif hasattr(tensor, "__dlpack__"):
+            self.tensor = torch.utils.dlpack.from_dlpack(tensor)
+        elif hasattr(tensor, "__cuda_array_interface__"):
+            self.tensor = torch.as_tensor(tensor, device="cuda")
+        else:
+            raise TypeError(f"tensor: expected an array, got {type(tensor).__name__}")
+        if self.tensor.dtype not in _TYPES:
+            raise TypeError(f"tensor: expected float32, float64 or int64, got {self.tensor.dtype}")
+        if self.tensor.device.type not in ("cpu", "cuda"):
+            raise TypeError(f"tensor: expected it on the CPU or on CUDA, got {self.tensor.device}")
+        if self.tensor.numel() != 1:
+            raise ValueError(f"tensor: expected one element, got shape {tuple(self.tensor.shape)}")
+
+    def named(self, name: str) -> Scalar:
+        """The same under the name that errors call it."""
+        named = Scalar.__new__(Scalar)
+        Expression.__init__(named, -1)
+        named.name, named.tensor = name, self.tensor
+        return named
+
+    def __repr__(self) -> str:
+        return f"Scalar({self.tensor.dtype}, {self.tensor.device})"
+
+
+def traced(name: str, value: object) -> Expression | None:
+    """The expression that an argument is, or stands for; None where it is a number of the host."""
+    if isinstance(value, Expression):
+        return value.named(name) if isinstance(value, Scalar) else value
+    if isinstance(value, Tensor):
+        on_device = value.is_cuda
+    else:  # CuPy's arrays and the like
+        on_device = hasattr(value, "__cuda_array_interface__")
+    if not on_device:
+        return None
+    try:
+        return Scalar(value).named(name)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {str(error).removeprefix('tensor: ')}") from None
+
+
+def is_traced(value: object) -> bool:
+    """Whether a number is not known on the host."""
+    return isinstance(value, Expression)
+
+
+_INPUT, _CONSTANT, _RESULT = range(3)
+_Place: TypeAlias = tuple[int, int]  # one of the three kinds, and the index among them
+
+
+class _Lowering:
+    """Collects the expressions of one call, each operation on the same numbers once."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[tuple[int, int], tuple[int, int, bool, int, str]] = {}
+        self._constants: dict[bytes, float] = {}
+        self._code: dict[tuple[_Place, _Place, int], None] = {}
+        self._places: dict[tuple[int, object], _Place] = {}
+        self._known: dict[int, _Place] = {}  # by id: the expressions outlive this
+
+    def add(self, expression: Expression) -> None:
+        """Collect an expression and all it is made of; no recursion, chains may be long."""
+        waiting = [expression]
+        while waiting:
+            now = waiting[-1]
+            missing = [
+                e for e in now.operands if isinstance(e, Expression) and id(e) not in self._known
+            ]
+            if missing:
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            self._known.setdefault(id(now), self._place(now))
+
+    def _place(self, expression: Expression) -> _Place:
+        if isinstance(expression, Scalar):
+            t = expression.tensor
+            if t.untyped_storage().nbytes() < (t.storage_offset() + 1) * t.element_size():
+                raise ValueError(
+                    f"{expression.name}: expected one element in memory, got a tensor whose "
+                    "storage was resized and does not hold it any more"
+                )
+            entry = (t.data_ptr(), _TYPES[t.dtype])
+            index = t.device.index if t.is_cuda else 0
+            self._inputs.setdefault(entry, (*entry, t.is_cuda, index, expression.name))
+            return self._intern(_INPUT, entry, self._inputs)
+        a, b = (self._operand(operand) for operand in expression.operands)
+        code = (a, b, expression.operation)
+        self._code.setdefault(code)
+        return self._intern(_RESULT, code, self._code)
+
+    def _operand(self, operand: Expression | float) -> _Place:
+        if isinstance(operand, Expression):
+            return self._known[id(operand)]
+        bits = struct.pack("<d", operand)
+        self._constants.setdefault(bits, float(operand))
+        return self._intern(_CONSTANT, bits, self._constants)
+
+    def _intern(self, kind: int, key: object, table: Sized) -> _Place:
+        return self._places.setdefault((kind, key), (kind, len(table) - 1))
+
+    def _register(self, place: _Place) -> int:
+        before = (0, len(self._inputs), len(self._inputs) + len(self._constants))
+        return before[place[0]] + place[1]
+
+    def program(self) -> Program:
+        """The program of all that was added."""
+        if len(self._inputs) + len(self._constants) + len(self._code) > _MAX_REGISTERS:
+            raise ValueError("steps: the formulas of numbers on the device are too long")
+        code = [(self._register(a), self._register(b), op) for a, b, op in self._code]
+        return list(self._inputs.values()), list(self._constants.values()), code
+
+    def placeholder(self, expression: Expression) -> float:
+        """The NaN that stands for an expression that was added, once all are."""
+        register = self._register(self._known[id(expression)])
+        bits = struct.pack("<Q", _PLACEHOLDER | register)
+        return cast(float, struct.unpack("<d", bits)[0])
+
+
+T = TypeVar("T")
+
+
+def lower(numbers: T) -> tuple[T, Program | None]:
+    """Replace all expressions in nested lists and tuples by what stands for them.
+
+    Returns:
+        The same structure, of floats, and the program that computes those; None where there is no
+        expression.
+    """
+    if _C.all_plain(numbers):  # in most calls all are: this is the quick way to know
+        return numbers, None
+    found: list[Expression] = []
+    _find(numbers, found)
+    if not found:
+        return numbers, None
+    lowering = _Lowering()
+    for expression in found:
+        lowering.add(expression)
+    program = lowering.program()
+    return cast(T, _replace(numbers, lowering)), program
+
+
+def _find(value: object, found: list[Expression]) -> None:
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            _find(part, found)
+    elif isinstance(value, Expression):
+        found.append(value)
+
+
+def _replace(value: object, lowering: _Lowering) -> object:
+    if isinstance(value, Expression):
+        return lowering.placeholder(value)
+    if isinstance(value, (list, tuple)):
+        parts = [_replace(part, lowering) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return value

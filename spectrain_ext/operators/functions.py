@@ -1,0 +1,446 @@
+"""Fused operators on one tensor or a sequence of tensors.
+
+Every operator takes tensors of float16, bfloat16, float32 or float64 (float32 momentum beside
+16-bit weights), all on one device, CPU or CUDA, each dense (any order of dimensions, no gaps). A
+sequence of a few hundred tensors is one kernel launch. On CUDA it works on `stream`, by default the
+caller's current stream. In-place operators bump autograd's version counters like torch's own; use
+a `Plan` to write without that, and to validate only once.
+
+All raise TypeError for what is not a dense tensor of those dtypes, and ValueError where lengths,
+shapes, strides, dtypes or devices differ, memory overlaps or a number is out of range. Errors name
+the argument and the index, and leave every tensor as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
+
+from .distances import distances
+from .expressions import traced
+from .laws import Horizon
+from .lists import Array, Gradients, Lists, Role, Tensors, bump_versions
+from .numbers import Adam
+from .plan import Plan
+from .tracing import traceable
+
+T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other frameworks
+
+
+def _output(
+    lists: Lists, role: Role, out: Tensors | None, stream: Any
+) -> tuple[Any, tuple[object, ...]]:
+    """Take `out`, or new tensors with the layout of the parameters: what to return, and a tuple."""
+    if out is None:
+        new = lists.new_like_params(stream)
+        out = new[0] if lists.single else new
+    return out, lists.add(role, "out", out, writes=True)
+
+
+@traceable
+def predict_(
+    params: Tensors,
+    momentum_buffers: Tensors,
+    *,
+    lr: float,
+    steps: Horizon,
+    momentum: float | None = None,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    stream: Any = None,
+) -> None:
+    """W <- W - lr*steps*v, in place: the weights expected `steps` updates ahead.
+
+    SpecTrain (Chen, Yang, Cheng, arXiv 1809.02839), equation 4, with v the momentum buffer.
+
+    Args:
+        params: W.
+        momentum_buffers: v, of the same shapes and strides.
+        lr: learning rate, >= 0.
+        steps: the version difference s (horizon) in updates, >= 0; 0 keeps the bits of W. Or a law
+            of `spectrain_ext.laws`: linear, geometric, future learning rates.
+        momentum, weight_decay, nesterov: what the geometric laws have to know of the optimizer.
+        stream: CUDA stream (anything with `__cuda_stream__`, or a handle); None: the current one.
+    """
+    lists = Lists(params, "params", writes=True)
+    lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
+    Plan.of(lists).predict_(
+        lr=lr,
+        steps=steps,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        stream=stream,
+    )
+    bump_versions(lists.params)
+
+
+@traceable
+def predict(
+    params: T,
+    momentum_buffers: Tensors,
+    *,
+    lr: float,
+    steps: Horizon,
+    momentum: float | None = None,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    out: T | None = None,
+    stream: Any = None,
+) -> T:
+    """Return W - lr*steps*v in `out`, or in new tensors with the layout of the parameters.
+
+    See `predict_`. `out` must not share memory with the inputs; beside float32 weights it may be
+    bfloat16 or float16 (working weights of a float32 master).
+    """
+    lists = Lists(params, "params", writes=False)
+    lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
+    result, written = _output(lists, Role.OUT, out, stream)
+    Plan.of(lists).predict(
+        lr=lr,
+        steps=steps,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        stream=stream,
+    )
+    bump_versions(written)
+    return cast(T, result)
+
+
+@traceable
+def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
+    """Return a copy of the weights, bit for bit, in `out` or in new tensors of the same layout."""
+    lists = Lists(params, "params", writes=False)
+    result, written = _output(lists, Role.STASHED, out, stream)
+    Plan.of(lists).stash(stream=stream)
+    bump_versions(written)
+    return cast(T, result)
+
+
+@traceable
+def restore_(params: Tensors, stashed: Tensors, *, stream: Any = None) -> None:
+    """W <- stashed, bit for bit: the inverse of `stash`."""
+    lists = Lists(params, "params", writes=True)
+    lists.add(Role.STASHED, "stashed", stashed, writes=False)
+    Plan.of(lists).restore_(stream=stream)
+    bump_versions(lists.params)
+
+
+@traceable
+def swap_(a: Tensors, b: Tensors, *, stream: Any = None) -> None:
+    """A <-> b, bit for bit, without a third buffer."""
+    lists = Lists(a, "a", writes=True)
+    written = lists.add(Role.STASHED, "b", b, writes=True)
+    Plan.of(lists).swap_(stream=stream)
+    bump_versions(lists.params, written)
+
+
+@traceable
+def stash_predict_(
+    params: Tensors,
+    stashed: Tensors,
+    momentum_buffers: Tensors,
+    *,
+    lr: float,
+    steps: Horizon,
+    momentum: float | None = None,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    stream: Any = None,
+) -> None:
+    """Stashed <- W and W <- W - lr*steps*v, in one pass over memory; see `predict_`."""
+    lists = Lists(params, "params", writes=True)
+    written = lists.add(Role.STASHED, "stashed", stashed, writes=True)
+    lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
+    Plan.of(lists).stash_predict_(
+        lr=lr,
+        steps=steps,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        stream=stream,
+    )
+    bump_versions(lists.params, written)
+
+
+@traceable
+def sgd_step_(
+    params: Tensors,
+    grads: Gradients,
+    momentum_buffers: Tensors | None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = False,
+    ema: bool = False,
+    first_step: bool | Sequence[bool] = False,
+    predict: Sequence[tuple[Horizon, Tensors]] = (),
+    grad_scale: Array | None = None,
+    found_inf: Array | None = None,
+    clip_factor: Array | None = None,
+    zero_grad: bool = False,
+    rounding_seed: int | None = None,
+    stream: Any = None,
+) -> None:
+    """One step of torch.optim.SGD that also writes predictions of the new weights, in one pass.
+
+    The arithmetic, with fused multiply-adds::
+
+        d = g (or -g with maximize) + weight_decay*W
+        v = momentum*v + (1 - dampening)*d        (first_step: v = d)
+        W = W - lr*v                              (nesterov: W - lr*d - lr*momentum*v)
+        out_j = W - lr*steps_j*v                  for every (steps_j, out_j) in predict
+
+    With `ema` v = momentum*v + (1 - momentum)*d, as the SpecTrain paper writes it; with
+    `decoupled_weight_decay` d = g and W shrinks by 1 - lr*weight_decay before it moves.
+
+    Predictions are made from the values as they were stored: the same bits as a later `predict`.
+
+    Args:
+        params: W.
+        grads: g, of the parameters' dtype; where an entry is None its tensor is left alone, and its
+            outs receive W.
+        momentum_buffers: v; may be None where momentum == 0, and is not touched then.
+        lr: learning rate, >= 0.
+        momentum: factor of the old buffer, >= 0.
+        dampening: dampening of the gradient in the buffer.
+        weight_decay: L2 penalty, >= 0.
+        nesterov: Nesterov momentum; needs momentum > 0 and dampening == 0.
+        maximize: step up the gradient.
+        first_step: a bool, or one per tensor: the buffer becomes the gradient, as torch does when
+            there is no buffer yet. The old content of the buffer is not used.
+        predict: pairs of a horizon in updates, >= 0, and outputs like the parameters.
+        grad_scale, found_inf, clip_factor: one float32 element each, on the parameters' device,
+            which no host waits for: g is multiplied by clip_factor / grad_scale, and where
+            found_inf is not 0 nothing at all is written: not the weights, not the buffers (a
+            first step stays one), not the outs. The quotient is made in double and rounded to the
+            arithmetic type; torch's fused optimizers divide every gradient, which is the same to
+            the bit where the scale is a power of two, and to rounding otherwise.
+        zero_grad: set the gradients to zero in the same pass, after the step and its predictions
+            have read them; also where found_inf skips the step, since the next backward
+            accumulates into them. They must then have memory of their own.
+        rounding_seed: round bfloat16 weights stochastically, up or down with a probability
+            proportional to the distance: updates that round to nearest would lose are kept on
+            average, without a float32 master. Buffers and predictions are rounded to nearest, the
+            latter from W as it was rounded. The bits depend on the seed, an int of 64 bits, and on
+            the element's place in the memory of all tensors of the call, one behind the other,
+            alone: the same on every device. Give every step another seed.
+        stream: CUDA stream; None: the current one.
+    """
+    lists = Lists(params, "params", writes=True)
+    g = lists.add(Role.GRADS, "grads", grads, writes=zero_grad)
+    stepped: list[tuple[object, ...]] = [lists.params]
+    if momentum_buffers is not None:
+        v = lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
+        if traced("momentum", momentum) is not None or momentum != 0.0:
+            stepped.append(v)
+    horizons, outs = _add_outs(lists, predict)
+    Plan.of(lists).sgd_step_(
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=maximize,
+        decoupled_weight_decay=decoupled_weight_decay,
+        ema=ema,
+        first_step=first_step,
+        predict=horizons,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        clip_factor=clip_factor,
+        zero_grad=zero_grad,
+        rounding_seed=rounding_seed,
+        stream=stream,
+    )
+    _bump_stepped(g, [*stepped, *([g] if zero_grad else [])], outs)
+
+
+@traceable
+def adam_step_(
+    params: Tensors,
+    grads: Gradients,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    lr: float,
+    step: int,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    momentum_decay: float | None = None,
+    mu_product: float = 1.0,
+    predict: Sequence[tuple[Horizon, Tensors]] = (),
+    grad_scale: Array | None = None,
+    found_inf: Array | None = None,
+    clip_factor: Array | None = None,
+    zero_grad: bool = False,
+    rounding_seed: int | None = None,
+    stream: Any = None,
+) -> None:
+    """One step of Adam, AdamW or NAdam that also writes predictions, in one pass over memory.
+
+    The arithmetic of torch.optim, with fused multiply-adds::
+
+        d = g (or -g with maximize) + weight_decay*W          (AdamW: d = g, W shrinks first)
+        m = beta1*m + (1 - beta1)*d
+        u = beta2*u + (1 - beta2)*d*d
+        W = W - lr/(1 - beta1^step) * m / (sqrt(u)/sqrt(1 - beta2^step) + eps)
+        out_j = W - lr*steps_j/(1 - beta1^step) * m / (the same)   for every (steps_j, out_j)
+
+    Args:
+        params: W.
+        grads: g; bfloat16 or float16 beside float32 (master) weights. None leaves a tensor alone,
+            and its outs receive W.
+        exp_avgs: m.
+        exp_avg_sqs: u.
+        lr: learning rate, >= 0.
+        step: number of this update, counted from 1.
+        betas: (beta1, beta2), each in [0, 1).
+        eps: >= 0.
+        weight_decay: L2 penalty, or with `decoupled_weight_decay` AdamW's.
+        decoupled_weight_decay: AdamW.
+        maximize: step up the gradient.
+        momentum_decay: makes it NAdam (torch's schedule of mu); its usual value is 4e-3.
+        mu_product: NAdam's product of mu_1 to mu_step.
+        predict: pairs of a horizon (a number of updates, or a law of `spectrain_ext.laws`) and
+            outputs like the parameters, bfloat16 or float16 beside float32 ones. They are made from
+            the values as they were stored.
+        grad_scale, found_inf, clip_factor: as in `sgd_step_`. A skipped step counts nowhere: the
+            next one has the same number.
+        zero_grad, rounding_seed: as in `sgd_step_`.
+        stream: CUDA stream; None: the current one.
+    """
+    lists = Lists(params, "params", writes=True)
+    g = lists.add(Role.GRADS, "grads", grads, writes=zero_grad)
+    m = lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
+    u = lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
+    horizons, outs = _add_outs(lists, predict)
+    numbers = Adam(
+        lr,
+        betas,
+        eps,
+        weight_decay,
+        step,
+        decoupled_weight_decay,
+        maximize,
+        momentum_decay,
+        mu_product,
+    )
+    Plan.of(lists).step_adam_(
+        [numbers],
+        horizons,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        clip_factor=clip_factor,
+        zero_grad=zero_grad,
+        rounding_seed=rounding_seed,
+        stream=stream,
+    )
+    _bump_stepped(g, [lists.params, m, u, *([g] if zero_grad else [])], outs)
+
+
+@traceable
+def adam_predict(
+    params: T,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    lr: float,
+    step: int,
+    steps: Horizon,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    out: T | None = None,
+    stream: Any = None,
+) -> T:
+    """Return the weights `steps` updates of Adam ahead, in `out` or in new tensors.
+
+    `step` is the number of the last update made. A number of steps is the linear law,
+    W - steps*lr*m_hat/(sqrt(u_hat) + eps) (PipeOptim, 2023); see `adam_step_` for the rest.
+    """
+    lists = Lists(params, "params", writes=False)
+    lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=False)
+    lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=False)
+    result, written = _output(lists, Role.OUT, out, stream)
+    numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
+    Plan.of(lists).predict_with([numbers], steps, out=0, stream=stream)
+    bump_versions(written)
+    return cast(T, result)
+
+
+@traceable
+def extrapolate(
+    params: T,
+    previous: Tensors,
+    *,
+    steps: float,
+    out: T | None = None,
+    stream: Any = None,
+) -> T:
+    """Return W + steps*(W - previous): prediction by weight difference (LWP^w)."""
+    lists = Lists(params, "params", writes=False)
+    lists.add(Role.STASHED, "previous", previous, writes=False)
+    result, written = _output(lists, Role.OUT, out, stream)
+    Plan.of(lists).extrapolate(steps=steps, stream=stream)
+    bump_versions(written)
+    return cast(T, result)
+
+
+@traceable
+def distance(
+    params: Tensors, others: Sequence[Tensors], *, stream: Any = None
+) -> tuple[Tensor, Tensor]:
+    """How far other versions of the weights are from them, in one pass and without a copy.
+
+    With a prediction made s updates ago and the stale weights of that time as `others`, these are
+    the errors that the SpecTrain paper draws (as root mean squares: divide by the root of the
+    number of elements).
+
+    Args:
+        params: the weights now; n torch tensors.
+        others: k lists like the parameters.
+        stream: CUDA stream; None: the current one.
+
+    Returns:
+        Two float64 tensors on the parameters' device: the Euclidean norm of others[j][i] -
+        params[i], of shape (k, n), and that of the whole lists, of shape (k,). The sums are made in
+        an order that depends on the shapes only: the same bits on the CPU and on every GPU.
+    """
+    norms = distances(params, others, stream)
+    return norms[:, :-1], norms[:, -1]
+
+
+def _add_outs(
+    lists: Lists, predict: Sequence[tuple[Horizon, Tensors]]
+) -> tuple[list[Horizon], list[tuple[object, ...]]]:
+    horizons: list[Horizon] = []
+    outs = []
+    for j, pair in enumerate(predict):
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(f"predict[{j}]: expected a pair (steps, out), got {pair!r}")
+        if pair[0] is None:
+            raise TypeError(f"predict[{j}]: expected a number of steps or a law, got None")
+        horizons.append(pair[0])
+        outs.append(lists.add(Role.OUT, f"predict[{j}].out", pair[1], writes=True))
+    return horizons, outs
+
+
+def _bump_stepped(
+    grads: tuple[object, ...],
+    stepped: Sequence[tuple[object, ...]],
+    outs: Sequence[tuple[object, ...]],
+) -> None:
+    changed = [i for i, grad in enumerate(grads) if grad is not None]
+    bump_versions(*([arrays[i] for i in changed] for arrays in stepped), *outs)

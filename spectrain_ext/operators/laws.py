@@ -1,0 +1,272 @@
+"""Laws: how the weights some updates ahead follow from the weights, the momentum and the gradient.
+
+A number of steps given to an operator is the linear law. Notation: W the weights, v
+the momentum buffer (m, u for Adam), d the gradient with weight decay, s the horizon in updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol, SupportsFloat, TypeAlias
+
+from .expressions import Expression
+from .numbers import Adam, Sgd, Term, non_negative
+
+MAX_TERMS = 64  # csrc/core/setting.h
+
+
+class Law(Protocol):
+    """A prediction law: the terms that take the present weights to the predicted ones."""
+
+    def sgd(self, numbers: Sgd) -> list[Term]:
+        """Terms under SGD; none where the prediction is the weights themselves."""
+
+    def adam(self, numbers: Adam) -> list[Term]:
+        """Terms under Adam, AdamW and NAdam."""
+
+
+Horizon: TypeAlias = SupportsFloat | Law
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The last update, s times over: W - s*lr*v (SpecTrain, arXiv 1809.02839).
+
+    Under Adam W - s*lr*m_hat/(sqrt(u_hat) + eps), without the decay term (PipeOptim, 2023).
+    """
+
+    steps: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", non_negative("steps", self.steps))
+
+    def sgd(self, numbers: Sgd) -> list[Term]:
+        """One term."""
+        return [Term(1.0, numbers.lr * self.steps)] if self.steps else []
+
+    def adam(self, numbers: Adam) -> list[Term]:
+        """One term, with the bias corrections of the last update."""
+        if not self.steps:
+            return []
+        return [
+            Term(1.0, self.steps * _rate(numbers, numbers.lr, 0), 0.0, numbers.root(numbers.step))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometric:
+    """s more updates whose gradients are zero (FTPipe's msnag, 2021).
+
+    SGD: W - lr*v*(mu - mu^(s+1))/(1 - mu); with an L2 penalty, decoupled decay or Nesterov momentum
+    the exact continuation, for a whole s. Adam: for i = 1..s with bias corrections of step t+i,
+    p -= lr*(beta1^i*m/(1 - beta1^(t+i))) / (sqrt(u)/sqrt(1 - beta2^(t+i)) + eps), AdamW with
+    p *= 1 - lr*decay before each; the second moment is not decayed.
+    """
+
+    steps: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", non_negative("steps", self.steps))
+
+    def sgd(self, numbers: Sgd) -> list[Term]:
+        """One term."""
+        if not self.steps:
+            return []
+        mu = numbers.momentum
+        if numbers.weight_decay:
+            return [_continuation(numbers, _whole(self.steps, "weight decay"))]
+        reach = self.steps if mu == 1.0 else (mu - mu ** (self.steps + 1.0)) / (1.0 - mu)
+        return [Term(1.0, numbers.lr * reach * (mu if numbers.nesterov else 1.0))]
+
+    def adam(self, numbers: Adam) -> list[Term]:
+        """One term for each update ahead."""
+        steps = _whole(self.steps, "Adam")
+        _check_loop(steps)
+        return _adam_loop(numbers, [numbers.lr] * steps)
+
+
+@dataclass(frozen=True, slots=True)
+class FutureRates:
+    """A prediction with the learning rates that the coming updates will have, one for each.
+
+    ``law="linear"``: W - sum(lr_i)*v. ``law="geometric"``: zero-gradient updates, as `Geometric`.
+    """
+
+    rates: Sequence[float]
+    law: str = "linear"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rates, Iterable) or isinstance(self.rates, str):
+            raise TypeError(f"rates: expected a sequence of numbers, got {self.rates!r}")
+        rates = tuple(non_negative(f"rates[{i}]", r) for i, r in enumerate(self.rates))
+        object.__setattr__(self, "rates", rates)
+        if self.law not in ("linear", "geometric"):
+            raise ValueError(f"law: expected 'linear' or 'geometric', got {self.law!r}")
+
+    def sgd(self, numbers: Sgd) -> list[Term]:
+        """One term."""
+        if not self.rates:
+            return []
+        if self.law == "linear":
+            return [Term(1.0, _total(self.rates))]
+        matrix = _IDENTITY
+        for rate in self.rates:
+            matrix = _times(_update(numbers, rate), matrix)
+        return [Term(matrix[0], -matrix[1])]
+
+    def adam(self, numbers: Adam) -> list[Term]:
+        """One term, or one for each update ahead."""
+        if not self.rates:
+            return []
+        if self.law == "linear":
+            rate = _total(_rate(numbers, r, 0) for r in self.rates)
+            return [Term(1.0, rate, 0.0, numbers.root(numbers.step))]
+        return _adam_loop(numbers, self.rates)
+
+
+@dataclass(frozen=True, slots=True)
+class SecondOrder:
+    """The momentum extrapolated by its last change as well.
+
+    W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)] with D = delay. After an update
+    v - v_prev = (gain*d - (1 - mu)*v)/mu, so that the last change costs no state: only the step
+    itself, which has the gradient, can write this prediction. On the first update v_prev is 0
+    (a sum) or the gradient itself (EMA); dampening has no first change of its own.
+    """
+
+    delay: float
+    lead: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("delay", "lead"):
+            object.__setattr__(self, name, non_negative(name, getattr(self, name)))
+
+    def _coefficients(self, mu: float, gain: float) -> tuple[float, float]:
+        change = self.delay * (self.delay + 1.0) / 2.0
+        return self.delay + self.lead - change * (1.0 - mu) / mu, change * gain / mu
+
+    def sgd(self, numbers: Sgd) -> list[Term]:
+        """One term, with the gradient in it."""
+        if not self.delay and not self.lead:
+            return []
+        if not numbers.momentum:
+            raise ValueError("momentum: a second-order prediction needs momentum > 0")
+        momentum, gradient = self._coefficients(numbers.momentum, numbers.gain)
+        return [Term(1.0, numbers.lr * momentum, numbers.lr * gradient)]
+
+    def adam(self, numbers: Adam) -> list[Term]:
+        """One term, with the gradient in it; bias corrections of the last update."""
+        if not self.delay and not self.lead:
+            return []
+        beta1 = numbers.betas[0]
+        if beta1 == 0.0:
+            raise ValueError("betas[0]: a second-order prediction needs momentum > 0")
+        momentum, gradient = self._coefficients(beta1, 1.0 - beta1)
+        rate = _rate(numbers, numbers.lr, 0)
+        return [Term(1.0, rate * momentum, rate * gradient, numbers.root(numbers.step))]
+
+
+_linear = lru_cache(maxsize=256)(Linear)  # a training loop asks for the same few at every step
+
+
+def as_law(steps: Horizon, name: str = "steps") -> Law:
+    """A number of steps as the linear law."""
+    if isinstance(steps, (int, float)):
+        return _linear(non_negative(name, steps))
+    if hasattr(steps, "sgd"):
+        return steps  # type: ignore[return-value]
+    return Linear(non_negative(name, steps))
+
+
+def needs_momentum(law: Law) -> bool:
+    """Whether a law asks for more of SGD than its learning rate."""
+    return not (isinstance(law, Linear) or (isinstance(law, FutureRates) and law.law == "linear"))
+
+
+def _total(rates: Iterable[float]) -> float:
+    """The sum in order; sum() of newer Pythons compensates, but not what is read on a device."""
+    total = 0.0
+    for rate in rates:
+        total = total + rate
+    return total
+
+
+def _whole(steps: float, under: str) -> int:
+    if isinstance(steps, Expression):
+        raise TypeError(
+            f"steps: expected a number on the host, which the geometric law needs under {under}, "
+            f"got {steps!r}"
+        )
+    if steps != int(steps):
+        raise ValueError(
+            f"steps: the geometric law needs a whole number of updates under {under}, got {steps}"
+        )
+    return int(steps)
+
+
+# (W, v) after a zero-gradient update of SGD is a 2x2 matrix times (W, v), row by row here.
+Matrix: TypeAlias = tuple[float, float, float, float]
+_IDENTITY: Matrix = (1.0, 0.0, 0.0, 1.0)
+
+
+def _update(numbers: Sgd, lr: float) -> Matrix:
+    keep = 1.0 - lr * numbers.weight_decay if numbers.decoupled_weight_decay else 1.0
+    pull = numbers.gain * numbers.l2  # what the L2 penalty adds to the buffer, per weight
+    mu = numbers.momentum
+    if numbers.nesterov:  # W moves by pull*W + mu*v
+        return keep - lr * (pull + mu * pull), -lr * mu * mu, pull, mu
+    return keep - lr * pull, -lr * mu, pull, mu
+
+
+def _times(a: Matrix, b: Matrix) -> Matrix:
+    return (
+        a[0] * b[0] + a[1] * b[2],
+        a[0] * b[1] + a[1] * b[3],
+        a[2] * b[0] + a[3] * b[2],
+        a[2] * b[1] + a[3] * b[3],
+    )
+
+
+def _continuation(numbers: Sgd, steps: int) -> Term:
+    """A number of zero-gradient updates, by squaring."""
+    result, power = _IDENTITY, _update(numbers, numbers.lr)
+    while steps:
+        if steps & 1:
+            result = _times(power, result)
+        power = _times(power, power)
+        steps >>= 1
+    return Term(result[0], -result[1])
+
+
+def _rate(numbers: Adam, lr: float, ahead: int) -> float:
+    """What the bias-corrected first moment is multiplied by, `ahead` updates from now."""
+    if numbers.momentum_decay is None:
+        return lr / (1.0 - numbers.betas[0] ** (numbers.step + ahead))
+    product = numbers.mu_product
+    for i in range(1, ahead + 1):
+        product *= numbers.mu(numbers.step + i)
+    following = numbers.mu(numbers.step + ahead + 1)
+    return lr * following / (1.0 - product * following)
+
+
+def _check_loop(steps: int) -> None:
+    if steps > MAX_TERMS:
+        raise ValueError(
+            f"steps: expected at most {MAX_TERMS} updates ahead under Adam's loop, got {steps}"
+        )
+
+
+def _adam_loop(numbers: Adam, rates: Sequence[float]) -> list[Term]:
+    _check_loop(len(rates))
+    beta1 = numbers.betas[0]
+    return [
+        Term(
+            1.0 - lr * numbers.weight_decay if numbers.decoupled_weight_decay else 1.0,
+            beta1**i * _rate(numbers, lr, i),
+            0.0,
+            numbers.root(numbers.step + i),
+        )
+        for i, lr in enumerate(rates, start=1)
+    ]

@@ -1,0 +1,441 @@
+"""The operators as `torch.ops.spectrain.*`, for graphs: mutation schemas and fake kernels.
+
+The schemas take lists of tensors, and numbers that a schema can hold:
+
+- `lr` is a number, or with `lr_tensor` a tensor of one element that is used instead. A graph is
+  compiled anew for every other number, but not for another value in a tensor.
+- A law of `spectrain_ext.laws` is its name and its numbers: "linear" [s], "geometric" [s],
+  "second_order" [delay, lead], "rates:linear" or "rates:geometric" [lr_1, lr_2, ...].
+- What `.out` forms write is called `outs`: torch.compile has ideas of its own about `out`.
+- The predictions of a step are `horizons` and `outs`, prediction after prediction. With `laws` each
+  has a law, "name/count" where it takes `count` entries of `horizons` and not one.
+- No schema says that an argument is written in some calls only: there is no `zero_grad`, which
+  becomes an operation of its own in a graph.
+- The `others` of `distance` are `count` lists, one behind the other. Its result has a row for each,
+  a column for every tensor and one for the whole list.
+- `first_step` has one entry per tensor; without it, none is the first.
+
+They write what their schemas say, bump its version counters, and record nothing for autograd. In a
+function under torch.compile the operators of the package become these of their own accord; called
+eagerly they are the slower way, as the dispatcher looks at every tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import functions as ops
+from .distances import distances
+from .laws import FutureRates, Geometric, Horizon, Linear, SecondOrder
+from .lists import bump_versions
+
+T = TypeVar("T", Tensor, Sequence[Tensor])
+
+_RATE = "float lr, Tensor? lr_tensor=None"
+_SGD = "float? momentum=None, float weight_decay=0, bool nesterov=False"
+_ADAM = (
+    "SymInt step, float beta1=0.9, float beta2=0.999, float eps=1e-8, float weight_decay=0, "
+    "bool decoupled_weight_decay=False"
+)
+_GATE = (
+    "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip_factor=None, "
+    "SymInt? rounding_seed=None"
+)
+_HORIZON = 'float[] steps, str law="linear"'
+_OUTS = "outs, float[] horizons=[], str[]? laws=None"
+_PREDICT = f"Tensor[] params, Tensor[] momentum_buffers, *, {_RATE}, {_HORIZON}, {_SGD}"
+_ADAM_PREDICT = (
+    f"Tensor[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, *, {_RATE}, {_ADAM}, {_HORIZON}"
+)
+_EXTRAPOLATE = "Tensor[] params, Tensor[] previous, *, float steps"
+
+#: What each operator takes, and writes: the arguments marked "!".
+SCHEMAS = (
+    f"predict_({_PREDICT.replace('Tensor[]', 'Tensor(a!)[]', 1)}) -> ()",
+    f"predict({_PREDICT}) -> Tensor[]",
+    f"predict.out({_PREDICT}, Tensor(a!)[] outs) -> ()",
+    "stash(Tensor[] params) -> Tensor[]",
+    "stash.out(Tensor[] params, *, Tensor(a!)[] outs) -> ()",
+    "restore_(Tensor(a!)[] params, Tensor[] stashed) -> ()",
+    "swap_(Tensor(a!)[] a, Tensor(b!)[] b) -> ()",
+    "stash_predict_(Tensor(a!)[] params, Tensor(b!)[] stashed, Tensor[] momentum_buffers, *, "
+    f"{_RATE}, {_HORIZON}, {_SGD}) -> ()",
+    "sgd_step_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!)[] momentum_buffers, *, "
+    f"{_RATE}, float momentum, float dampening=0, float weight_decay=0, bool nesterov=False, "
+    "bool maximize=False, bool decoupled_weight_decay=False, bool ema=False, "
+    f"bool[]? first_step=None, Tensor(c!)[] {_OUTS}, {_GATE}) -> ()",
+    "adam_step_(Tensor(a!)[] params, Tensor?[] grads, Tensor(b!)[] exp_avgs, "
+    f"Tensor(c!)[] exp_avg_sqs, *, {_RATE}, {_ADAM}, bool maximize=False, "
+    f"float? momentum_decay=None, float mu_product=1, Tensor(d!)[] {_OUTS}, {_GATE}) -> ()",
+    f"adam_predict({_ADAM_PREDICT}) -> Tensor[]",
+    f"adam_predict.out({_ADAM_PREDICT}, Tensor(a!)[] outs) -> ()",
+    f"extrapolate({_EXTRAPOLATE}) -> Tensor[]",
+    f"extrapolate.out({_EXTRAPOLATE}, Tensor(a!)[] outs) -> ()",
+    "distance(Tensor[] params, Tensor[] others, *, SymInt count) -> Tensor",
+)
+
+
+# Laws as schemas hold them.
+
+
+def _encoded(steps: Horizon) -> tuple[str, list[float]]:
+    if isinstance(steps, Geometric):
+        return "geometric", [steps.steps]
+    if isinstance(steps, SecondOrder):
+        return "second_order", [steps.delay, steps.lead]
+    if isinstance(steps, FutureRates):
+        return f"rates:{steps.law}", list(steps.rates)
+    if isinstance(steps, Linear):
+        return "linear", [steps.steps]
+    return "linear", [steps]  # type: ignore[list-item]  # a number, or refused by the schema
+
+
+def _decoded(law: str, numbers: Sequence[float]) -> Horizon:
+    name, _, kind = law.partition(":")
+    if name == "rates":
+        return FutureRates(numbers, kind)
+    takes: dict[str, Callable[..., Horizon]] = {
+        "linear": Linear,
+        "geometric": Geometric,
+        "second_order": SecondOrder,
+    }
+    if name not in takes or kind:
+        raise ValueError(f"law: expected one of {sorted(takes)} or 'rates:...', got {law!r}")
+    expected = 2 if name == "second_order" else 1
+    if len(numbers) != expected:
+        raise ValueError(f"steps: expected {expected} numbers of law {law!r}, got {len(numbers)}")
+    return takes[name](*numbers)
+
+
+def _predictions(
+    n: int, outs: Sequence[Tensor], horizons: Sequence[float], laws: Sequence[str] | None
+) -> list[tuple[Horizon, Sequence[Tensor]]]:
+    predict: list[tuple[Horizon, Sequence[Tensor]]] = []
+    at = 0
+    for j, law in enumerate(["linear"] * len(horizons) if laws is None else laws):
+        name, _, count = law.partition("/")
+        end = at + int(count or 1)
+        predict.append((_decoded(name, horizons[at:end]), outs[j * n : (j + 1) * n]))
+        at = end
+    if at != len(horizons) or n * len(predict) != len(outs):
+        raise ValueError(
+            f"outs: expected {n} tensors for each of the {len(predict)} predictions and "
+            f"{at} horizons, got {len(outs)} tensors and {len(horizons)} horizons"
+        )
+    return predict
+
+
+# Registration: every kernel is the eager operator, with the schema's numbers made its own.
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    operator = getattr(ops, name)
+
+    def kernel(first: Sequence[Tensor], *lists: Any, **numbers: Any) -> Any:
+        rate = numbers.pop("lr_tensor", None)
+        if rate is not None:
+            numbers["lr"] = rate.item()
+        if name in ("sgd_step_", "adam_step_"):
+            numbers["predict"] = _predictions(
+                len(first),
+                numbers.pop("outs"),
+                numbers.pop("horizons", ()),
+                numbers.pop("laws", None),
+            )
+            if numbers.get("first_step", ()) is None:
+                del numbers["first_step"]
+        elif name.startswith(("predict", "stash_predict", "adam_predict")):
+            numbers["steps"] = _decoded(numbers.pop("law", "linear"), numbers["steps"])
+        if name.startswith("adam"):
+            numbers["betas"] = (numbers.pop("beta1", 0.9), numbers.pop("beta2", 0.999))
+        if name == "sgd_step_" and first and not lists[1]:
+            lists = (lists[0], None)
+        if "outs" in numbers:
+            operator(first, *lists, out=numbers.pop("outs"), **numbers)
+            return None
+        return operator(first, *lists, **numbers)
+
+    return kernel
+
+
+def _distance(params: Sequence[Tensor], others: Sequence[Tensor], *, count: int) -> Tensor:
+    n = len(params)
+    if len(others) != count * n:
+        raise ValueError(f"others: expected {count} times {n} tensors, got {len(others)}")
+    return distances(params, [others[j * n : (j + 1) * n] for j in range(count)], None)
+
+
+def _bumping(overload: Any) -> Callable[..., None]:
+    """Bump what the schema marks while a graph is traced, whose kernels do not run then.
+
+    Autograd then refuses a graph whose backward needs what an operator overwrites in it, as it
+    does where the operators run.
+    """
+    written = [
+        (i, argument.name)
+        for i, argument in enumerate(overload._schema.arguments)
+        if argument.is_write
+    ]
+
+    def bump(keys: Any, *args: Any, **kwargs: Any) -> None:
+        if is_traced():
+            for i, name in written:
+                bump_versions(args[i] if i < len(args) else kwargs[name])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            overload.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+
+    def is_traced() -> bool:
+        mode = torch._C._TorchDispatchModeKey.FUNCTIONAL
+        return torch._C._get_dispatch_mode(mode) is not None
+
+    return bump
+
+
+def _new_like(params: Sequence[Tensor], *_: Any, **__: Any) -> list[Tensor]:
+    return [torch.empty_like(p, requires_grad=False) for p in params]
+
+
+def _new_norms(params: Sequence[Tensor], _: Sequence[Tensor], *, count: int) -> Tensor:
+    device = params[0].device if params else None
+    return torch.empty(count, len(params) + 1, dtype=torch.float64, device=device)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "()": _nothing,
+    "Tensor[]": _new_like,
+    "Tensor": _new_norms,
+}
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("spectrain", "DEF")
+    for schema in SCHEMAS:
+        name = schema.partition("(")[0]
+        # Without this tag inductor (torch 2.13) copies each argument to give it its strides, and
+        # computes the copy of a gradient anew for a second operator: from weights that the first
+        # has changed by then. It keeps the strides of all that these operators met anyhow.
+        library.define(schema, tags=(torch.Tag.flexible_layout,))
+        kernel = _distance if name == "distance" else _kernel(name.removesuffix(".out"))
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+        # Nothing is recorded, as by the eager operators: no graph holds a prediction.
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        if schema.endswith("()"):
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.spectrain, packet), overload or "default")
+            library.impl(name, _bumping(operator), "ADInplaceOrView", with_keyset=True)
+        fake = _FAKES[schema.rpartition(" ")[2]]
+        torch.library.register_fake(f"spectrain::{name}", fake, lib=library)
+    return library
+
+
+_library = _register()  # what it registered goes with it
+_ops = torch.ops.spectrain
+
+
+# What the operators become under torch.compile. Their other numbers have the schema's names.
+
+
+def _list(value: Any) -> Any:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _rate(lr: float | Tensor) -> dict[str, Any]:
+    if not isinstance(lr, Tensor):
+        # A product with a number that changes stays in the graph; a mere number would be a
+        # constant of it, and a schedule of learning rates one compilation a step.
+        lr = torch.ones((), dtype=torch.float64) * lr
+    return {"lr": 0.0, "lr_tensor": lr}
+
+
+def _horizon(steps: Horizon) -> dict[str, Any]:
+    law, numbers = _encoded(steps)
+    return {"steps": numbers, "law": law}
+
+
+def _predict_arguments(predict: Sequence[tuple[Horizon, Any]]) -> dict[str, Any]:
+    outs: list[Tensor] = []
+    horizons: list[float] = []
+    laws: list[str] = []
+    for steps, out in predict:
+        law, numbers = _encoded(steps)
+        outs.extend(_list(out))
+        horizons.extend(numbers)
+        laws.append(f"{law}/{len(numbers)}")
+    return {"outs": outs, "horizons": horizons, "laws": laws}
+
+
+def _adam(betas: tuple[float, float] = (0.9, 0.999), **numbers: Any) -> dict[str, Any]:
+    return {"beta1": betas[0], "beta2": betas[1], **numbers}
+
+
+def _zero(grads: list[Tensor | None], wanted: bool) -> None:
+    if wanted:
+        for grad in grads:
+            if grad is not None:
+                grad.zero_()
+
+
+def _check(stream: Any) -> None:
+    if stream is not None:
+        raise ValueError("stream: a compiled function works on the current one, expected None")
+
+
+def _result(operator: Any, params: T, out: T | None, *lists: Any, **numbers: Any) -> T:
+    with torch.no_grad():
+        tensors = [_list(params), *[_list(other) for other in lists]]
+        if out is not None:
+            operator.out(*tensors, outs=_list(out), **numbers)
+            return out
+        new = operator.default(*tensors, **numbers)
+    return new[0] if isinstance(params, Tensor) else new  # type: ignore[no-any-return]
+
+
+def predict_(
+    params: Any, momentum_buffers: Any, *, lr: Any, steps: Any, stream: Any = None, **numbers: Any
+) -> None:
+    """`spectrain_ext.predict_` in a graph."""
+    _check(stream)
+    with torch.no_grad():
+        _ops.predict_(
+            _list(params), _list(momentum_buffers), **_rate(lr), **_horizon(steps), **numbers
+        )
+
+
+def predict(
+    params: T,
+    momentum_buffers: Any,
+    *,
+    lr: Any,
+    steps: Any,
+    out: T | None = None,
+    stream: Any = None,
+    **numbers: Any,
+) -> T:
+    """`spectrain_ext.predict` in a graph."""
+    _check(stream)
+    numbers = {**_rate(lr), **_horizon(steps), **numbers}
+    return _result(_ops.predict, params, out, momentum_buffers, **numbers)
+
+
+def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
+    """`spectrain_ext.stash` in a graph."""
+    _check(stream)
+    return _result(_ops.stash, params, out)
+
+
+def restore_(params: Any, stashed: Any, *, stream: Any = None) -> None:
+    """`spectrain_ext.restore_` in a graph."""
+    _check(stream)
+    with torch.no_grad():
+        _ops.restore_(_list(params), _list(stashed))
+
+
+def swap_(a: Any, b: Any, *, stream: Any = None) -> None:
+    """`spectrain_ext.swap_` in a graph."""
+    _check(stream)
+    with torch.no_grad():
+        _ops.swap_(_list(a), _list(b))
+
+
+def stash_predict_(
+    params: Any,
+    stashed: Any,
+    momentum_buffers: Any,
+    *,
+    lr: Any,
+    steps: Any,
+    stream: Any = None,
+    **numbers: Any,
+) -> None:
+    """`spectrain_ext.stash_predict_` in a graph."""
+    _check(stream)
+    lists = (_list(params), _list(stashed), _list(momentum_buffers))
+    with torch.no_grad():
+        _ops.stash_predict_(*lists, **_rate(lr), **_horizon(steps), **numbers)
+
+
+def sgd_step_(
+    params: Any,
+    grads: Any,
+    momentum_buffers: Any,
+    *,
+    lr: Any,
+    first_step: bool | Sequence[bool] = False,
+    predict: Sequence[tuple[Horizon, Any]] = (),
+    zero_grad: bool = False,
+    stream: Any = None,
+    **numbers: Any,
+) -> None:
+    """`spectrain_ext.sgd_step_` in a graph."""
+    _check(stream)
+    params, grads = _list(params), _list(grads)
+    buffers = [] if momentum_buffers is None else _list(momentum_buffers)
+    first = [first_step] * len(params) if isinstance(first_step, bool) else list(first_step)
+    numbers = {**_rate(lr), **_predict_arguments(predict), **numbers}
+    with torch.no_grad():
+        _ops.sgd_step_(params, grads, buffers, first_step=first, **numbers)
+        _zero(grads, zero_grad)
+
+
+def adam_step_(
+    params: Any,
+    grads: Any,
+    exp_avgs: Any,
+    exp_avg_sqs: Any,
+    *,
+    lr: Any,
+    predict: Sequence[tuple[Horizon, Any]] = (),
+    zero_grad: bool = False,
+    stream: Any = None,
+    **numbers: Any,
+) -> None:
+    """`spectrain_ext.adam_step_` in a graph."""
+    _check(stream)
+    grads = _list(grads)
+    lists = (_list(params), grads, _list(exp_avgs), _list(exp_avg_sqs))
+    numbers = {**_rate(lr), **_predict_arguments(predict), **_adam(**numbers)}
+    with torch.no_grad():
+        _ops.adam_step_(*lists, **numbers)
+        _zero(grads, zero_grad)
+
+
+def adam_predict(
+    params: T,
+    exp_avgs: Any,
+    exp_avg_sqs: Any,
+    *,
+    lr: Any,
+    steps: Any,
+    out: T | None = None,
+    stream: Any = None,
+    **numbers: Any,
+) -> T:
+    """`spectrain_ext.adam_predict` in a graph."""
+    _check(stream)
+    numbers = {**_rate(lr), **_horizon(steps), **_adam(**numbers)}
+    return _result(_ops.adam_predict, params, out, exp_avgs, exp_avg_sqs, **numbers)
+
+
+def extrapolate(
+    params: T, previous: Any, *, steps: float, out: T | None = None, stream: Any = None
+) -> T:
+    """`spectrain_ext.extrapolate` in a graph."""
+    _check(stream)
+    return _result(_ops.extrapolate, params, out, previous, steps=steps)
+
+
+def distance(params: Any, others: Sequence[Any], *, stream: Any = None) -> tuple[Tensor, Tensor]:
+    """`spectrain_ext.distance` in a graph."""
+    _check(stream)
+    with torch.no_grad():
+        flat = [t for other in others for t in _list(other)]
+        norms = _ops.distance(_list(params), flat, count=len(others))
+    return norms[:, :-1], norms[:, -1]

@@ -1,0 +1,191 @@
+"""Arguments that are one array or a sequence of them, and the native plan they make."""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
+from typing import Any, Protocol, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from spectrain_ext import _C
+
+from .numbers import seed
+
+
+class SupportsDLPack(Protocol):
+    """An array of any framework that speaks DLPack: CuPy, NumPy, JAX."""
+
+    def __dlpack__(self, *, stream: Any = ...) -> Any:
+        """A capsule that describes the array's memory."""
+
+
+class SupportsCudaArray(Protocol):
+    """An array on a CUDA device of a framework older than DLPack."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """What describes the array's memory."""
+
+
+Array: TypeAlias = "Tensor | SupportsDLPack | SupportsCudaArray | memoryview | array.array[float]"
+Tensors: TypeAlias = "Array | Sequence[Array]"
+Gradients: TypeAlias = "Array | Sequence[Array | None] | None"
+#: grad_scale, found_inf, clip_factor, zero_grad, rounding_seed
+Options: TypeAlias = "tuple[Array | None, Array | None, Array | None, bool, int | None]"
+
+
+def is_array(value: object) -> bool:
+    """Whether an argument is one array and not a sequence of them."""
+    if isinstance(value, (list, tuple)):  # the common cases first: they are told without a look
+        return False
+    if isinstance(value, Tensor) or hasattr(value, "__dlpack__"):
+        return True
+    if hasattr(value, "__cuda_array_interface__"):
+        return True
+    try:
+        memoryview(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+class Role(IntEnum):
+    """What a list is to the native plan (csrc/bindings/arrays.h)."""
+
+    PARAMS = 0
+    MOMENTUM = 1
+    GRADS = 2
+    STASHED = 3
+    OUT = 4
+    SECOND = 5
+
+
+class Lists:
+    """The arguments of one call, each of the kind of the first: one array, or a sequence.
+
+    Args:
+        params: the first argument, which all others are measured by.
+        name: what errors call it.
+        writes: whether the call writes it.
+    """
+
+    def __init__(self, params: object, name: str, *, writes: bool) -> None:
+        self.single = is_array(params)
+        if not self.single and (isinstance(params, str) or not isinstance(params, Iterable)):
+            raise TypeError(
+                f"{name}: expected a tensor or a sequence of tensors, got {type(params).__name__}"
+            )
+        self._first = name
+        self.params: tuple[object, ...] = self._tuple(params)
+        self._lists = [(int(Role.PARAMS), name, writes, self.params)]
+
+    def _tuple(self, value: object) -> tuple[object, ...]:
+        return (value,) if self.single else tuple(value)  # type: ignore[arg-type]
+
+    def add(self, role: Role, name: str, value: object, *, writes: bool) -> tuple[object, ...]:
+        """Take one more argument and return its arrays."""
+        one = is_array(value) or not isinstance(value, Iterable)
+        if one is not self.single:
+            kind = "one tensor" if self.single else "a sequence of tensors"
+            raise TypeError(
+                f"{name}: expected {kind}, like {self._first}, got {type(value).__name__}"
+            )
+        arrays = self._tuple(value)
+        self._lists.append((int(role), name, writes, arrays))
+        return arrays
+
+    def new_like_params(self, stream: Any) -> list[Any]:
+        """New arrays with the layouts of the first argument, each of its own framework.
+
+        On CUDA their memory is free for work on the call's stream.
+        """
+        with torch.no_grad():
+            return [
+                self._tensor_like(a, stream) if isinstance(a, Tensor) else self._like(i, a, stream)
+                for i, a in enumerate(self.params)
+            ]
+
+    def _tensor_like(self, tensor: Tensor, stream: Any) -> Tensor:
+        with current(stream, tensor.device):
+            return torch.empty_like(tensor)
+
+    def _like(self, i: int, value: object, stream: Any) -> object:
+        for base in type(value).__mro__:
+            framework = base.__module__.partition(".")[0]
+            if framework == "numpy":  # a plain array where it is memory-mapped or the like
+                return cast(Any, sys.modules["numpy"]).empty_like(value, subok=False)
+            if framework == "cupy":
+                cupy = cast(Any, sys.modules["cupy"])
+                if stream is None:
+                    return cupy.empty_like(value)
+                with cupy.cuda.ExternalStream(_C.stream_handle(stream)):
+                    return cupy.empty_like(value)
+        place = self._first if self.single else f"{self._first}[{i}]"
+        raise TypeError(
+            f"{place}: expected a tensor, or a NumPy or CuPy array, where out is None; "
+            f"got {type(value).__name__}"
+        )
+
+    def plan(self, groups: Sequence[int] | None = None) -> _C.Plan:
+        """Validate all arguments and build the native plan they make."""
+        return _C.Plan(self._lists, self._checked_groups(groups), self.single)
+
+    def _checked_groups(self, groups: Sequence[int] | None) -> Sequence[int]:
+        if groups is None:
+            return ()
+        if isinstance(groups, str) or not isinstance(groups, Iterable):
+            raise TypeError(f"groups: expected a sequence of indices, got {groups!r}")
+        indices = tuple(groups)
+        if len(indices) != len(self.params):
+            raise ValueError(
+                f"groups: expected one entry per tensor, {len(self.params)}, got {len(indices)}"
+            )
+        for i, index in enumerate(indices):
+            if isinstance(index, bool) or not hasattr(index, "__index__"):
+                raise TypeError(f"groups[{i}]: expected an index, got {index!r}")
+            if not 0 <= index <= 65535:
+                raise ValueError(f"groups[{i}]: expected 0 to 65535, got {index}")
+        return indices
+
+
+def current(stream: Any, device: torch.device | None) -> AbstractContextManager[object]:
+    """Inside, a call's CUDA stream is torch's current one.
+
+    What is allocated elsewhere may still be in use when that stream writes it.
+    """
+    if stream is None or device is None or device.type != "cuda":
+        return nullcontext()
+    handle = _C.stream_handle(stream)
+    if handle == 0:  # ExternalStream(0) is a new stream
+        return torch.cuda.stream(torch.cuda.default_stream(device))
+    return torch.cuda.stream(torch.cuda.ExternalStream(handle, device))
+
+
+def bump_versions(*lists: Sequence[object]) -> None:
+    """Tell autograd that tensors were written in place, as torch's own operators do."""
+    tensors = [t for arrays in lists for t in arrays if isinstance(t, Tensor)]
+    if not tensors:
+        return
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except RuntimeError:  # inference tensors have no version counter
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+def step_options(
+    grad_scale: Array | None,
+    found_inf: Array | None,
+    clip_factor: Array | None,
+    zero_grad: bool,
+    rounding_seed: int | None,
+) -> Options | None:
+    """What the native step takes beside its numbers; None where it is nothing."""
+    absent = grad_scale is None and found_inf is None and clip_factor is None
+    if absent and not zero_grad and rounding_seed is None:
+        return None
+    return grad_scale, found_inf, clip_factor, zero_grad, seed(rounding_seed)

@@ -1,0 +1,235 @@
+"""The numbers of one optimizer step: checked, and made the coefficients that kernels take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from operator import index
+from typing import NamedTuple, SupportsFloat, TypeAlias, cast
+
+from .expressions import Expression, traced
+
+
+class Term(NamedTuple):
+    """One update, real or predicted: W <- keep*W - (momentum*v + gradient*d) / D.
+
+    v is the momentum buffer, d the gradient with weight decay. D is 1 for SGD, and
+    sqrt(second moment)*root + eps for Adam.
+    """
+
+    keep: float
+    momentum: float
+    gradient: float = 0.0
+    root: float = 1.0
+
+
+# sign, weight_decay, decay, gain, decay2, eps, step: csrc/core/setting.h
+Setting: TypeAlias = tuple[float, float, float, float, float, float, Term]
+
+
+def number(name: str, value: SupportsFloat) -> float:
+    """Return a finite float; a number that is read when the kernel runs as it is, unchecked.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is NaN or infinite.
+    """
+    result = _float(name, value)
+    if type(result) is float and not math.isfinite(result):
+        raise ValueError(f"{name}: expected a finite number, got {result!r}")
+    return result
+
+
+def non_negative(name: str, value: SupportsFloat) -> float:
+    """Return a finite float that is not negative; raises as `number`."""
+    result = _float(name, value)
+    if type(result) is float and not 0.0 <= result < math.inf:
+        raise ValueError(f"{name}: expected a finite number >= 0, got {result!r}")
+    return result
+
+
+def _float(name: str, value: SupportsFloat) -> float:
+    if isinstance(value, (str, bytes)):  # float() would read them
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if not isinstance(value, (int, float)) and (expression := traced(name, value)) is not None:
+        return cast(float, expression)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a finite number, got {value!r}") from None
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected a number, got {value!r}") from None
+
+
+def fraction(name: str, value: SupportsFloat) -> float:
+    """Return a float in [0, 1); raises as `number`."""
+    result = non_negative(name, value)
+    if type(result) is float and result >= 1.0:
+        raise ValueError(f"{name}: expected a number in [0, 1), got {result!r}")
+    return result
+
+
+def seed(value: int | None) -> int | None:
+    """Return the 64 bits of a rounding seed, as an unsigned number; None stays None.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it has more than 64 bits.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"rounding_seed: expected an int or None, got {value!r}")
+    number = index(value)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"rounding_seed: expected an int of 64 bits, got {number}")
+    return number % 2**64
+
+
+def _check(numbers: object, names: tuple[str, ...]) -> None:
+    """Make attributes non-negative floats. Most are already: asking is cheaper than setting."""
+    for name in names:
+        value = getattr(numbers, name)
+        if type(value) is not float or not 0.0 <= value < math.inf:
+            object.__setattr__(numbers, name, non_negative(name, value))
+
+
+@dataclass(frozen=True, slots=True)
+class Sgd:
+    """SGD with momentum as torch.optim.SGD has it, or with an averaged (EMA) momentum.
+
+    Attributes:
+        lr: learning rate.
+        momentum: factor of the old buffer.
+        dampening: the buffer takes 1 - dampening of the gradient.
+        weight_decay: L2 penalty, or decoupled from the gradient.
+        nesterov: Nesterov momentum.
+        maximize: step up the gradient.
+        decoupled_weight_decay: W <- (1 - lr*weight_decay)*W instead of an L2 penalty.
+        ema: v = momentum*v + (1 - momentum)*d, as the SpecTrain paper writes it.
+    """
+
+    lr: float
+    momentum: float
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+    decoupled_weight_decay: bool = False
+    ema: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self, ("lr", "momentum", "weight_decay"))
+        if type(self.dampening) is not float or self.dampening != 0.0:
+            object.__setattr__(self, "dampening", number("dampening", self.dampening))
+        # A momentum that is not known here is taken for one that will do.
+        momentum = 0.5 if isinstance(self.momentum, Expression) else self.momentum
+        if self.nesterov and (momentum <= 0.0 or self.dampening != 0.0):
+            raise ValueError("nesterov: needs momentum > 0 and dampening == 0")
+        if self.ema and (self.dampening != 0.0 or not 0.0 < momentum < 1.0):
+            raise ValueError("ema: needs 0 < momentum < 1 and dampening == 0")
+
+    @property
+    def gain(self) -> float:
+        """The share of the gradient that the buffer takes."""
+        return 1.0 - self.momentum if self.ema else 1.0 - self.dampening
+
+    @property
+    def keep(self) -> float:
+        """The share of the weights that decoupled weight decay leaves."""
+        return 1.0 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0
+
+    @property
+    def l2(self) -> float:
+        """The L2 penalty; 0 where weight decay is decoupled."""
+        return 0.0 if self.decoupled_weight_decay else self.weight_decay
+
+    def setting(self) -> Setting:
+        """The coefficients of the step."""
+        if self.momentum == 0.0:
+            step = Term(self.keep, 0.0, self.lr)
+        elif self.nesterov:
+            step = Term(self.keep, self.lr * self.momentum, self.lr * self.gain)
+        else:
+            step = Term(self.keep, self.lr)
+        sign = -1.0 if self.maximize else 1.0
+        return sign, self.l2, self.momentum, self.gain, 0.0, 0.0, step
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """Adam, AdamW or NAdam as torch.optim has them.
+
+    Attributes:
+        lr: learning rate.
+        betas: decay of the first and of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: L2 penalty (Adam), or decoupled (AdamW).
+        step: number of the update, counted from 1: the one that is made now, or (for a prediction
+            alone) the last one made.
+        decoupled_weight_decay: AdamW.
+        maximize: step up the gradient.
+        momentum_decay: NAdam's; None is Adam.
+        mu_product: NAdam's product of all mu up to and including `step`.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    step: int
+    decoupled_weight_decay: bool = False
+    maximize: bool = False
+    momentum_decay: float | None = None
+    mu_product: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check(self, ("lr", "eps", "weight_decay"))
+        try:
+            first, second = self.betas
+        except TypeError:
+            raise TypeError(f"betas: expected a pair of numbers, got {self.betas!r}") from None
+        except ValueError:
+            raise ValueError(f"betas: expected a pair of numbers, got {self.betas!r}") from None
+        object.__setattr__(
+            self, "betas", (fraction("betas[0]", first), fraction("betas[1]", second))
+        )
+        step = number("step", self.step)
+        if type(step) is float:
+            if step < 1 or step != int(step):
+                raise ValueError(f"step: expected a whole number >= 1, got {self.step!r}")
+            step = int(step)  # torch keeps it as a float32 tensor
+        object.__setattr__(self, "step", step)
+        if self.momentum_decay is not None:
+            decay = non_negative("momentum_decay", self.momentum_decay)
+            object.__setattr__(self, "momentum_decay", decay)
+            object.__setattr__(self, "mu_product", fraction("mu_product", self.mu_product))
+
+    def mu(self, step: float) -> float:
+        """NAdam's momentum of an update (Dozat 2016, with torch's schedule)."""
+        assert self.momentum_decay is not None
+        return self.betas[0] * (1.0 - 0.5 * cast(float, 0.96 ** (step * self.momentum_decay)))
+
+    @property
+    def keep(self) -> float:
+        """The share of the weights that decoupled weight decay leaves."""
+        return 1.0 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0
+
+    def root(self, step: float) -> float:
+        """The bias correction of the second moment's root."""
+        root: float = (1.0 - self.betas[1] ** step) ** -0.5
+        return root
+
+    def setting(self) -> Setting:
+        """The coefficients of the step."""
+        beta1, beta2 = self.betas
+        if self.momentum_decay is None:
+            momentum, gradient = self.lr / (1.0 - beta1**self.step), 0.0
+        else:
+            now, following = self.mu(self.step), self.mu(self.step + 1)
+            gradient = self.lr * (1.0 - now) / (1.0 - self.mu_product)
+            momentum = self.lr * following / (1.0 - self.mu_product * following)
+        step = Term(self.keep, momentum, gradient, self.root(self.step))
+        l2 = 0.0 if self.decoupled_weight_decay else self.weight_decay
+        sign = -1.0 if self.maximize else 1.0
+        return sign, l2, beta1, 1.0 - beta1, beta2, self.eps, step

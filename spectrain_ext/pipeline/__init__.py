@@ -1,0 +1,7 @@
+"""Runs all stages of a pipeline in one process."""
+
+from .executor import Result
+from .observer import Observer
+from .pipeline import Pipeline
+
+__all__ = ["Observer", "Pipeline", "Result"]

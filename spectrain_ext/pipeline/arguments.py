@@ -1,0 +1,291 @@
+"""Checks of what a pipeline is made of: every error names the argument, the place, the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import signature
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from spectrain_ext import _C
+from spectrain_ext.method import Choices, Method
+from spectrain_ext.optim import Adam, AdamW, NAdam, PredictingOptimizer
+from spectrain_ext.schedule import FLUSHING, Place
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
+
+def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
+    """The stages as a list of modules that share nothing."""
+    try:
+        modules = list(stages)
+    except TypeError:
+        raise TypeError(
+            f"stages: expected a sequence of modules, got {type(stages).__name__}"
+        ) from None
+    if not modules:
+        raise ValueError("stages: expected at least one module, got an empty list")
+    owners: dict[object, tuple[int, str]] = {}
+    for k, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"stages[{k}]: expected an nn.Module, got {type(module).__name__}")
+        parts: dict[object, str] = {
+            part: f"module {name!r}" for name, part in module.named_modules()
+        }
+        parts.update((p, f"parameter {name!r}") for name, p in module.named_parameters())
+        for part, what in parts.items():
+            if part in owners:
+                other, its_name = owners[part]
+                raise ValueError(
+                    f"stages[{k}]: its {what} is {its_name} of stages[{other}] as well"
+                )
+        owners.update((part, (k, what)) for part, what in parts.items())
+        for name, p in module.named_parameters():
+            if is_lazy(p):
+                raise ValueError(
+                    f"stages[{k}]: parameter {name!r} is not initialized; run a forward of the "
+                    "module first"
+                )
+    return modules
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def devices_of(modules: Sequence[nn.Module]) -> list[torch.device]:
+    """Where the modules are; one without tensors goes with the one before it, or else after it."""
+    found: list[torch.device | None] = []
+    for k, module in enumerate(modules):
+        device = None
+        for name, tensor in _tensors_of(module):
+            if device is None:
+                device, first = tensor.device, name
+            elif tensor.device != device:
+                raise ValueError(
+                    f"stages[{k}]: {first!r} is on {device} and {name!r} on {tensor.device}; a "
+                    "stage must be on one device"
+                )
+        if device is not None and device.type not in ("cpu", "cuda"):
+            raise ValueError(f"stages[{k}]: expected it on the CPU or on CUDA, it is on {device}")
+        if device is not None:
+            _check_native(device, f"stages[{k}]")
+        found.append(device)
+    known = next((device for device in found if device is not None), torch.device("cpu"))
+    devices = []
+    for device in found:
+        known = known if device is None else device
+        devices.append(known)
+    return devices
+
+
+def checked_devices(devices: Sequence[torch.device | str | int], stages: int) -> list[torch.device]:
+    """One usable device per stage, each with its index."""
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
+        raise TypeError(f"devices: expected a sequence of {stages} devices, got {devices!r}")
+    if len(devices) != stages:
+        raise ValueError(f"devices: expected one per stage ({stages}), got {len(devices)}")
+    checked = []
+    for k, given in enumerate(devices):
+        try:
+            device = torch.device(given)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"devices[{k}]: {given!r} is not a device: {error}") from None
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"devices[{k}]: expected the CPU or a CUDA device, got {device}")
+        if device.type == "cuda":
+            device = _checked_cuda(device, k)
+        checked.append(device)
+    return checked
+
+
+def _checked_cuda(device: torch.device, k: int) -> torch.device:
+    if not torch.cuda.is_available():
+        why = (
+            "torch is built without CUDA"
+            if torch.version.cuda is None
+            else "torch finds no usable GPU or driver"
+        )
+        raise RuntimeError(
+            f"devices[{k}]: {device} was asked for, but there is no CUDA device here ({why})"
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"devices[{k}]: {device} was asked for, but there are only "
+            f"{torch.cuda.device_count()} CUDA devices"
+        )
+    device = torch.device("cuda", index)
+    _check_native(device, f"devices[{k}]")
+    return device
+
+
+def _check_native(device: torch.device, where: str) -> None:
+    """Torch's CUDA is not enough: this package needs its own."""
+    if device.type == "cuda":
+        try:
+            _C.require_cuda()
+        except RuntimeError as error:
+            raise RuntimeError(f"{where}: it is on {device}, but {error}") from None
+
+
+def check_microbatches(microbatches: object) -> None:
+    """Refuse what is no positive number."""
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int):
+        raise TypeError(f"microbatches: expected an int, got {type(microbatches).__name__}")
+    if microbatches < 1:
+        raise ValueError(f"microbatches: expected at least 1, got {microbatches}")
+
+
+def max_norms_of(
+    method: Method, places: Sequence[Place], clip_norm: float | None, clip_scope: str
+) -> list[float | None]:
+    """What each stage's gradient is clipped to."""
+    if clip_scope not in ("stage", "global"):
+        raise ValueError(f"clip_scope: expected 'stage' or 'global', got {clip_scope!r}")
+    if clip_scope == "global" and method.schedule not in FLUSHING:
+        raise ValueError(
+            f"clip_scope: under method {method.name!r} the stages of an asynchronous pipeline "
+            "update at different times, each with another minibatch's gradient: there is no norm "
+            "over all stages; expected 'stage'"
+        )
+    if clip_scope == "global" and clip_norm is None:
+        raise ValueError("clip_scope: 'global' needs a clip_norm")
+    if clip_norm is not None:
+        return [_positive("clip_norm", clip_norm)] * len(places)
+    if method.clip is None:
+        return [None] * len(places)
+    return [
+        _positive(
+            f"method: clip of {method.name!r} for stage {place.stage} of {place.stages}",
+            method.clip(place),
+        )
+        for place in places
+    ]
+
+
+def _positive(what: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{what}: expected a number, got {type(value).__name__}")
+    if not value > 0:
+        raise ValueError(f"{what}: expected a number > 0, got {value}")
+    return float(value)
+
+
+def check_master_dtype(master_dtype: object) -> None:
+    """Refuse what the kernels cannot update 16-bit weights in."""
+    if master_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"master_dtype: expected torch.float32, or None for none, got {master_dtype!r}"
+        )
+
+
+def check_recompute(recompute: object) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(recompute, bool):
+        raise TypeError(f"recompute: expected a bool, got {type(recompute).__name__}")
+
+
+def check_loss_fn(loss_fn: object) -> None:
+    """Refuse what cannot be called, and parameters that nobody would train."""
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn: expected a callable, got {type(loss_fn).__name__}")
+    if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+        raise ValueError(
+            "loss_fn: it has trainable parameters, which nobody would train; put them in the last "
+            "stage"
+        )
+
+
+def make_optimizer(
+    factory: Callable[[list[nn.Parameter]], PredictingOptimizer], module: nn.Module, k: int
+) -> PredictingOptimizer | None:
+    """The optimizer of stage k, None if it has nothing to train."""
+    params = [p for p in module.parameters() if p.requires_grad]
+    if not params:
+        return None
+    made: object = factory(params)
+    if not isinstance(made, PredictingOptimizer):
+        kind = f"{type(made).__module__}.{type(made).__qualname__}"
+        raise TypeError(
+            f"optimizer: for stages[{k}] it made a {kind}; the pipeline needs one of "
+            "spectrain_ext.optim, which can predict: "
+            "optimizer=lambda params: spectrain_ext.optim.SGD(params, lr=..., momentum=...)"
+        )
+    held = [p for group in made.param_groups for p in group["params"]]
+    if len(held) != len(params) or set(held) != set(params):
+        raise ValueError(
+            f"optimizer: for stages[{k}] it holds {len(held)} parameters, expected exactly the "
+            f"stage's {len(params)} trainable ones; freeze others with requires_grad_(False)"
+        )
+    return made
+
+
+def make_scheduler(
+    factory: Callable[[PredictingOptimizer], LRScheduler] | None,
+    optimizer: PredictingOptimizer | None,
+    k: int,
+    method: Method,
+) -> LRScheduler | None:
+    """The scheduler of stage k, None if there is nothing to schedule."""
+    if factory is None or optimizer is None:
+        return None
+    made = factory(optimizer)
+    needed = [
+        p.name
+        for p in signature(made.step).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if needed:
+        also = (
+            f", and no rates to come can be known (future_rates of method {method.name!r})"
+            if method.future_rates
+            else ""
+        )
+        raise ValueError(
+            f"scheduler: for stages[{k}] it made a {type(made).__name__}, whose step() needs "
+            f"{', '.join(needed)}; the pipeline steps it without arguments{also}"
+        )
+    return made
+
+
+def check_family(optimizer: PredictingOptimizer, k: int, method: Method) -> None:
+    """Refuse an optimizer that the method is not defined for."""
+    family = _family(optimizer)
+    if family not in method.families:
+        raise ValueError(
+            f"optimizer: stages[{k}] has {type(optimizer).__name__}, and method {method.name!r} is "
+            f"defined for {', '.join(method.families)}"
+        )
+    if method.direction == "ema":
+        for index, group in enumerate(optimizer.param_groups):
+            if not group.get("ema", False):
+                raise ValueError(
+                    f"optimizer: stages[{k}] under method {method.name!r}: parameter group {index} "
+                    "has no averaged momentum; pass ema=True to spectrain_ext.optim.SGD"
+                )
+
+
+def _family(optimizer: PredictingOptimizer) -> str:
+    if isinstance(optimizer, NAdam):
+        return "nadam"
+    if isinstance(optimizer, AdamW):
+        return "adamw"
+    return "adam" if isinstance(optimizer, Adam) else "sgd"
+
+
+def check_can_predict(
+    optimizer: PredictingOptimizer, k: int, method: Method, choices: Choices
+) -> None:
+    """Refuse an optimizer without momentum for a stage whose weights are to be predicted."""
+    if not choices.predicts or choices.law == "difference":
+        return
+    try:
+        optimizer.check_can_predict()
+    except ValueError as error:
+        raise ValueError(f"optimizer: stages[{k}] under method {method.name!r}: {error}") from None

@@ -1,0 +1,490 @@
+"""Pipeline: the front that people use; checks what it is given and puts the parts together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from spectrain_ext.errors import noted_on
+from spectrain_ext.method import Method, choices_at, find_method, places_of, reading_rules
+from spectrain_ext.method.choices import Window
+from spectrain_ext.optim import PredictingOptimizer
+from spectrain_ext.rng import StageRandom
+from spectrain_ext.schedule import Place
+from spectrain_ext.transport import Value, callers_stream
+from spectrain_ext.weights.memory import StageMemory
+from spectrain_ext.weights.rates import ComingRates
+from spectrain_ext.weights.stage_weights import StageWeights
+
+from .arguments import (
+    check_can_predict,
+    check_family,
+    check_loss_fn,
+    check_master_dtype,
+    check_microbatches,
+    check_recompute,
+    checked_devices,
+    checked_stages,
+    devices_of,
+    make_optimizer,
+    make_scheduler,
+    max_norms_of,
+)
+from .clipping import GlobalNorm
+from .executor import Executor, Result
+from .observer import Observer
+from .recomputing import RecomputingStage
+from .stage import Stage
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
+
+_logger = logging.getLogger(__name__)
+
+
+class Pipeline(nn.Module):
+    """Trains a model that is cut into stages, with several minibatches in flight, in one process.
+
+    Args:
+        stages: the parts of the model in order, at least one. A stage takes what the previous one
+            returned: a tensor or a tuple of tensors (as one argument, as in ``nn.Sequential``).
+        optimizer: makes a stage's optimizer from the list of its trainable parameters. It must be
+            one of ``spectrain_ext.optim`` and hold exactly these parameters, in any groups. A stage
+            without trainable parameters gets none.
+        loss_fn: ``(output, target) -> loss``, a 0-d tensor.
+        method: a name out of ``methods()``, or a ``Method``.
+        devices: one device per stage, to which the stages are moved; one CUDA device may be named
+            several times. None: where the stages' parameters are.
+        scheduler: makes a learning-rate scheduler from a stage's optimizer; stepped once after each
+            of its updates.
+        microbatches: parts that a minibatch is split into along dimension 0. Gradients and the loss
+            are weighted by the parts' sizes, so that a loss that is a mean gives what
+            ``microbatches=1`` gives.
+        window: microbatches that a stage may have in flight: ``"classic"``, N - k on stage k of N;
+            ``"wide"``, 2*(N - k) - 1, which hides communication at twice the staleness; a number
+            for all stages; or one per stage. None: the method's own. Not for schedules that flush.
+        clip_norm: the largest 2-norm of a gradient before an update; a larger one is scaled down,
+            as by ``torch.nn.utils.clip_grad_norm_``. None: what the method says, most say nothing.
+        clip_scope: whose gradient: ``"stage"``, each one's own; ``"global"``, all stages' together,
+            for synchronous methods.
+        master_dtype: ``torch.float32`` has the optimizers update float32 weights, with float32
+            state, where parameters are bfloat16 or float16; what the stages compute with, true or
+            predicted, is these rounded. Between runs they stay, as long as the parameters do.
+        recompute: keep only the inputs of a forward, and run the whole stage's forward again right
+            before its backward, with the weights that the backward is to meet. Where the method has
+            other weights there than in the forward, this is another method; where it has not, it
+            is slower, and smaller. Dropout is drawn again as it was, running statistics are not
+            updated again.
+
+    Attributes:
+        method: the Method.
+        places: a Place per stage, with the window that it has.
+        devices: a device per stage.
+
+    Raises:
+        TypeError: a member of ``stages`` that is no module, or an optimizer that is not one of
+            ``spectrain_ext.optim``.
+        ValueError: an argument that does not fit; the message names it, and what was expected.
+        RuntimeError: a CUDA device where none can be used.
+
+    While a pipeline exists the parameters are views of flat buffers, which kernels overwrite
+    without autograd noticing: change parameters in place (``load_state_dict`` does), never by
+    ``.to()``, and call ``release()`` at the end. Tensors that a stage receives live in ring buffers
+    that later minibatches overwrite: a module that wants to keep one clones it.
+
+    Each stage draws random numbers of its own in its forwards, those of minibatch after minibatch,
+    and recomputations draw them again; batches, and what hooks and backwards draw, come from the
+    caller's generator. Pipelines in several threads take turns in whatever may draw, which is every
+    forward, loss, backward and update: none of them may wait for another thread's pipeline.
+
+    Stages work on streams of their own. Every call orders these with the streams that are current
+    at that call, which may be others each time.
+
+    ``state_dict`` and ``load_state_dict`` use the keys of ``nn.Sequential(*stages)``; optimizers
+    have their own pair.
+    """
+
+    def __init__(
+        self,
+        stages: Iterable[nn.Module],
+        optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
+        loss_fn: Callable[..., Tensor],
+        method: str | Method = "spectrain",
+        devices: Sequence[torch.device | str | int] | None = None,
+        scheduler: Callable[[PredictingOptimizer], LRScheduler] | None = None,
+        microbatches: int = 1,
+        window: Window = None,
+        clip_norm: float | None = None,
+        clip_scope: Literal["stage", "global"] = "stage",
+        master_dtype: torch.dtype | None = None,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        # Everything is checked before anything is moved.
+        modules = checked_stages(stages)
+        chosen = find_method(method)
+        places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
+        check_microbatches(microbatches)
+        first, count = self._span(len(modules))
+        all_places = self._make_places(chosen, count, microbatches, window)
+        stage_places = all_places[first : first + len(modules)]
+        choices = [choices_at(chosen, place) for place in stage_places]
+        max_norms = max_norms_of(chosen, stage_places, clip_norm, clip_scope)
+        check_master_dtype(master_dtype)
+        check_recompute(recompute)
+        check_loss_fn(loss_fn)
+        for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if not callable(given) and not (name == "scheduler" and given is None):
+                raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
+        optimizers = [make_optimizer(optimizer, m, k) for k, m in enumerate(modules, first)]
+        for k, opt in enumerate(optimizers):
+            if opt is not None:
+                check_family(opt, first + k, chosen)
+                check_can_predict(opt, first + k, chosen, choices[k])
+        futures = [
+            ComingRates(opt, scheduler) if opt is not None and chosen.future_rates else None
+            for opt in optimizers
+        ]
+        schedulers = [
+            make_scheduler(scheduler, opt, k, chosen) for k, opt in enumerate(optimizers, first)
+        ]
+        for future, real in zip(futures, schedulers, strict=True):
+            if future is not None:
+                future.follow(real)
+
+        weights = [
+            None
+            if made is None
+            else StageWeights(
+                modules[k],
+                made,
+                schedulers[k],
+                choices[k],
+                (all_places[0], stage_places[k]),
+                chosen.schedule,
+                futures[k],
+                master_dtype,
+            )
+            for k, made in enumerate(optimizers)
+        ]
+        try:
+            for module, place, held in zip(modules, places, weights, strict=True):
+                if devices is not None:
+                    module.to(place)
+                if held is not None:
+                    held.bind()
+            for k, module in enumerate(modules, first):
+                self.add_module(str(k), module)
+            self.method = chosen
+            self.devices = tuple(places)
+            self.places = tuple(stage_places)
+            self._weights = weights
+            # Not here, lest a loss function that is a module becomes a part of the model.
+            norm = self._make_norm(count) if clip_scope == "global" else None
+            kind = RecomputingStage if recompute else Stage
+            own = [
+                kind(k, module, place, held, max_norm, norm)
+                for k, (module, place, held, max_norm) in enumerate(
+                    zip(modules, places, weights, max_norms, strict=True), first
+                )
+            ]
+            self._executor = self._make_executor(own, loss_fn, all_places, norm)
+            self._executor.follow_caller()
+        except BaseException:
+            for held in weights:
+                if held is not None and held.bound:
+                    held.unbind()
+            raise
+        self.register_state_dict_pre_hook(_mend_before)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
+        for held in weights:
+            if held is not None:
+                held.optimizer.order_by(self._executor.callers_turn)
+
+    def _span(self, given: int) -> tuple[int, int]:
+        """The index of the first stage that was given, and the number of all stages."""
+        return 0, given
+
+    def _make_places(
+        self, method: Method, stages: int, microbatches: int, window: Window
+    ) -> list[Place]:
+        return places_of(method, stages, microbatches, window)
+
+    def _make_norm(self, stages: int) -> GlobalNorm:
+        return GlobalNorm(stages)
+
+    def _make_executor(
+        self,
+        stages: list[Stage],
+        loss_fn: Callable[..., Tensor],
+        places: list[Place],
+        norm: GlobalNorm | None,
+    ) -> Executor:
+        return Executor(stages, loss_fn, places, self.method.schedule, norm)
+
+    # Training.
+
+    def run(self, batches: Iterable[object], *, trace: Observer | None = None) -> Iterator[Result]:
+        """Train on every batch, one update per batch and stage, without flushing in between.
+
+        Args:
+            batches: pairs (input, target), each a tensor or a tuple of tensors, on any device. A
+                batch is taken only when stage 0 is ready for it, and is trained on in full. On the
+                GPU and in pageable memory it may be overwritten as soon as the next one is asked
+                for; in pinned memory it must be left alone.
+            trace: a ``Trace`` records when every action runs, ``Metrics`` sums up; at some cost.
+
+        Yields:
+            A ``Result`` per minibatch, in order, as soon as its loss has been issued; backwards and
+            updates of it and of later minibatches follow. Leaving the loop (or ``close()`` of the
+            iterator) finishes the minibatches in flight; so does the end of ``batches``.
+            Minibatches count from 0 in every run.
+
+        Raises:
+            StageError: an exception inside a stage, the loss or an optimizer, from its cause.
+            TypeError, ValueError: a batch that is no pair, or cannot be split into microbatches.
+            RuntimeError: a run has not ended yet, a parameter left its flat buffer, autocast or
+                inference mode is on.
+
+        After any exception what was in flight is dropped, the true weights are in the modules (some
+        stages may have made more updates than others), and the pipeline can run again. So it is
+        after a KeyboardInterrupt, wherever it comes: further ones wait for the end of the run, and
+        should one come in between, whatever asks the pipeline for weights next ends the run first.
+        """
+        self._refuse_in_run("run")
+        return self._run(iter(batches), trace)
+
+    def _run(self, batches: Iterator[object], trace: Observer | None) -> Iterator[Result]:
+        self._refuse_in_run("run")
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("run: inference mode is on; training needs autograd")
+        for kind in {device.type for device in self.devices}:
+            if torch.is_autocast_enabled(kind):
+                raise RuntimeError(
+                    "run: autocast is on; its casts of the weights would outlive them. Enter "
+                    "autocast inside the stages, or use bfloat16 stages"
+                )
+        for weights in self._weights:
+            if weights is not None and not weights.bound:
+                weights.bind()
+        _logger.info("run begins: %s, %s", self.method.name, self._where())
+        try:
+            if trace is None:
+                yield from self._executor.run(batches)
+            else:
+                yield from self._watched(batches, trace)
+        except GeneratorExit:
+            _logger.info("run ended, left by the caller: %s", self._where())
+            raise
+        except BaseException as error:
+            _logger.error("run failed: %s: %s", type(error).__name__, error)
+            raise
+        _logger.info("run ended: %s", self._where())
+
+    def _watched(self, batches: Iterator[object], trace: Observer) -> Iterator[Result]:
+        rules = [reading_rules(self.method, place) for place in self._executor.places]
+        trace.begin(rules, self.devices)
+        try:
+            yield from self._executor.run(batches, trace)
+        except GeneratorExit:
+            trace.end()
+            raise
+        except BaseException as error:
+            with noted_on(error):
+                trace.end()
+            raise
+        trace.end()
+
+    def _where(self) -> str:
+        first, here = self.first_stage, len(self.places)
+        of = f"of {len(self._executor.places)}"
+        return f"stage {first} {of}" if here == 1 else f"stages {first} to {first + here - 1} {of}"
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the mode of all stages; ``eval()`` calls it with False.
+
+        Raises:
+            RuntimeError: a stage cannot have it, see ``partition``; all are then as they were.
+        """
+        before = [(module, module.training) for module in self.modules()]
+        try:
+            return super().train(mode)
+        except BaseException:
+            for module, training in before:
+                module.training = training
+            raise
+
+    def forward(self, value: Any) -> Any:
+        """The output of the true weights; tensors are moved from stage to stage.
+
+        Raises:
+            RuntimeError: a run has not ended yet.
+        """
+        self._refuse_in_run("calling the pipeline")
+        with self._executor.callers_turn():
+            for module, device in zip(self.children(), self.devices, strict=True):
+                value = module(_moved(value, device))
+        return value
+
+    def _mend(self) -> None:
+        """Finish what exceptions have cut short: the end of a run, or a release.
+
+        Whatever the caller's stream is now, it may then use what the pipeline holds.
+        """
+        self._executor.mend()
+        for weights in self._weights:
+            if weights is not None:
+                weights.mend()
+        if not self._executor.running:
+            self._executor.let_caller_follow()
+
+    # All ways to the stages' parameters through this module begin here.
+
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module; the end of a run that an exception cut short is finished first."""
+        self._mend()
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **options)
+        return found
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module; the end of a run that an exception cut short is finished first."""
+        self._mend()
+        return super().named_children()
+
+    def _refuse_in_run(self, what: str) -> None:
+        self._mend()
+        if self._executor.running:
+            raise RuntimeError(
+                f"{what}: a run of this pipeline has not ended, and the modules may hold predicted "
+                "weights; exhaust the iterator that run() returned, or close() it"
+            )
+
+    # What it holds.
+
+    @property
+    def optimizers(self) -> list[PredictingOptimizer]:
+        """The optimizers in the order of stages; a stage without trainable parameters has none."""
+        self._mend()
+        return [weights.optimizer for weights in self._weights if weights is not None]
+
+    @property
+    def schedulers(self) -> list[LRScheduler]:
+        """The learning-rate schedulers in the order of stages, empty if there are none."""
+        found = (weights.scheduler for weights in self._weights if weights is not None)
+        return [scheduler for scheduler in found if scheduler is not None]
+
+    @property
+    def random(self) -> list[StageRandom]:
+        """The generators of random numbers in the order of stages."""
+        return [stage.random for stage in self._executor.stages]
+
+    @property
+    def first_stage(self) -> int:
+        """The index of the first stage that this process holds."""
+        return self._executor.stages[0].index
+
+    def masters(self, bind: bool = False) -> dict[Tensor, Tensor]:
+        """What the optimizers update where ``master_dtype`` made it wider than the parameter.
+
+        A parameter that is not its master rounded was changed since, and counts. There are none
+        after ``release()``, unless ``bind`` asks for new ones.
+        """
+        self._mend()
+        found: dict[Tensor, Tensor] = {}
+        for weights in self._weights:
+            if weights is not None:
+                if bind and not weights.bound:
+                    weights.bind()
+                found.update(weights.masters())
+        if bind:
+            self._executor.follow_caller()
+        return found
+
+    def check_drained(self, what: str) -> None:
+        """Raise RuntimeError, naming ``what`` was asked for, if a run has not ended."""
+        self._refuse_in_run(what)
+
+    @property
+    def weight_version_bytes(self) -> int:
+        """Bytes of all weight versions of all stages: working, master and kept ones."""
+        return sum(weights.nbytes for weights in self._weights if weights is not None)
+
+    def predicted_memory(self) -> list[StageMemory]:
+        """What each stage holds at most in a long run, as schedule and method predict it."""
+        return [
+            StageMemory(0, 0, place.window) if weights is None else weights.predicted()
+            for place, weights in zip(self.places, self._weights, strict=True)
+        ]
+
+    def measured_memory(self) -> list[StageMemory]:
+        """The buffers that each stage has, and the most microbatches it had in flight in any run.
+
+        Equal to the prediction once a run has filled the pipeline, unless minibatches had fewer
+        samples than microbatches, or learning rates were changed by hand.
+        """
+        return [
+            StageMemory(0, 0, stage.peak) if weights is None else weights.measured(stage.peak)
+            for stage, weights in zip(self._executor.stages, self._weights, strict=True)
+        ]
+
+    def release(self) -> None:
+        """Give the modules and optimizers ordinary storage of their own, and free all buffers.
+
+        A later ``run`` makes new ones.
+
+        Raises:
+            RuntimeError: a run has not ended yet.
+        """
+        self._refuse_in_run("release")
+        for device, weights in zip(self.devices, self._weights, strict=True):
+            if weights is not None and weights.bound:
+                callers_stream(device).lend(weights.buffers())
+                weights.unbind()
+        self._executor.free_rings()
+        self._executor.follow_caller()
+
+
+def _mend_before(pipe: Pipeline, *_: object) -> None:
+    pipe._mend()
+
+
+def _put_true_weights(
+    pipe: Pipeline, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """While a run is suspended, let a state_dict have copies, and of the true weights."""
+    if not pipe._executor.running:
+        return
+    with pipe._executor.callers_turn():
+        true: dict[str, Tensor] = {}
+        for k, weights in enumerate(pipe._weights, pipe._executor.stages[0].index):
+            if weights is not None:
+                where = weights.true_weights()
+                for name, p in weights.module.named_parameters(remove_duplicate=False):
+                    true[f"{prefix}{k}.{name}"] = where.get(p, p)
+        for key, value in state.items():
+            if key.startswith(prefix) and isinstance(value, Tensor):
+                found = true.get(key, value).detach()
+                state[key] = found.clone(memory_format=torch.preserve_format)
+
+
+def _refuse_load_in_run(pipe: Pipeline, *_: object) -> None:
+    pipe._refuse_in_run("load_state_dict")
+
+
+def _follow_load(pipe: Pipeline, *_: object) -> None:
+    pipe._executor.follow_caller()
+
+
+def _moved(value: Value, device: torch.device) -> Value:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, (tuple, list)):
+        return tuple(tensor.to(device) for tensor in value)
+    return value

@@ -1,0 +1,362 @@
+"""Stage: what one stage does in each action, on its own streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain_ext.rng import TURN, StageRandom
+from spectrain_ext.schedule import Kind
+from spectrain_ext.transport import Buffer, Message, Receiver, Sender, Slot, Transit, new_stream
+from spectrain_ext.weights.stage_weights import StageWeights
+from spectrain_ext.weights.versions import Content
+
+from .clipping import GlobalNorm, clip, gradient_norm
+from .cursor import Cursor, Extent
+from .tape import Entry, Tape, activation, check_dependence, check_loss, differentiate, value_of
+
+
+class Stage:
+    """A module with all that it needs to run: weights, random numbers, streams, edges, tapes.
+
+    Computation is issued to one stream, whatever writes weights (loads and updates) to another,
+    and events order the two. Methods named like a schedule's action run it, for minibatch ``i`` and
+    microbatch ``j``.
+
+    Args:
+        index: its index, counted from 0.
+        module: computes the stage's output.
+        device: where it does.
+        weights: None if it has no trainable parameters.
+        max_norm: what its gradient is clipped to, None: not at all.
+        global_norm: where the norm is that of all stages.
+
+    Attributes:
+        peak: the most microbatches that were in flight here at once.
+        shared: what the caller may use between two actions.
+        inputs: the edge that the forward's input comes in by.
+        gradients: the edge that the backward's gradient comes in by, None for the last stage.
+        targets: the edge that the loss's target comes in by, None for all but the last stage.
+        to_next: the next stage's ``inputs``, None for the last stage.
+        to_previous: the previous stage's ``gradients``, None for the first stage.
+    """
+
+    inputs: Receiver
+    gradients: Receiver | None = None
+    targets: Receiver | None = None
+    to_next: Sender | None = None
+    to_previous: Sender | None = None
+    cursor: Cursor
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        device: torch.device,
+        weights: StageWeights | None,
+        max_norm: float | None = None,
+        global_norm: GlobalNorm | None = None,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.device = device
+        self.weights = weights
+        self.compute = new_stream(f"compute stream of stage {index}", device)
+        self.predict = new_stream(f"prediction stream of stage {index}", device)
+        self.computed = self.compute.event()
+        self.loaded = self.predict.event()
+        # What the two streams and the caller use in turn, for the streams that check that.
+        self.working = Buffer(f"working weights of stage {index}")
+        self.weight_gradients = Buffer(f"weight gradients of stage {index}")
+        self.optimizer_state = Buffer(f"optimizer state of stage {index}")
+        self.module_buffers = Buffer(f"module buffers of stage {index}")
+        self.shared = (self.working, self.optimizer_state, self.module_buffers)
+        self.random = StageRandom(index, device)
+        self.peak = 0
+        self._max_norm = max_norm
+        self._global_norm = global_norm
+        self._received: Slot
+        self._in_place: bool | None = None  # whether the module works in place on its input
+        self._in_transit = Transit(self.compute, 1)
+        self._extent: Extent
+        self.forget()
+
+    # A run.
+
+    def begin(self, cursor: Cursor, extent: Extent) -> None:
+        """Start a run with the weights that the module holds."""
+        self.cursor = cursor
+        self._extent = extent
+        self.drop()
+        if self.weights is not None:
+            for stream in (self.compute, self.predict):
+                stream.lend(self.weights.buffers())
+            with self.predict.using(writes=(self.working,)):
+                self.weights.begin()
+            self._weights_written()
+
+    def end(self) -> None:
+        """Put the true weights back into the module; may be repeated, or done without a begin."""
+        self.random.leave()
+        if self.weights is not None:
+            with self.predict.using(writes=(self.working, self.optimizer_state)):
+                self.weights.end()
+            self.predict.record(self.loaded)
+        self._in_transit.reset()
+
+    def forget(self) -> None:
+        """Have nothing in flight."""
+        self._tapes: dict[tuple[int, int], Tape] = {}
+        # The gradients of the input, and what stands for their memory.
+        self._outgoing: tuple[tuple[Tensor | None, ...], Buffer] | None = None
+        self._gave: int | None = None  # minibatch whose norm the other stages know
+
+    def drop(self) -> None:
+        """Forget what is in flight; nothing is, or the streams have been waited for."""
+        self.forget()
+        for edge in self.edges():
+            edge.reset()
+
+    def edges(self) -> list[Receiver]:
+        """The edges that end here."""
+        return [e for e in (self.inputs, self.gradients, self.targets) if e is not None]
+
+    # Weights.
+
+    def load_forward(self, i: int, j: int) -> None:
+        """Have the weights of the microbatch's forward in the module."""
+        if self.weights is not None:
+            self._load(self.weights, self.weights.for_forward(i, j))
+
+    def load_backward(self, i: int, j: int) -> None:
+        """Have the weights of the microbatch's backward in the module."""
+        if self.weights is not None:
+            self._load(self.weights, self.weights.for_backward(i, j))
+
+    def _load(self, weights: StageWeights, content: Content) -> None:
+        if not weights.holds(content):
+            predict = self.predict
+            predict.wait(self.computed)
+            with predict.using(reads=(self.optimizer_state,), writes=(self.working,)):
+                weights.load(content)
+            self._weights_written()
+        weights.settle()
+
+    def _weights_written(self) -> None:
+        """What is computed from here on follows the weights just written."""
+        self.predict.record(self.loaded)
+        self.compute.wait(self.loaded)
+
+    def give_norm(self, i: int) -> bool:
+        """Tell the other stages the norm of this one's gradient; returns whether it is new."""
+        assert self._global_norm is not None
+        if self._gave == i:
+            return False
+        predict, buffer = self.predict, Buffer(f"gradient norm of stage {self.index}")
+        predict.wait(self.computed)
+        params = () if self.weights is None else self.weights.params
+        with predict.using(reads=(self.weight_gradients,), writes=(buffer,)):
+            norm = gradient_norm(params, self.device)
+        self._global_norm.give(i, self.index, norm, buffer, predict)
+        self._gave = i
+        return True
+
+    def update(self, i: int, j: int) -> None:
+        """Clip the gradient, step the optimizer."""
+        weights = self.weights
+        if weights is None:
+            return
+        upcoming = self.cursor.head()
+        forward = None
+        if upcoming is not None and upcoming.kind in _STARTS_FORWARD:
+            forward = upcoming.minibatch, upcoming.microbatch
+        predict = self.predict
+        predict.wait(self.computed)
+        if self._max_norm is not None:
+            self._clip(weights, self._max_norm, i)
+        gradients = (self.weight_gradients,)
+        with predict.using(reads=gradients, writes=(self.working, self.optimizer_state)), TURN:
+            weights.update(forward)  # a hook may draw
+        self._weights_written()
+        self.compute.writes(self.weight_gradients)  # freed: their memory is that stream's again
+
+    def _clip(self, weights: StageWeights, max_norm: float, i: int) -> None:
+        if self._global_norm is not None:
+            norm = self._global_norm.take(i, self.predict, self.device)
+        with self.predict.using(writes=(self.weight_gradients,)):
+            if self._global_norm is None:
+                norm = gradient_norm(weights.params, self.device)
+            clip(weights.params, max_norm, norm)
+
+    # Forward.
+
+    def receive_activation(self, i: int, j: int) -> None:
+        """Take the input, or the batch, as it arrives."""
+        self._received = self.inputs.receive()
+
+    @property
+    def samples(self) -> int:
+        """Of the microbatch that was received last: the length of its first tensor."""
+        message = self._received.message
+        assert message is not None
+        sizes = (len(t) for t in message.tensors if t is not None and t.dim() > 0)
+        return next(sizes, 0)
+
+    def forward(self, i: int, j: int) -> None:
+        """Compute the output."""
+        slot = self._received
+        message = slot.message
+        assert message is not None
+        tape = Tape(slot)
+        # An in-place first layer writes the slot.
+        writes = (slot.buffer, self.module_buffers, tape.buffer)
+        compute = self.compute
+        with (
+            compute.using(reads=(self.working,), writes=writes),
+            _grad_enabled(),
+            TURN,
+            self.random,
+        ):
+            tape.leaves, tape.output = self._run(message)
+        tape.message = activation(tape.output)
+        compute.record(self.computed)
+        self._keep(i, j, tape)
+
+    def _run(self, message: Message) -> tuple[list[Tensor | None], Any]:
+        """The module's output, and the leaves that it depends on.
+
+        Autograd lets no layer work in place on a leaf. The identity that stands between the two
+        costs as much as a small layer: it stays only where the first forward needed it, and comes
+        back should a later one need it.
+        """
+        if self._in_place is not False:
+            before = _versions(message)
+            found = self._run_on(message, entry=True)
+            self._in_place = self._in_place or _versions(message) != before
+            return found
+        try:
+            return self._run_on(message, entry=False)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+        self._in_place = True
+        self.random.rewind()
+        return self._run_on(message, entry=True)
+
+    def _run_on(self, message: Message, entry: bool) -> tuple[list[Tensor | None], Any]:
+        leaves: list[Tensor | None] = []
+        values: list[Tensor] = []
+        for tensor, differentiable in zip(message.tensors, message.differentiable, strict=True):
+            assert tensor is not None
+            value = tensor.detach()
+            leaf = None
+            if differentiable:
+                leaf = value.requires_grad_()
+                if entry:
+                    value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
+            leaves.append(leaf)
+            values.append(value)
+        return leaves, self.module(values[0] if message.single else tuple(values))
+
+    def _keep(self, i: int, j: int, tape: Tape) -> None:
+        self._tapes[i, j] = tape
+        self.peak = max(self.peak, len(self._tapes))
+
+    def send_activation(self, i: int, j: int) -> None:
+        """Copy the output to the next stage."""
+        assert self.to_next is not None
+        tape = self._tapes[i, j]
+        self.to_next.send(tape.message, tape.buffer, self.computed)
+
+    def loss(self, i: int, j: int, loss_fn: Callable[..., Tensor]) -> Tensor:
+        """Compute the loss of a microbatch on the last stage; returns it detached."""
+        tape, target = self._with_target(i, j)
+        compute = self.compute
+        writes = (tape.target.buffer, tape.buffer)
+        with compute.using(writes=writes), _grad_enabled(), TURN, self.random:
+            loss = loss_fn(tape.output, target)
+        check_loss(loss)
+        check_dependence(loss, tape.message)
+        tape.output = loss
+        compute.record(self.computed)
+        return loss.detach()
+
+    def _with_target(self, i: int, j: int) -> tuple[Tape, Any]:
+        assert self.targets is not None
+        tape = self._tapes[i, j]
+        tape.target = slot = self.targets.receive()
+        assert slot.message is not None
+        return tape, value_of(slot.message)
+
+    # Backward.
+
+    def receive_gradient(self, i: int, j: int) -> None:
+        """Take the gradient of the output as it arrives."""
+        assert self.gradients is not None
+        self._received = self.gradients.receive()
+
+    def backward(self, i: int, j: int) -> None:
+        """Compute the gradients of weights and input."""
+        tape = self._tapes.pop((i, j))
+        arrived = tape.target if self.gradients is None else self._received
+        self._differentiate(i, j, tape, arrived)
+        self.compute.writes(tape.buffer)  # freed
+        self.compute.record(self.computed)
+        self.inputs.free(tape.slot)
+        if self.gradients is not None:
+            self.gradients.free(arrived)
+        elif self.targets is not None:
+            self.targets.free(arrived)
+
+    def _differentiate(self, i: int, j: int, tape: Tape, arrived: Slot) -> None:
+        """Issue the backward, which begins with the gradients or the target that arrived."""
+        outgoing = Buffer("gradients of the input")
+        reads = (self.working, tape.buffer, tape.slot.buffer, arrived.buffer)
+        # torch.utils.checkpoint runs layers again, and puts other random numbers there.
+        writes = (self.weight_gradients, self.module_buffers, outgoing)
+        with self.compute.using(reads=reads, writes=writes), TURN:  # a hook may draw
+            if self.gradients is None:
+                loss, share = tape.output, self._extent.shares[i][j]
+                assert isinstance(loss, Tensor)
+                pairs = [(loss, torch.full_like(loss, share))] if loss.requires_grad else []
+            else:
+                message = arrived.message
+                assert message is not None
+                outputs = tape.output if isinstance(tape.output, tuple) else (tape.output,)
+                # No gradient comes back for what does not require one or nothing depends on.
+                pairs = [
+                    (output, seed)
+                    for output, seed in zip(outputs, message.tensors, strict=True)
+                    if seed is not None and output.requires_grad
+                ]
+            differentiate(pairs)
+        gradients = tuple(None if leaf is None else leaf.grad for leaf in tape.leaves)
+        self._outgoing = gradients, outgoing
+
+    def send_gradient(self, i: int, j: int) -> None:
+        """Copy the gradient of the input to the previous stage."""
+        assert self.to_previous is not None
+        assert self._outgoing is not None
+        gradients, buffer = self._outgoing
+        self._outgoing = None
+        read = self.to_previous.send(Message(gradients), buffer, self.computed)
+        self._in_transit.hold(read, buffer, gradients)
+
+
+_STARTS_FORWARD = (Kind.PULL, Kind.LOAD_FORWARD)
+
+
+_NOTHING = nullcontext()
+
+
+def _grad_enabled() -> AbstractContextManager[object]:
+    """``torch.enable_grad()``, and nothing where that is how it is."""
+    return _NOTHING if torch.is_grad_enabled() else torch.enable_grad()
+
+
+def _versions(message: Message) -> list[int]:
+    return [0 if tensor is None else tensor._version for tensor in message.tensors]

@@ -1,0 +1,103 @@
+"""Timelines of methods: what a simulation says of them, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from spectrain_ext.method import Method, find_method, places_of, reading_rules
+from spectrain_ext.method.choices import Window
+from spectrain_ext.schedule import FLUSHING, Durations, Span, simulate, streams
+
+from .timeline import draw_timeline
+
+
+def simulate_method(
+    method: str | Method,
+    stages: int,
+    minibatches: int,
+    *,
+    microbatches: int = 1,
+    window: Window = None,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    update: float = 0.0,
+    prediction: float = 0.0,
+    communication: float = 0.0,
+) -> Iterator[Span]:
+    """The spans of a run with a method, all stages being alike.
+
+    Args:
+        method: a name, or a Method.
+        stages: their number.
+        minibatches: the length of the run.
+        microbatches: parts per minibatch.
+        window: as for ``Pipeline``.
+        forward: its duration, of a microbatch; the others are in the same unit.
+        backward: its duration, of a microbatch.
+        update: its duration.
+        prediction: how long it takes to predict weights, where the method does.
+        communication: how long an activation or a gradient takes to the next stage.
+
+    Raises:
+        ValueError: an argument is out of range, or the method is not defined for these.
+    """
+    method = find_method(method)
+    for name, value in (("stages", stages), ("minibatches", minibatches)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    places = places_of(method, stages, microbatches, window)
+    rules = [reading_rules(method, place) for place in places]
+    durations = Durations.of(
+        stages,
+        forward=forward,
+        backward=backward,
+        update=update,
+        load_forward=[prediction if rule.ahead else 0.0 for rule in rules],
+        load_backward=[prediction if rule.backward_ahead else 0.0 for rule in rules],
+        activation=communication,
+        gradient=communication,
+    )
+    actions = streams(method.schedule, [place.window for place in places], microbatches)
+    return simulate(actions, durations, minibatches=minibatches, rules=rules)
+
+
+def draw_method_timelines(
+    folder: Path,
+    methods: Iterable[str | Method],
+    stages: int,
+    *,
+    microbatches: int = 1,
+    window: Window = None,
+) -> Sequence[Path]:
+    """Draw the timeline of each method into ``folder``, as ``<method>.png``; makes the folder.
+
+    Backwards take twice as long as forwards, updates and predictions a fifth of them: nothing here
+    is measured. The run is long enough to show its beginning, its steady state and its end. The
+    window does not concern methods that flush.
+
+    Returns:
+        The pictures, in order.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for method in map(find_method, methods):
+        spans = simulate_method(
+            method,
+            stages,
+            2 * stages if microbatches == 1 else 2 + 2 * stages // microbatches,
+            microbatches=microbatches,
+            window=None if method.schedule in FLUSHING else window,
+            update=0.2,
+            prediction=0.2,
+        )
+        path = folder / f"{method.name}.png"
+        draw_timeline(
+            path,
+            spans,
+            title=f"{method.name}, {stages} stages, simulated: {method.summary}",
+            versions=True,
+            unit="time, in forwards",
+        )
+        drawn.append(path)
+    return drawn

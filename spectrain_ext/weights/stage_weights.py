@@ -1,0 +1,276 @@
+"""StageWeights: the weights that a stage computes with, from version to version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from spectrain_ext.method import Choices
+from spectrain_ext.schedule import Place
+
+from .flat import flat_nbytes
+from .memory import StageMemory, peak_of
+from .predictor import Difference, Predictor
+from .rates import ComingRates, rates_of
+from .storage import Storage, true_dtype
+from .versions import Content, Entries, Versions
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from spectrain_ext.optim import PredictingOptimizer
+
+
+class StageWeights:
+    """The weights of one stage that has trainable parameters.
+
+    The parameters are views of the *working* buffer from ``bind`` to ``unbind``; kernels
+    overwrite it behind autograd's back, so that a backward meets whatever weights are in it. Where
+    weights are predicted, or computed with in a narrower dtype, the true ones live in a *master*
+    buffer; elsewhere they are a version like any other, in the working buffer at every update.
+    ``Versions`` knows what the buffers hold, ``Storage`` has the memory; this class has both in
+    hand, and steps the optimizer.
+
+    Args:
+        module: the stage.
+        optimizer: holds exactly the stage's trainable parameters.
+        scheduler: stepped after every update, or None.
+        choices: the method at this stage.
+        places: the places of stage 0 and of this one.
+        schedule: the schedule's name.
+        future: the learning rates of updates to come, where the method asks for them.
+        master_dtype: the dtype of the master and of the optimizer's state for 16-bit parameters;
+            None: the parameters'.
+
+    Attributes:
+        peak: what the stage holds at once, as its schedule predicts.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: PredictingOptimizer,
+        scheduler: LRScheduler | None,
+        choices: Choices,
+        places: tuple[Place, Place],
+        schedule: str,
+        future: ComingRates | None = None,
+        master_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self._names: dict[Tensor, str] = {
+            p: name for name, p in module.named_parameters() if p.requires_grad
+        }
+        self.params = list(self._names)
+        self._choices = choices
+        self._places = places
+        self._schedule = schedule
+        self._future = future
+        self._predictor = Predictor(choices, partial(rates_of, optimizer), future)
+        self._master_dtype = master_dtype
+        self._has_master = choices.predicts or any(
+            true_dtype(p, master_dtype) != p.dtype for p in self.params
+        )
+        self._keeps_before = choices.law == "difference" and choices.predicts
+        self.peak = peak_of(choices, places, schedule, self._has_master)
+        self.storage: Storage | None = None
+        self._moving: Storage | None = None  # between being bound and not
+
+    # Storage.
+
+    @property
+    def bound(self) -> bool:
+        """Whether the parameters are views of the working buffer now."""
+        return self.storage is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the working buffer, the master and the kept versions."""
+        return 0 if self.storage is None else sum(flat.nbytes for flat in self.storage.flats())
+
+    def buffers(self) -> list[Tensor]:
+        """All memory of weights and of the optimizer's state."""
+        return [] if self.storage is None else self.storage.buffers()
+
+    def measured(self, microbatches: int) -> StageMemory:
+        """What there is now, and the most microbatches that were in flight."""
+        flats = [] if self.storage is None else self.storage.flats()
+        return StageMemory(len(flats), self.nbytes, microbatches)
+
+    def predicted(self) -> StageMemory:
+        """What the schedule and the method say there will be."""
+        narrow = [p.dtype for p in self.params]
+        wide = [true_dtype(p, self._master_dtype) for p in self.params]
+        computing, true = 1 + self.peak.kept, int(self._has_master)
+        if self._keeps_before:
+            true += 1 if narrow == wide else 2  # and where the extrapolation is rounded from
+        size = computing * flat_nbytes(self.params, narrow) + true * flat_nbytes(self.params, wide)
+        return StageMemory(computing + true, size, self.peak.microbatches)
+
+    def bind(self) -> None:
+        """Move the parameters into the working buffer and the optimizer onto the true weights."""
+        self.mend()
+        self.drop_gradients()
+        self._moving = made = Storage(
+            self.params,
+            self.optimizer,
+            master=self._has_master,
+            master_dtype=self._master_dtype,
+            before=self._keeps_before,
+            kept=self.peak.kept,
+        )
+        try:
+            made.bind()
+            self.storage = made
+        finally:
+            self.mend()
+
+    def unbind(self) -> None:
+        """Give parameters (they hold the true weights now) and state ordinary storage."""
+        self.__dict__.pop("_versions", None)  # which knows the storage
+        self._moving = self._bound
+        self.storage = None
+        self.mend()
+
+    def mend(self) -> None:
+        """Undo what an exception left half bound, and what it left half undone."""
+        if self._moving is not self.storage and self._moving is not None:
+            self._moving.unbind()
+        self._moving = None
+
+    @property
+    def _bound(self) -> Storage:
+        assert self.storage is not None, "not bound"
+        return self.storage
+
+    def in_place(self) -> bool:
+        """Whether all parameters are where they were bound; a parameter replaced is not seen."""
+        return self._bound.in_place()
+
+    def check(self, stage: int) -> None:
+        """Raise RuntimeError if a parameter is no longer a view of the working buffer."""
+        if self.storage is None:
+            return
+        now = dict(self.module.named_parameters())
+        for p, view in self.storage.working.views.items():
+            name = self._names[p]
+            if (
+                now.get(name) is not p
+                or p.data_ptr() != view.data_ptr()
+                or p.dtype != view.dtype
+                or p.stride() != view.stride()
+            ):
+                raise RuntimeError(
+                    f"stages[{stage}]: parameter {name!r} left the pipeline's flat buffer, as by "
+                    ".to() or load_state_dict(assign=True); change parameters in place, or call "
+                    "release() first and build a new Pipeline afterwards"
+                )
+
+    # A run.
+
+    def begin(self) -> None:
+        """Take what the parameters hold as version 0."""
+        self._versions = Versions(
+            self._choices,
+            self._places[1],
+            Entries(self._places[0], self._schedule),
+            self._has_master,
+            self._bound,
+            self._predictor,
+        )
+        self._rates_move = False
+        if self._future is not None:
+            self._future.begin()
+        self._bound.begin()
+        self.drop_gradients()
+
+    def end(self) -> None:
+        """Put the true weights back into the parameters and forget the microbatches in flight.
+
+        An update that was interrupted is finished. An end that was may be repeated.
+        """
+        self.optimizer.mend()
+        self.optimizer.write_with_next_step(None)
+        self._bound.end()
+        self.drop_gradients()
+        # A graph that the caller made before the run must not meet the new weights unnoticed.
+        increment_version(self.params)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients; autograd then hands over its next ones without a copy."""
+        for p in self.params:
+            p.grad = None
+
+    def true_weights(self) -> Mapping[Tensor, Tensor]:
+        """Where the true weights are: parameter -> tensor, not to be written."""
+        return self._bound.true_weights()
+
+    def masters(self) -> dict[Tensor, Tensor]:
+        """The masters that are wider than their parameters."""
+        master = None if self.storage is None else self.storage.master
+        views = {} if master is None else master.views
+        return {p: view for p, view in views.items() if view.dtype != p.dtype}
+
+    # Loads. What is wanted is asked for first, so that the caller need not prepare for a load that
+    # does nothing.
+
+    def for_forward(self, i: int, j: int) -> Content:
+        """What the forward of a microbatch computes with, now."""
+        return self._versions.for_forward(i, j)
+
+    def for_backward(self, i: int, j: int) -> Content:
+        """What the backward of a microbatch computes with, now."""
+        return self._versions.for_backward(i, j)
+
+    def holds(self, content: Content) -> bool:
+        """Whether the working buffer holds it already."""
+        return self._versions.held == content
+
+    def load(self, content: Content) -> None:
+        """Make the working buffer hold it."""
+        self._versions.load(content)
+
+    def settle(self) -> None:
+        """What was asked for last is loaded; whoever asked will not ask for it again."""
+        self._versions.settle()
+
+    # The update.
+
+    def update(self, forward: tuple[int, int] | None) -> None:
+        """Step the optimizer and the scheduler.
+
+        Args:
+            forward: the microbatch whose forward is what the stage does next, if it is one. The
+                step writes its weights in the same pass over memory, unless a scheduler is about to
+                change the learning rate that they are predicted with.
+        """
+        storage, versions = self._bound, self._versions
+        ordered = self._ordered(versions.step_writes(forward))
+        versions.before_update(ordered is not None)
+        storage.before_update()
+        if ordered is not None:
+            self.optimizer.write_with_next_step(storage.sink, ordered.law or 0.0)
+        self.optimizer.step()
+        after = rates_of(self.optimizer)  # a hook may have changed them
+        if ordered is not None and ordered.rates not in (None, after):
+            ordered = None
+        versions.after_update(ordered)
+        if self.scheduler is not None:
+            self.scheduler.step()
+            self._rates_move = rates_of(self.optimizer) != after
+        if self._future is not None:
+            self._future.advance()
+        self.drop_gradients()
+
+    def _ordered(self, content: Content | None) -> Content | None:
+        """What a step is to write, None where the result would not be of use."""
+        if content is None or isinstance(content.law, Difference):
+            return None
+        return None if content.rates is not None and self._rates_move else content

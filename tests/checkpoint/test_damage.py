@@ -1,0 +1,306 @@
+"""Damaged, forged and half-written checkpoints: named, never executed, never in the way."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoint_cases import batches, everything, model, pipeline, same, train
+from helpers.forged_checkpoints import Evil, data_file, nest, refused
+from hypothesis import given
+from hypothesis import strategies as some
+
+from spectrain_ext.checkpoint import CheckpointManager, documents, load, save
+from spectrain_ext.errors import CheckpointError
+
+
+@pytest.fixture
+def saved(tmp_path):
+    pipe = pipeline(2)
+    train(pipe, batches(3))
+    save(tmp_path / "c", pipe, minibatches=3)
+    return tmp_path / "c"
+
+
+def test_missing_files(tmp_path, saved):
+    refused(tmp_path / "none", r"none/checkpoint\.json: cannot be read, No such file")
+    data_file(saved).unlink()
+    refused(saved, r"__0_0\.distcp: cannot be read, No such file")
+
+
+def test_truncated(saved):
+    path = data_file(saved)
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    refused(saved, rf"__0_0\.distcp: damaged, expected {size} bytes, got {size - 1}")
+    document = saved / documents.NAME
+    os.truncate(document, document.stat().st_size // 2)
+    refused(saved, r"checkpoint\.json: damaged, it is no checkpoint document")
+
+
+def test_every_flipped_byte_of_a_tensor_is_found(saved):
+    body = documents.read(saved)
+    path = data_file(saved)
+    content = bytearray(path.read_bytes())
+    for key in ("model.0.linear.weight", "optimizer.state.3.norm.bias.momentum_buffer"):
+        entry = body["tensors"][key]
+        at = entry["start"] + entry["bytes"] // 2
+        content[at] ^= 1
+        path.write_bytes(content)
+        refused(saved, rf"__0_0\.distcp: damaged, the SHA-256 of '{key}' is not what was saved")
+        content[at] ^= 1
+
+
+@given(place=some.floats(0, 1, exclude_max=True), bit=some.integers(0, 7))
+def test_no_change_of_the_document_goes_unnoticed(tmp_path_factory, place, bit):
+    directory = tmp_path_factory.getbasetemp() / "flipped"
+    if not directory.exists():
+        save(directory, model(blocks=1), extra=[1.5, "text"])
+    path = directory / documents.NAME
+    content = path.read_bytes()
+    at = int(place * len(content))
+    changed = content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
+    other = directory.parent / "changed"
+    other.mkdir(exist_ok=True)
+    (other / documents.NAME).write_bytes(changed)
+    try:
+        assert documents.read(other) == documents.read(directory)  # white space
+    except CheckpointError as error:
+        assert str(other / documents.NAME) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda b: b.update(version=2), "expected version 1, got 2"),
+        (lambda b: b.update(format="other"), "expected the format .*, got 'other'"),
+        (lambda b: b.update(minibatches="3"), "minibatches: expected a int, got str"),
+        (lambda b: b.pop("stages"), "stages: expected a list, got NoneType"),
+        (lambda b: b["stages"][0].pop("random"), r"stages\[0\]: bad or missing 'random'"),
+        (lambda b: b["stages"].insert(0, 3), r"stages\[0\]: bad or missing 'stage'"),
+        (lambda b: b["files"].update({"../../etc/passwd": 1}), "files: .* is no file of a ch"),
+        (lambda b: next(iter(b["tensors"].values())).update(file="x"), "bad place or shape"),
+        (lambda b: next(iter(b["tensors"].values())).update(shape=[-1]), "bad place or shape"),
+        (lambda b: next(iter(b["tensors"].values())).update(dtype="save"), "'save' is no dtype"),
+        (lambda b: b["stages"][0].update(optimizer={"groups": [3]}), "bad optimizer of stage 0"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "change",
+)
+def test_forged_documents(saved, change, match):
+    path = saved / documents.NAME
+    body = json.loads(path.read_text())["checkpoint"]
+    change(body)
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+    path.write_text(json.dumps({"sha256": digest.hexdigest(), "checkpoint": body}))
+    refused(saved, match)
+
+
+def test_dcps_own_pickle_is_never_read(tmp_path, saved):
+    trace = tmp_path / "executed"
+    (saved / ".metadata").write_bytes(pickle.dumps(Evil(trace)))
+    pipe = pipeline(2, seed=3)
+    load(saved, pipe)
+    assert not trace.exists()
+    (saved / ".metadata").unlink()
+    load(saved, pipe)
+
+
+# What is in the way.
+
+
+def test_only_a_checkpoint_is_replaced_and_nothing_is_moved(tmp_path, saved):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.txt").write_text("mine")
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "nowhere").symlink_to("none")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for name in ("file", "folder", "link", "nowhere"):
+        with pytest.raises(FileExistsError, match=f"{name} is no checkpoint"):
+            save(tmp_path / name, model(), overwrite=True)
+        with pytest.raises(FileExistsError, match=f"{name} exists"):
+            save(tmp_path / name, model())
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "folder" / "thesis.txt").read_text() == "mine"
+    (saved / documents.NAME).unlink()  # a damaged one can be
+    save(saved, model(), overwrite=True)
+    load(saved, model())
+
+
+def test_links_in_the_way_are_removed_and_not_followed(tmp_path, saved):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "precious").write_text("mine")
+    where = tmp_path / "run"
+    where.mkdir()
+    for name in ("minibatch-00000000", "c", "latest"):
+        (where / f".{name}.partial").symlink_to(target)
+        (where / f".{name}.replaced").symlink_to(target / "precious")
+    save(where / "c", model())
+    manager = CheckpointManager(where, pipeline(2))
+    manager.save()
+    (where / ".latest.partial").symlink_to(target / "precious")
+    (where / ".minibatch-00000000.partial").symlink_to(target / "none")
+    manager.save()
+    (where / ".minibatch-00000007.replaced").symlink_to(saved)
+    (where / ".minibatch-00000008.partial").symlink_to(saved)
+    assert CheckpointManager(where, pipeline(2)).restore().minibatches == 0
+    assert [path.name for path in target.iterdir()] == ["precious"]
+    assert (target / "precious").read_text() == "mine"
+    left = {path.name for path in where.iterdir() if path.is_symlink()}
+    assert left == {".latest.replaced"}  # nobody's business
+    assert saved.is_dir()
+
+
+@pytest.mark.parametrize("name", [documents.NAME, "__0_0.distcp"])
+def test_pipes_and_devices_are_not_waited_for(saved, name):
+    (saved / name).unlink()
+    os.mkfifo(saved / name)
+    refused(saved, f"{name}: .*expected a plain file")
+    (saved / name).unlink()
+    (saved / name).symlink_to("/dev/zero")
+    refused(saved, f"{name}: .*expected a plain file")
+
+
+def test_the_pointer_is_no_pipe_and_not_long(tmp_path):
+    manager = CheckpointManager(tmp_path, pipeline(2))
+    os.mkfifo(tmp_path / "latest")
+    with pytest.raises(CheckpointError, match=r"latest: cannot be read: .*expected a plain file"):
+        manager.restore()
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").write_bytes(b"x" * 101)
+    with pytest.raises(CheckpointError, match=r"latest: cannot be read: .*at most 100 bytes"):
+        manager.latest()
+
+
+def test_a_save_that_is_refused_leaves_nothing(tmp_path):
+    for extra in ({"a": object()}, nest(1, 101), torch.tensor(1j)):
+        with pytest.raises(TypeError, match="extra"):
+            save(tmp_path / "c", model(), extra=extra)
+    endless = []
+    endless.append(endless)
+    with pytest.raises(TypeError, match="more than 100 containers"):
+        save(tmp_path / "c", model(), extra=endless)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_document_is_not_written_that_could_not_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_LARGEST", 10**4)
+    with pytest.raises(CheckpointError, match="bytes, expected less than 10000"):
+        save(tmp_path / "c", model(), extra="x" * 10**4)
+    assert not list(tmp_path.iterdir())
+
+
+# Writing.
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("call", ["torch.save", "pickle.dump", "os.fsync"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_full_disk_leaves_the_last_one_whole(tmp_path, saved, monkeypatch, call, asynchronous):
+    from spectrain_ext.checkpoint.saving import prepare
+
+    expected = pipeline(2, seed=5)
+    load(saved, expected)
+    other = pipeline(2, seed=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(call, full)
+        with pytest.raises((CheckpointError, OSError), match="No space left on device"):
+            if asynchronous:
+                prepare(saved, other, overwrite=True).write_behind().wait()
+            else:
+                save(saved, other, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    load(saved, other)
+    same(everything(other), everything(expected))
+
+
+KILLED = """
+import os, shutil, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)  # before the first fork
+sys.path.insert(0, sys.argv[2])
+from helpers.checkpoint_cases import batches, model, pipeline, train
+from spectrain_ext.checkpoint import CheckpointManager, load
+base = Path(sys.argv[1])
+pipe = pipeline(2)
+train(pipe, batches(2))
+CheckpointManager(base / "begin", pipe).save()
+old = model(seed=8)
+load(base / "begin" / "minibatch-00000000", old)
+train(pipe, batches(2))
+
+def dying(real, left):
+    def call(*args, **more):
+        left[0] -= 1
+        if left[0] < 0:
+            os._exit(9)
+        return real(*args, **more)
+    return call
+
+def save_and_die(directory, left):
+    manager = CheckpointManager(directory, pipe)
+    counted = [left]
+    os.fsync = lambda _: None  # slow, and nothing to a process that is killed
+    for name in ("fsync", "rename", "replace", "mkdir", "open", "rmdir", "unlink"):
+        setattr(os, name, dying(getattr(os, name), counted))
+    manager.save()
+
+for left in range(100):
+    directory = base / str(left)
+    shutil.copytree(base / "begin", directory)
+    child = os.fork()
+    if child == 0:
+        try:
+            save_and_die(directory, left)
+        finally:
+            os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found = pipeline(3, seed=9)
+    assert CheckpointManager(directory, found).restore() is not None
+    weight = next(found.parameters())
+    is_old = torch.equal(weight, old[0].linear.weight)
+    assert is_old or torch.equal(weight, next(pipe.parameters()))
+    names = sorted(path.name for path in directory.iterdir())
+    assert names == ["latest", "minibatch-00000000"], names
+    print(code, "old" if is_old else "new")
+    if code == 0:
+        break
+"""
+
+
+@pytest.mark.processes
+def test_killed_anywhere_there_is_a_whole_checkpoint():
+    # in memory, where there is such a place: what a killed process wrote is kept there as well
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    ) as d:
+        run = subprocess.run(
+            [sys.executable, "-c", KILLED, d, str(Path(__file__).parents[1])],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    lines = run.stdout.split("\n")[:-1]
+    codes, kept = zip(*(line.split() for line in lines), strict=True)
+    assert set(codes[:-1]) == {"9"}
+    assert codes[-1] == "0"
+    # first the old one, then the new one, and no way back
+    assert list(kept) == sorted(kept, reverse=True)
+    assert len(kept) > 10
+    assert kept[0] == "old"
+    assert kept[-1] == "new"

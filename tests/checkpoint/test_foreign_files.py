@@ -1,0 +1,159 @@
+"""Results, traces, schedules and names of strangers: bounded, a ValueError, text on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from spectrain_ext.bounded import read_bounded, read_json
+from spectrain_ext.cli.group import main
+from spectrain_ext.cli.printable import printable
+from spectrain_ext.experiments.picture import draw_losses
+from spectrain_ext.experiments.results import Run, summarize
+from spectrain_ext.experiments.store import RunStore
+from spectrain_ext.schedule import ScheduleError, read_csv
+from spectrain_ext.timelines.merging import main as merge
+from spectrain_ext.timelines.merging import merge_traces
+
+DEEP = "[" * 10**5
+
+
+def test_only_plain_files_of_some_size(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"12345")
+    assert read_bounded(path, 5) == b"12345"
+    with pytest.raises(ValueError, match="a: expected at most 4 bytes"):
+        read_bounded(path, 4)
+    os.mkfifo(tmp_path / "b")
+    (tmp_path / "c").symlink_to("/dev/zero")
+    for name in ("b", "c", "."):
+        with pytest.raises(ValueError, match="expected a plain file"):
+            read_bounded(tmp_path / name, 5)
+    path.write_text(DEEP)
+    with pytest.raises(ValueError, match="a: expected JSON"):
+        read_json(path, 10**6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["run"].update(seed=float("inf")),
+        lambda d: d["run"].update(test_loss=10**400),
+        lambda d: d["run"].update(losses=[10**400]),
+        lambda d: d["run"].update(losses=3),
+        lambda d: d["run"].update(test_accuracy=7),
+        lambda d: d["run"].update(test_accuracy="nan"),
+        lambda d: d["run"].update(minibatches_per_second="nan"),
+        lambda d: d["run"].update(minibatches_per_second="inf"),
+        lambda d: d["run"].update(weight_version_bytes=-1),
+        lambda d: d["run"].update({"__class__": 1}),
+        lambda d: d.update(run=[1]),
+        lambda d: d.update(run=None),
+    ],
+    ids=range(12),
+)
+def test_a_forged_run_is_no_finished_run(tmp_path, change):
+    store = RunStore(tmp_path, {})
+    store.save(Run("spectrain", 3, 0.25, 1.0 / 3, 12.5, 4096, (2.0, 1.0)))
+    path = store.path("spectrain", 3)
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    assert store.find("spectrain", 3) is None
+    for text in (DEEP, "9" * 10**4):
+        path.write_text(text)
+        assert store.find("spectrain", 3) is None
+    path.unlink()
+    os.mkfifo(path)
+    assert store.find("spectrain", 3) is None
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [3],
+        [[["a", 1]]],
+        [{"ts": "soon"}],
+        [{"ts": [1]}],
+        [{"ts": float("nan")}],
+        [{"ts": 10**400}],
+        [{"pid": {}}],
+        [{"name": "process_name"}],
+        [{"name": "process_name", "args": 3}],
+    ],
+    ids=range(9),
+)
+def test_what_is_no_trace(tmp_path, events, capsys):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"traceEvents": events, "baseTimeNanoseconds": 3}))
+    with pytest.raises(ValueError, match=r"a\.json: expected events of a trace"):
+        merge_traces(tmp_path / "out", [path])
+    assert merge([str(tmp_path / "out"), str(path)]) == 1
+    assert "expected events of a trace" in capsys.readouterr().err
+    for base in (-1, 1 << 63, True, 0.5):
+        path.write_text(json.dumps({"traceEvents": [], "baseTimeNanoseconds": base}))
+        with pytest.raises(ValueError, match="does not say when it began"):
+            merge_traces(tmp_path / "out", [path])
+    path.write_text(DEEP)
+    with pytest.raises(ValueError, match="expected a trace in JSON"):
+        merge_traces(tmp_path / "out", [path])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("0F" + "9" * 9, ScheduleError),
+        ("0F" + "9" * 5000, ValueError),
+        ("9" * 5000 + "F0", ValueError),
+        ("0F٣", ValueError),  # a digit of another script
+        ("\n" * 20_000, ValueError),
+        ('"' + "x" * 200_000, ValueError),
+        ("\x00\x1b[31m", ValueError),
+        ("0F0,0B0\r0F0", (ValueError, ScheduleError)),
+        ("0F0" + ",0F0" * 10**5, ScheduleError),
+        ("0B0", ScheduleError),
+    ],
+    ids=range(10),
+)
+def test_what_is_no_schedule(tmp_path, text, error):
+    path = tmp_path / "a.csv"
+    path.write_text(text, encoding="utf-8", newline="")
+    for microbatches in (None, 1, 2**62):
+        begin = time.perf_counter()
+        with pytest.raises(error) as caught:
+            read_csv(path, microbatches=microbatches)
+        assert len(str(caught.value)) < 500
+        assert time.perf_counter() - begin < 5
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="utf-8"):
+        read_csv(path)
+
+
+def test_printable():
+    assert printable("a\n\x1b[31mé\u202e\x07\udc80") == "a\n\\x1b[31mé\\u202e\\x07\\udc80"
+
+
+def test_a_file_does_not_steer_the_terminal(tmp_path):
+    path = tmp_path / "\x1b[31m[bold]$a_{.csv"
+    path.write_text("\x1b]0;title\x07")
+    told = CliRunner().invoke(main, ["timeline", "--csv", str(path)])
+    assert told.exit_code == 1
+    assert "\\x1b]0;title\\x07" in told.output
+    path.write_text("0F0,0B0\n")
+    out = tmp_path / "out$^.svg"
+    told = CliRunner().invoke(main, ["timeline", "--csv", str(path), "-o", str(out)])
+    assert told.exit_code == 0, told.output
+    assert "\\x1b[31m[bold]$a_{.csv: " in told.output
+    assert "\x1b" not in told.output + out.read_text()
+
+
+def test_a_title_is_no_formula(tmp_path):
+    pytest.importorskip("matplotlib")
+    run = Run("sync", 0, 0.5, 1.0, 1.0, 1, (1.0, 0.5))
+    draw_losses(tmp_path / "a.png", summarize([run]), title="my $\\frac{$ text", window=1)
+    assert (tmp_path / "a.png").stat().st_size > 1000

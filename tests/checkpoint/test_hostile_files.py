@@ -1,0 +1,44 @@
+"""Random changes of valid files: archives, pickles, checkpoints, results, traces, schedules."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+
+def campaign(seed, count, seconds):
+    """In a process of its own, whose memory is limited."""
+    done = subprocess.run(
+        [sys.executable, "-m", "helpers.hostile_files", str(seed), "0", str(count), str(seconds)],
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout)
+    print(told)
+    assert told["slowest"][0] < 10  # seconds of one case
+    return told
+
+
+@pytest.mark.processes
+def test_a_few():
+    told = campaign("a few", 24, 60)
+    assert sum(told["ended"].values()) == 24
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(2))
+def test_thousands(part):
+    told = campaign(f"part {part}", 100_000, 600)
+    assert sum(told["ended"].values()) > 3000

@@ -1,0 +1,222 @@
+"""The manager: when it saves, what it keeps, where it goes on."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from helpers.checkpoint_cases import batches, everything, pipeline, same
+from torch.utils.data import DataLoader, TensorDataset
+
+from spectrain_ext import StageError
+from spectrain_ext.checkpoint import CheckpointManager
+from spectrain_ext.checkpoint.sampler import ShuffledSampler
+from spectrain_ext.errors import CheckpointError
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def loader(sampler, workers=0):
+    generator = torch.Generator().manual_seed(3)
+    data = [torch.randn(40, 4, generator=generator) for _ in range(2)]
+    return DataLoader(TensorDataset(*data), batch_sampler=sampler, num_workers=workers)
+
+
+def lists(results):
+    return [(result.index, result.loss.item()) for result in results]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_saves_when_it_is_time_and_keeps_the_last(tmp_path, asynchronous):
+    manager = CheckpointManager(
+        tmp_path / "c", pipeline(2), every_minibatches=2, keep=2, asynchronous=asynchronous
+    )
+    assert manager.latest() is None
+    assert manager.restore() is None
+    found = [result.index for result in manager.run(batches(7))]
+    manager.wait()
+    assert found == list(range(7))
+    assert manager.minibatches == 7
+    assert names(tmp_path / "c") == ["latest", "minibatch-00000004", "minibatch-00000006"]
+    assert manager.latest() == tmp_path / "c" / "minibatch-00000006"
+    # the next is due at 8, not 2 after the run began
+    assert [result.index for result in manager.run(batches(1))] == [7]
+    manager.wait()
+    assert names(tmp_path / "c")[1:] == ["minibatch-00000006", "minibatch-00000008"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "asynchronous"),
+    [(4, False), (5, True), (7, False), (9, True)],
+    ids=["due", "between", "epoch", "next"],
+)
+def test_stopped_anywhere_and_restored_is_never_stopped(tmp_path, stop, asynchronous):
+    def make(name, seed=0):
+        sampler = ShuffledSampler(40, 6, seed=1)
+        manager = CheckpointManager(
+            tmp_path / name,
+            pipeline(2, seed),
+            sampler=sampler,
+            every_minibatches=2,
+            asynchronous=asynchronous,
+        )
+        return manager, loader(sampler)
+
+    kept, data = make("kept")
+    expected = [pair for _ in range(2) for pair in lists(kept.run(data))]
+    assert len(expected) == 14
+
+    stopped, data = make("stopped")
+    for result in stopped.run(data):
+        if result.index + 1 == min(stop, 7):
+            break
+    if stop > 7:
+        for result in stopped.run(data):
+            if result.index + 1 == stop:
+                break
+    stopped.wait()
+
+    continued, data = make("stopped", seed=5)
+    torch.manual_seed(99)
+    loaded = continued.restore()
+    assert loaded.random
+    done = loaded.minibatches
+    assert done == continued.minibatches
+    assert stop - 2 < done <= stop + 1  # leaving the loop finishes what is in flight
+    again = lists(continued.run(data))
+    if done < 7:
+        again += lists(continued.run(data))
+    assert again == expected[done:]
+    same(everything(continued.pipe), everything(kept.pipe))
+    continued.wait()
+    kept.wait()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_loader_asked_for_in_advance_comes_again(tmp_path, workers):
+    sampler = ShuffledSampler(40, 6, seed=1)
+    manager = CheckpointManager(tmp_path, pipeline(2), sampler=sampler, every_minibatches=3)
+    data = loader(sampler, workers)
+    for result in manager.run(data):
+        if result.index == 2:
+            break
+    other = ShuffledSampler(40, 6)
+    restored = CheckpointManager(tmp_path, pipeline(2, seed=5), sampler=other)
+    assert restored.restore().minibatches == 3
+    assert other.position == 3
+    seen = []
+
+    def watched():
+        for inputs, targets in data:
+            seen.append(inputs)
+            yield inputs, targets
+
+    assert len(list(manager.run(watched()))) == 4
+    expected = [data.dataset.tensors[0][rows] for rows in ShuffledSampler(40, 6, seed=1)]
+    assert all(map(torch.equal, seen, expected[3:]))
+    assert len(seen) == 4
+
+
+def test_every_so_many_seconds(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("spectrain_ext.checkpoint.manager.time.monotonic", lambda: now[0])
+    manager = CheckpointManager(tmp_path, pipeline(2), every_seconds=10, keep=9)
+
+    def ticking():
+        for batch in batches(9):
+            now[0] += 4
+            yield batch
+
+    list(manager.run(ticking()))
+    assert names(tmp_path) == ["latest", *(f"minibatch-0000000{k}" for k in (3, 6, 9))]
+
+
+def test_a_failed_run_is_not_saved(tmp_path):
+    pipe = pipeline(2)
+    manager = CheckpointManager(tmp_path, pipe, every_minibatches=2)
+    data = batches(5)
+    data[3] = (data[3][0], torch.zeros(6, 5, 4, 3))
+    with pytest.raises(StageError):
+        list(manager.run(data))
+    with pytest.raises(RuntimeError, match=r"save: the last run failed.*restore\(\) first"):
+        manager.save()
+    assert names(tmp_path) == ["latest", "minibatch-00000002"]
+    assert manager.restore().minibatches == 2
+    assert [result.index for result in manager.run(batches(2))] == [2, 3]
+
+
+def test_a_failed_save_in_the_background_is_reported(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path, pipeline(2), asynchronous=True)
+    manager.save()
+    manager.wait()
+    list(manager.run(batches(1)))
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.save", full)
+        manager.save()
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            manager.wait()
+    assert names(tmp_path) == ["latest", "minibatch-00000000"]
+    manager.save()
+    manager.wait()
+    assert names(tmp_path)[1:] == ["minibatch-00000000", "minibatch-00000001"]
+
+
+def test_what_is_saved_in_the_background_is_of_now(tmp_path):
+    manager = CheckpointManager(tmp_path, pipeline(2), asynchronous=True)
+    list(manager.run(batches(2)))
+    expected = {key: tensor.clone() for key, tensor in everything(manager.pipe).items()}
+    manager.save()
+    list(manager.run(batches(3)))
+    other = CheckpointManager(tmp_path, pipeline(2, seed=5))
+    manager.wait()
+    assert other.restore().minibatches == 2
+    same(everything(other.pipe), expected)
+
+
+def test_a_damaged_pointer(tmp_path):
+    manager = CheckpointManager(tmp_path, pipeline(2))
+    manager.save()
+    pointer = tmp_path / "latest"
+    pointer.unlink()
+    assert manager.restore().minibatches == 0  # stopped before it was written
+    pointer.write_text("../elsewhere\n")
+    with pytest.raises(CheckpointError, match=r"latest: damaged, expected a checkpoint's name"):
+        manager.restore()
+    pointer.write_bytes(os.urandom(4) + b"\xff")
+    with pytest.raises(CheckpointError, match="latest: "):
+        manager.restore()
+    pointer.write_text("minibatch-00000007\n")
+    with pytest.raises(CheckpointError, match=r"minibatch-00000007/checkpoint\.json: cannot be"):
+        manager.restore()
+
+
+def test_leftovers_are_tidied_up(tmp_path):
+    manager = CheckpointManager(tmp_path, pipeline(2))
+    path = manager.save()
+    path.rename(tmp_path / ".minibatch-00000000.replaced")
+    (tmp_path / ".minibatch-00000000.partial").mkdir()
+    (tmp_path / ".minibatch-notes").mkdir()
+    assert manager.restore().minibatches == 0
+    assert names(tmp_path) == [".minibatch-notes", "latest", "minibatch-00000000"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"every_minibatches": 0}, "every_minibatches: expected at least 1, got 0"),
+        ({"every_seconds": -1.0}, r"every_seconds: expected at least 0, got -1\.0"),
+        ({"keep": 0}, "keep: expected at least 1, got 0"),
+    ],
+    ids=["minibatches", "seconds", "keep"],
+)
+def test_bad_arguments(tmp_path, changed, match):
+    with pytest.raises(ValueError, match=match):
+        CheckpointManager(tmp_path, pipeline(2), **changed)

@@ -1,0 +1,112 @@
+"""Several processes, one stage each: one checkpoint, which loads anywhere else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import checkpoint_programs
+from helpers.checkpoint_cases import batches, everything, model, pipeline, same, train
+from helpers.ranks import run_ranks
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from spectrain_ext.checkpoint import CheckpointManager, load
+from spectrain_ext.checkpoint.sampler import ShuffledSampler
+from spectrain_ext.errors import CheckpointError
+
+pytestmark = pytest.mark.processes
+
+
+def test_one_checkpoint_of_two_processes(tmp_path):
+    sums = run_ranks(checkpoint_programs.modules, 2, str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "checkpoint.json",
+    ]
+    plain = model(seed=9)
+    loaded = load(tmp_path / "c", plain, sampler=ShuffledSampler(10, 2))
+    assert (loaded.minibatches, loaded.random) == (3, False)
+    for rank, expected in enumerate(sums):
+        found = sum(p.double().sum().item() for p in plain[2 * rank : 2 * rank + 2].parameters())
+        assert found == pytest.approx(expected, abs=1e-12)
+    # torch's own tools can read all of it
+    dcp_to_torch_save(tmp_path / "c", tmp_path / "c.pt")
+    known = torch.load(tmp_path / "c.pt")["model"]
+    assert known.keys() == plain.state_dict().keys()
+    assert all(torch.equal(known[key], value) for key, value in plain.state_dict().items())
+    # the stages had other learning rates: two stages here may have them too, one may not
+    pipe = pipeline(2, seed=4, scheduler=None)
+    load(tmp_path / "c", pipe)
+    assert [o.param_groups[0]["lr"] for o in pipe.optimizers] == [0.05, 0.1]
+    assert len(train(pipe, batches(2))) == 2
+    with pytest.raises(CheckpointError, match=r"saved with lr=0\.05, and '2\..*lr=0\.1; give them"):
+        load(tmp_path / "c", pipeline(1, scheduler=None))
+
+
+def test_what_fails_in_one_process_fails_in_all(tmp_path):
+    a, b = run_ranks(checkpoint_programs.errors, 2, str(tmp_path))
+    assert a[0] == b[0] == "ValueError: first_stage: stage 0 is saved by process 0 and process 1"
+    assert a[1] == b[1]
+    assert a[1].startswith("ValueError: first_stage: 'model.0.linear.weight' is saved by process 0")
+    assert a[2].startswith("RuntimeError: process 1: TypeError: extra: a checkpoint cannot hold")
+    assert b[2].startswith("TypeError: extra: a checkpoint cannot hold a builtins.set")
+    for reason in (a[3], b[3]):
+        assert reason.startswith("CheckpointError: ")
+        assert "__1_0.distcp: damaged, the SHA-256 of 'model." in reason
+
+
+def test_minibatches_are_numbered_through_where_the_loss_is_elsewhere(tmp_path):
+    found = run_ranks(checkpoint_programs.numbers, 3, str(tmp_path))
+    assert found == [(list(range(6)), 6)] * 3
+
+
+def test_stopped_and_continued_over_processes_is_never_stopped_in_one(tmp_path):
+    torch.set_num_threads(1)
+    torch.manual_seed(4)
+    manager = CheckpointManager(
+        tmp_path / "one", pipeline(3), sampler=ShuffledSampler(9, 2), every_minibatches=2
+    )
+    losses = [
+        [(r.index, r.loss.item()) for r in manager.run(data)]
+        for data in (batches(5), batches(4, seed=1))
+    ]
+    assert [index for run in losses for index, _ in run] == list(range(9))
+    found = run_ranks(checkpoint_programs.trains, 3, str(tmp_path))
+    for first, second, state, timed in found:
+        assert [first, second] == losses
+        assert timed == 3
+        for stage, tensors in state.items():
+            expected = list(list(manager.pipe.children())[stage].state_dict().values())
+            assert all(map(torch.equal, tensors, expected))
+            assert len(tensors) == len(expected)
+    names = sorted(path.name for path in (tmp_path / "ranks").iterdir())
+    assert names == ["latest", *(f"minibatch-0000000{k}" for k in (2, 4, 5, 6, 8))]
+    # and what the ranks saved goes on in one process
+    one, ranks = pipeline(3, seed=5), pipeline(3, seed=6)
+    load(tmp_path / "one" / "minibatch-00000008", one)
+    load(tmp_path / "ranks" / "minibatch-00000008", ranks)
+    same(everything(ranks), everything(one))
+
+
+def test_replicas_save_once_and_all_load(tmp_path):
+    made = run_ranks(checkpoint_programs.replicated, 3, str(tmp_path))
+    plain = model(seed=9)
+    load(tmp_path / "replicas" / "minibatch-00000005", plain)
+    expected = plain.state_dict()
+    for losses, again, (state, resumed), loaded, replica in made:
+        assert again == losses  # dropout included
+        assert [index for index, _ in losses] == [5, 6, 7, 8]
+        for key, value in state.items():
+            if replica and ("running" in key or "batches" in key):
+                continue  # module buffers are those of the first replica now
+            assert torch.equal(resumed[key], value), key
+        for same_numbers, found in loaded:
+            assert not same_numbers
+            assert all(torch.equal(value, expected[key]) for key, value in found.items())
+    names = [set(found) for _, _, _, loaded, _ in made for _, found in loaded[1:]]
+    assert set.union(*names) == set(expected)
+    pipe = pipeline(4, seed=3)
+    assert not load(tmp_path / "replicas" / "minibatch-00000005", pipe).random
+    for key, value in expected.items():
+        assert torch.equal(everything(pipe)[key], value)

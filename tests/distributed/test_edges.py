@@ -1,0 +1,171 @@
+"""Edges between processes: the same bits, buffers in use left alone, one report of a failure."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+import pytest
+import torch
+from helpers import rank_programs
+from helpers.ranks import Ranks, run_ranks
+
+from spectrain_ext.distributed.blame import Beat, Cause, suspect
+from spectrain_ext.distributed.layout import Layout
+from spectrain_ext.transport import Message
+
+pytestmark = pytest.mark.processes
+
+UNEVEN = [(0, 4), (1, 4), (2, 3), (3, 4), (4, 1), (5, 4), (6, 4)]
+GROWING = [(0, 1), (1, 7), (2, 3), (3, 70), (4, 1), (5, 4), (6, 90)]
+
+
+@pytest.mark.parametrize("messages", [UNEVEN, GROWING], ids=["uneven", "growing"])
+def test_messages_arrive_bit_for_bit(messages):
+    assert run_ranks(rank_programs.same_bits, 2, messages, messages is GROWING) == [[], []]
+
+
+@pytest.mark.parametrize("messages", [UNEVEN, GROWING], ids=["uneven", "growing"])
+def test_staged_messages_arrive_bit_for_bit(messages):
+    given = (None, messages, messages is GROWING)
+    assert run_ranks(rank_programs.checked, 2, *given) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("stream", "rank", "found"),
+    [
+        ("sending thread", 0, "reads edge 0 -> 1, slot 0 without waiting for copy stream"),
+        ("receiving thread", 1, "writes edge 0 -> 1, slot 0, landing without waiting for copy"),
+        ("copy stream", 1, "reads edge 0 -> 1, slot 0, landing without waiting for receiving"),
+    ],
+)
+def test_a_wait_that_staging_misses_is_noticed(stream, rank, found):
+    given = (stream, UNEVEN, False)
+    ends = Ranks(rank_programs.checked, 2, *given).join()
+    assert f"OrderingError: {stream}" in ends[rank].error
+    assert found in ends[rank].error
+
+
+def test_an_edge_serves_one_run_after_another():
+    seen = run_ranks(rank_programs.two_runs, 2)[1]
+    assert seen == [10.0 * run + n for run in range(3) for n in range(5)]
+
+
+def test_a_larger_message_ends_both_ranks_with_one_reason():
+    sender, receiver = Ranks(rank_programs.grows, 2).join()
+    assert (sender.code, receiver.code) == (1, 1)
+    for error in (sender.error, receiver.error):
+        assert "edge 0 -> 1 was opened for float32 [4, 2]" in error
+        assert "dynamic_shapes" in error
+    assert "RankError: rank 1" in receiver.error
+    assert "first cause: rank 0" in receiver.error
+
+
+def test_a_buffer_given_back_to_a_rank_that_has_gone():
+    ends = Ranks(rank_programs.frees_late, 2).join()
+    assert [end.code for end in ends] == [-9, 1]
+    assert "RankError: rank 1" in ends[1].error
+    assert "first cause: rank 0, " in ends[1].error
+
+
+def test_a_rank_that_gets_on_is_waited_for_beyond_the_deadline():
+    assert run_ranks(rank_programs.waits_for_one, 3, 1.0, 3.0, [0.3] * 9) == [True] * 3
+
+
+def test_a_rank_that_does_not_get_on_is_not():
+    began = monotonic()
+    ends = Ranks(rank_programs.waits_for_one, 3, 1.0, 2.0, [0.3] * 6 + [None]).join()
+    assert [end.code for end in ends] == [1, 1, 1]
+    for end in ends[1:]:
+        assert "first cause: rank 0, step 6: busy with it for 1." in end.error
+    # 1.8 s of steps, the deadline, the grace of the rank that is stuck, and starting processes
+    assert monotonic() - began < 30
+
+
+FAULTS = ["kill", "stop", "exit", "exception", "hang"]
+# Each fault, with changing stores and ranks; the other combinations are the night's.
+TRIALS = [
+    pytest.param(
+        fault,
+        culprit,
+        keeper,
+        id=f"{fault}-{culprit}-{'store-apart' if keeper else 'store-on-rank-0'}",
+        marks=[] if culprit == (n + 1) % 3 and keeper == (n + 1) % 2 else pytest.mark.nightly,
+    )
+    for n, fault in enumerate(FAULTS)
+    for culprit in range(3)
+    for keeper in (True, False)
+]
+
+
+@pytest.mark.parametrize(("fault", "culprit", "keeper"), TRIALS)
+def test_any_end_of_a_rank_ends_all(fault, culprit, keeper):
+    ranks = Ranks(rank_programs.chain, 3, fault, culprit, 2.0, 3.0, keeper=keeper)
+    stays = (culprit,) if fault in ("stop", "hang") else ()
+    ends = ranks.join(but=stays if fault == "stop" else ())
+    told = "\n".join(f"rank {rank}: {end.code}\n{end.error}" for rank, end in enumerate(ends))
+    for rank, end in enumerate(ends):
+        if rank == culprit and fault != "hang":
+            expected = {"kill": -9, "stop": -9, "exit": 7, "exception": 1}
+            assert end.code == expected[fault], told
+        else:
+            assert end.code == 1, told
+            assert f"first cause: rank {culprit}, " in end.error, told
+
+
+def test_blame_goes_to_whom_all_others_wait_for():
+    now = monotonic()
+    waiting = [Beat(b"x", now, doing=f"F {r}", waits=(r - 1, "edge")) for r in range(4)]
+    busy = [Beat(b"x", now, doing="F 9", busy=3.0), *waiting[1:]]
+    assert suspect(busy, 3, 2, 1.0)[0] == 0
+    silent = [busy[0], Beat(b"x", now - 2.0, doing="B 1"), *busy[2:]]
+    cause = suspect(silent, 3, 2, 1.0)
+    assert cause.rank == 1
+    assert "last known in B 1: no sign of life for 2.0 s" in cause.reason
+    circle = [Beat(b"x", now, waits=(2, "edge")), *waiting[1:]]
+    assert "3 -> 2 -> 1 -> 0 -> 2" in suspect(circle, 3, 2, 1.0).reason
+    pair = [Beat(b"x", now, waits=(1, "edge 1 -> 0")), waiting[1]]
+    assert suspect(pair, 1, 0, 1.0).rank == 0
+    assert Cause.read(b"") is None
+
+
+def test_a_layout_survives_the_wire():
+    message = Message(rank_programs.tensors(0), False, rank_programs.GRADS)
+    layout = Layout.of(message)
+    assert Layout.from_bytes(layout.to_bytes()) == layout
+    memory = torch.zeros(layout.places()[1], dtype=torch.uint8)
+    for to, tensor in zip(layout.views(memory), message.tensors, strict=True):
+        assert (to is None) == (tensor is None)
+        if to is not None:
+            to.copy_(tensor)
+            assert torch.equal(to, tensor)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"{",
+        b"[]",
+        b'{"tensors": [[[2], [1], "load", true]], "single": true}',
+        b'{"tensors": [[[2], [1, 1], "float32", true]], "single": true}',
+        b'{"tensors": [[[2], [64], "float32", true]], "single": true}',
+        b'{"tensors": [[[-2], [1], "float32", true]], "single": true}',
+    ],
+    ids=["cut", "list", "no-dtype", "ranks", "beyond", "negative"],
+)
+def test_a_layout_that_is_none_is_refused(text):
+    with pytest.raises(ValueError):
+        Layout.from_bytes(text)
+
+
+def test_what_a_layout_may_shrink_to():
+    def of(*tensors):
+        return Layout.of(Message(tensors, False, (True,) * len(tensors)))
+
+    a, b = torch.zeros(4, 5), torch.zeros(4)
+    assert of(a, b).shrinks_to(of(a[:3], b[:3]))
+    assert of(a).shrinks_to(of(a[:, :2]))
+    assert not of(a, b).shrinks_to(of(a))
+    assert not of(a).shrinks_to(of(a[:3, :3]))
+    assert not of(a).shrinks_to(of(a.double()))
+    assert not of(a[:3]).shrinks_to(of(a))
+    assert not of(a, None).shrinks_to(of(a, b))

@@ -1,0 +1,166 @@
+"""Pipelines over processes: the bits of one process, one end for all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import rank_pipelines, rank_programs
+from helpers.ranks import Ranks, run_ranks
+
+import spectrain_ext as st
+
+pytestmark = pytest.mark.processes
+
+METHODS = [name for name in st.methods() if name != "xgrad"]  # which is for one stage
+RUNS = [(11, 8, 5), (3,), (0,), (6, 8, 1)]
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.nightly), 4])
+def test_every_method_gives_the_same_bits_as_in_one_process(n):
+    torch.set_num_threads(1)
+    found = run_ranks(rank_pipelines.apart, n, METHODS, RUNS)
+    for method in METHODS:
+        losses, states, optimizers = rank_pipelines.together(method, n, RUNS)
+        of_method = [rank[method] for rank in found]
+        assert of_method[-1][0] == losses, method
+        if method == "vanilla":
+            for rank in range(n - 1):
+                shared = [[loss.item() for loss in run] for run in of_method[rank][0]]
+                assert shared == [[loss.item() for loss in run] for run in losses]
+        else:
+            assert "share_loss=True" in of_method[0][0][0]
+        for rank in range(n):
+            _, state, optimizer = of_method[rank]
+            same(state, states[rank], f"{method}, rank {rank}")
+            same(optimizer["state"], optimizers[rank]["state"], f"{method}, rank {rank}")
+
+
+@pytest.mark.parametrize("way", ["staged", "apart"])
+def test_the_way_of_bodies_does_not_change_the_bits(way):
+    methods = ["vanilla", "gpipe", "spectrain"]
+    torch.set_num_threads(1)
+    found = run_ranks(rank_programs.travels, 3, way, rank_pipelines.apart, methods, RUNS)
+    for method in methods:
+        losses, states, _ = rank_pipelines.together(method, 3, RUNS)
+        assert found[-1][method][0] == losses, method
+        for rank in range(3):
+            same(found[rank][method][1], states[rank], f"{method}, rank {rank}")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("replicas", "method"), [([1, 1], "spectrain"), ([1, 2], "gpipe")], ids=["stages", "replicas"]
+)
+def test_ranks_on_one_gpu_give_the_bits_of_one_process_there(replicas, method, device="cuda:0"):
+    found = run_ranks(rank_pipelines.scaled_apart, sum(replicas), replicas, method, device)
+    losses, states = rank_pipelines.scaled_together(method, device)
+    for rank, (backend, staged, of_rank, state) in enumerate(found):
+        assert (backend, staged) == ("gloo", device != "cpu")
+        assert of_rank == pytest.approx(losses, rel=1e-6)  # replicas add theirs up in float64
+        same(state, states[min(rank, 1)], f"rank {rank}")
+
+
+@pytest.mark.parametrize("leaves", [0, 1, 2])
+def test_rank_0_decides_when_the_run_ends(leaves):
+    made = run_ranks(rank_pipelines.leaving, 3, leaves, 5)
+    counts = {tuple(steps) for _, steps in made}
+    assert len(counts) == 1, made  # all stages made the same updates, in both runs
+    first, second = counts.pop()
+    assert second == first + 4
+    assert first == (30 if leaves else first)
+    assert 5 < first <= 30
+    assert [seen for seen, _ in made] == [6 if rank == leaves else first for rank in range(3)]
+
+
+def test_what_ranks_must_agree_on():
+    found = run_ranks(rank_pipelines.disagreeing, 2)
+    assert found[0]["method"] == (
+        "method: rank 0 has 'vanilla' and rank 1 has 'spectrain'; all must have the same"
+    )
+    assert "rank 1 has 2 and rank 0 has 1" in found[1]["microbatches"]
+    assert "first cause: rank 1, meeting: TypeError: optimizer" in found[0]["optimizer"]
+    assert "pipeline needs one of spectrain_ext.optim" in found[1]["optimizer"]
+    assert "the ranks of the first and the last stage need them" in found[1]["no batches"]
+    assert "one stage of the model only" in found[0]["forward"]
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_fails_while_edges_are_opened(culprit):
+    ends = Ranks(rank_pipelines.opening, 3, culprit).join()
+    assert [end.code for end in ends] == [1, 1, 1]
+    assert "ArithmeticError: planned" in ends[culprit].error
+    for rank in {0, 1, 2} - {culprit}:
+        cause = f"rank {culprit}, starting: ArithmeticError: planned"
+        assert f"RankError: rank {rank}, starting; first cause: {cause}" in ends[rank].error
+
+
+def test_batches_that_differ_between_the_ranks_end_the_run():
+    first, last = Ranks(rank_pipelines.short_of_targets, 2).join()
+    for end in (first, last):
+        assert end.code == 1, end.error
+        assert "they ended after 3 minibatches, rank 0 has more" in end.error
+    assert "first cause: rank 1" in first.error
+
+
+@pytest.mark.parametrize(
+    ("how", "i"),
+    [
+        ("unseeded", 0),
+        ("swapped", 3),
+        pytest.param("turned", 2, marks=pytest.mark.nightly),
+        pytest.param("shorter", 0, marks=pytest.mark.nightly),
+    ],
+)
+def test_targets_of_another_batch_end_the_run(how, i):
+    first, middle, last = Ranks(rank_pipelines.feeding_others, 3, how).join()
+    said = f"batches[{i}]: this is the first one that is not rank 0's, neither by its input"
+    assert last.code == 1 and f"ValueError: {said}" in last.error
+    assert "seed the sampler alike on all of them" in last.error
+    assert "targets_from='first'" in last.error
+    for other in (first, middle):
+        assert other.code == 1
+        assert "first cause: rank 2, receive activation of minibatch" in other.error
+        assert said in other.error
+
+
+def test_targets_of_the_same_samples_and_targets_from_the_first_rank():
+    first, middle, last = run_ranks(rank_pipelines.feeding, 3)
+    expected = last["alone"]
+    assert [last[name] for name in ("seeded", "first", "first alone")] == [expected] * 3
+    for name, count in {"seeded": 5, "augmented": 6, "no targets": 6, "first": 5}.items():
+        assert [first[name], middle[name], len(last[name])] == [count] * 3, name
+
+
+def test_shapes_that_grow_are_allowed_on_request():
+    assert run_ranks(rank_pipelines.growing, 2, True)[1] == [2, 5, 3, 9]
+    first, last = Ranks(rank_pipelines.growing, 2, False).join()
+    assert (first.code, last.code) == (1, 1)
+    assert "edge 0 -> 1 was opened for" in last.error
+    assert "dynamic_shapes=False" in last.error
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        st.DistributedPipeline(
+            torch.nn.Linear(2, 2), rank_pipelines.optimizer, torch.nn.functional.mse_loss
+        )
+
+
+def same(found, expected, where):
+    assert found.keys() == expected.keys(), where
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            same(found[key], value, where)
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(found[key], value), f"{where}: {key}"
+        else:
+            assert found[key] == value, f"{where}: {key}"
+
+
+# The last update comes when the rank has sent all that it has to send.
+@pytest.mark.parametrize("update", [4, 10])
+def test_a_rank_that_is_interrupted_has_its_true_weights(tmp_path, update):
+    path = tmp_path / "weights"
+    ends = Ranks(rank_pipelines.interrupted, 3, str(path), "spectrain", update).join()
+    assert all(end.code for end in ends)
+    assert path.read_text() == "true"

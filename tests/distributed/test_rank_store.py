@@ -1,0 +1,38 @@
+"""The store of a process group that listens where it was told to."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from helpers.cli_programs import listening
+
+from spectrain_ext.distributed.store import store_at
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "127.0.0.2"])
+def test_it_listens_on_the_address_alone(address):
+    before = listening()
+    kept = store_at(address, 0, listen=True)
+    found = listening()
+    for other in before:
+        found.remove(other)
+    (where,) = found
+    assert where in ({"127.0.0.1", "::1"} if address == "localhost" else {address})
+    joined = store_at(address, kept.port, listen=False)
+    joined.set("key", "value")
+    assert kept.get("key") == b"value"
+    assert kept.clone().get("key") == b"value"
+    for elsewhere in {"127.0.0.3"} - {address}:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((elsewhere, kept.port), timeout=5.0)
+
+
+def test_what_cannot_be_listened_on_is_named():
+    kept = store_at("127.0.0.1", 0, listen=True)
+    with pytest.raises(OSError, match=rf"127\.0\.0\.1, port {kept.port}: Address already in use"):
+        store_at("127.0.0.1", kept.port, listen=True)
+    with pytest.raises(OSError, match=r"192\.0\.2\.1, port 29500: Cannot assign"):
+        store_at("192.0.2.1", 29500, listen=True)
+    with pytest.raises(OSError, match=r"no-such-host\.invalid, port 0: "):
+        store_at("no-such-host.invalid", 0, listen=True)

@@ -1,0 +1,142 @@
+"""VGG and ResNet: torchvision's architecture, any width, cut anywhere."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from spectrain_ext.experiments.models import resnet, vgg
+
+Build = Callable[..., list[nn.Module]]
+
+# parameters of torchvision's models with 1,000 classes, from its documentation
+SIZES = {
+    ("vgg", 11, False): 132_863_336,
+    ("vgg", 16, False): 138_357_544,
+    ("vgg", 16, True): 138_365_992,
+    ("vgg", 19, True): 143_678_248,
+    ("resnet", 18, None): 11_689_512,
+    ("resnet", 34, None): 21_797_672,
+    ("resnet", 50, None): 25_557_032,
+    ("resnet", 101, None): 44_549_160,
+    ("resnet", 152, None): 60_192_808,
+}
+
+
+def _build(name: str, depth: int, batch_norm: bool | None, stages: int) -> list[nn.Module]:
+    if name == "resnet":
+        return resnet(stages, depth=depth, classes=1000)
+    assert batch_norm is not None
+    return vgg(stages, depth=depth, classes=1000, batch_norm=batch_norm)
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "batch_norm"), list(SIZES), ids=lambda value: str(value).lower()
+)
+def test_width_64_has_the_published_number_of_parameters(
+    name: str, depth: int, batch_norm: bool | None
+) -> None:
+    with torch.device("meta"):
+        stages = _build(name, depth, batch_norm, 3)
+    count = sum(p.numel() for stage in stages for p in stage.parameters())
+    assert count == SIZES[name, depth, batch_norm]
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "batch_norm", "stages"),
+    [
+        ("vgg", 11, False, 3),
+        ("vgg", 16, True, 16),
+        ("resnet", 18, None, 10),
+        ("resnet", 50, None, 4),
+    ],
+    ids=["vgg11", "vgg16-bn", "resnet18", "resnet50"],
+)
+def test_torchvisions_weights_give_torchvisions_outputs(
+    name: str, depth: int, batch_norm: bool | None, stages: int
+) -> None:
+    models = pytest.importorskip("torchvision.models", exc_type=(ImportError, RuntimeError))
+    theirs = getattr(models, f"{name}{depth}{'_bn' if batch_norm else ''}")().eval()
+    ours = nn.Sequential(*_build(name, depth, batch_norm, stages)).eval()
+    weights = theirs.state_dict()
+    assert len(weights) == len(ours.state_dict())
+    ours.load_state_dict(dict(zip(ours.state_dict(), weights.values(), strict=True)))
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images))
+
+
+SMALL = [
+    pytest.param(vgg, 11, {"depth": 11, "width": 4, "pool": 1}, id="vgg"),
+    pytest.param(vgg, 13, {"depth": 13, "width": 2, "pool": 1, "batch_norm": False}, id="no-bn"),
+    pytest.param(resnet, 10, {"width": 4, "small_images": True}, id="resnet"),
+    pytest.param(resnet, 18, {"depth": 50, "width": 2}, id="bottleneck"),
+]
+
+
+@pytest.mark.parametrize(("build", "layers", "arguments"), SMALL)
+def test_every_cut_computes_the_same(
+    build: Build, layers: int, arguments: dict[str, object]
+) -> None:
+    images = torch.randn(2, 3, 32, 32)
+    whole = nn.Sequential(*build(1, **arguments, seed=3)).eval()
+    with torch.no_grad():
+        expected = whole(images)
+    assert expected.shape == (2, 10)
+    for stages in (2, 3, layers):
+        cut = build(stages, **arguments, seed=3)
+        assert len(cut) == stages
+        assert all(any(True for _ in stage.parameters()) for stage in cut)
+        with torch.no_grad():
+            assert torch.equal(nn.Sequential(*cut).eval()(images), expected)
+    with pytest.raises(ValueError, match=f"between 1 and the {layers} layers, got {layers + 1}"):
+        build(layers + 1, **arguments)
+
+
+@pytest.mark.parametrize(("build", "layers", "arguments"), SMALL)
+def test_the_seed_decides_and_the_global_state_does_not(
+    build: Build, layers: int, arguments: dict[str, object]
+) -> None:
+    def weights(seed: int) -> torch.Tensor:
+        model = nn.Sequential(*build(2, **arguments, seed=seed))
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    state = torch.random.get_rng_state()
+    first = weights(5)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(9)
+    assert torch.equal(weights(5), first)
+    assert not torch.equal(weights(6), first)
+
+
+@pytest.mark.parametrize(("build", "layers", "arguments"), SMALL)
+def test_every_parameter_gets_a_gradient(
+    build: Build, layers: int, arguments: dict[str, object]
+) -> None:
+    model = nn.Sequential(*build(4, **arguments))
+    model(torch.randn(4, 3, 32, 32)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize(("width", "pool"), [(4, 1), (16, 1), (8, 7)])
+def test_the_head_of_vgg_passes_on_what_the_originals_does(width: int, pool: int) -> None:
+    """Weights of a standard deviation of 0.01 would leave next to nothing of a narrow one."""
+    torch.manual_seed(0)
+    features = torch.randn(256, 8 * width, 1, 1).relu()
+    head = nn.Sequential(*vgg(16, width=width, pool=pool, dropout=0.0)[13:])
+    # the original's: fan-ins of 25,088 (49 copies of 512), 4,096 and 4,096
+    gain = 512**0.5 * 49 * 0.01 / 7 * (4096**0.5 * 0.01) ** 2 / 2**1.5
+    assert head(features).std().item() == pytest.approx(gain, rel=0.5)
+
+
+def test_small_images_keep_their_resolution() -> None:
+    images = torch.randn(1, 3, 32, 32)
+    assert resnet(10, width=4, small_images=True)[0](images).shape == (1, 4, 32, 32)
+    assert resnet(10, width=4)[0](images).shape == (1, 4, 8, 8)
+
+
+@pytest.mark.parametrize("build", [vgg, resnet])
+def test_another_depth_is_an_error(build: Build) -> None:
+    with pytest.raises(ValueError, match=r"depth of \w+ must be one of 1\d, .* got 17"):
+        build(2, depth=17)

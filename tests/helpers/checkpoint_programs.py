@@ -1,0 +1,211 @@
+"""What the ranks of a process group do with checkpoints in the tests, importable by the ranks."""
+
+from __future__ import annotations
+
+import os
+import runpy
+
+import torch
+import torch.distributed as dist
+from helpers.checkpoint_cases import LOSS, Noisy, batches, ends, halving, model, sgd, weights
+from torch import nn
+from torch.distributed import distributed_c10d
+
+import spectrain_ext as st
+from spectrain_ext.checkpoint import CheckpointManager, load, save
+from spectrain_ext.checkpoint.sampler import ShuffledSampler
+from spectrain_ext.distributed import pipeline as rank_pipeline
+from spectrain_ext.errors import CheckpointError
+from spectrain_ext.partitioning import Slice, cut_at
+
+
+def stage_of(rank, ranks, seed):
+    """A rank's part of the model, with an optimizer of its own."""
+    part = cut_at(model(seed), ends(4, ranks))[rank]
+    optimizer = st.optim.SGD(part.parameters(), lr=0.05 * (rank + 1), momentum=0.9)
+    return part, optimizer
+
+
+def step(part, optimizer, seed):
+    inputs, targets = batches(1, seed)[0]
+    nn.functional.mse_loss(part(inputs), targets).backward()
+    optimizer.step()
+
+
+def refuse_pickles():
+    """From here on nothing may be pickled for another process, or unpickled from one."""
+
+    def refused(*_):
+        raise AssertionError("an object travels as a pickle")
+
+    distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = refused
+
+
+def modules(rank, ranks, path):
+    """Save and load modules; returns the sum of what was saved."""
+    refuse_pickles()
+    part, optimizer = stage_of(rank, ranks, seed=1)
+    step(part, optimizer, 1)
+    torch.manual_seed(rank)
+    sampler = ShuffledSampler(10, 2)
+    where = {"first_stage": rank}
+    save(f"{path}/c", part, optimizer=optimizer, minibatches=3, sampler=sampler, **where)
+    expected = torch.rand(2)
+    other, its_optimizer = stage_of(rank, ranks, seed=2)
+    step(other, its_optimizer, 2)
+    loaded = load(f"{path}/c", other, optimizer=its_optimizer, **where)
+    assert (loaded.random, loaded.minibatches) == (True, 3)
+    assert torch.equal(torch.rand(2), expected)
+    for a, b in zip(part.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        buffers = [o.state[p]["momentum_buffer"] for o, p in ((optimizer, a), (its_optimizer, b))]
+        assert torch.equal(*buffers)
+    assert its_optimizer.param_groups[0]["lr"] == 0.05 * (rank + 1)
+    return sum(p.double().sum().item() for p in part.parameters())
+
+
+def errors(rank, ranks, path):
+    """Do what must fail; returns the messages."""
+    found = []
+    part, optimizer = stage_of(rank, ranks, seed=1)
+
+    def expect(action):
+        try:
+            action()
+        except (CheckpointError, ValueError, RuntimeError, TypeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append(None)
+
+    expect(lambda: save(f"{path}/d", part, first_stage=0))
+    expect(lambda: save(f"{path}/d", Slice([Noisy()], 0), first_stage=rank))
+    expect(lambda: save(f"{path}/d", part, first_stage=rank, extra={1} if rank else None))
+    assert not os.path.exists(f"{path}/d")
+    save(f"{path}/d", part, optimizer=optimizer, first_stage=rank)
+    dist.barrier()
+    if rank == 0:
+        with open(f"{path}/d/__1_0.distcp", "r+b") as stream:
+            content = bytearray(stream.read())
+            stream.seek(0)
+            stream.write(bytes(byte ^ 1 for byte in content))
+    dist.barrier()
+    before = [p.clone() for p in part.parameters()]
+    expect(lambda: load(f"{path}/d", part, first_stage=rank))
+    assert all(map(torch.equal, before, part.parameters()))
+    return found
+
+
+def manager_of(path, rank, ranks, seed, share_loss=True, timeout=60.0, **more):
+    torch.manual_seed(4)  # the same in all, as for one process
+    pipe = st.DistributedPipeline(
+        cut_at(model(seed), ends(4, ranks))[rank],
+        sgd,
+        LOSS,
+        scheduler=halving,
+        share_loss=share_loss,
+        timeout=timeout,
+    )
+    return CheckpointManager(path, pipe, sampler=ShuffledSampler(9, 2), **more)
+
+
+def trains(rank, ranks, path):
+    """Train, stop, go on in another pipeline; returns what came of it."""
+    refuse_pickles()
+
+    def mine(data):
+        return data if rank in (0, ranks - 1) else None
+
+    manager = manager_of(f"{path}/ranks", rank, ranks, 0, every_minibatches=2, keep=9)
+    first = [(r.index, r.loss.item()) for r in manager.run(mine(batches(5)))]
+    manager.save()
+    other = manager_of(f"{path}/ranks", rank, ranks, 7, every_minibatches=2, keep=9)
+    assert other.restore().random
+    assert other.minibatches == 5
+    second = [(r.index, r.loss.item()) for r in other.run(mine(batches(4, seed=1)))]
+
+    # rank 0's clock counts, and whoever leaves the loop ends it for all
+    timed = manager_of(
+        f"{path}/timed", rank, ranks, 0, every_seconds=0 if rank == 0 else 1e9, asynchronous=True
+    )
+    list(timed.run(mine(batches(2))))
+    for _ in timed.run(mine(batches(9))):
+        if rank == 1:
+            break
+    timed.wait()
+    state = {other.pipe.first_stage: list(other.pipe.state_dict().values())}
+    return first, second, state, timed.minibatches
+
+
+def numbers(rank, ranks, path):
+    """The numbers of the minibatches of two runs, where only the last rank has the losses."""
+    manager = manager_of(path, rank, ranks, 0, share_loss=False, every_minibatches=2)
+    results = [result for _ in range(2) for result in manager.run(batches(3))]
+    if rank == ranks - 1:
+        assert all(torch.isfinite(result.loss) for result in results)
+    return [result.index for result in results], manager.sampler.position
+
+
+def replicated(rank, ranks, path):
+    """Stages with replicas: train, stop, go on in another pipeline; then with other replicas.
+
+    Returns what was trained, what went on, and what other cuts and replicas loaded.
+    """
+    counts = [1, 2]
+    stage, replica = [(0, 0), (1, 0), (1, 1)][rank]
+
+    def pipe_of(seed, counts, stage, cuts):
+        torch.manual_seed(4)
+        part = cut_at(model(seed), ends(4, cuts))[stage]
+        return st.DistributedPipeline(
+            part,
+            sgd,
+            LOSS,
+            scheduler=halving,
+            replicas=counts,
+            microbatches=2,
+            share_loss=True,
+            timeout=60.0,
+        )
+
+    def manager_of(seed):
+        return CheckpointManager(f"{path}/replicas", pipe_of(seed, counts, stage, 2), keep=9)
+
+    def trained(manager, count, seed):
+        return [(r.index, r.loss.item()) for r in manager.run(batches(count, seed))]
+
+    first = manager_of(0)
+    trained(first, 5, 0)
+    first.save()
+    expected = trained(first, 4, 1)
+    other = manager_of(7)  # which overwrites the weights that the replicas start with
+    assert other.restore().random
+    assert other.minibatches == 5
+    found = trained(other, 4, 1)
+    states = [weights(manager.pipe) for manager in (first, other)]
+    loaded = []
+    for counts_now, stage_now, cuts in (([2, 1], [0, 0, 1][rank], 2), (None, rank, 3)):
+        pipe = pipe_of(9, counts_now, stage_now, cuts)
+        same_numbers = load(f"{path}/replicas/minibatch-00000005", pipe).random
+        part = next(iter(pipe.children()))
+        state = {part.full_name(k): v.clone() for k, v in part.state_dict().items()}
+        loaded.append((same_numbers, state))
+    return expected, found, states, loaded, replica
+
+
+def runs_script(rank, ranks, script, folder):
+    """Run a script that makes its own process group, with the one that there is."""
+    os.chdir(folder)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    dist.rendezvous = lambda _: [(dist.HashStore(), rank, ranks)]
+    dist.init_process_group = lambda *_, **__: None
+    runpy.run_path(script, run_name="__main__")
+
+
+def same_store(rank, ranks):
+    """Two starts of the same pipeline, as a store that outlives them sees it; returns the error."""
+    manager_of(".", rank, ranks, 0)
+    rank_pipeline._made.clear()
+    try:
+        manager_of(".", rank, ranks, 0)
+    except RuntimeError as error:
+        return str(error)

@@ -1,0 +1,151 @@
+"""What the ranks of a comparison do in the tests of the command line, importable by the ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from helpers.rank_pipelines import Faulty, small
+from torch import nn
+
+from spectrain_ext.cli.group import main
+from spectrain_ext.experiments import compare
+from spectrain_ext.experiments.world import World
+
+
+def train(rank, ranks, port, *arguments):
+    """Run ``spectrain train`` in the surroundings that torchrun makes; exit code and output."""
+    dist.destroy_process_group()  # of the test: the command makes its own
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), **where)
+    done = CliRunner().invoke(main, ["train", *arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def train_failing(rank, ranks, port, culprit, *arguments):
+    """The same with a stage that raises in its fourth forward; the output is that of the error."""
+    build = compare.build_stages
+
+    def faulty(*given):
+        stages = build(*given)
+        stages[culprit] = Faulty(stages[culprit], "exception", "forward", 3)
+        return stages
+
+    compare.build_stages = faulty
+    # not returned: the groups would be left in order, and what is in flight waited for
+    raise Told(*train(rank, ranks, port, *arguments))
+
+
+class Told(Exception):
+    """What a command said before it ended."""
+
+
+@contextmanager
+def joined(rank, ranks, port):
+    """The world that torchrun would make."""
+    if dist.is_initialized():
+        dist.destroy_process_group()  # of the test: the world makes its own
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    world = World(rank, ranks, rank)
+    with world.joined(cuda=False):
+        yield world
+
+
+def talk(rank, ranks, port):
+    """What the ranks hear of each other."""
+    stages = [nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(ranks)]
+    with torch.no_grad():
+        for tensor in stages[rank].state_dict().values():
+            tensor.fill_(rank + 1)
+    with joined(rank, ranks, port) as world:
+        world.collect(stages)
+        return {
+            "told": world.tell({"from": rank, "text": "ä"}),
+            "exchanged": world.exchange("ä" * rank),
+            "sum": world.sum(rank + 1),
+            "last": world.from_last([0.1, float("nan")] if rank == ranks - 1 else []),
+            "state": [[float(t.sum()) for t in stage.state_dict().values()] for stage in stages],
+        }
+
+
+def listening():
+    """The addresses on which this process listens."""
+    opened = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing
+            opened.add(os.fstat(int(fd)).st_ino)
+    found = []
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path("/proc/self/net", name).read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and int(rest[5]) in opened:
+                # words of four bytes, each in the machine's order
+                words = np.frombuffer(bytes.fromhex(local.split(":")[0]), ">u4")
+                found.append(socket.inet_ntop(family, words.astype("=u4").tobytes()))
+    return found
+
+
+def where_it_listens(rank, ranks, port):
+    """The addresses on which a rank of ``spectrain train`` listens when it can train."""
+    dist.destroy_process_group()
+    del os.environ["GLOO_SOCKET_IFNAME"]  # the command's own choice
+    was = listening()
+    with joined(rank, ranks, port) as world:
+        world.sum(1)
+        small(rank, ranks)
+        found = listening()
+    for address in was:
+        found.remove(address)
+    return found
+
+
+def collect_from_nobody(rank, ranks, port):
+    """The last rank ends without a word, while the first one collects the stages."""
+    stages = [nn.Linear(1000, 1000) for _ in range(ranks)]
+    with joined(rank, ranks, port) as world:
+        if rank == ranks - 1:
+            os._exit(7)
+        world.collect(stages)
+
+
+def wait_for_the_first(rank, ranks, port):
+    """Rank 0 works alone and fails there."""
+    with joined(rank, ranks, port) as world:
+        with world.alone("the work"):
+            if world.first:
+                raise ArithmeticError("planned")
+        world.exchange("")
+
+
+def complain(rank, ranks, texts):
+    """How a block ends that fails with ``texts`` on the ranks, None: it does not fail."""
+    world = World(rank, ranks, rank)
+    try:
+        with world.agreed():
+            if texts[rank] is not None:
+                raise click.UsageError(texts[rank])
+    except click.ClickException as error:
+        return error.format_message(), error.exit_code
+    except click.exceptions.Exit as end:
+        return "", end.exit_code
+    return None
+
+
+def talk_to_nobody(rank, ranks):
+    """Rank 1 ends without a word; how rank 0 ends, which waits for it."""
+    if rank == 1:
+        os._exit(7)
+    try:
+        World(rank, ranks, rank).exchange("")
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    return None

@@ -1,0 +1,132 @@
+"""Ranks that fail while they write a checkpoint, importable by their processes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import resource
+import signal
+
+import torch
+import torch.distributed as dist
+from helpers.checkpoint_cases import batches, everything, pipeline
+from helpers.checkpoint_programs import manager_of
+from helpers.rank_programs import commit
+
+from spectrain_ext.checkpoint import CheckpointManager
+from spectrain_ext.errors import CheckpointError
+
+MINIBATCHES = 9
+EVERY = 2
+# What a save calls one after another: of the system, of the other processes.
+CALLS = (
+    *((os, name) for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")),
+    (dist, "all_gather"),
+    (hashlib, "sha256"),
+)
+
+
+def trains(rank, ranks, path, trial):
+    """Go on from what is there; returns how far that was, the errors of saves, all state."""
+    manager = manager_of(
+        path,
+        rank,
+        ranks,
+        0,
+        timeout=trial["timeout"],
+        every_minibatches=EVERY,
+        keep=2,
+        asynchronous=trial.get("asynchronous", False),
+    )
+    manager.restore()
+    begun = manager.minibatches
+    if rank == trial.get("culprit"):
+        arm(manager, rank, trial)
+    errors = []
+    while manager.minibatches < MINIBATCHES:
+        data = batches(MINIBATCHES)[manager.minibatches :]
+        try:
+            for _ in manager.run(data if rank in (0, ranks - 1) else None):
+                pass
+        except CheckpointError as error:
+            if trial["fault"] != "full":
+                raise
+            errors.append((manager.minibatches, str(error)))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+            manager.save()  # there is room again
+    manager.wait()
+    state = everything(manager.pipe)
+    own = {re.sub(r"^(state|random)\.0\.", rf"\1.{rank}.", key): v for key, v in state.items()}
+    return begun, errors, own
+
+
+def fills(rank, ranks, path):
+    """Save until the disk is full; returns how many there are, and the error."""
+    manager = manager_of(path, rank, ranks, 0, keep=99)
+    while True:
+        try:
+            manager.save()
+        except CheckpointError as error:
+            return manager.minibatches, str(error)
+        for _ in manager.run(batches(1) if rank in (0, ranks - 1) else None):
+            pass
+
+
+@functools.cache
+def never_stopped(path, ranks):
+    """All state after the same training in one process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(4)
+    manager = CheckpointManager(path, pipeline(ranks), every_minibatches=EVERY)
+    for _ in manager.run(batches(MINIBATCHES)):
+        pass
+    torch.set_num_threads(threads)
+    return everything(manager.pipe)
+
+
+def arm(manager, rank, trial):
+    """From the trial's save on, count, and fail when the count is there."""
+    saves = [trial["save"]]
+    real = manager.save
+
+    def save(extra=None):
+        saves[0] -= 1
+        if saves[0] == 0:
+            if trial["fault"] in ("full", "cut"):
+                limit_size(manager, rank, trial)
+            else:
+                count_down(trial)
+        return real(extra)
+
+    manager.save = save
+
+
+def count_down(trial):
+    """Fail at one of the calls that follow."""
+    left = [trial["calls"]]
+
+    def counted(call):
+        @functools.wraps(call)
+        def counting(*args, **more):
+            left[0] -= 1
+            if left[0] == 0:
+                commit(trial["fault"])
+            return call(*args, **more)
+
+        return counting
+
+    # A rank that is stuck within a call that waits for all looks like those that wait for it.
+    calls = CALLS if trial["fault"] != "hang" else [call for call in CALLS if call[0] is not dist]
+    for module, name in calls:
+        setattr(module, name, counted(getattr(module, name)))
+
+
+def limit_size(manager, rank, trial):
+    """Let files end at a byte in the middle of what this rank will write."""
+    size = os.stat(manager.latest() / f"__{rank}_0.distcp").st_size
+    if trial["fault"] == "cut":
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which kills; Python ignores it
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(trial["share"] * size), -1))

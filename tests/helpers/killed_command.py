@@ -1,0 +1,44 @@
+"""``spectrain``, with a rank that kills itself once: a script for torchrun.
+
+Its first argument is the rank, the second the forward, counted from 0, the rest are spectrain's.
+"""
+
+import os
+import signal
+import sys
+
+from torch import nn
+
+from spectrain_ext.cli.group import main
+from spectrain_ext.experiments import compare
+
+
+class Killed(nn.Module):
+    """Ends the process at one forward."""
+
+    def __init__(self, module: nn.Module, forward: int) -> None:
+        super().__init__()
+        self.module = module
+        self.left = forward
+
+    def forward(self, value: object) -> object:
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+        return self.module(value)
+
+
+if __name__ == "__main__":
+    rank, forward = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+    build = compare.build_stages
+
+    def build_faulty(*given: object) -> list[nn.Module]:
+        stages = build(*given)  # type: ignore[arg-type]
+        again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+        # parameters have the same names in both lives
+        stages[rank] = Killed(stages[rank], -1 if again else forward)
+        return stages
+
+    if int(os.environ["RANK"]) == rank:
+        compare.build_stages = build_faulty
+    main(prog_name="spectrain")

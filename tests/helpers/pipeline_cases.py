@@ -1,0 +1,104 @@
+"""Models, batches and comparisons that the tests of the pipeline share."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from oracle.definition import Oracle
+from torch import nn
+
+import spectrain_ext as st
+from spectrain_ext.transport import checked_streams
+
+METHODS = ("sync", "vanilla", "pipedream", "spectrain", "spectrain-stash")
+every_method = pytest.mark.parametrize("method", METHODS)
+
+SGD_ARGS = {"lr": 0.05, "momentum": 0.9}
+mse = nn.functional.mse_loss
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    """The oracle's precision; seeds and thread counts are the tests' own."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    with checked_streams():
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def tanh_stages(n, width=5, layers=2):
+    return [
+        nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width), nn.Tanh())))
+        for _ in range(n)
+    ]
+
+
+def batches(count, size=3, width=5, last=None):
+    sizes = [size] * count
+    if last is not None:
+        sizes[-1] = last
+    return [(torch.randn(s, width), torch.randn(s, width)) for s in sizes]
+
+
+def sgd(**changed):
+    return lambda params: st.optim.SGD(params, **{**SGD_ARGS, **changed})
+
+
+def torch_sgd(**changed):
+    return lambda params: torch.optim.SGD(params, **{**SGD_ARGS, **changed})
+
+
+def examples(count):
+    """Settings of a property that is dear to evaluate; the nightly profile takes 20 times that."""
+    return settings(
+        max_examples=count * settings.default.max_examples // 100,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+def losses(pipe, data):
+    return [result.loss for result in pipe.run(data)]
+
+
+class Compared:
+    """A pipeline and the oracle of the same stages, run side by side."""
+
+    def __init__(
+        self,
+        stages,
+        method,
+        *,
+        definition=None,
+        loss_fn=mse,
+        optimizer=None,
+        scheduler=None,
+        **more,
+    ):
+        """``definition``: the oracle's row for a method of the test's own; more goes to both."""
+        mine, theirs = optimizer or (sgd(), torch_sgd())
+        stages = [copy.deepcopy(stage) for stage in stages]
+        self.oracle = Oracle(stages, theirs, loss_fn, definition or method, scheduler, **more)
+        self.pipe = st.Pipeline(stages, mine, loss_fn, method, scheduler=scheduler, **more)
+
+    def run(self, data):
+        expected = self.oracle.run(data)
+        results = list(self.pipe.run(data))
+        assert [result.index for result in results] == list(range(len(data)))
+        for result, loss in zip(results, expected, strict=True):
+            close(result.loss, loss)
+        self.check_weights()
+
+    def check_weights(self):
+        for stage, expected in zip(self.pipe.children(), self.oracle.stages, strict=True):
+            found = stage.state_dict()
+            for name, tensor in expected.state_dict().items():
+                close(found[name], tensor)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,468 @@
+"""The pipelines that tests run in one process and on several ranks, importable by the ranks."""
+
+from __future__ import annotations
+
+import copy
+import re
+from itertools import cycle
+
+import torch
+import torch.distributed as dist
+from helpers.rank_programs import commit
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import spectrain_ext as st
+from spectrain_ext.distributed import pipeline as rank_pipeline
+from spectrain_ext.timelines.timeline import write_trace
+
+WIDTH = 6
+RANGE = re.compile(r"[FB]\d+|predict|send|recv|loss|update")
+
+
+def stages(n):
+    """The same on every rank: tuples, several dtypes, dropout, running statistics between them."""
+    torch.manual_seed(3)
+    return [Part(k, n) for k in range(n)]
+
+
+class Part(nn.Module):
+    """Passes a tuple on: activations, some of them complex, and something without a gradient."""
+
+    def __init__(self, k, n):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = Centred() if k % 2 else nn.LayerNorm(WIDTH)
+        self.drop = nn.Dropout(0.1)
+        self.last = k == n - 1
+        self.pairs = k % 2 == 1
+
+    def forward(self, value):
+        x, count = value if isinstance(value, tuple) else (value, torch.zeros(len(value)).long())
+        if x.is_complex():
+            x = torch.view_as_real(x).flatten(1)
+        x = x + self.drop(torch.tanh(self.norm(self.linear(x))))
+        if self.last:
+            return x
+        return (torch.view_as_complex(x.unflatten(1, (-1, 2))) if self.pairs else x), count + 1
+
+
+class Centred(nn.Module):
+    """Takes off a running mean, as a BatchNorm would, of any number of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+def data(count, size=8, last=None):
+    g = torch.Generator().manual_seed(11)
+    sizes = [size] * count
+    if last is not None:
+        sizes[-1] = last
+    return [(torch.randn(s, WIDTH, generator=g), torch.randn(s, WIDTH, generator=g)) for s in sizes]
+
+
+def optimizer(params, ema=False):
+    return st.optim.SGD(params, lr=0.03, momentum=0.9, weight_decay=0.01, ema=ema)
+
+
+def scheduler(opt):
+    return torch.optim.lr_scheduler.StepLR(opt, step_size=4, gamma=0.7)
+
+
+# Their targets come from rank 0, one at a time and as several microbatches.
+FROM_FIRST = ("vanilla", "gpipe")
+
+
+def settings_of(method, n):
+    """What a method needs to be asked for."""
+    parts = n if method == "pipedream-2bw" else 2 if method in ("gpipe", "1f1b", "xpipe") else 1
+    more = {"gpipe": {"clip_norm": 0.05, "clip_scope": "global"}, "pipedream": {"clip_norm": 0.02}}
+    more["spectrain"] = {"recompute": True}
+    return {"microbatches": parts, "scheduler": scheduler, **more.get(method, {})}
+
+
+def make_optimizer(method):
+    return lambda params: optimizer(params, ema=method == "spectrain-ema")
+
+
+def together(method, n, runs):
+    """Losses and final states of a run in this process."""
+    torch.manual_seed(5)
+    parts = [copy.deepcopy(stage) for stage in stages(n)]
+    torch.manual_seed(5)
+    pipe = st.Pipeline(
+        parts, make_optimizer(method), nn.functional.mse_loss, method, **settings_of(method, n)
+    )
+    losses = [[result.loss for result in pipe.run(data(*run))] for run in runs]
+    return losses, [part.state_dict() for part in parts], [o.state_dict() for o in pipe.optimizers]
+
+
+def apart(rank, ranks, methods, runs):
+    """The same of this rank, for one method after another."""
+    found = {}
+    for method in methods:
+        part = stages(ranks)[rank]
+        torch.manual_seed(5)
+        pipe = st.DistributedPipeline(
+            part,
+            make_optimizer(method),
+            nn.functional.mse_loss,
+            method,
+            timeout=30.0,
+            share_loss=method == "vanilla",
+            targets_from="first" if method in FROM_FIRST else "last",
+            **settings_of(method, ranks),
+        )
+        feeds = rank == 0 or (rank == ranks - 1 and method not in FROM_FIRST)
+        losses = []
+        for run in runs:
+            results = list(pipe.run(data(*run) if feeds else None))
+            assert [result.index for result in results] == list(range(run[0]))
+            if rank == ranks - 1 or method == "vanilla":
+                losses.append([result.loss for result in results])
+            elif results:
+                try:
+                    _ = results[0].loss
+                except RuntimeError as error:
+                    losses.append(str(error))
+        found[method] = (losses, part.state_dict(), pipe.optimizers[0].state_dict())
+    return found
+
+
+class Scaled(nn.Module):
+    """Nothing but element by element, and sums of columns: on a GPU the same bits every time."""
+
+    def __init__(self, k):
+        super().__init__()
+        g = torch.Generator().manual_seed(k)
+        self.scale = nn.Parameter(torch.randn(WIDTH, generator=g))
+        self.shift = nn.Parameter(torch.randn(WIDTH, generator=g))
+
+    def forward(self, x):
+        return torch.tanh(x * self.scale + self.shift)
+
+
+def scaled_apart(rank, ranks, replicas, method, device):
+    """How bodies travel, losses, and this rank's state; all ranks have the same device."""
+    stage = 0 if rank < replicas[0] else 1
+    pipe = st.DistributedPipeline(
+        Scaled(stage),
+        optimizer,
+        nn.functional.mse_loss,
+        method,
+        device=device,
+        microbatches=2,
+        timeout=60.0,
+        replicas=replicas,
+        share_loss=True,
+    )
+    losses = [result.loss.item() for result in pipe.run(data(9))]
+    links = pipe._executor._links
+    link, *_ = (links.from_previous or links.to_next).values()
+    state = {name: t.cpu() for name, t in next(pipe.children()).state_dict().items()}
+    return dist.get_backend(link.device), link.staged, losses, state
+
+
+def scaled_together(method, device):
+    """Losses and the states of all stages, in this process."""
+    pipe = st.Pipeline(
+        [Scaled(0), Scaled(1)],
+        optimizer,
+        nn.functional.mse_loss,
+        method,
+        devices=[device, device],
+        microbatches=2,
+    )
+    losses = [result.loss.item() for result in pipe.run(data(9))]
+    return losses, [{name: t.cpu() for name, t in m.state_dict().items()} for m in pipe.children()]
+
+
+def endless(rank, ranks, timeout, mark, after):
+    """Train until something ends it; opens a FIFO when that may be."""
+    pipe = st.DistributedPipeline(
+        stages(ranks)[rank], optimizer, nn.functional.mse_loss, "vanilla", timeout=timeout
+    )
+    for result in pipe.run(cycle(data(16))):
+        if rank == ranks - 1 and result.index == after:
+            with open(mark, "w"):
+                pass
+
+
+def traced(rank, ranks, folder):
+    """A traced run in which rank 1 computes only once the next message has come meanwhile.
+
+    Returns the names of the ranges in a profile, in the order in which they began.
+    """
+    pipe = small(rank, ranks, "spectrain")
+    if rank == 1:
+        inputs, changed = pipe._executor.stages[0].inputs, pipe._board.changed
+        left = iter([True])  # in the first forward only
+
+        def wait_for_next(*_):
+            if next(left, False):
+                with changed:
+                    assert changed.wait_for(inputs.has, 30.0)
+
+        next(pipe.children()).register_forward_pre_hook(wait_for_next)
+    trace = st.Trace()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        list(pipe.run(data(6), trace=trace))
+    write_trace(f"{folder}/{rank}.json", trace.spans(), microseconds=1e6, origin=trace.origin)
+    profile.export_chrome_trace(f"{folder}/{rank}.profile.json")
+    ranges = [event for event in profile.events() if RANGE.fullmatch(event.name)]
+    return [event.name for event in sorted(ranges, key=lambda event: event.time_range.start)]
+
+
+def small(rank, ranks, method="vanilla", make=optimizer, **settings):
+    """A pipeline of this rank's stage."""
+    settings = {"timeout": 20.0, **settings}
+    return st.DistributedPipeline(
+        stages(ranks)[rank], make, nn.functional.mse_loss, method, **settings
+    )
+
+
+def opening(rank, ranks, culprit):
+    """One rank has its edges and fails before the others know of it."""
+    real = rank_pipeline.open_links
+
+    def fails(*given):
+        real(*given)
+        raise ArithmeticError("planned")
+
+    if rank == culprit:
+        rank_pipeline.open_links = fails
+    small(rank, ranks)
+
+
+def leaving(rank, ranks, leaves, after):
+    """One rank leaves the loop; results seen here, and updates after each of two runs."""
+    pipe = small(rank, ranks)
+    opt = pipe.optimizers[0]
+    steps = [0]
+    opt.register_step_post_hook(lambda *_: steps.__setitem__(-1, steps[-1] + 1))
+    seen = 0
+    run = pipe.run(data(30))
+    for result in run:
+        seen += 1
+        if rank == leaves and result.index == after:
+            break
+    run.close()
+    steps.append(steps[-1])
+    list(pipe.run(data(4)))
+    return seen, steps
+
+
+def disagreeing(rank, ranks):
+    """The errors of arguments that differ."""
+    found = {}
+
+    def attempt(name, make):
+        try:
+            make()
+        except (ValueError, TypeError, RuntimeError) as error:
+            found[name] = str(error)
+
+    attempt("method", lambda: small(rank, ranks, ["vanilla", "spectrain"][rank]))
+    attempt("microbatches", lambda: small(rank, ranks, microbatches=rank + 1))
+    makers = [optimizer, lambda params: torch.optim.SGD(params, lr=0.1)]
+    attempt("optimizer", lambda: small(rank, ranks, make=makers[rank]))
+    pipe = small(rank, ranks)
+    attempt("no batches", lambda: pipe.run())
+    attempt("forward", lambda: pipe(torch.zeros(2, WIDTH)))
+    return found
+
+
+def short_of_targets(rank, ranks):
+    """Rank 1 is given fewer batches."""
+    list(small(rank, ranks).run(data(9 if rank == 0 else 3)))
+
+
+def shuffled(seed, samples=40, batch=8):
+    """A loader whose order a seed makes; the targets tell of the inputs."""
+    g = torch.Generator().manual_seed(11)
+    x = torch.randn(samples, WIDTH, generator=g)
+    order = None if seed is None else torch.Generator().manual_seed(seed)
+    return DataLoader(TensorDataset(x, x * 2), batch, shuffle=True, generator=order)
+
+
+class Untouched:
+    """Batches that nobody asks for."""
+
+    def __iter__(self):
+        raise AssertionError("these batches are not wanted")
+
+
+def feeding_others(rank, ranks, how):
+    """The last rank goes through other batches."""
+    plain = data(6)
+    last = rank == ranks - 1
+    x, y = plain[2]
+    batches = {
+        "unseeded": shuffled(None),
+        "swapped": [plain[i] for i in [0, 1, 2, 4, 3, 5]] if last else plain,
+        "turned": [*plain[:2], (x.flip(0), y.flip(0)), *plain[3:]] if last else plain,
+        "shorter": [(x[: 8 - last], y[: 8 - last]) for x, y in plain],
+    }
+    pipe = small(rank, ranks, microbatches=2 if how == "swapped" else 1)
+    torch.manual_seed(rank)  # nobody has seeded what the loaders draw from
+    list(pipe.run(batches[how]))
+
+
+def feeding(rank, ranks):
+    """The losses with batches of the same samples on all ranks, or with targets of the first."""
+    found = {}
+
+    def attempt(name, batches, **settings):
+        results = list(small(rank, ranks, **settings).run(batches))
+        found[name] = [result.loss for result in results] if rank == ranks - 1 else len(results)
+
+    last = rank == ranks - 1
+    plain = data(6)
+    attempt("seeded", shuffled(7))
+    attempt("augmented", [(x + rank * torch.rand_like(x), y) for x, y in plain])
+    attempt("no targets", [(x, y if last else y[:0]) for x, y in plain])
+    attempt("first", shuffled(7) if rank == 0 else Untouched(), targets_from="first")
+    attempt("first alone", shuffled(7) if rank == 0 else None, targets_from="first")
+    if last:
+        alone = st.Pipeline(stages(ranks), optimizer, nn.functional.mse_loss, "vanilla")
+        found["alone"] = [result.loss for result in alone.run(shuffled(7))]
+    return found
+
+
+def growing(rank, ranks, dynamic):
+    """Sizes of the minibatches that arrived."""
+    g = torch.Generator().manual_seed(0)
+    sizes = [2, 5, 3, 9]
+    made = [(torch.randn(n, WIDTH, generator=g), torch.randn(n, WIDTH, generator=g)) for n in sizes]
+    pipe = small(rank, ranks, dynamic_shapes=dynamic)
+    seen = []
+    module = next(pipe.children())
+    if rank:
+        module.register_forward_pre_hook(lambda _, given: seen.append(len(given[0][0])))
+    list(pipe.run(made))
+    return seen
+
+
+class Faulty(nn.Module):
+    """Does what it should, and in one forward or one backward something else."""
+
+    def __init__(self, module, fault, where, when):
+        super().__init__()
+        self.module = module
+        self.fault = fault
+        self.where = where
+        self.left = {"forward": when, "backward": when}
+        self.left["backward" if where == "forward" else "forward"] = -1
+
+    def at(self, where):
+        self.left[where] -= 1
+        if self.left[where] == -1 and self.where == where:
+            commit(self.fault)
+
+    def forward(self, value):
+        self.at("forward")
+        output = self.module(value)
+        x = output[0] if isinstance(output, tuple) else output
+        if x.requires_grad:  # a recomputed stage runs its first forward without a graph
+            x.register_hook(lambda gradient: self.at("backward"))
+        if self.fault == "shape" and self.left["forward"] == -1:
+            return (
+                torch.cat([x, x], 1)
+                if not isinstance(output, tuple)
+                else (x.repeat(1, 2), output[1])
+            )
+        return output
+
+
+def failing(rank, ranks, trial):
+    """A run in which one rank fails."""
+    part = stages(ranks)[rank]
+    if rank == trial["culprit"]:
+        part = Faulty(part, trial["fault"], trial["where"], trial["when"])
+    method = trial["method"]
+    pipe = st.DistributedPipeline(
+        part,
+        make_optimizer(method),
+        nn.functional.mse_loss,
+        method,
+        timeout=trial["timeout"],
+        targets_from=trial["targets_from"],
+        **settings_of(method, ranks),
+    )
+    for _ in pipe.run(cycle(data(16))):
+        pass
+
+
+def measured(rank, ranks, path):
+    """A run that is looked at."""
+    pipe = small(rank, ranks)
+    with st.Metrics(pipe, path, every=4) as metrics:
+        for _ in pipe.run(data(9), trace=metrics):
+            pass
+
+
+class Connected(nn.Module):
+    """No sequence: its first values, and one of its inputs, are needed at its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, mask):
+        first = self.first(x)
+        return self.last(self.middle(first)) + first.sum(0) / x.size(0) * mask
+
+
+def cut(rank, ranks):
+    """A stage of a traced model: what it has learned, and what it returns in evaluation."""
+    torch.manual_seed(3)
+    batches = [((x, torch.ones_like(x)), y) for x, y in data(5, size=4, last=3)]
+    profile = st.partitioning.Profile((st.partitioning.BlockProfile(1.0),) * 3)
+    points = ["middle", "last"]
+    stages = st.partition(Connected(), 3, batches[0][0], split_points=points, profile=profile)
+    loss_fn = nn.functional.mse_loss
+    if ranks == 1:
+        pipe = st.Pipeline(stages, optimizer, loss_fn)
+    else:
+        pipe = st.DistributedPipeline(list(stages)[rank], optimizer, loss_fn)
+    for _ in pipe.run(batches):
+        pass
+    pipe.eval()
+    values = [(torch.ones(2, WIDTH),) * count for count in (2, 2, 3)]
+    found = []
+    for stage, value in zip(pipe.children(), values[rank:], strict=False):
+        with torch.no_grad():
+            found.append((dict(stage.state_dict()), stage(value)))
+    return found
+
+
+def interrupted(rank, ranks, path, method, update):
+    """Rank 1 is interrupted in an update; it writes down whether it is left with true weights."""
+    pipe = small(rank, ranks, method)
+    (opt,), (weights,) = pipe.optimizers, pipe._weights
+    versions = []
+
+    def note(*_):
+        true = weights.true_weights()
+        versions.append([true[p].clone() for p in weights.params])
+        if rank == 1 and len(versions) == update:
+            raise KeyboardInterrupt
+
+    opt.register_step_post_hook(note)
+    try:
+        list(pipe.run(data(10)))
+    except KeyboardInterrupt:
+        found = pipe.state_dict()
+        names = [name for name, _ in pipe.named_parameters()]
+        same = all(torch.equal(found[n], w) for n, w in zip(names, versions[-1], strict=True))
+        with open(path, "w") as file:
+            file.write("true" if same else "predicted")
+        raise

@@ -1,0 +1,255 @@
+"""What the ranks of tests run, importable by their processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from spectrain_ext.distributed import neighbours
+from spectrain_ext.distributed import pipeline as rank_pipeline
+from spectrain_ext.distributed.board import Board
+from spectrain_ext.distributed.fingerprint import Fingerprint
+from spectrain_ext.distributed.inlet import Inlet
+from spectrain_ext.distributed.link import Header
+from spectrain_ext.distributed.neighbours import Neighbours, open_links
+from spectrain_ext.distributed.outlet import Outlet
+from spectrain_ext.transport import Message, callers_stream, checked_streams
+from spectrain_ext.transport.streams import Buffer, CheckedStream
+
+CPU = torch.device("cpu")
+GRADS = (True, False, True, False, False, True, True)  # of ``tensors``
+
+
+def board(rank, ranks, timeout=30.0, grace=5.0):
+    store = dist.PrefixStore("test", _get_default_store())
+    made = Board(store, rank, ranks, timeout, grace)
+    made.meet({})
+    return made
+
+
+@contextmanager
+def travelling(way):
+    """Inside, bodies travel as they would with GPUs, although all stages have the CPU.
+
+    "staged": as between stages on one GPU. "apart": by groups of their own, as by NCCL.
+    """
+
+    def staged(*given):
+        return Neighbours(
+            *(
+                {rank: link._replace(staged=True) for rank, link in part.items()}
+                if isinstance(part, dict)
+                else part
+                for part in open_links(*given)
+            )
+        )
+
+    def new_group(*given, backend, device_id, **more):
+        return real(*given, backend="gloo", **more)
+
+    real = dist.new_group
+    with ExitStack() as patches:
+        if way == "staged":
+            patches.enter_context(patch.object(rank_pipeline, "open_links", staged))
+        if way == "apart":
+            patches.enter_context(patch.object(neighbours.dist, "new_group", new_group))
+            patches.enter_context(
+                patch.object(rank_pipeline, "backend_of_bodies", lambda *_: "nccl")
+            )
+        yield
+
+
+def travels(rank, ranks, way, program, *args):
+    """Another program, whose bodies travel in that way."""
+    with travelling(way):
+        return program(rank, ranks, *args)
+
+
+def ends_of(rank, ranks, depth=3, dynamic=False, timeout=30.0, staged=False):
+    """A board and the two ends of edge 0 -> 1, of which each rank has one."""
+    told = board(rank, ranks, timeout)
+    links = open_links(None, CPU, timeout, dynamic)
+    stream = callers_stream(CPU)
+    (link,) = (links.from_previous if rank else links.to_next).values()
+    link = link._replace(staged=staged)
+    end = Inlet(link, CPU, stream, depth, told) if rank else Outlet(link, CPU, depth, told)
+    return told, end
+
+
+def send(outlet, *tensors, single=False, grads=None):
+    event = callers_stream(CPU).event()
+    grads = grads or (True,) * len(tensors)
+    outlet.send(Message(tensors, single, grads), Buffer("source"), event)
+
+
+def tensors(seed, rows=4):
+    """Several dtypes, layouts and an empty place."""
+    g = torch.Generator().manual_seed(seed)
+    images = torch.randn(rows, 3, 5, 5, generator=g).to(memory_format=torch.channels_last)
+    return (
+        torch.randn(rows, 7, generator=g),
+        None,
+        images.to(torch.bfloat16),
+        torch.randint(0, 9, (rows,), generator=g),
+        torch.randn(rows, 3, generator=g, dtype=torch.float64) > 0,
+        torch.randn(6, rows, generator=g).t(),
+        torch.randn(rows, 3, generator=g, dtype=torch.complex64).conj(),
+    )
+
+
+def checked(rank, ranks, dropped, *given):
+    """``same_bits`` of a staged edge, with every use ordered but for waits of some streams."""
+    wait = CheckedStream.wait
+
+    def waits(stream, event):
+        if dropped is None or not stream.name.startswith(dropped):
+            wait(stream, event)
+
+    with checked_streams(), patch.object(CheckedStream, "wait", waits):
+        return same_bits(rank, ranks, *given, staged=True)
+
+
+def same_bits(rank, ranks, messages, dynamic, staged=False):
+    told, end = ends_of(rank, ranks, dynamic=dynamic, staged=staged)
+    wrong = []
+    held = []
+    with told.run():
+        if rank == 0:
+            for seed, rows in messages:
+                end.label(Header(seed + 1, seed / 7, Fingerprint(-seed, 2**63 - 1 - seed)))
+                sent = tensors(seed, rows)
+                send(end, *sent, grads=GRADS)
+            end.end()
+            end.flush()
+        else:
+            end.begin()
+            n = 0
+            while not (header := end.wait()).end:
+                seed = messages[n][0]
+                said = Fingerprint(-seed, 2**63 - 1 - seed)
+                if header != (seed + 1, seed / 7, said, False):
+                    wrong.append((n, header))
+                slot = end.receive()
+                callers_stream(CPU).reads(slot.buffer)
+                held.append((n, slot))
+                for place, (got, meant) in enumerate(
+                    zip(slot.message.tensors, tensors(*messages[n]), strict=True)
+                ):
+                    if (got is None) != (meant is None):
+                        wrong.append((n, place))
+                    elif got is not None and not (
+                        torch.equal(got, meant)
+                        and got.dtype == meant.dtype
+                        and got.stride() == torch.empty_like(meant).stride()
+                    ):
+                        wrong.append((n, place, got.shape, got.stride()))
+                wrong += [slot.message.differentiable] * (slot.message.differentiable != GRADS)
+                n += 1
+                if len(held) == 2:  # a buffer that is in use is not written again
+                    first, old = held.pop(0)
+                    if not torch.equal(old.message.tensors[0], tensors(*messages[first])[0]):
+                        wrong.append(("overwritten", first))
+                    end.free(old)
+            wrong += ["count"] * (n != len(messages))
+    return wrong
+
+
+def two_runs(rank, ranks):
+    told, end = ends_of(rank, ranks)
+    seen = []
+    for run in range(3):
+        with told.run():
+            if rank == 0:
+                for n in range(5):
+                    send(end, torch.full((3,), 10.0 * run + n), single=True)
+                end.end()
+                end.flush()
+            else:
+                end.begin()
+                while not end.wait().end:
+                    slot = end.receive()
+                    seen.append(slot.message.tensors[0][0].item())
+                    end.free(slot)
+    return seen
+
+
+def grows(rank, ranks):
+    told, end = ends_of(rank, ranks)
+    with told.run():
+        if rank == 0:
+            send(end, torch.zeros(4, 2), single=True)
+            send(end, torch.zeros(5, 2), single=True)
+        else:
+            end.begin()
+            while not end.wait().end:
+                end.free(end.receive())
+
+
+def chain(rank, ranks, fault, culprit, timeout, grace):
+    """Every rank waits for the one before it, and the culprit does something else."""
+    told = board(rank, ranks, timeout, grace)
+    links = open_links(None, CPU, timeout, False)
+    if rank:
+        inlet = Inlet(links.from_previous[rank - 1], CPU, callers_stream(CPU), 3, told)
+        inlet.begin()
+    outlet = Outlet(links.to_next[rank + 1], CPU, 3, told) if rank < ranks - 1 else None
+    with told.run():
+        for n in range(1000000):
+            told.doing("F", n)
+            if rank == culprit and n == 20:
+                commit(fault)
+            if rank:
+                inlet.wait()
+                inlet.free(inlet.receive())
+            if outlet is not None:
+                send(outlet, torch.full((3,), float(n)), single=True)
+            told.check()
+
+
+def frees_late(rank, ranks):
+    """Rank 1 gives a buffer back after rank 0, which had sent into it, has gone."""
+    told, end = ends_of(rank, ranks)
+    with told.run():
+        if rank == 0:
+            send(end, torch.ones(4), single=True)
+            end.flush()
+            commit("kill")
+        end.begin()
+        end.wait()
+        slot = end.receive()
+        with told.changed:
+            told.changed.wait_for(lambda: end._error is not None, 20.0)
+        end.free(slot)
+    return "freed"
+
+
+def waits_for_one(rank, ranks, timeout, grace, seconds):
+    """Rank 0 works alone, in steps of so many seconds (None: without end), and the others wait."""
+    told = board(rank, ranks, timeout, grace)
+    with told.together("the work of one"):
+        if rank == 0:
+            with told.busy("the work"):
+                for n, each in enumerate(seconds):
+                    told.doing("step", n)
+                    threading.Event().wait(each)
+    return True
+
+
+def commit(fault):
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "exit":
+        os._exit(7)
+    if fault == "exception":
+        raise ArithmeticError("planned")
+    if fault == "hang":
+        threading.Event().wait()

@@ -1,0 +1,186 @@
+"""Processes that are the ranks of a group: started, watched with a deadline, their ends collected.
+
+They come from a server that has imported torch already: a rank starts in a moment.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from slow_link import Host
+
+_DEADLINE = 120.0
+# Imported once instead of by every rank; those of the command line took each of its ranks 2 s.
+_PRELOADED = [
+    *("torch.distributed", "torch._dynamo", "spectrain_ext", "spectrain_ext.cli"),
+    *("sklearn.datasets", "sklearn.model_selection", "matplotlib.pyplot"),
+]
+
+
+class End(NamedTuple):
+    """How a rank ended: exit code (negative: the signal), what it returned, its stderr."""
+
+    code: int | None
+    value: Any
+    error: str
+
+
+def _main(
+    program: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    port: int,
+    folder: str,
+    port_of_store: Any,
+    hosts: tuple[Host, ...] | None,
+    args: tuple[Any, ...],
+) -> None:
+    out = os.open(f"{folder}/{rank}.err", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(out, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.register(signal.SIGUSR1)  # says where it is, to whom it keeps waiting
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    address = "127.0.0.1"
+    if hosts is not None:
+        hosts[rank].enter()
+        os.environ["GLOO_SOCKET_IFNAME"] = hosts[rank].interface
+        address = hosts[0].address
+    torch.set_num_threads(1)
+    if port:
+        store = dist.TCPStore(address, port, is_master=False)
+    elif rank == 0:  # the store lives and dies with rank 0, as without torchrun
+        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        for _ in range(ranks - 1):
+            port_of_store.put(store.port)
+    else:
+        store = dist.TCPStore(address, port_of_store.get(), is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    # A rank that has done its work already would be gone while another one still connects to it.
+    store.set(f"connected {rank}", "")
+    store.wait([f"connected {each}" for each in range(ranks)])
+    try:
+        value = program(rank, ranks, *args)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    partial = Path(folder, f"{rank}.partial")
+    partial.write_bytes(pickle.dumps(value))
+    partial.rename(Path(folder, f"{rank}.value"))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Ranks:
+    """Started ranks.
+
+    Args:
+        program: a function of a module that can be imported: ``(rank, ranks, *args)``.
+        ranks: their number.
+        args: more arguments.
+        keeper: whether this process keeps the store, as torchrun does, or rank 0.
+        hosts: where each rank is, None: all here; without a keeper only.
+    """
+
+    def __init__(
+        self,
+        program: Callable[..., Any],
+        ranks: int,
+        *args: Any,
+        keeper: bool = True,
+        hosts: tuple[Host, ...] | None = None,
+    ) -> None:
+        assert hosts is None or not keeper
+        self._folder = tempfile.TemporaryDirectory()
+        self._store = None
+        if keeper:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = 0 if self._store is None else self._store.port
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        # a pipe would mix up what several read at once; kept, as its lock has to outlive the starts
+        self._port_of_store = context.SimpleQueue()
+        self.processes = [
+            context.Process(
+                target=_main,
+                args=(
+                    program,
+                    rank,
+                    ranks,
+                    port,
+                    self._folder.name,
+                    self._port_of_store,
+                    hosts,
+                    args,
+                ),
+                daemon=True,
+            )
+            for rank in range(ranks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def join(self, but: tuple[int, ...] = (), deadline: float = _DEADLINE) -> list[End]:
+        """Wait for all ranks ``but`` those, which are killed then; code None: it hung."""
+        hung = []
+        for rank, process in enumerate(self.processes):
+            if rank not in but:
+                process.join(deadline)
+                if process.is_alive():
+                    hung.append(rank)
+        for rank, process in enumerate(self.processes):
+            if rank in hung:
+                with suppress(ProcessLookupError):  # it may end just now
+                    os.kill(self.pid(rank), signal.SIGUSR1)
+                process.join(2.0)
+            if process.is_alive():
+                process.kill()
+            process.join()
+        ends = []
+        for rank, process in enumerate(self.processes):
+            value = Path(self._folder.name, f"{rank}.value")
+            error = Path(self._folder.name, f"{rank}.err")
+            ends.append(
+                End(
+                    None if rank in hung else process.exitcode,
+                    pickle.loads(value.read_bytes()) if value.exists() else None,
+                    error.read_text() if error.exists() else "",
+                )
+            )
+        self._folder.cleanup()
+        return ends
+
+
+def run_ranks(
+    program: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    keeper: bool = True,
+    hosts: tuple[Host, ...] | None = None,
+) -> list[Any]:
+    """Run the program on all ranks, expect success, return what each returned."""
+    ends = Ranks(program, ranks, *args, keeper=keeper, hosts=hosts).join()
+    for rank, end in enumerate(ends):
+        assert end.code == 0, f"rank {rank} ended with {end.code}:\n{end.error}"
+    return [end.value for end in ends]

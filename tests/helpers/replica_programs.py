@@ -1,0 +1,279 @@
+"""Pipelines with replicas that tests run on several ranks, importable by the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+
+import torch
+import torch.distributed as dist
+from helpers.rank_programs import commit
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import spectrain_ext as st
+from spectrain_ext.distributed import gradient_sum
+from spectrain_ext.schedule import Kind
+
+WIDTH = 5
+RUNS = [(6, 12, 5), (4, 12, 3)]  # minibatches, samples of each, samples of the last
+mse = nn.functional.mse_loss
+
+
+def stages(n, layers=1):
+    torch.manual_seed(3)
+    return [
+        nn.Sequential(
+            *(m for _ in range(layers) for m in (nn.Linear(WIDTH, WIDTH).double(), nn.Tanh()))
+        )
+        for _ in range(n)
+    ]
+
+
+def data(count, size=8, last=None):
+    g = torch.Generator().manual_seed(11)
+    sizes = [size] * (count - 1) + [size if last is None else last]
+    return [
+        tuple(torch.randn(s, WIDTH, generator=g, dtype=torch.float64) for _ in range(2))
+        for s in sizes
+    ]
+
+
+def sgd(params, ema=False):
+    return st.optim.SGD(params, lr=0.03, momentum=0.9, weight_decay=0.01, ema=ema)
+
+
+def averaging(params):
+    return sgd(params, ema=True)
+
+
+def steps(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.7)
+
+
+def seat(counts, rank):
+    """(stage, replica) of a rank, counted plainly."""
+    return [(k, c) for k, r in enumerate(counts) for c in range(r)][rank]
+
+
+def make(rank, counts, method="vanilla", optimizer=sgd, part=None, **settings):
+    """The pipeline of this rank."""
+    if part is None:
+        part = stages(len(counts))[seat(counts, rank)[0]]
+    settings = {"timeout": 30.0, "replicas": counts, **settings}
+    return st.DistributedPipeline(part, optimizer, mse, method, **settings)
+
+
+def trained(rank, ranks, cases):
+    """Per case: losses where there are any, the stage's weights, the optimizer's momentum."""
+    found = []
+    for counts, method, settings in cases:
+        optimizer = averaging if method == "spectrain-ema" else sgd
+        pipe = make(rank, counts, method, optimizer, scheduler=steps, **settings)
+        last = 0 if settings.get("targets_from") == "first" else len(counts) - 1
+        feeds = seat(counts, rank)[0] in (0, last)
+        losses = []
+        for run in RUNS:
+            results = list(pipe.run(data(*run) if feeds else None))
+            assert [result.index for result in results] == list(range(run[0]))
+            with contextlib.suppress(RuntimeError):
+                losses.append([result.loss.item() for result in results])
+        state = pipe.state_dict()
+        found.append((losses, state, pipe.optimizers[0].state_dict()["state"]))
+    return found
+
+
+def leaving(rank, ranks, counts, leaves, after):
+    """One rank leaves the loop; results seen here, and updates after each of two runs."""
+    pipe = make(rank, counts, microbatches=2)
+    made = [0]
+    pipe.optimizers[0].register_step_post_hook(lambda *_: made.__setitem__(-1, made[-1] + 1))
+    seen = 0
+    run = pipe.run(data(20))
+    for result in run:
+        seen += 1
+        if rank == leaves and result.index == after:
+            break
+    run.close()
+    made.append(made[-1])
+    list(pipe.run(data(3)))
+    return seen, made, pipe.state_dict()
+
+
+def refused(rank, ranks):
+    """The errors of arguments that do not fit, on four ranks."""
+    found = {}
+
+    def attempt(name, call):
+        try:
+            call()
+        except (ValueError, TypeError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    for name, replicas in (("sum", [2, 1]), ("division", 3), ("zero", [4, 0]), ("type", "22")):
+        attempt(name, lambda asked=replicas: make(rank, [4], replicas=asked, microbatches=4))
+    attempt("dealt", lambda: make(rank, [1, 3], microbatches=4))
+    attempt("window", lambda: make(rank, [1, 3], window=2, microbatches=3))
+    attempt("entry", lambda: make(rank, [1, 3], "pipedream-vertical-sync", microbatches=3))
+    attempt("seats", lambda: make(rank, [[1, 3], [3, 1]][rank % 2], microbatches=3))
+
+    def changed(by):
+        part = stages(2)[rank // 2]
+        if rank == by:
+            with torch.no_grad():
+                part[0].bias[1] += 1e-9
+        return part
+
+    attempt("weights", lambda: make(rank, [2, 2], part=changed(3), microbatches=2))
+
+    def other_rate(params):
+        return st.optim.SGD(params, lr=0.03 if rank else 0.04)
+
+    attempt("options", lambda: make(rank, [2, 2], optimizer=other_rate, microbatches=2))
+    return found
+
+
+def too_small(rank, ranks):
+    """The last minibatch cannot be dealt to two replicas."""
+    list(make(rank, [1, 2], microbatches=2).run(data(3, 8, 1)))
+
+
+def short(rank, ranks):
+    """A replica is given fewer batches than rank 0."""
+    list(make(rank, [2], microbatches=2).run(data(2 if rank else 5)))
+
+
+def feeding(rank, ranks, culprit, same):
+    """One of two replicas of two stages goes through other batches, the first ones apart."""
+    batches = data(4)
+    if rank < 2:  # the first stage uses no targets
+        batches = [(x, y[:, :0]) for x, y in batches]
+    if rank == culprit:
+        batches[same:] = batches[same:][::-1]
+    list(make(rank, [2, 2], microbatches=2).run(batches))
+
+
+class Faulty(nn.Module):
+    """Fails in one of its forwards or backwards."""
+
+    def __init__(self, module, fault, where, when):
+        super().__init__()
+        self.module = module
+        self.fault, self.left = fault, {"forward": -1, "backward": -1, where: when}
+
+    def at(self, where):
+        self.left[where] -= 1
+        if self.left[where] == 0:
+            commit(self.fault)
+
+    def forward(self, value):
+        self.at("forward")
+        output = self.module(value)
+        output.register_hook(lambda gradient: self.at("backward"))
+        return output
+
+
+def failing(rank, ranks, trial):
+    """A run in which one replica fails."""
+    counts = trial["counts"]
+    part = stages(len(counts))[seat(counts, rank)[0]]
+    if rank == trial["culprit"]:
+        part = Faulty(part, trial["fault"], trial["where"], trial["when"])
+    else:  # the same names everywhere
+        part = Faulty(part, None, "forward", -1)
+    settings = {"microbatches": 6, "timeout": trial["timeout"]}
+    settings["targets_from"] = trial.get("targets_from", "last")
+    pipe = make(rank, counts, trial["method"], part=part, **settings)
+    for _ in pipe.run(itertools.cycle(data(16))):
+        pass
+
+
+def overlap(rank, ranks):
+    """In which order a backward and the all-reduces of its buckets come, for one minibatch."""
+    gradient_sum.LEAST_BYTES = 1
+    events = []
+    part = stages(1, layers=6)[0]
+    pipe = make(rank, [2], part=part, microbatches=4)
+    for k, p in enumerate(part.parameters()):
+        p.register_post_accumulate_grad_hook(lambda _, k=k: events.append(("gradient", k)))
+    pipe.optimizers[0].register_step_pre_hook(lambda *_: events.append(("step", None)))
+    all_reduce = dist.all_reduce
+
+    def noted(tensor, **more):
+        events.append(("sum", tensor.dtype == torch.float64 and tensor.numel()))
+        return all_reduce(tensor, **more)
+
+    dist.all_reduce = noted
+    try:
+        list(pipe.run(data(1)))
+    finally:
+        dist.all_reduce = all_reduce
+    return events
+
+
+class Choosy(nn.Module):
+    """Has a parameter that some microbatches use, and one that none does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.sometimes = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.never = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y * self.sometimes if x[0, 0] > 0 else y
+
+
+def plain(rank, ranks):
+    """A stage without parameters that has two replicas: losses, updates as a trace saw them."""
+    parts = [*stages(1), nn.Tanh(), *stages(1)]
+    pipe = make(
+        rank, [1, 2, 1], "sync", part=parts[[0, 1, 1, 2][rank]], microbatches=4, share_loss=True
+    )
+    trace = st.Trace()
+    losses = [result.loss.item() for result in pipe.run(data(3), trace=trace)]
+    spans = [(s.stage, s.minibatch, s.microbatch) for s in trace.spans() if s.kind is Kind.FORWARD]
+    return losses, spans
+
+
+def choosy(rank, ranks):
+    """Weights, updates of the parameter that is used sometimes, and of bfloat16 with masters."""
+    part = Choosy()
+    list(make(rank, [2], "gpipe", part=part, microbatches=2).run(data(9)))
+    narrow = stages(1, layers=2)[0].to(torch.bfloat16)
+    pipe = make(rank, [2], part=narrow, optimizer=sgd, microbatches=2, master_dtype=torch.float32)
+    before = copy.deepcopy(narrow.state_dict())
+    list(pipe.run((x.bfloat16(), y.bfloat16()) for x, y in data(6)))
+    masters = [pipe.masters()[p].clone() for p in narrow.parameters()]
+    moved = [not torch.equal(before[key], p) for key, p in narrow.state_dict().items()]
+    return part.state_dict(), masters, moved
+
+
+def against_ddp(rank, ranks):
+    """Weights after training one stage with two replicas, and by DDP with half the batch each."""
+    module = stages(1, layers=3)[0]
+    replicated = DistributedDataParallel(copy.deepcopy(module))
+    optimizer = torch.optim.SGD(replicated.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for x, y in data(12):
+        half = slice(4 * rank, 4 * rank + 4)
+        optimizer.zero_grad()
+        loss = mse(replicated(x[half]), y[half])
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / 2)
+    pipe = make(
+        rank,
+        [2],
+        "sync",
+        lambda params: st.optim.SGD(params, lr=0.05, momentum=0.9),
+        part=module,
+        microbatches=2,
+    )
+    own = [result.loss.item() for result in pipe.run(data(12))]
+    return losses, own, list(replicated.module.parameters()), list(module.parameters())

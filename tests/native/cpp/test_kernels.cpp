@@ -1,0 +1,498 @@
+// The kernels without Python and without a GPU: the CUDA launchers run on the stand-in for its
+// runtime, every thread of every block on the host, and must write the bits that each CPU
+// instruction set writes. Every stream is an allocation of exactly its size, so that the address
+// sanitizer sees any access beside it.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/cuda/launch.h"
+#include "rules/rounding.h"
+#include "stand_in/control.h"
+
+namespace spectrain {
+
+CpuKernel find_kernel_baseline(KernelKey);
+#if defined(__x86_64__)
+CpuKernel find_kernel_v3(KernelKey);
+CpuKernel find_kernel_v4(KernelKey);
+#endif
+
+namespace {
+
+int failures = 0;
+long comparisons = 0;
+
+struct Engine {
+  const char* name;
+  FindCpuKernel cpu;  // null: CUDA
+  CpuOptions options = {};
+  bool resident = false;
+};
+
+std::vector<Engine> engines() {
+  std::vector<Engine> list = {
+      {"CUDA", nullptr},
+      {"CUDA, resident table", nullptr, {}, true},
+      {"baseline", find_kernel_baseline, {false, false}},
+      {"baseline, streamed", find_kernel_baseline, {false, true}},
+      {"chosen, threads", find_cpu_kernel, {true, false}},
+      {"chosen, threads, streamed", find_cpu_kernel, {true, true}},
+  };
+#if defined(__x86_64__)
+  const std::string best = cpu_instruction_set();
+  if (best != "x86-64") list.push_back({"v3, streamed", find_kernel_v3, {false, true}});
+  if (best == "x86-64-v4") list.push_back({"v4", find_kernel_v4, {false, false}});
+#endif
+  return list;
+}
+
+const char* name_of(Operation op) {
+  const char* names[kOperations] = {"copy",
+                                    "cast",
+                                    "swap",
+                                    "sgd_plain",
+                                    "sgd_momentum",
+                                    "sgd_predict",
+                                    "sgd_stash_predict",
+                                    "adam_step",
+                                    "adam_predict",
+                                    "extrapolate"};
+  return names[static_cast<int>(op)];
+}
+
+// Ordinary values, with the odd ones among them: infinities, NaN, subnormals, zeros of both signs.
+void fill(char* to, int64_t n, DType t, std::mt19937_64& random) {
+  std::normal_distribution<double> normal;
+  for (int64_t i = 0; i < n; ++i) {
+    const bool odd = random() % 16 == 0;
+    const double specials[] = {std::numeric_limits<double>::infinity(),
+                               -std::numeric_limits<double>::infinity(),
+                               std::numeric_limits<double>::quiet_NaN(),
+                               0.0,
+                               -0.0,
+                               65504.0,
+                               65520.0,
+                               1e-7,
+                               -3e-8,
+                               1e-41,
+                               3.4e38};
+    const double x =
+        odd ? specials[random() % (sizeof(specials) / sizeof(*specials))] : normal(random);
+    if (t == DType::float64) {
+      memcpy(to + 8 * i, &x, 8);
+    } else if (t == DType::float32) {
+      const auto f = static_cast<float>(x);
+      memcpy(to + 4 * i, &f, 4);
+    } else if (t == DType::float16) {
+      const Half h = narrow_half(static_cast<float>(x));
+      memcpy(to + 2 * i, &h, 2);
+    } else {
+      const BFloat16 b = narrow_bfloat16(static_cast<float>(x));
+      memcpy(to + 2 * i, &b, 2);
+    }
+  }
+}
+
+double value(const char* from, DType t) {
+  if (t == DType::float64) {
+    double x;
+    memcpy(&x, from, 8);
+    return x;
+  }
+  if (t == DType::float32) {
+    float x;
+    memcpy(&x, from, 4);
+    return x;
+  }
+  uint16_t bits;
+  memcpy(&bits, from, 2);
+  return t == DType::float16 ? widen(Half{bits}) : widen(BFloat16{bits});
+}
+
+// The same bits, or both NaN where the operation computes.
+bool same(const char* a, const char* b, DType t, bool bits_only) {
+  if (memcmp(a, b, size_of(t)) == 0) return true;
+  if (bits_only) return false;
+  const double x = value(a, t), y = value(b, t);
+  return x != x && y != y;
+}
+
+struct Case {
+  KernelKey key;
+  std::vector<DType> streams;
+  std::vector<int64_t> sizes;
+  std::vector<int> offsets;       // elements, one per row: the same misalignment in every stream
+  bool skewed;                    // or a different one in every stream: never aligned together
+  std::vector<Setting> settings;  // two groups, which rows take in turn
+  Gate gate = {};
+  Rounding rounding = {};
+  bool zero_grad = false;
+};
+
+// One engine's copy of all streams: an allocation each, the sanitizer's guard band around it.
+struct Memory {
+  std::vector<std::unique_ptr<char[]>> owners;
+  std::vector<void*> pointers;
+  std::vector<int64_t> bytes;
+};
+
+// Uninitialized, with every stream where it is to begin.
+Memory room_for(const Case& c) {
+  Memory m;
+  for (size_t r = 0; r < c.sizes.size(); ++r) {
+    for (size_t s = 0; s < c.streams.size(); ++s) {
+      const int width = size_of(c.streams[s]);
+      const int64_t offset = (c.offsets[r] + (c.skewed ? static_cast<int>(s) : 0)) * width;
+      const int64_t bytes = c.sizes[r] * width;
+      m.owners.emplace_back(new char[offset + bytes]);
+      m.pointers.push_back(m.owners.back().get() + offset);
+      m.bytes.push_back(bytes);
+    }
+  }
+  return m;
+}
+
+Memory filled(const Case& c, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Memory m = room_for(c);
+  for (size_t p = 0; p < m.pointers.size(); ++p) {
+    const DType t = c.streams[p % c.streams.size()];
+    fill(static_cast<char*>(m.pointers[p]), m.bytes[p] / size_of(t), t, random);
+  }
+  return m;
+}
+
+Memory copy_of(const Memory& from, const Case& c) {
+  Memory m = room_for(c);
+  for (size_t p = 0; p < m.pointers.size(); ++p) {
+    memcpy(m.pointers[p], from.pointers[p], from.bytes[p]);
+  }
+  return m;
+}
+
+// Moves the numbers of a setting into memory, and leaves their placeholders behind.
+Setting without_numbers(Setting s, std::vector<double>& numbers) {
+  const auto take = [&](double& field) {
+    numbers.push_back(field);
+    field = placeholder(static_cast<uint16_t>(numbers.size() - 1));
+  };
+  const auto take_term = [&](Term& t) {
+    for (double* field : {&t.keep, &t.momentum, &t.gradient, &t.root}) take(*field);
+  };
+  for (double* field : {&s.sign, &s.weight_decay, &s.decay, &s.gain, &s.decay2, &s.eps}) {
+    take(*field);
+  }
+  take_term(s.step);
+  for (int i = 0; i < used_terms(s); ++i) take_term(s.terms[i]);
+  return s;
+}
+
+void* on_device(const void* host, size_t bytes) {
+  void* at = stand_in::allocate(bytes, reinterpret_cast<uintptr_t>(host) % 16);
+  stand_in::write(at, host, bytes);
+  return at;
+}
+
+// Where a resident table is used, every number of the settings is read from the device as well.
+void run_on_device(const Engine& engine, const Case& c, const Memory& memory, TableView view,
+                   uint64_t seed) {
+  stand_in::reset(seed);
+  const int device = static_cast<int>(seed % 3);  // on which a grid has one block more
+  void* stream = stand_in::new_stream(device);
+  std::vector<void*> pointers(view.pointers, view.pointers + view.n_rows * view.n_streams);
+  std::vector<void*> moved;
+  for (size_t p = 0; p < memory.pointers.size(); ++p) {
+    moved.push_back(on_device(memory.pointers[p], memory.bytes[p]));
+    pointers[p / c.streams.size() * view.n_streams + p % c.streams.size()] = moved.back();
+  }
+  view.pointers = pointers.data();
+  const CudaKernel kernel = find_cuda_kernel(c.key);
+  std::vector<Setting> settings = c.settings;
+  const Settings given{settings.data(), static_cast<int>(settings.size())};
+  if (!engine.resident) {
+    launch_cuda(kernel, view, given, device, stream);
+  } else {
+    std::vector<double> numbers;
+    for (Setting& s : settings) s = without_numbers(s, numbers);
+    const auto* at = static_cast<double*>(on_device(numbers.data(), 8 * numbers.size()));
+    Program program;
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      program.inputs.push_back({at + i, InputType::float64});
+    }
+    void* table = stand_in::allocate(resident_bytes(kernel, view, given.size));
+    launch_cuda_resident(kernel, c.key, view, given, &program, table, true, device, stream);
+  }
+  stand_in::synchronize();
+  for (size_t p = 0; p < moved.size(); ++p) {
+    stand_in::read(memory.pointers[p], moved[p], memory.bytes[p]);
+  }
+}
+
+std::vector<Row> make_rows(const Case& c, const Memory& m, uint32_t* n_chunks) {
+  std::vector<Row> rows;
+  *n_chunks = 0;
+  for (size_t r = 0; r < c.sizes.size(); ++r) {
+    int head = 0;
+    for (; head < 8; ++head) {
+      bool aligned = true;
+      for (size_t s = 0; s < c.streams.size(); ++s) {
+        const auto at = reinterpret_cast<uintptr_t>(m.pointers[r * c.streams.size() + s]) +
+                        head * size_of(c.streams[s]);
+        aligned = aligned && at % 16 == 0;
+      }
+      if (aligned) break;
+    }
+    const bool found = head < 8;
+    const unsigned flags = (found ? kAligned : 0) | (r % 2 == 1 ? kFirstStep : 0);
+    rows.push_back({c.sizes[r], *n_chunks, static_cast<uint8_t>(found ? head : 0),
+                    static_cast<uint8_t>(flags), static_cast<uint16_t>(r / 2 % c.settings.size())});
+    *n_chunks += chunks_of(c.sizes[r], rows.back().head);
+  }
+  return rows;
+}
+
+// What stochastic rounding needs behind the streams of every row: where its elements start.
+std::vector<void*> with_positions(const Case& c, const Memory& m) {
+  if (!c.rounding.stochastic) return m.pointers;
+  std::vector<void*> pointers;
+  uintptr_t position = (uintptr_t{1} << 33) + 3;
+  for (size_t r = 0; r < c.sizes.size(); ++r) {
+    const auto row = m.pointers.begin() + static_cast<ptrdiff_t>(r * c.streams.size());
+    pointers.insert(pointers.end(), row, row + static_cast<ptrdiff_t>(c.streams.size()));
+    pointers.push_back(reinterpret_cast<void*>(position));
+    position += c.sizes[r];
+  }
+  return pointers;
+}
+
+void expect_untouched(const Case& c, const Memory& before, const Memory& memory,
+                      const char* engine) {
+  for (size_t p = 0; p < memory.pointers.size(); ++p) {
+    if (c.zero_grad && p % c.streams.size() == 1) continue;  // gradients
+    ++comparisons;
+    if (memcmp(before.pointers[p], memory.pointers[p], memory.bytes[p]) == 0) continue;
+    if (++failures <= 10) std::printf("%s: '%s' wrote\n", name_of(c.key.operation), engine);
+  }
+}
+
+void expect_zero_gradients(const Case& c, const Memory& memory, const char* engine) {
+  for (size_t p = 1; p < memory.pointers.size(); p += c.streams.size()) {
+    const auto* bytes = static_cast<const char*>(memory.pointers[p]);
+    const int64_t n_zero = std::count(bytes, bytes + memory.bytes[p], 0);
+    ++comparisons;
+    if (n_zero == memory.bytes[p]) continue;
+    if (++failures <= 10)
+      std::printf("%s: '%s' left gradients\n", name_of(c.key.operation), engine);
+  }
+}
+
+void check(const Case& c, uint64_t seed) {
+  const bool bits_only = c.key.operation == Operation::copy || c.key.operation == Operation::swap;
+  const Settings settings{c.settings.data(), static_cast<int>(c.settings.size())};
+  const Memory before = filled(c, seed);
+  Memory reference;
+  const char* reference_name = nullptr;
+  for (const Engine& engine : engines()) {
+    Memory memory = copy_of(before, c);
+    uint32_t n_chunks = 0;
+    const std::vector<Row> rows = make_rows(c, memory, &n_chunks);
+    const std::vector<void*> pointers = with_positions(c, memory);
+    const TableView view{rows.data(),
+                         pointers.data(),
+                         static_cast<uint32_t>(rows.size()),
+                         static_cast<uint32_t>(pointers.size() / rows.size()),
+                         0,
+                         n_chunks,
+                         c.gate,
+                         c.rounding,
+                         c.zero_grad};
+    if (engine.cpu == nullptr) {
+      run_on_device(engine, c, memory, view, seed);
+    } else {
+      engine.cpu(c.key)(view, settings, engine.options);
+    }
+    if (c.gate.skips()) expect_untouched(c, before, memory, engine.name);
+    if (c.zero_grad) expect_zero_gradients(c, memory, engine.name);
+    if (reference_name == nullptr) {
+      reference = std::move(memory);
+      reference_name = engine.name;
+      continue;
+    }
+    for (size_t p = 0; p < memory.pointers.size(); ++p) {
+      const DType t = c.streams[p % c.streams.size()];
+      comparisons += memory.bytes[p] / size_of(t);
+      if (memcmp(reference.pointers[p], memory.pointers[p], memory.bytes[p]) == 0) continue;
+      for (int64_t at = 0; at < memory.bytes[p]; at += size_of(t)) {
+        if (same(static_cast<char*>(reference.pointers[p]) + at,
+                 static_cast<char*>(memory.pointers[p]) + at, t, bits_only)) {
+          continue;
+        }
+        if (++failures <= 10) {
+          std::printf(
+              "%s (%d, %d, %d, %d): row %zu stream %zu element %lld: '%s' gives %.17g, '%s' "
+              "%.17g\n",
+              name_of(c.key.operation), static_cast<int>(c.key.w), static_cast<int>(c.key.g),
+              static_cast<int>(c.key.s), static_cast<int>(c.key.o), p / c.streams.size(),
+              p % c.streams.size(), static_cast<long long>(at / size_of(t)), reference_name,
+              value(static_cast<char*>(reference.pointers[p]) + at, t), engine.name,
+              value(static_cast<char*>(memory.pointers[p]) + at, t));
+        }
+      }
+    }
+  }
+}
+
+void check_conversions() {
+  // Every 16-bit pattern survives the way to float and back; NaN stays NaN.
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const auto u = static_cast<uint16_t>(bits);
+    const float h = widen(Half{u}), b = widen(BFloat16{u});
+    const bool half_good =
+        h != h ? (narrow_half(h).bits & 0x7fff) > 0x7c00 : narrow_half(h).bits == u;
+    const bool bfloat_good =
+        b != b ? (narrow_bfloat16(b).bits & 0x7fff) > 0x7f80 : narrow_bfloat16(b).bits == u;
+    failures += !half_good + !bfloat_good;
+    comparisons += 2;
+    if (h != h) continue;
+    // The neighbourhood of every midpoint rounds to the nearest, and to even in the middle.
+    const float next = widen(Half{static_cast<uint16_t>(u + 1)});
+    if ((u & 0x7fff) >= 0x7bff || next != next) continue;
+    const float middle = h + (next - h) / 2;  // exact: a half has 11 bits, a float 24
+    const uint16_t even = (u & 1) != 0 ? static_cast<uint16_t>(u + 1) : u;
+    const float below = std::nextafterf(middle, h), above = std::nextafterf(middle, next);
+    failures += narrow_half(middle).bits != even;
+    failures += narrow_half(below).bits != u;
+    failures += narrow_half(above).bits != static_cast<uint16_t>(u + 1);
+    comparisons += 3;
+  }
+}
+
+Setting example(int variant, int n_outs) {
+  Setting s;
+  s.sign = variant == 1 ? -1.0 : 1.0;
+  s.weight_decay = variant == 1 ? 0.0 : 0.01;
+  s.decay = 0.9;
+  s.gain = variant == 2 ? 0.7 : 1.0;
+  s.decay2 = 0.99;
+  s.eps = 1e-8;
+  s.step = {variant == 2 ? 0.999 : 1.0, 0.05, variant == 0 ? 0.05 : 0.0, 1.25};
+  // Predictions: one that moves, one that stays, one with several terms and the gradient.
+  const std::vector<std::vector<Term>> predictions = {
+      {{1.0, 0.2, 0.0, 1.25}},
+      {{1.0, 0.0, 0.0, 1.0}},
+      {{0.998, 0.05, 0.03, 1.2}, {0.998, 0.04, 0.0, 1.1}, {1.0, 0.03, 0.0, 1.05}},
+  };
+  for (int j = 0; j < n_outs; ++j) {
+    int end = j == 0 ? 0 : s.out_end[j - 1];
+    // Momentum SGD has one term for a prediction: the driver is handed the same table all the same.
+    for (const Term& t : predictions[j]) s.terms[end++] = t;
+    s.out_end[s.n_outs++] = end;
+  }
+  return s;
+}
+
+void check_all() {
+  // The sanitizers make this ten times slower; the chunk boundaries are what they have to see.
+#if defined(__SANITIZE_ADDRESS__)
+  const std::vector<std::vector<int64_t>> sizes = {{2, 3, 7, 8, 9, 15, 16, 17, 33},
+                                                   {kChunk + 5, 1}};
+#else
+  const std::vector<std::vector<int64_t>> sizes = {
+      {1},
+      {2, 3, 7, 8, 9, 15, 16, 17, 31, 33},
+      {1023, 1024, 1025},
+      {kChunk - 1, kChunk, kChunk + 1, 2 * kChunk + 5, 1},
+  };
+#endif
+  struct Combination {
+    DType w, g, s, o;
+  };
+  constexpr auto f16 = DType::float16, bf16 = DType::bfloat16, f32 = DType::float32,
+                 f64 = DType::float64;
+  const Combination types[] = {
+      {f32, f32, f32, f32},   {f64, f64, f64, f64},     {f16, f16, f16, f16},
+      {f16, f16, f32, f16},   {bf16, bf16, bf16, bf16}, {bf16, bf16, f32, bf16},
+      {f32, bf16, f32, bf16}, {f32, f16, f32, f16},     {f32, f32, f32, bf16},
+      {f32, f32, f32, f16},   {f32, bf16, f32, f32},    {f32, f16, f32, f32},
+  };
+  const float zero = 0.0f, one = 1.0f, scale = 3.7f, clip = 0.3f;
+  const Gate scaling[] = {{}, {&zero, &scale, &clip}, {nullptr, &scale, nullptr}};
+  uint64_t seed = 1;
+  for (const auto& [w, g, s, o] : types) {
+    for (const auto& row_sizes : sizes) {
+      for (int variant = 0; variant < 3; ++variant) {
+        Case c;
+        c.sizes = row_sizes;
+        for (size_t r = 0; r < row_sizes.size(); ++r) {
+          c.offsets.push_back(variant == 0 ? 0 : static_cast<int>((r + variant) % 5));
+        }
+        c.skewed = variant == 2;
+        const auto run = [&](Operation op, std::vector<DType> streams, int n_outs) {
+          c.settings = {example(variant, n_outs), example((variant + 1) % 3, n_outs)};
+          if (op == Operation::sgd_momentum && n_outs > 2) {
+            for (Setting& setting : c.settings) setting.out_end[2] = setting.out_end[1] + 1;
+          }
+          c.key = {op, w, g, s, o};
+          c.streams = std::move(streams);
+          c.gate = scaling[variant];
+          c.zero_grad = variant == 1 && roles(op)[1] == 'g';
+          c.rounding = {};
+          check(c, ++seed);
+          if (roles(op)[1] == 'g' && w == bf16) {
+            c.rounding = Rounding::seeded(seed);
+            check(c, ++seed);
+          }
+          if (variant == 2) return;
+          c.gate = {&one};
+          check(c, ++seed);
+        };
+        if (g == w && o == w) {
+          run(Operation::copy, {w, w}, 0);
+          run(Operation::swap, {w, w}, 0);
+          run(Operation::extrapolate, {w, w, w}, 1);
+          run(Operation::sgd_stash_predict, {w, s, w}, 1);
+        }
+        if (g == w || o == w) run(Operation::sgd_plain, {w, g}, 0);
+        if (g == w) {
+          if (o != w) run(Operation::cast, {w, o}, 0);
+          run(Operation::sgd_predict, {w, s, o}, 1);
+          run(Operation::adam_predict, {w, s, s, o}, 1);
+        }
+        run(Operation::sgd_momentum, {w, g, s}, 0);
+        run(Operation::sgd_momentum, {w, g, s, o, o, o}, 3);
+        run(Operation::adam_step, {w, g, s, s}, 0);
+        run(Operation::adam_step, {w, g, s, s, o, o, o}, 3);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+TEST(Scalar, SixteenBitConversionsRoundToNearestEven) {
+  failures = 0;
+  comparisons = 0;
+  check_conversions();
+  EXPECT_EQ(failures, 0);
+  EXPECT_GT(comparisons, 0);
+}
+
+TEST(Kernels, EveryInstructionSetAndCudaWriteTheSameBits) {
+  failures = 0;
+  comparisons = 0;
+  check_all();
+  EXPECT_EQ(failures, 0) << "of " << comparisons << " comparisons";
+  EXPECT_GT(comparisons, 1'000'000);
+}
+
+}  // namespace spectrain

@@ -1,0 +1,75 @@
+"""The native half without Python: C++ tests under sanitizers, and what the compiler made of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.compiler
+
+ROOT = Path(__file__).resolve().parents[2]
+# cmake and ninja from the environment that runs the tests, else from the machine.
+TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def run(*command: object) -> str:
+    done = subprocess.run(
+        [str(c) for c in command],
+        env={**os.environ, "PATH": TOOLS},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout[-4000:]}"
+    return done.stdout
+
+
+# What is undefined takes as long again to look for.
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "sanitizers", ["address", pytest.param("address,undefined", marks=pytest.mark.nightly)]
+)
+def test_kernels_under_sanitizers(sanitizers: str, tmp_path: Path) -> None:
+    """Every CPU instruction set and CUDA write the same bits; plans, streams, graphs, failed calls.
+
+    The CUDA sources run on a stand-in for the runtime (cpp/stand_in), late and in any order.
+    """
+    configure = subprocess.run(
+        [
+            *("cmake", "-S", str(ROOT), "-B", str(tmp_path), "-G", "Ninja"),
+            *("-DSPECTRAIN_CUDA=OFF", "-DSPECTRAIN_TESTS=ON", f"-DSPECTRAIN_SANITIZE={sanitizers}"),
+        ],
+        env={**os.environ, "PATH": TOOLS},
+        text=True,
+        capture_output=True,
+    )
+    if "GTest" in configure.stderr:
+        pytest.skip("needs GoogleTest (Debian: libgtest-dev)")
+    assert configure.returncode == 0, configure.stderr
+    run("cmake", "--build", tmp_path, "--target", "spectrain_tests")
+    out = run("ctest", "--test-dir", tmp_path, "--output-on-failure")
+    assert re.search(r"100% tests passed,? .*out of [1-9]", out), out
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction set units are x86-64 only")
+@pytest.mark.parametrize("isa", ["v3", "v4"])
+def test_vector_units_call_nothing_and_leave_nothing_behind(isa: str, tmp_path: Path) -> None:
+    """No fma() library call (6.5 ns an element), and no function for another unit to link to."""
+    version = "".join(map(str, sys.version_info[:2]))
+    name = f"CMakeFiles/spectrain_cpu_{isa}.dir/csrc/kernels/cpu/kernels.cpp.o"
+    unit = next(ROOT.glob(f"build/temp.*-cpython-{version}/cmake/{name}"), None)
+    if unit is None:  # installed from elsewhere
+        options = ("-DSPECTRAIN_CUDA=OFF", "-DSPECTRAIN_TESTS=OFF")
+        run("cmake", "-S", ROOT, "-B", tmp_path, "-G", "Ninja", *options)
+        run("cmake", "--build", tmp_path, "--target", f"spectrain_cpu_{isa}")
+        unit = tmp_path / name
+    symbols = run("nm", unit)
+    assert f"find_kernel_{isa}" in symbols
+    assert not re.findall(r" U fmaf?\b", symbols)
+    assert not re.findall(r"^.* [WVuw] .*$", symbols, re.MULTILINE)

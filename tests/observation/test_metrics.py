@@ -1,0 +1,293 @@
+"""Metrics: the right numbers, the same bits, and whole files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import rank_pipelines
+from helpers.ranks import run_ranks
+from torch import nn
+
+import spectrain_ext as st
+
+COMPARED = ["spectrain", "pipedream", "vanilla", "gpipe", "second-order", "pipedream-2bw"]
+
+
+def pipeline(method="spectrain", n=3, **settings):
+    torch.manual_seed(2)
+    stages = [nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.1)) for _ in range(n)]
+    return st.Pipeline(
+        stages,
+        lambda params: st.optim.SGD(params, lr=0.05, momentum=0.9),
+        nn.functional.mse_loss,
+        method,
+        **settings,
+    )
+
+
+def batches(count, size=6):
+    g = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(size, 5, generator=g), torch.randn(size, 5, generator=g)) for _ in range(count)
+    ]
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("method", COMPARED)
+def test_observation_changes_no_bit(method, tmp_path):
+    parts = 3 if method in ("gpipe", "pipedream-2bw") else 1
+    found = []
+    for watched in (False, True):
+        pipe = pipeline(method, microbatches=parts)
+        trace = st.Metrics(pipe, tmp_path / "m", every=4, errors_every=3) if watched else None
+        losses = [result.loss.item() for result in pipe.run(batches(17), trace=trace)]
+        found.append((losses, [p.detach().clone() for p in pipe.parameters()]))
+    assert found[0][0] == found[1][0]
+    for a, b in zip(found[0][1], found[1][1], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_every_record_has_every_key_and_the_counts_are_right(tmp_path):
+    pipe = pipeline()
+    path = tmp_path / "below" / "m.jsonl"
+    with st.Metrics(pipe, path, every=10, errors_every=5, start=100, labels={"run": "a"}) as m:
+        losses = [result.loss.item() for result in pipe.run(batches(25), trace=m)]
+    found = lines(path)
+    assert len(found) == 9  # 10, 10 and 5 minibatches of three stages
+    for stage in range(3):
+        mine = [record for record in found if record["stage"] == stage]
+        assert [record["minibatch"] for record in mine] == [110, 120, 125]
+        assert [record["minibatches"] for record in mine] == [10, 10, 5]
+        for record in mine:
+            assert record["run"] == "a"
+            assert set(record["busy"]) <= {
+                *("predict", "forward", "loss", "backward", "update", "send")
+            }
+            assert 0 <= record["bubble"] < 1
+            spent = sum(record["busy"].values())
+            assert record["bubble"] == pytest.approx(1 - spent / record["seconds"])
+            rate = record["minibatches"] / record["seconds"]
+            assert record["minibatches_per_second"] == pytest.approx(rate)
+            assert record["lr"] == [0.05]
+            assert (record["loss"] is None) == (stage != 2)
+        # stage 0 is 2 forwards ahead: their samples are in its first window
+        samples = [round(record["samples_per_second"] * record["seconds"]) for record in mine]
+        assert sum(samples) == 25 * 6
+        assert samples[0] == 6 * (10 + 2 - stage)
+    mean = [record["loss"] for record in found if record["stage"] == 2]
+    expected = [losses[:10], losses[10:20], losses[20:]]
+    assert mean == pytest.approx([sum(part) / len(part) for part in expected])
+
+
+def test_staleness_is_what_the_schedule_says_once_the_pipeline_is_full(tmp_path):
+    pipe = pipeline("vanilla", n=4)
+    with st.Metrics(pipe, tmp_path / "m", every=10) as metrics:
+        list(pipe.run(batches(20), trace=metrics))
+    for record in lines(tmp_path / "m"):
+        steady = 3 - record["stage"]
+        staleness = record["staleness"]
+        assert staleness["scheduled"] == staleness["max"] == steady
+        if record["minibatch"] == 10:  # minibatch i of the first ones: min(i, steady)
+            expected = sum(min(i, steady) for i in range(10)) / 10
+            assert staleness["mean"] == pytest.approx(expected)
+        else:
+            assert staleness["mean"] == steady
+
+
+def test_prediction_errors_are_those_of_the_weights_themselves(tmp_path):
+    """Against weights copied by hooks of the test's own."""
+    pipe = pipeline(n=2)
+    stage = next(pipe.children())
+    computed = []
+    stage.register_forward_pre_hook(
+        lambda *_: computed.append([p.detach().clone() for p in stage.parameters()])
+    )
+    with st.Metrics(pipe, tmp_path / "m", every=1, errors_every=4) as metrics:
+        list(pipe.run(batches(12), trace=metrics))
+    found = {
+        record["minibatch"]: (record["prediction_error"], record["staleness_error"])
+        for record in lines(tmp_path / "m")
+        if record["stage"] == 0 and record["prediction_error"] is not None
+    }
+    # the forward of minibatch 4 follows 3 updates and predicts 1 ahead; likewise that of 8
+    assert set(found) == {1, 4, 8}
+    for i in (4, 8):
+        aim = after_updates(i)
+        norm = flat(aim).norm()
+        expected = (
+            (flat(computed[i]) - flat(aim)).norm() / norm,
+            (flat(after_updates(i - 1)) - flat(aim)).norm() / norm,
+        )
+        assert found[i] == pytest.approx([value.item() for value in expected], rel=1e-4)
+        assert found[i][0] != found[i][1]
+
+
+def after_updates(count):
+    """Stage 0's true weights after so many updates of the same run."""
+    pipe = pipeline(n=2)
+    stage = next(pipe.children())
+    kept = [[p.detach().clone() for p in stage.parameters()]]
+    pipe.optimizers[0].register_step_post_hook(
+        lambda *_: kept.append(
+            [true.detach().clone() for true in pipe._weights[0].true_weights().values()]
+        )
+    )
+    list(pipe.run(batches(12)))
+    return kept[count]
+
+
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors]).double()
+
+
+def test_a_stage_without_parameters_has_records_too(tmp_path):
+    stages = [nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)]
+    pipe = st.Pipeline(stages, lambda p: st.optim.SGD(p, lr=0.1), nn.functional.mse_loss, "vanilla")
+    with st.Metrics(pipe, tmp_path / "m", every=4) as metrics:
+        list(pipe.run(batches(4), trace=metrics))
+    found = {record["stage"]: record for record in lines(tmp_path / "m")}
+    assert found[1]["lr"] is None
+    assert found[1]["staleness_error"] is None
+    assert found[1]["minibatches"] == 4
+
+
+def test_a_failed_run_leaves_what_was_measured_and_the_next_one_goes_on(tmp_path):
+    pipe = pipeline("vanilla")
+    wrong = [*batches(7), (torch.zeros(6, 5), torch.zeros(6, 4, 3))]
+    with st.Metrics(pipe, tmp_path / "m", every=5) as metrics:
+        with pytest.raises(st.StageError):
+            list(pipe.run(wrong, trace=metrics))
+        list(pipe.run(batches(5), trace=metrics))
+    last = [record for record in lines(tmp_path / "m") if record["stage"] == 2]
+    assert [record["minibatch"] for record in last] == [5, 7, 12]
+
+
+def test_lines_stay_whole_after_a_crash_in_the_middle_of_one(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"stage": 0}\n{"stage": 1, "ti')
+    pipe = pipeline("sync", n=1)
+    with st.Metrics(pipe, path) as metrics:
+        list(pipe.run(batches(2), trace=metrics))
+    first, torn, new = path.read_text().splitlines()
+    assert torn.endswith('"ti')
+    assert json.loads(new)["minibatches"] == 2
+    assert json.loads(first) == {"stage": 0}
+
+
+def test_a_number_that_is_not_finite_is_null(tmp_path):
+    pipe = pipeline("sync", n=1)
+    with st.Metrics(pipe, tmp_path / "m") as metrics:
+        infinite = torch.full((6, 5), float("inf"))
+        list(pipe.run([(infinite, torch.zeros(6, 5))], trace=metrics))
+    assert lines(tmp_path / "m")[0]["loss"] is None
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    pipe = pipeline()
+    with st.Metrics(pipe, tmp_path / "m", tensorboard=tmp_path / "tb", every=5) as metrics:
+        list(pipe.run(batches(10), trace=metrics))
+    read = EventAccumulator(str(tmp_path / "tb")).Reload()
+    for record in lines(tmp_path / "m"):
+        for name in ("bubble", "minibatches_per_second", "staleness/mean", "lr/0", "busy/forward"):
+            key, _, part = name.partition("/")
+            value = record[key] if not part else None
+            value = record[key][int(part)] if part == "0" else value
+            value = record[key][part] if part and part != "0" else value
+            points = {
+                point.step: point.value for point in read.Scalars(f"stage{record['stage']}/{name}")
+            }
+            assert points[record["minibatch"]] == pytest.approx(value)
+
+
+def test_without_tensorboard_the_error_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'spectrain_ext\[tensorboard\]'"):
+        st.Metrics(pipeline(), tmp_path / "m", tensorboard=tmp_path / "tb")
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"every": 0}, "every: expected at least 1, got 0"),
+        ({"errors_every": 0}, "errors_every: expected at least 1, got 0"),
+        ({"start": -1}, "start: expected at least 0, got -1"),
+        ({"path": None}, "path: expected a file, or a folder as tensorboard, got neither"),
+    ],
+    ids=["every", "errors", "start", "nowhere"],
+)
+def test_bad_arguments(more, expected, tmp_path):
+    with pytest.raises(ValueError, match=expected):
+        st.Metrics(pipeline(), **{"path": tmp_path / "m", **more})
+
+
+@pytest.mark.processes
+def test_every_rank_writes_its_own_file(tmp_path):
+    run_ranks(rank_pipelines.measured, 2, str(tmp_path / "m.jsonl"))
+    assert {path.name for path in tmp_path.iterdir()} == {"m-rank0.jsonl", "m-rank1.jsonl"}
+    for rank in range(2):
+        found = lines(tmp_path / f"m-rank{rank}.jsonl")
+        assert [record["minibatch"] for record in found] == [4, 8, 9]
+        assert {(record["rank"], record["stage"]) for record in found} == {(rank, rank)}
+        assert all((record["loss"] is None) == (rank == 0) for record in found)
+        assert {record["staleness"]["scheduled"] for record in found} == {1 - rank}
+
+
+def test_the_log_has_a_line_per_event_and_nothing_is_printed(caplog, capfd):
+    pipe = pipeline("vanilla")
+    with caplog.at_level(logging.INFO, "spectrain_ext"):
+        list(pipe.run(batches(3)))
+        run = pipe.run(batches(3))
+        next(run)
+        run.close()
+        with pytest.raises(st.StageError):
+            list(pipe.run([(torch.zeros(6, 5), torch.zeros(6, 4, 3))]))
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told[:4] == [
+        ("INFO", "run begins: vanilla, stages 0 to 2 of 3"),
+        ("INFO", "run ended: stages 0 to 2 of 3"),
+        ("INFO", "run begins: vanilla, stages 0 to 2 of 3"),
+        ("INFO", "run ended, left by the caller: stages 0 to 2 of 3"),
+    ]
+    assert told[4] == told[0]
+    assert told[5][0] == "ERROR"
+    assert told[5][1].startswith("run failed: StageError: stage 2, minibatch 0, loss")
+    assert all(record.name.startswith("spectrain_ext.") for record in caplog.records)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_without_a_handler_not_even_a_failure_is_printed(capfd):
+    with pytest.raises(st.StageError):
+        list(pipeline("vanilla").run([(torch.zeros(6, 5), torch.zeros(6, 4, 3))]))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_checkpoint_manager_lets_metrics_look_on_and_logs_what_it_does(tmp_path, caplog):
+    pipe = pipeline("vanilla")
+    manager = st.checkpoint.CheckpointManager(tmp_path / "c", pipe, every_minibatches=4, keep=1)
+    with caplog.at_level(logging.INFO, "spectrain_ext.checkpoint"):
+        assert manager.restore() is None
+        with st.Metrics(pipe, tmp_path / "m", every=3) as metrics:
+            list(manager.run(batches(9), trace=metrics))
+        assert manager.restore() is not None
+    last = [record for record in lines(tmp_path / "m") if record["stage"] == 2]
+    assert [record["minibatch"] for record in last] == [3, 4, 7, 8, 9]
+    told = [record.getMessage() for record in caplog.records]
+    names = [f"{what} {Path(where).name}" for what, where in (t.rsplit(" ", 1) for t in told)]
+    assert names == [
+        "checkpoint saved: minibatch-00000004",
+        "checkpoint saved: minibatch-00000008",
+        "checkpoint removed: minibatch-00000004",
+        "checkpoint loaded: minibatch-00000008",
+    ]

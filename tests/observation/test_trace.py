@@ -1,0 +1,144 @@
+"""Traces of real runs: the same actions and versions as in a simulation, at real times."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers.pipeline_cases import batches, float64, mse, sgd, tanh_stages  # noqa: F401  # a fixture
+from torch import nn
+
+import spectrain_ext as st
+from spectrain_ext.schedule import Kind, summarize
+from spectrain_ext.timelines.method_timeline import simulate_method
+from spectrain_ext.timelines.timeline import draw_timeline, write_trace
+
+TURNS = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
+
+
+def traced(method, n, count, **more):
+    pipe = st.Pipeline(tanh_stages(n), optimizer=sgd(), loss_fn=mse, method=method, **more)
+    trace = st.Trace()
+    results = list(pipe.run(batches(count, size=6), trace=trace))
+    assert len(results) == count
+    return trace.spans()
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("spectrain", {}),
+        ("pipedream", {"window": "wide"}),
+        ("pipedream-vertical-sync", {}),
+        ("pipedream-2bw", {"microbatches": 3}),
+        ("spectrain-local", {"microbatches": 2}),
+        ("gpipe", {"microbatches": 3}),
+        ("xpipe", {"microbatches": 2}),
+    ],
+)
+def test_a_run_is_what_the_simulation_says(method, more):
+    real = traced(method, 3, 7, **more)
+    simulated = list(simulate_method(method, 3, 7, **more))
+
+    def of(spans, stage):
+        return [(*s[1:5], s[7], s[8]) for s in spans if s.stage == stage and s.kind in TURNS]
+
+    for stage in range(3):
+        assert of(real, stage) == of(simulated, stage)
+
+
+def test_times_are_in_order():
+    spans = traced("spectrain", 3, 6)
+    assert min(s.start for s in spans) == 0.0
+    ends = {}
+    for s in spans:
+        assert s.end >= s.start >= ends.get((s.stage, s.lane), 0.0)
+        ends[s.stage, s.lane] = s.end
+    sent = {(s.stage, s.minibatch): s.end for s in spans if s.kind is Kind.SEND_ACTIVATION}
+    for s in spans:
+        if s.kind is Kind.FORWARD and s.stage:
+            assert s.start >= sent[s.stage - 1, s.minibatch]
+    kinds = {s.kind for s in spans}
+    assert kinds == {
+        *TURNS,
+        Kind.LOAD_FORWARD,
+        Kind.LOAD_BACKWARD,
+        Kind.LOSS,
+        Kind.SEND_ACTIVATION,
+        Kind.SEND_GRADIENT,
+    }
+    assert 0.0 < sum(summarize(spans).busy) <= 1.0 + 1e-9  # one thread runs all of them
+
+
+def test_a_trace_changes_nothing():
+    def run(trace):
+        torch.manual_seed(3)
+        stages = tanh_stages(3)
+        pipe = st.Pipeline(stages, optimizer=sgd(), loss_fn=mse, method="spectrain")
+        torch.manual_seed(4)
+        for _ in pipe.run(batches(8), trace=trace):
+            pass
+        return [p.detach().clone() for p in pipe.parameters()]
+
+    for plain, watched in zip(run(None), run(st.Trace()), strict=True):
+        assert torch.equal(plain, watched)
+
+
+def test_a_trace_holds_the_last_run():
+    pipe = st.Pipeline(tanh_stages(2), optimizer=sgd(), loss_fn=mse, method="vanilla")
+    trace = st.Trace()
+    for count in (5, 2):
+        for _ in pipe.run(batches(count), trace=trace):
+            pass
+    assert {s.minibatch for s in trace.spans()} == {0, 1}
+    assert st.Trace().spans() == []
+
+
+def test_a_run_that_fails_leaves_what_ended_before():
+    class Failing(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 3:
+                raise ValueError("third")
+            return x
+
+    stages = [*tanh_stages(1), Failing()]
+    pipe = st.Pipeline(stages, optimizer=sgd(), loss_fn=mse, method="vanilla")
+    trace = st.Trace()
+    with pytest.raises(st.StageError):
+        for _ in pipe.run(batches(6), trace=trace):
+            pass
+    forwards = [s.minibatch for s in trace.spans() if (s.stage, s.kind) == (1, Kind.FORWARD)]
+    assert forwards == [0, 1]
+
+
+def test_a_run_can_be_drawn(tmp_path):
+    spans = traced("spectrain", 2, 4)
+    write_trace(tmp_path / "t.json", spans, microseconds=1e6)
+    assert len(json.loads((tmp_path / "t.json").read_text())["traceEvents"]) > len(spans)
+    pytest.importorskip("matplotlib")
+    draw_timeline(tmp_path / "t.png", spans, versions=True, communication=True, unit="seconds")
+    assert (tmp_path / "t.png").stat().st_size > 1000
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_times_are_the_devices():
+    torch.set_default_dtype(torch.float32)
+    n, width = 2, 2048
+    stages = [nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(n)]
+    pipe = st.Pipeline(
+        stages, optimizer=sgd(), loss_fn=mse, method="spectrain", devices=["cuda:0"] * n
+    )
+    trace = st.Trace()
+    for _ in pipe.run(batches(4, size=512, width=width), trace=trace):
+        pass
+    spans = trace.spans()
+    forwards = [s for s in spans if s.kind is Kind.FORWARD]
+    assert len(forwards) == 4 * n
+    assert all(0.0 < s.end - s.start < 10.0 for s in forwards)
+    for stage in range(n):
+        updates = [s.version for s in spans if (s.stage, s.kind) == (stage, Kind.UPDATE)]
+        assert updates == [1, 2, 3, 4]

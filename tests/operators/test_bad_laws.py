@@ -1,0 +1,94 @@
+"""Prediction laws refuse what they cannot do, and say what they need."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import spectrain_ext as st
+from spectrain_ext.operators.laws import (
+    MAX_TERMS,
+    FutureRates,
+    Geometric,
+    Law,
+    Linear,
+    SecondOrder,
+    as_law,
+)
+from spectrain_ext.operators.numbers import Adam, Sgd, Term
+
+
+class TestErrors:
+    """Numbers, rates, momentum, and laws of one's own."""
+
+    @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -1e-300])
+    @pytest.mark.parametrize("make", [Linear, Geometric, SecondOrder, lambda x: FutureRates([x])])
+    def test_numbers_out_of_range(self, make: Any, value: float) -> None:
+        with pytest.raises(ValueError, match=r"steps|delay|rates\[0\]"):
+            make(value)
+
+    @pytest.mark.parametrize("value", ["1", None, [1.0], 1j], ids=repr)
+    @pytest.mark.parametrize("make", [Linear, Geometric, SecondOrder, lambda x: FutureRates([x])])
+    def test_no_numbers(self, make: Any, value: object) -> None:
+        with pytest.raises(TypeError, match=r"steps|delay|rates\[0\]"):
+            make(value)
+
+    def test_lead_out_of_range(self) -> None:
+        with pytest.raises(ValueError, match="lead"):
+            SecondOrder(1.0, -1.0)
+
+    @pytest.mark.parametrize("rates", [3, None, 0.1])
+    def test_rates_that_are_no_sequence(self, rates: Any) -> None:
+        with pytest.raises(TypeError, match="rates"):
+            FutureRates(rates)
+
+    @pytest.mark.parametrize("law", ["cubic", "", None])
+    def test_an_unknown_law(self, law: Any) -> None:
+        with pytest.raises(ValueError, match="law"):
+            FutureRates([0.1], law=law)
+
+    @pytest.mark.parametrize("law", [Geometric(2), FutureRates([0.1], law="geometric")], ids=str)
+    def test_geometric_laws_need_momentum(self, law: Law) -> None:
+        w, v = torch.randn(9), torch.randn(9)
+        before = w.clone()
+        with pytest.raises(ValueError, match="momentum"):
+            st.predict_(w, v, lr=0.1, steps=law)
+        assert torch.equal(w, before)
+
+    def test_a_horizon_that_is_neither_number_nor_law(self) -> None:
+        for bad in ("2", None, object(), [2.0]):
+            with pytest.raises(TypeError, match="steps"):
+                as_law(bad)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("n_terms", [2, 9, 65])
+    def test_a_law_of_ones_own_with_more_terms_than_sgd_takes(self, n_terms: int) -> None:
+        """Either every term counts, or it is refused; nothing in between."""
+
+        class Own:
+            def sgd(self, numbers: Sgd) -> list[Term]:
+                return [Term(1.0, numbers.lr)] * n_terms
+
+            def adam(self, numbers: Adam) -> list[Term]:
+                return []
+
+        w, v = torch.zeros(9), torch.ones(9)
+        try:
+            got = st.predict(w, v, lr=1.0, steps=Own(), momentum=0.9)
+        except ValueError as error:
+            assert re.search("steps|terms?", str(error))
+        else:
+            assert got.tolist() == [-float(n_terms)] * 9
+        out = torch.zeros(9)
+        try:
+            st.sgd_step_(w, torch.zeros(9), v, lr=1.0, momentum=1.0, predict=[(Own(), out)])
+        except ValueError as error:
+            assert re.search("predict|steps|terms?", str(error))
+        else:
+            assert out.tolist() == [-1.0 - n_terms] * 9
+
+    def test_how_many_terms_there_are(self) -> None:
+        assert MAX_TERMS == 64

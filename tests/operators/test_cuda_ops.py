@@ -1,0 +1,317 @@
+"""Operators on a GPU: the bits of the CPU, streams, graphs, long lists, more than 2^31 elements."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from helpers import ops_reference as ref
+from helpers.ops_tensors import DTYPES, Case, Guarded, cases, contiguous, horizons, rates, values
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+import spectrain_ext as st
+
+pytestmark = pytest.mark.cuda
+
+
+def _gpu(
+    case: Case, index: int, *, momentum: bool = False, kind: str | None = None
+) -> list[Guarded]:
+    """The same list as case.stream, at the same alignments, inside guard bands on the GPU."""
+    out = []
+    for row, host in zip(case.rows, case.stream(index, momentum=momentum, kind=kind), strict=True):
+        layout = row.layout.at(row.offsets[index % len(row.offsets)])
+        on_gpu = Guarded(layout, host.buffer.dtype, device="cuda")
+        out.append(on_gpu.filled(host.flat.cuda()))
+    return out
+
+
+def _ts(stream: list[Guarded]) -> list[Tensor]:
+    return [g.tensor for g in stream]
+
+
+def _check(*streams: list[Guarded]) -> None:
+    for k, stream in enumerate(streams):
+        for i, g in enumerate(stream):
+            g.check(f"list {k}, tensor {i}")
+
+
+_GPU = settings(suppress_health_check=list(HealthCheck))
+
+
+class TestTheBitsOfTheCpu:
+    """Every operator; any NaN matches any NaN."""
+
+    @_GPU
+    @given(case=cases(), lr=rates(), steps=horizons())
+    def test_predict(self, case: Case, lr: float, steps: float) -> None:
+        w, v, out = _gpu(case, 0), _gpu(case, 1, momentum=True), _gpu(case, 2)
+        cw, cv = case.stream(0), case.stream(1, momentum=True)
+        expected = list(st.predict(_ts(cw), _ts(cv), lr=lr, steps=steps))
+        st.predict(_ts(w), _ts(v), lr=lr, steps=steps, out=_ts(out))
+        ref.assert_lists([t.cpu() for t in _ts(out)], expected, "out", exact=steps == 0)
+        st.predict_(_ts(w), _ts(v), lr=lr, steps=steps)
+        ref.assert_lists([t.cpu() for t in _ts(w)], expected, "params", exact=steps == 0)
+        _check(w, v, out)
+
+    @_GPU
+    @given(case=cases(), lr=rates(), steps=horizons())
+    def test_copies(self, case: Case, lr: float, steps: float) -> None:
+        w, v, kept = _gpu(case, 0, kind="bits"), _gpu(case, 1, momentum=True), _gpu(case, 2)
+        cw, cv = case.stream(0, kind="bits"), case.stream(1, momentum=True)
+        before = [ref.clone(t) for t in _ts(cw)]
+        st.stash_predict_(_ts(w), _ts(kept), _ts(v), lr=lr, steps=steps)
+        st.predict_(_ts(cw), _ts(cv), lr=lr, steps=steps)
+        ref.assert_lists([t.cpu() for t in _ts(w)], _ts(cw), "params")
+        ref.assert_lists([t.cpu() for t in _ts(kept)], before, "stashed", exact=True)
+        st.swap_(_ts(w), _ts(kept))
+        ref.assert_lists([t.cpu() for t in _ts(w)], before, "params", exact=True)
+        st.stash(_ts(w), _ts(kept))
+        for t in _ts(w):
+            t.zero_()
+        st.restore_(_ts(w), _ts(kept))
+        ref.assert_lists([t.cpu() for t in _ts(w)], before, "restored", exact=True)
+        _check(w, v, kept)
+
+    @_GPU
+    @given(case=cases(), steps=horizons())
+    @pytest.mark.parametrize("nesterov", [False, True])
+    @pytest.mark.parametrize("momentum", [0.0, 0.9])
+    def test_sgd_step(self, case: Case, steps: float, nesterov: bool, momentum: float) -> None:
+        if nesterov and momentum == 0:
+            pytest.skip("Nesterov needs momentum")
+        options = {"lr": 0.1, "momentum": momentum, "weight_decay": 0.01, "nesterov": nesterov}
+        w, g, v, out = (_gpu(case, i, momentum=i == 2) for i in range(4))
+        cw, cg, cv, cout = (case.stream(i, momentum=i == 2) for i in range(4))
+        wants = momentum != 0
+        for first in (True, False):
+            st.sgd_step_(
+                _ts(w), _ts(g), _ts(v), first_step=first,
+                predict=[(steps, _ts(out))] if wants else (), **options,
+            )  # fmt: skip
+            st.sgd_step_(
+                _ts(cw), _ts(cg), _ts(cv), first_step=first,
+                predict=[(steps, _ts(cout))] if wants else (), **options,
+            )  # fmt: skip
+        for name, a, b in (("params", w, cw), ("momentum", v, cv), ("outs", out, cout)):
+            ref.assert_lists([t.cpu() for t in _ts(a)], _ts(b), name)
+        _check(w, g, v, out)
+
+
+@pytest.mark.parametrize("count", [300, 1000, 3000])
+def test_long_lists(count: int) -> None:
+    rng = np.random.default_rng(count)
+    host: list[list[Tensor]] = [[], [], [], []]
+    for i in range(count):
+        wt, vt = DTYPES[i % len(DTYPES)]
+        n = int(rng.integers(0, 9000)) if i % 50 == 0 else int(rng.integers(0, 60))
+        for stream, dtype in zip(host, (wt, wt, vt, wt), strict=True):
+            stream.append(values(rng, "normal", n, dtype))
+    gpu = [[t.cuda() for t in stream] for stream in host]
+    for w, g, v, out in (host, gpu):
+        st.sgd_step_(w, g, v, lr=0.1, momentum=0.9, predict=[(3.0, out)])
+    for a, b in zip(gpu, host, strict=True):
+        ref.assert_lists([t.cpu() for t in a], b, "list")
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_more_than_two_to_the_31_elements(flat: bool) -> None:
+    """A 32-bit index would wrap around: every element is compared."""
+    n = 2**31 + 4099
+    need = 3 * n * 2 + 2**30
+    free, _ = torch.cuda.mem_get_info()
+    if free < need:
+        pytest.skip(f"needs {need / 2**30:.0f} GiB of GPU memory, {free / 2**30:.0f} are free")
+    w = torch.ones(n, dtype=torch.bfloat16, device="cuda")
+    v = torch.full((n,), 2.0, dtype=torch.bfloat16, device="cuda")
+    kept = torch.full((n,), torch.nan, dtype=torch.bfloat16, device="cuda")
+    lists = ([w], [kept], [v]) if flat else tuple([*t.chunk(7)] for t in (w, kept, v))
+    st.stash_predict_(*lists, lr=0.5, steps=3.0)
+    assert bool((w == -2.0).all()) and bool((kept == 1.0).all())
+    st.restore_(lists[0], lists[1])
+    assert bool((w == 1.0).all())
+    torch.cuda.empty_cache()
+
+
+class TestStreams:
+    """The caller's current stream unless another one is named."""
+
+    @staticmethod
+    def _late_fill(stream: torch.cuda.Stream, t: Tensor, value: float) -> None:
+        """Long after this call has returned t becomes value; another stream would not see it."""
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            t.fill_(value)
+
+    @pytest.mark.parametrize("how", ["current", "named", "plan current", "plan named"])
+    def test_work_is_ordered_after_what_is_on_that_stream(self, how: str) -> None:
+        w = torch.zeros(100_000, device="cuda")
+        v = torch.zeros(100_000, device="cuda")
+        plan = st.Plan(w, momentum_buffers=v)
+        plan.predict_(lr=1.0, steps=1.0)
+        torch.cuda.synchronize()
+        side = torch.cuda.Stream()
+        self._late_fill(side, v, 2.0)
+        if how == "current":
+            with torch.cuda.stream(side):
+                st.predict_(w, v, lr=1.0, steps=1.0)
+        elif how == "named":
+            st.predict_(w, v, lr=1.0, steps=1.0, stream=side)
+        elif how == "plan current":
+            with torch.cuda.stream(side):
+                plan.predict_(lr=1.0, steps=1.0)
+        else:
+            plan.predict_(lr=1.0, steps=1.0, stream=side)
+        assert not side.query(), "an operator waited for the GPU"
+        side.synchronize()
+        assert bool((w == -2.0).all())
+
+    def test_something_that_is_no_stream(self) -> None:
+        w = torch.zeros(10, device="cuda")
+        with pytest.raises(TypeError, match="stream"):
+            st.restore_(w, torch.ones(10, device="cuda"), stream="side")  # type: ignore[arg-type]
+        assert int(w.count_nonzero()) == 0
+
+    def test_every_python_thread_has_its_own_current_stream(self) -> None:
+        w = torch.zeros(1000, device="cuda")
+        v = torch.zeros(1000, device="cuda")
+        plan = st.Plan(w, momentum_buffers=v)
+        side = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        self._late_fill(side, v, 1.0)
+
+        def work() -> None:
+            with torch.cuda.stream(side):
+                plan.predict_(lr=1.0, steps=1.0)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        side.synchronize()
+        assert bool((w == -1.0).all())
+
+    def test_two_threads_with_their_own_plans_and_streams(self) -> None:
+        """The same bits as one after the other."""
+
+        def run(seed: int, stream: torch.cuda.Stream) -> list[Tensor]:
+            gen = torch.Generator().manual_seed(seed)
+            sizes = (70_000, 3, 257)
+            w, g, v, out = ([torch.randn(n, generator=gen).cuda() for n in sizes] for _ in range(4))
+            torch.cuda.synchronize()
+            plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
+            with torch.cuda.stream(stream):
+                for step in range(100):
+                    plan.sgd_step_(lr=0.01, momentum=0.9, first_step=step == 0, predict=[2.0])
+            stream.synchronize()
+            return [t.cpu() for t in (*w, *v, *out)]
+
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        expected = [run(k, streams[k]) for k in (0, 1)]
+        with ThreadPoolExecutor(2) as pool:
+            got = list(pool.map(run, (0, 1), streams))
+        for k in (0, 1):
+            ref.assert_lists(got[k], expected[k], f"thread {k}", exact=True)
+
+    def test_operators_do_not_synchronize(self) -> None:
+        w, g, v, out = ([torch.randn(1000, device="cuda") for _ in range(50)] for _ in range(4))
+        plan = st.Plan(w, momentum_buffers=v, grads=g, stashed=out)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            st.sgd_step_(w, g, v, lr=0.1, momentum=0.9, predict=[(2.0, out)])
+            plan.sgd_step_(lr=0.1, momentum=0.9)
+            plan.swap_()
+            plan.refresh(g)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+class TestGraphs:
+    """A plan's calls are launches and nothing else, so a CUDA graph can hold them."""
+
+    @pytest.mark.parametrize("count", [1, 300, 3000])
+    def test_capture_and_replay(self, count: int) -> None:
+        rng = np.random.default_rng(1)
+        host = [[values(rng, "normal", 257, torch.float32) for _ in range(count)] for _ in range(5)]
+        gpu = [[t.cuda() for t in stream] for stream in host]
+
+        def plans(lists: list[list[Tensor]]) -> st.Plan:
+            w, g, v, kept, out = lists
+            return st.Plan(w, grads=g, momentum_buffers=v, stashed=kept, outs=[out])
+
+        def step(plan: st.Plan) -> None:
+            plan.sgd_step_(lr=0.1, momentum=0.9, predict=[2.0])
+            plan.stash_predict_(lr=0.1, steps=1.0)
+            plan.restore_()
+            plan.swap_()
+
+        plan, on_host = plans(gpu), plans(host)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step(plan)  # resolves the tables outside the capture
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step(plan)
+        for _ in range(3):
+            graph.replay()
+        for _ in range(4):
+            step(on_host)
+        for a, b in zip(gpu, host, strict=True):
+            ref.assert_lists([t.cpu() for t in a], b, "list")
+
+
+class TestBadInput:
+    """What only a GPU can get wrong."""
+
+    def test_host_and_device_in_one_call(self) -> None:
+        w = [torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")]
+        v = [torch.ones(4, device="cuda"), torch.ones(4)]
+        with pytest.raises(ValueError, match=r"momentum_buffers\[1\].*(cpu|cuda)"):
+            st.predict_(w, v, lr=1.0, steps=1.0)
+        assert int(w[0].count_nonzero()) == 0
+
+    def test_two_gpus_in_one_call(self) -> None:
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs two CUDA devices")
+        w = [torch.zeros(4, device="cuda:0"), torch.zeros(4, device="cuda:1")]
+        v = [torch.ones_like(t) for t in w]
+        with pytest.raises(ValueError, match=r"params\[1\].*cuda:"):
+            st.predict_(w, v, lr=1.0, steps=1.0)
+        assert all(int(t.count_nonzero()) == 0 for t in w)
+
+    def test_another_device_than_the_current_one(self) -> None:
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs two CUDA devices")
+        w, v = torch.zeros(4, device="cuda:1"), torch.ones(4, device="cuda:1")
+        assert torch.cuda.current_device() == 0
+        st.predict_(w, v, lr=1.0, steps=1.0)
+        assert torch.cuda.current_device() == 0 and w.tolist() == [-1.0] * 4
+
+
+def test_nothing_is_allocated_where_outputs_are_given() -> None:
+    w, v, g, out = ([torch.randn(100, device="cuda") for _ in range(20)] for _ in range(4))
+    st.sgd_step_(w, g, v, lr=0.1, momentum=0.9, predict=[(1.0, out)])
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    st.predict(w, v, lr=0.1, steps=1.0, out=out)
+    st.stash(w, out)
+    st.sgd_step_(w, g, v, lr=0.1, momentum=0.9, predict=[(1.0, out)])
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_guarded_views_at_every_alignment() -> None:
+    for offset in range(17):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            a = Guarded(contiguous(5000).at(offset), dtype, device="cuda")
+            a.tensor.normal_()
+            b = Guarded(contiguous(5000).at((3 * offset) % 17), dtype, device="cuda")
+            st.stash(a.tensor, b.tensor)
+            assert torch.equal(a.tensor, b.tensor)
+            a.check("source")
+            b.check("target")

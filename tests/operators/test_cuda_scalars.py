@@ -1,0 +1,288 @@
+"""Numbers on a GPU, tables that stay there, and steps in CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import spectrain_ext as st
+from spectrain_ext.operators.laws import FutureRates, Geometric, SecondOrder
+from spectrain_ext.operators.numbers import Adam, Sgd
+
+pytestmark = pytest.mark.cuda
+
+LONG = 3000  # tensors: more rows than a kernel's parameters hold
+
+
+def number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device="cuda")
+
+
+def apart(n: int, count: int, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+    """`count` lists of n positive tensors that no table can join."""
+    random = torch.Generator().manual_seed(11)
+    return [
+        [
+            torch.rand(5 + i % 7, generator=random).add_(0.1).to("cuda", dtype) for i in range(n)
+        ]
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+def copies(lists: list[list[Tensor]]) -> list[list[Tensor]]:
+    return [[t.clone() for t in some] for some in lists]
+
+
+def assert_same_bits(a: list[list[Tensor]], b: list[list[Tensor]]) -> None:
+    for k, (xs, ys) in enumerate(zip(a, b, strict=True)):
+        for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+            assert torch.equal(x, y), f"list {k}, tensor {i}"
+
+
+@pytest.mark.parametrize("n", [3, LONG])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+class TestTheBitsOfPlainNumbers:
+    """Up to a power's last bit in double, which these types do not show."""
+
+    def test_sgd(self, n: int, dtype: torch.dtype) -> None:
+        on_device = apart(n, 5, dtype)
+        on_host = copies(on_device)
+        for (w, g, v, a, b), as_number in ((on_device, number), (on_host, lambda x: x)):
+            plan = st.Plan(w, grads=g, momentum_buffers=v, outs=[a, b])
+            for step in range(3):
+                group = Sgd(as_number(0.5), as_number(0.75), weight_decay=0.01, nesterov=step == 1)
+                predict = [as_number(3.0), SecondOrder(as_number(2.0))]
+                plan.step_sgd_([group], step == 0, predict)
+            plan.predict_with([group], FutureRates([as_number(0.5)] * 3), out=0)
+            plan.predict_with([Sgd(as_number(0.5), as_number(0.75))], Geometric(as_number(2.0)))
+        assert_same_bits(on_device, on_host)
+
+    def test_adam(self, n: int, dtype: torch.dtype) -> None:
+        on_device = apart(n, 6, dtype)
+        on_host = copies(on_device)
+        for (w, g, m, u, a, b), as_number in ((on_device, number), (on_host, lambda x: x)):
+            plan = st.Plan(w, grads=g, exp_avgs=m, exp_avg_sqs=u, outs=[a, b])
+            for step in (1, 2, 3):
+                count = number(step, torch.int64) if as_number is number else step
+                group = Adam(as_number(0.125), (0.9, 0.999), 1e-8, 0.01, count, step == 2)
+                plan.step_adam_([group], [as_number(2.0), Geometric(4)])
+        assert_same_bits(on_device, on_host)
+
+    def test_the_rest(self, n: int, dtype: torch.dtype) -> None:
+        w, v, kept, out = apart(n, 4, dtype)
+        plan = st.Plan(w, momentum_buffers=v, stashed=kept, outs=[out])
+        other = [t.clone() for t in w]
+        plan.stash_predict_(lr=number(0.5), steps=number(3.0))
+        st.predict_(other, v, lr=0.5, steps=3)
+        assert_same_bits([w], [other])
+        plan.extrapolate(steps=number(2.0))
+        assert_same_bits([out], [st.extrapolate(w, kept, steps=2)])
+        st.predict(w, v, lr=number(0.25), steps=number(0.0), out=out)
+        assert_same_bits([out], [w])
+
+
+class TestOneLaunch:
+    def test_a_long_list(self) -> None:
+        on_device = apart(LONG, 4)
+        on_host = [[t.cpu() for t in some] for some in on_device]
+        launches = []
+        for w, g, v, out in (on_device, on_host):
+            plan = st.Plan(w, grads=g, momentum_buffers=v, outs=[out])
+            for _ in range(4):
+                plan.sgd_step_(lr=0.1, momentum=0.9, predict=[2])
+                launches.append(plan._native.last_launch()[0])
+        assert launches[0] > 1  # windows, as for a plan that is used once
+        assert launches[2:4] == [1, 1]
+        assert_same_bits([[t.cpu() for t in some] for some in on_device], on_host)
+
+    def test_new_gradients_make_a_new_table(self) -> None:
+        w, g, v = apart(LONG, 3)
+        others = [t.clone() for t in w], [t.clone() for t in v]
+        plan = st.Plan(w, grads=g, momentum_buffers=v)
+        for factor in (1.0, 2.0, 3.0):
+            fresh = [t * factor for t in g]
+            plan.refresh(fresh)
+            for _ in range(3):
+                plan.sgd_step_(lr=0.1, momentum=0.9)
+                st.sgd_step_(others[0], fresh, others[1], lr=0.1, momentum=0.9)
+        assert_same_bits([w, v], list(others))
+
+    @pytest.mark.parametrize("how", ["plan", "operator", "distance"])
+    def test_memory_of_a_call_is_free_for_its_stream(self, how: str) -> None:
+        """What the current stream has let go of, and is late to write, lies in no call's table."""
+        w, v = apart(LONG, 2)
+        expected = st.predict(w, v, lr=0.1, steps=2)
+        lr = number(0.1, torch.float64)
+        torch.cuda.synchronize()
+        for _ in range(4):
+            out = [torch.zeros_like(t) for t in w]
+            plan = st.Plan(w, momentum_buffers=v, outs=[out])
+            torch.cuda.synchronize()
+            side = torch.cuda.Stream()
+            left = [torch.empty(1 << k, dtype=torch.uint8, device="cuda") for k in range(8, 22)]
+            torch.cuda._sleep(20_000_000)
+            for memory in left:
+                memory.fill_(255)
+            del left, memory
+            if how == "distance":
+                each, _ = st.distance(w, [v], stream=side)
+                side.synchronize()
+                wanted = st.distance([t.cpu() for t in w], [[t.cpu() for t in v]])[0]
+                assert torch.equal(each.cpu(), wanted)
+                continue
+            if how == "plan":
+                plan.predict(lr=lr, steps=2, stream=side)
+            else:
+                out = st.predict(w, v, lr=0.1, steps=2, stream=side)
+            side.synchronize()
+            assert_same_bits([out], [expected])
+
+    def test_a_plan_on_several_streams(self) -> None:
+        w, v, out = apart(LONG, 3)
+        plan = st.Plan(w, momentum_buffers=v, outs=[out])
+        expected = st.predict(w, v, lr=0.1, steps=2)
+        stream = torch.cuda.current_stream()
+        for _ in range(4):
+            earlier, stream = stream, torch.cuda.Stream()
+            stream.wait_stream(earlier)
+            plan.predict(lr=number(0.1, torch.float64), steps=2, stream=stream)
+            with torch.cuda.stream(stream):
+                assert_same_bits([out], [expected])
+                for t in out:
+                    t.zero_()
+
+    def test_many_groups(self) -> None:
+        """More arguments than a long table leaves room for: they are made on the device."""
+        w, g, v = apart(LONG, 3)
+        others = [[t.clone() for t in some] for some in (w, v)]
+        groups = [i % 20 for i in range(LONG)]
+        plan = st.Plan(w, grads=g, momentum_buffers=v, groups=groups)
+        numbers = [Sgd(0.01 * k, 0.9) for k in range(20)]
+        for _ in range(3):
+            plan.step_sgd_(numbers)
+            for k, rule in enumerate(numbers):
+                picked = [
+                    [some[i] for i in range(k, LONG, 20)] for some in (others[0], g, others[1])
+                ]
+                st.sgd_step_(*picked, lr=rule.lr, momentum=0.9)  # fmt: skip
+        assert_same_bits([w, v], others)
+
+
+def captured(call: Any) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+class TestGraphs:
+    @pytest.mark.parametrize("n", [3, LONG])
+    @pytest.mark.parametrize("warm", [False, True])
+    def test_replays_see_what_the_numbers_are_then(self, n: int, warm: bool) -> None:
+        w, g, v, out = apart(n, 4)
+        lr, mu, steps = number(0.5), number(0.5), number(1.0)
+        plan = st.Plan(w, grads=g, momentum_buffers=v, outs=[out])
+        other = copies([w, g, v, out])
+
+        def expected(rate: float, momentum: float, horizon: float) -> None:
+            a, b, c, d = other
+            st.sgd_step_(a, b, c, lr=rate, momentum=momentum, predict=[(horizon, d)])
+
+        def step() -> None:
+            plan.sgd_step_(lr=lr, momentum=mu, predict=[steps])
+
+        if warm:
+            step()
+            expected(0.5, 0.5, 1.0)
+        graph = captured(step)
+        for rate, momentum, horizon in ((0.5, 0.5, 1.0), (0.25, 0.75, 3.0), (0.125, 0.5, 0.0)):
+            lr.fill_(rate)
+            mu.fill_(momentum)
+            steps.fill_(horizon)
+            graph.replay()
+            expected(rate, momentum, horizon)
+            assert_same_bits([w, g, v, out], other)
+        step()  # between replays, with the plan's own table
+        expected(0.125, 0.5, 0.0)
+        graph.replay()
+        expected(0.125, 0.5, 0.0)
+        assert_same_bits([w, g, v, out], other)
+
+    def test_adams_step_count_is_the_callers(self) -> None:
+        w, g, m, u = apart(5, 4)
+        other = copies([w, g, m, u])
+        count = number(0, torch.int64)
+        plan = st.Plan(w, grads=g, exp_avgs=m, exp_avg_sqs=u)
+
+        def step() -> None:
+            count.add_(1)
+            plan.step_adam_([Adam(0.1, (0.9, 0.999), 1e-8, 0.0, count)])  # type: ignore[arg-type]
+
+        graph = captured(step)
+        for i in range(1, 5):
+            graph.replay()
+            st.adam_step_(*other, lr=0.1, step=i)
+            assert_same_bits([w, g, m, u], other)
+
+    def test_one_shot_calls(self) -> None:
+        w, v, out = apart(LONG, 3)
+        lr = number(0.5)
+        graph = captured(lambda: st.predict(w, v, lr=lr, steps=2, out=out))
+        for rate in (0.5, 0.25):
+            lr.fill_(rate)
+            graph.replay()
+            assert_same_bits([out], [st.predict(w, v, lr=rate, steps=2)])
+
+    def test_a_gradient_must_stay_where_a_graph_reads_it(self) -> None:
+        w, g, v = apart(3, 3)
+        plan = st.Plan(w, grads=g, momentum_buffers=v)
+        plan.refresh([t.clone() for t in g])  # before the capture: anywhere
+        plan.refresh(g)
+        graph = captured(lambda: plan.sgd_step_(lr=0.1, momentum=0.9))
+        plan.refresh(list(g))
+        with pytest.raises(RuntimeError, match=r"grads\[1\]: .*captured in a CUDA graph"):
+            plan.refresh([g[0], g[1].clone(), g[2]])
+        other = copies([w, g, v])
+        graph.replay()
+        st.sgd_step_(*other, lr=0.1, momentum=0.9)
+        assert_same_bits([w, g, v], other)
+        plan.sgd_step_(lr=0.1, momentum=0.9)
+        st.sgd_step_(*other, lr=0.1, momentum=0.9)
+        assert_same_bits([w, g, v], other)
+
+    def test_many_other_calls_do_not_drop_what_a_graph_reads(self) -> None:
+        w, v, *outs = apart(LONG, 22)
+        lr = number(0.5)
+        plan = st.Plan(w, momentum_buffers=v, outs=outs)
+        plan.predict(lr=lr, steps=2)
+        graph = captured(lambda: plan.predict(lr=lr, steps=2))
+        for j in range(1, 20):
+            plan.predict(lr=lr, steps=2, out=j)
+        torch.cuda.empty_cache()
+        filler = [torch.full((1 << 16,), 255, dtype=torch.uint8, device="cuda") for _ in range(64)]
+        graph.replay()
+        assert len(filler) == 64
+        assert_same_bits([outs[0]], [st.predict(w, v, lr=0.5, steps=2)])
+
+
+def test_a_number_on_the_host_is_refused() -> None:
+    w, v, out = apart(2, 3)
+    with pytest.raises(ValueError, match=r"lr: expected a number on cuda:0.* got one on cpu"):
+        st.predict(w, v, lr=st.Scalar(torch.tensor(0.1)), steps=2, out=out)
+
+
+def test_a_formula_too_long_for_a_launch_leaves_everything_as_it_was() -> None:
+    w, v, out = apart(2, 3)
+    before = copies([w, v, out])
+    rates = FutureRates([number(0.1)] * 30_000)
+    st.predict(w, v, lr=0.1, steps=FutureRates([number(0.5)] * 1000), out=out)
+    out_before = [t.clone() for t in out]
+    distinct = FutureRates([number(0.1) for _ in range(9000)])
+    with pytest.raises((RuntimeError, ValueError), match="formula"):
+        st.predict(w, v, lr=0.1, steps=distinct, out=out)
+    with pytest.raises((RuntimeError, ValueError), match="formula"):
+        st.predict(w, v, lr=0.1, steps=rates, out=out)
+    assert_same_bits([w, v, out], [*before[:2], out_before])

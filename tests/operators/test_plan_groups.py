@@ -1,0 +1,251 @@
+"""Plans with parameter groups: numbers of their own for every group, in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as hs
+import numpy as np
+import pytest
+import torch
+from helpers import ops_reference as ref
+from helpers.bad_input import raises
+from helpers.ops_rules import predict_adam, predict_sgd
+from helpers.ops_tensors import Case, cases, check_guards, tensors
+from hypothesis import given
+from torch import Tensor
+
+import spectrain_ext as st
+from spectrain_ext.operators.laws import FutureRates, Geometric, Law, Linear, SecondOrder
+from spectrain_ext.operators.numbers import Adam, Sgd
+
+_SGD = [
+    ref.SGD(lr=0.1, momentum=0.9, weight_decay=0.01),
+    ref.SGD(lr=0.01, momentum=0.5, nesterov=True, maximize=True),
+    ref.SGD(lr=0.5, momentum=0.99, ema=True, weight_decay=0.1, decoupled_weight_decay=True),
+    ref.SGD(lr=0.0, momentum=0.9, dampening=0.3),
+]
+
+
+def _groups(draw: Any, n: int, n_groups: int) -> list[int]:
+    """A group for every tensor; all groups exist, because the last one does."""
+    groups = draw(hs.lists(hs.integers(0, n_groups - 1), min_size=n, max_size=n))
+    if n:
+        groups[draw(hs.integers(0, n - 1))] = n_groups - 1
+    return groups
+
+
+@given(case=cases(min_size=1, single=False), data=hs.data(), n_groups=hs.integers(1, 4))
+def test_sgd(case: Case, data: hs.DataObject, n_groups: int) -> None:
+    """Every tensor gets what its group's numbers give, whoever its neighbours are."""
+    groups = data.draw(hs.composite(lambda d: _groups(d, len(case.rows), n_groups))())
+    w, g, v, out, out2 = (case.stream(i, momentum=i == 2) for i in range(5))
+    hyper = _SGD[:n_groups]
+    numbers = [Sgd(**h.keywords()) for h in hyper]
+    expected = [
+        hyper[group].step(*row)
+        for group, row in zip(groups, zip(*map(tensors, (w, g, v)), strict=True), strict=True)
+    ]
+    plan = st.Plan(
+        tensors(w), momentum_buffers=tensors(v), grads=tensors(g),
+        outs=[tensors(out), tensors(out2)], groups=groups,
+    )  # fmt: skip
+    laws: list[Law] = [Linear(2.0), Geometric(3)]
+    plan.step_sgd_(numbers, False, laws)
+    ref.assert_lists(tensors(w), [a for a, _ in expected], "params")
+    ref.assert_lists(tensors(v), [b for _, b in expected if b is not None], "momentum_buffers")
+    for law, stream in zip(laws, (out, out2), strict=True):
+        for i, group in enumerate(groups):
+            hat = predict_sgd(law.sgd(numbers[group]), tensors(w)[i], tensors(v)[i])
+            ref.assert_same(tensors(stream)[i], hat, f"{law}, tensor {i} of group {group}")
+    before = [ref.clone(t) for t in tensors(out)]
+    plan.predict_with(numbers, laws[0], out=1)
+    ref.assert_lists(tensors(out2), before, "predict_with")
+    plan.predict_with(numbers, laws[0])
+    ref.assert_lists(tensors(w), before, "predict_with in place")
+    check_guards(w=w, g=g, v=v, out=out, out2=out2)
+
+
+@given(case=cases(min_size=1, single=False), data=hs.data(), n_groups=hs.integers(1, 4))
+def test_adam(case: Case, data: hs.DataObject, n_groups: int) -> None:
+    """Adam, AdamW and NAdam beside each other, with different step counts."""
+    groups = data.draw(hs.composite(lambda d: _groups(d, len(case.rows), n_groups))())
+    w, g, m, u, out = (case.stream(i, momentum=i in (2, 3)) for i in range(5))
+    for t in tensors(u):
+        t.abs_()
+    numbers = [
+        Adam(0.1, (0.9, 0.999), 1e-8, 0.0, 1),
+        Adam(0.01, (0.5, 0.99), 1e-3, 0.1, 7, decoupled_weight_decay=True),
+        Adam(0.05, (0.9, 0.9), 1e-8, 0.1, 20, maximize=True),
+        Adam(0.1, (0.9, 0.999), 1e-8, 0.0, 3, momentum_decay=4e-3, mu_product=0.1),
+    ][:n_groups]
+    alone = [[ref.clone(t) for t in tensors(s)] for s in (w, g, m, u, out)]
+    plan = st.Plan(
+        tensors(w), exp_avgs=tensors(m), exp_avg_sqs=tensors(u), grads=tensors(g),
+        outs=[tensors(out)], groups=groups,
+    )  # fmt: skip
+    law = FutureRates([0.1, 0.2, 0.3], law="geometric")
+    plan.step_adam_(numbers, [law])
+    for i, group in enumerate(groups):
+        a, b, c, d, e = (x[i] for x in alone)
+        one = st.Plan(a, exp_avgs=c, exp_avg_sqs=d, grads=b, outs=[e])
+        one.step_adam_([numbers[group]], [law])
+        for name, mine, his in (("w", w, a), ("m", m, c), ("u", u, d), ("out", out, e)):
+            ref.assert_same(tensors(mine)[i], his, f"{name}[{i}] of group {group}")
+        terms = law.adam(numbers[group])
+        ref.assert_same(e, predict_adam(terms, a, c, d, eps=numbers[group].eps), f"out[{i}]")
+    before = [ref.clone(t) for t in tensors(out)]
+    plan.predict_with(numbers, law)
+    ref.assert_lists(tensors(w), before, "predict_with in place")
+    check_guards(w=w, g=g, m=m, u=u, out=out)
+
+
+class TestLaunches:
+    """Groups cost no launches."""
+
+    @pytest.mark.parametrize("n_groups", [1, 2, 40])
+    def test_any_number_of_groups_is_one_launch(self, n_groups: int) -> None:
+        lists = [[torch.rand(5) for _ in range(300)] for _ in range(5)]
+        w, g, m, u, out = lists
+        groups = [i % n_groups for i in range(300)]
+        plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=[out], groups=groups)
+        adams = [Adam(0.1 / (k + 1), (0.9, 0.99), 1e-8, 0.0, 1) for k in range(n_groups)]
+        plan.step_adam_(adams, [3.0])
+        assert plan._native.last_launch() == (1, 300)
+        sgds = [Sgd(0.1 / (k + 1), 0.9) for k in range(n_groups)]
+        plan.step_sgd_(sgds, False, [3.0])
+        assert plan._native.last_launch() == (1, 300)
+        plan.predict_with(sgds, 2.0, out=0)
+        assert plan._native.last_launch() == (1, 300)
+        plan.predict_with(adams, Geometric(5), out=0)
+        assert plan._native.last_launch() == (1, 300)
+
+    def test_neighbours_of_one_group_merge_and_others_do_not(self) -> None:
+        flat = [list(torch.rand(60).split(10)) for _ in range(3)]
+        w, g, v = flat
+        plan = st.Plan(w, momentum_buffers=v, grads=g, groups=[0, 0, 1, 1, 1, 0])
+        plan.step_sgd_([Sgd(0.1, 0.9), Sgd(0.2, 0.9)])
+        assert plan._native.last_launch() == (1, 3)
+        plan.predict_with([Sgd(0.1, 0.9)] * 2, 1.0)
+        assert plan._native.last_launch() == (1, 3)
+
+
+def test_groups_without_momentum() -> None:
+    w, g = [torch.zeros(3), torch.zeros(3)], [torch.ones(3), torch.ones(3)]
+    plan = st.Plan(w, grads=g, groups=[1, 0])
+    plan.step_sgd_([Sgd(1.0, 0.0), Sgd(0.5, 0.0)])
+    assert w[0].tolist() == [-0.5] * 3 and w[1].tolist() == [-1.0] * 3
+
+
+def test_first_step_and_missing_gradients_go_by_tensor_not_by_group() -> None:
+    w, v = [torch.zeros(3) for _ in range(4)], [torch.full((3,), 8.0) for _ in range(4)]
+    g: list[Tensor | None] = [torch.ones(3), torch.ones(3), None, torch.ones(3)]
+    out = [torch.zeros(3) for _ in range(4)]
+    plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out], groups=[0, 1, 1, 0])
+    plan.step_sgd_([Sgd(1.0, 0.5), Sgd(0.5, 0.25)], [True, False, True, False], [1.0])
+    assert [float(t[0]) for t in w] == [-1.0, -1.5, 0.0, -5.0]
+    assert [float(t[0]) for t in v] == [1.0, 3.0, 8.0, 5.0]
+    assert [float(t[0]) for t in out] == [-2.0, -3.0, 0.0, -10.0]
+
+
+def test_the_methods_of_one_group_apply_to_all() -> None:
+    w, v = [torch.zeros(3), torch.zeros(3)], [torch.ones(3), torch.ones(3)]
+    plan = st.Plan(w, momentum_buffers=v, grads=[torch.ones(3)] * 2, groups=[0, 1])
+    plan.predict_(lr=1.0, steps=2.0)
+    assert [t.tolist() for t in w] == [[-2.0] * 3] * 2
+    plan.sgd_step_(lr=1.0, momentum=1.0)
+    assert [t.tolist() for t in w] == [[-4.0] * 3] * 2
+
+
+def test_a_group_without_tensors_has_numbers_all_the_same() -> None:
+    w = [torch.zeros(3), torch.zeros(3)]
+    plan = st.Plan(w, grads=[torch.ones(3)] * 2, groups=[0, 2])
+    plan.step_sgd_([Sgd(1.0, 0.0), Sgd(7.0, 0.0), Sgd(3.0, 0.0)])
+    assert [t.tolist() for t in w] == [[-1.0] * 3, [-3.0] * 3]
+
+
+class TestRefuses:
+    """Bad groups and bad lists of numbers."""
+
+    @pytest.mark.parametrize(
+        ("groups", "error", "names"),
+        [
+            ([0], ValueError, "groups"),
+            ([0, 0, 0], ValueError, "groups"),
+            ([], ValueError, "groups"),
+            ([0, -1], ValueError, r"groups\[1\]"),
+            ([0, 70_000], ValueError, r"groups\[1\]"),
+            ([0, 1.5], TypeError, r"groups\[1\]"),
+            ([0, None], TypeError, r"groups\[1\]"),
+            ([0, "1"], TypeError, r"groups\[1\]"),
+            ("01", TypeError, r"groups"),
+            (3, TypeError, r"groups"),
+        ],
+        ids=str,
+    )
+    def test_groups(self, groups: Any, error: type[Exception], names: str) -> None:
+        w = [torch.zeros(3), torch.zeros(3)]
+        raises(error, "^" + names, lambda: st.Plan(w, groups=groups), w)
+
+    def test_numpy_integers_and_tuples_are_groups(self) -> None:
+        w = [torch.zeros(3), torch.zeros(3)]
+        for groups in ((0, 1), np.array([0, 1]), range(2)):
+            plan = st.Plan(w, grads=[torch.ones(3)] * 2, groups=groups)  # type: ignore[arg-type]
+            assert plan._native.n_groups == 2
+
+    @staticmethod
+    def _plan() -> tuple[st.Plan, list[list[Tensor]]]:
+        lists = [[torch.rand(3), torch.rand(3)] for _ in range(6)]
+        w, g, m, u, kept, out = lists
+        plan = st.Plan(
+            w, exp_avgs=m, exp_avg_sqs=u, grads=g, stashed=kept, outs=[out], groups=[0, 1]
+        )
+        return plan, lists
+
+    _S, _A = Sgd(0.1, 0.9), Adam(0.1, (0.9, 0.99), 1e-8, 0.0, 1)
+
+    @pytest.mark.parametrize("count", [0, 1, 3])
+    def test_numbers_for_another_count_of_groups(self, count: int) -> None:
+        plan, lists = self._plan()
+        for call in (
+            lambda: plan.step_sgd_([self._S] * count),
+            lambda: plan.step_adam_([self._A] * count),
+            lambda: plan.predict_with([self._S] * count, 1.0),
+            lambda: plan.predict_with([self._A] * count, 1.0, out=0),
+            lambda: plan.stash_predict_with([self._A] * count, 1.0),
+        ):
+            raises(ValueError, "groups", call, lists, "2", str(count))
+
+    @pytest.mark.parametrize("name", ["step_sgd_", "step_adam_", "predict", "stash_predict"])
+    def test_numbers_of_another_rule(self, name: str) -> None:
+        plan, lists = self._plan()
+        s: Any = self._S
+        a: Any = self._A
+        calls = {
+            "step_sgd_": lambda: plan.step_sgd_([s, a]),
+            "step_adam_": lambda: plan.step_adam_([a, s]),
+            "predict": lambda: plan.predict_with([a, s], 1.0, out=0),
+            "stash_predict": lambda: plan.stash_predict_with([s, a], 1.0),
+        }
+        raises(TypeError, r"groups\[1\]", calls[name], lists)
+
+    @pytest.mark.parametrize("bad", [Sgd(0.1, 0.9), None, 3, "sgd", [3, 4]], ids=repr)
+    def test_what_is_no_list_of_numbers(self, bad: Any) -> None:
+        plan, lists = self._plan()
+        for method in (plan.step_sgd_, plan.step_adam_):
+            raises(TypeError, "groups", lambda method=method: method(bad), lists)  # type: ignore[misc]
+        raises(TypeError, "groups", lambda: plan.predict_with(bad, 1.0), lists)
+
+    def test_groups_with_and_without_momentum_exclude_each_other(self) -> None:
+        plan, lists = self._plan()
+        mixed = [Sgd(0.1, 0.9), Sgd(0.1, 0.0)]
+        raises(ValueError, "momentum", lambda: plan.step_sgd_(mixed), lists)
+        raises(ValueError, "momentum", lambda: plan.predict_with(mixed, 1.0), lists)
+
+    def test_a_law_that_one_group_cannot_have(self) -> None:
+        plan, lists = self._plan()
+        decayed = [Sgd(0.1, 0.9), Sgd(0.1, 0.9, weight_decay=0.1)]
+        law = Geometric(1.5)
+        raises(ValueError, "steps", lambda: plan.predict_with(decayed, law, out=0), lists)
+        raises(ValueError, "steps", lambda: plan.step_sgd_(decayed, False, [law]), lists)
+        raises(ValueError, "gradient", lambda: plan.predict_with(decayed, SecondOrder(1)), lists)

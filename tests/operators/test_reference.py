@@ -1,0 +1,135 @@
+"""The reference is itself checked, against rational arithmetic."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import hypothesis.strategies as hs
+import numpy as np
+import pytest
+import torch
+from helpers import ops_reference as ref
+from hypothesis import given
+
+_EDGES32 = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    2.0**-149,
+    2.0**-126,
+    1 + 2.0**-23,
+    1 - 2.0**-24,
+    float(np.finfo(np.float32).max),
+]
+_FLOAT32 = hs.one_of(
+    hs.sampled_from(_EDGES32), hs.floats(width=32, allow_nan=False, allow_infinity=False)
+)
+_FLOAT64 = hs.floats(allow_nan=False, allow_infinity=False)
+
+
+def _nearest_float32(exact: Fraction) -> float:
+    """Round a rational to float32 by comparing it with the two neighbours of a first guess."""
+    with np.errstate(all="ignore"):
+        guess = np.float32(float(exact))
+    if np.isinf(guess):
+        limit = Fraction(float(np.finfo(np.float32).max)) + Fraction(2) ** 103
+        return (
+            float(guess)
+            if abs(exact) >= limit
+            else math.copysign(float(np.finfo(np.float32).max), float(guess))
+        )
+    with np.errstate(over="ignore"):
+        around = [
+            np.nextafter(guess, np.float32(-np.inf)),
+            guess,
+            np.nextafter(guess, np.float32(np.inf)),
+        ]
+    finite = [x for x in around if np.isfinite(x)]
+
+    def distance(x: np.float32) -> tuple[Fraction, int]:
+        return abs(Fraction(float(x)) - exact), int(x.view(np.int32)) & 1
+
+    best = min(finite, key=distance)
+    if exact >= Fraction(float(np.finfo(np.float32).max)) + Fraction(2) ** 103:
+        return math.inf
+    return float(best)
+
+
+@given(a=_FLOAT32, b=_FLOAT32, c=_FLOAT32)
+def test_fma32_rounds_once(a: float, b: float, c: float) -> None:
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    got = float(ref.fma32(*(np.array([x], dtype=np.float32) for x in (a, b, c)))[0])
+    if exact == 0:
+        assert got == 0
+    elif abs(exact) < Fraction(float(np.finfo(np.float32).max)):
+        assert got == _nearest_float32(exact)
+
+
+@given(a=_FLOAT64, b=_FLOAT64, c=_FLOAT64)
+def test_fma64_rounds_once(a: float, b: float, c: float) -> None:
+    got = float(ref.fma64(*(np.array([x]) for x in (a, b, c)))[0])
+    assert got == ref._fma_rational(a, b, c)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fma64_rounds_once_where_it_cancels(seed: int) -> None:
+    """c close to -a*b is where a sum of two rounded terms goes wrong."""
+    rng = np.random.default_rng(seed)
+    a, b = rng.standard_normal(2000), rng.standard_normal(2000)
+    c = -(a * b) * (1 + rng.integers(-3, 4, 2000) * 2.0**-52)
+    expected = [ref._fma_rational(*map(float, abc)) for abc in zip(a, b, c, strict=True)]
+    assert np.array_equal(ref.fma64(a, b, c), np.array(expected))
+
+
+def test_a_product_and_a_sum_would_not_do() -> None:
+    """Two roundings differ from one somewhere, so the comparisons with the reference can fail."""
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.standard_normal(1000).astype(np.float32) for _ in range(3))
+    assert not np.array_equal(ref.fma32(a, b, c), a * b + c)
+
+
+def test_special_values() -> None:
+    inf, nan = np.float32(np.inf), np.float32(np.nan)
+    a = np.array([inf, 0, 1, nan, 2, -0.0], dtype=np.float32)
+    b = np.array([1, inf, 1, 1, 3e38, 0.0], dtype=np.float32)
+    c = np.array([-inf, 1, -1, 1, 1, -0.0], dtype=np.float32)
+    got = ref.fma32(a, b, c)
+    assert np.isnan(got[[0, 1, 3]]).all() and got[2] == 0 and not np.signbit(got[2])
+    assert got[4] == inf and np.signbit(got[5])
+
+
+def test_an_infinite_term_beside_a_product_that_overflows() -> None:
+    a, b, c = np.array([2.0]), np.array([-1.7e308]), np.array([np.inf])
+    assert ref.fma64(a, b, c)[0] == np.inf
+
+
+@given(x=_FLOAT32.map(abs), y=_FLOAT32)
+def test_roots_and_quotients_are_rounded_once(x: float, y: float) -> None:
+    """numpy's, which the emulation of Adam takes for IEEE's: nothing representable is nearer."""
+    a, b = np.float32(x), np.float32(y)
+    root = np.sqrt(a)
+    # The root lies between the midpoints to the neighbours of what is returned.
+    below, above = (np.nextafter(root, np.float32(d)) for d in (-1.0, np.inf))
+    if x > 0:
+        low = (Fraction(float(root)) + Fraction(float(below))) / 2
+        high = (Fraction(float(root)) + Fraction(float(above))) / 2
+        assert low**2 <= Fraction(x) <= high**2
+    if y != 0:
+        with np.errstate(all="ignore"):
+            got = float(a / b)
+        exact = Fraction(x) / Fraction(y)
+        if exact and abs(exact) < Fraction(float(np.finfo(np.float32).max)):
+            assert got == _nearest_float32(exact)
+
+
+def test_assertions_fail_when_they_should() -> None:
+    one, nan = torch.tensor([1.0]), torch.tensor([math.nan])
+    with pytest.raises(AssertionError, match="differ"):
+        ref.assert_same(torch.tensor([0.0]), torch.tensor([-0.0]), "zeros")
+    with pytest.raises(AssertionError, match="differ"):
+        ref.assert_same(nan, one, "nan")
+    ref.assert_same(nan, -nan, "any NaN matches any NaN")
+    with pytest.raises(AssertionError, match="differ"):
+        ref.assert_bits(nan, -nan, "but not to the bit")

@@ -1,0 +1,267 @@
+"""The optimizers on a CUDA device: torch's results, streams, and groups that span devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.optim_cases import (
+    ADAM_CASES,
+    DTYPES,
+    assert_bits,
+    assert_same,
+    assert_same_state,
+    bits,
+    every_adam,
+    give_gradients,
+    make_params,
+    momenta,
+    pair_of,
+    states,
+    twins,
+)
+from torch import nn
+
+import spectrain_ext as st
+
+pytestmark = pytest.mark.cuda
+
+
+def on_cuda(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().to("cuda")) for p in params]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nesterov", (False, True))
+def test_many_steps_match_torch(dtype: torch.dtype, nesterov: bool) -> None:
+    options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
+    ours = on_cuda(make_params(dtype))
+    theirs = twins(ours)
+    optimizer = st.optim.SGD(ours, **options)
+    reference = torch.optim.SGD(theirs, foreach=False, **options)
+    for step in range(20):
+        give_gradients(ours, theirs, none=[0] if step % 3 == 1 else [])
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+    assert_same(momenta(optimizer, ours), momenta(reference, theirs))
+
+
+def test_the_cpu_gives_the_same_bits() -> None:
+    cpu = make_params(torch.float32)
+    cuda = on_cuda(cpu)
+    optimizers = [st.optim.SGD(params, lr=0.05, momentum=0.9) for params in (cpu, cuda)]
+    for _ in range(5):
+        give_gradients(cpu)
+        for p, q in zip(cpu, cuda, strict=True):
+            q.grad = p.grad.to("cuda")
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_bits([q.detach().cpu() for q in cuda], bits(cpu))
+
+
+def test_a_group_may_span_devices() -> None:
+    def both() -> list[nn.Parameter]:
+        torch.manual_seed(3)
+        return make_params() + on_cuda(make_params())
+
+    ours, theirs = both(), both()
+    optimizer = st.optim.SGD(ours, lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
+    for _ in range(3):
+        give_gradients(ours, theirs)
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+    kept = bits(ours)
+    with optimizer.predicted(2):
+        assert not torch.equal(ours[0].detach(), kept[0])
+        assert not torch.equal(ours[6].detach(), kept[6])
+    assert_bits(ours, kept)
+
+
+def test_a_module_that_moves_to_the_device_takes_its_momentum_along() -> None:
+    model = nn.Linear(5, 3).double()
+    twin = nn.Linear(5, 3).double()
+    twin.load_state_dict(model.state_dict())
+    optimizer = st.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for device in ("cpu", "cuda", "cuda"):
+        model.to(device)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.grad = torch.randn_like(q)
+            p.grad = q.grad.to(device)
+        optimizer.step()
+        reference.step()
+    assert_same([p.cpu() for p in model.parameters()], list(twin.parameters()))
+
+
+def test_the_step_runs_on_the_callers_stream() -> None:
+    p = nn.Parameter(torch.zeros(1 << 16, device="cuda"))
+    optimizer = st.optim.SGD([p], lr=1.0, momentum=0.9)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            # The kernels before the step take far longer than its launch.
+            p.grad = torch.ones(1 << 16, device="cuda")
+            for _ in range(50):
+                p.grad.add_(1.0)
+            optimizer.step()
+            p.grad = None
+    stream.synchronize()
+    v, w = 0.0, 0.0
+    for _ in range(20):
+        v = 0.9 * v + 51.0
+        w -= v
+    torch.testing.assert_close(p.detach().cpu(), torch.full((1 << 16,), w), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ("SGD", "Adam", "AdamW", "NAdam"))
+def test_a_learning_rate_on_the_device_is_read_there(name: str) -> None:
+    p, q = (nn.Parameter(torch.linspace(-1, 1, 8, device="cuda")) for _ in range(2))
+    lr = torch.tensor(0.5, device="cuda")
+    on_device = getattr(st.optim, name)([p], lr=lr)
+    on_host = getattr(st.optim, name)([q], lr=0.5)
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    for rate in (0.5, 0.25, 0.125):
+        lr.fill_(rate)
+        on_host.param_groups[0]["lr"] = rate
+        with torch.cuda.device(0):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                on_device.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        on_host.step()
+        assert torch.equal(p, q)
+
+
+def test_a_learning_rate_on_the_device_is_one_number() -> None:
+    p = nn.Parameter(torch.zeros(4, device="cuda"))
+    optimizer = st.optim.SGD([p], lr=0.1)
+    optimizer.param_groups[0]["lr"] = torch.ones(2, device="cuda")
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="one element"):
+        optimizer.step()
+
+
+def test_a_bound_step_writes_predictions() -> None:
+    params = on_cuda(make_params())
+    optimizer = st.optim.SGD(params, lr=0.1, momentum=0.9)
+    master = {p: p.detach().clone() for p in params}
+    momentum = {p: torch.empty_like(p.detach()) for p in params}
+    outs = {p: torch.empty_like(p.detach()) for p in params}
+    optimizer.bind(master, momentum)
+    sink = optimizer.prediction_sink(outs)
+    for none in ([], [2], []):
+        give_gradients(params, none=none)
+        optimizer.write_with_next_step(sink, 3)
+        optimizer.step()
+        expected = [st.predict(master[p], momentum[p], lr=0.1, steps=3) for p in params]
+        assert_bits(list(outs.values()), expected)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize(("name", "options"), ADAM_CASES[::5], ids=str)
+def test_adams_match_torch(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    ours = on_cuda(make_params(dtype))
+    theirs, optimizer, reference = pair_of(name, ours, lr=0.02, foreach=False, **options)
+    for step in range(20):
+        give_gradients(ours, theirs, none=[0] if step % 3 == 1 else [])
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+    assert_same_state(states(optimizer, ours), states(reference, theirs))
+
+
+@every_adam
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_cpu_gives_the_same_bits_of_adams(name: str, dtype: torch.dtype) -> None:
+    cpu = make_params(dtype)
+    cuda = on_cuda(cpu)
+    optimizers = [getattr(st.optim, name)(params, lr=0.05) for params in (cpu, cuda)]
+    for _ in range(5):
+        give_gradients(cpu)
+        for p, q in zip(cpu, cuda, strict=True):
+            q.grad = p.grad.to("cuda")
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_bits([q.detach().cpu() for q in cuda], bits(cpu))
+    for optimizer in optimizers:
+        optimizer.predict_(2)
+    assert_bits([q.detach().cpu() for q in cuda], bits(cpu))
+
+
+@pytest.mark.parametrize("name", ("Adam", "AdamW"))
+def test_counts_that_torch_keeps_on_the_device_come_to_the_host_and_back(name: str) -> None:
+    theirs = on_cuda(make_params(torch.float32))
+    reference = getattr(torch.optim, name)(theirs, fused=True)
+    for _ in range(3):
+        give_gradients(theirs)
+        reference.step()
+    ours = twins(theirs)
+    optimizer = getattr(st.optim, name)(ours)
+    optimizer.load_state_dict(reference.state_dict())
+    assert {state["step"].device.type for state in states(optimizer, ours)} == {"cpu"}
+    for _ in range(2):
+        give_gradients(ours, theirs)
+        optimizer.step()
+        reference.step()
+    assert_same(ours, theirs)
+    reference.load_state_dict(optimizer.state_dict())
+    assert {state["step"].device.type for state in states(reference, theirs)} == {"cuda"}
+    give_gradients(ours, theirs)
+    optimizer.step()
+    reference.step()
+    assert_same(ours, theirs)
+
+
+@every_adam
+def test_a_captured_step_is_refused(name: str) -> None:
+    p = nn.Parameter(torch.zeros(4, device="cuda"))
+    optimizer = getattr(st.optim, name)([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ("SGD", "Adam", "AdamW", "NAdam"))
+def test_a_gradient_scaler_on_the_device(name: str) -> None:
+    p, q = (nn.Parameter(torch.linspace(-1, 1, 8, device="cuda")) for _ in range(2))
+    optimizer = getattr(st.optim, name)([p], lr=0.1)
+    reference = getattr(torch.optim, name)([q], lr=0.1)
+    scalers = [torch.amp.GradScaler("cuda", init_scale=1024.0) for _ in "12"]
+    for step in range(5):
+        factor = float("inf") if step == 2 else 1.0 + step
+        for param, opt, scaler in ((p, optimizer, scalers[0]), (q, reference, scalers[1])):
+            opt.zero_grad()
+            scaler.scale((param**2 * factor).sum()).backward()
+            scaler.step(opt)
+            scaler.update()
+    assert_same([p], [q])
+
+
+def test_a_scaled_step_of_sgd_does_not_wait_for_the_device() -> None:
+    p = nn.Parameter(torch.ones(8, device="cuda"))
+    optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+
+    def step(factor: float) -> None:
+        optimizer.zero_grad()
+        scaler.scale((p * factor).sum()).backward()
+        scaler.step(optimizer)
+
+    step(1.0)  # a parameter's first step does
+    before = p.detach().clone()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        scaler._per_optimizer_states.clear()
+        step(float("inf"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(p, before)

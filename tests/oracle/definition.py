@@ -1,0 +1,261 @@
+"""The definition of every method, evaluated directly: plain PyTorch, no package code.
+
+Nothing overlaps and every version of every stage is kept. Version t of a stage is what it has after
+t updates of this run. For microbatch j of minibatch i, on a stage:
+
+- the forward computes with the prediction, s updates ahead, from the version it reads;
+- the backward meets version i itself, or a prediction from it, or the forward's weights again;
+- after the last microbatch's backward the optimizer takes the sum of the microbatches' gradients,
+  each times its share of the samples, and makes version i + 1.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from oracle.laws import predict, rows_of
+from oracle.methods import METHODS, window_of
+from oracle.schedules import order, updates_before
+
+
+class Oracle:
+    """Any modules, and any optimizer that oracle_laws knows, at any delay.
+
+    Weights are put into the modules behind autograd's back. Saved activations are then the
+    forward's and saved weights the backward's, which is what "the backward meets version i" means
+    for a module that saves its weights themselves.
+    """
+
+    def __init__(
+        self,
+        stages,
+        optimizer,
+        loss_fn,
+        method,
+        scheduler=None,
+        *,
+        microbatches=1,
+        window=None,
+        clip_norm=None,
+        clip_scope="stage",
+        recompute=False,
+        master_dtype=None,
+    ):
+        self.stages = [copy.deepcopy(stage) for stage in stages]
+        self.loss_fn, self.microbatches, self.recompute = loss_fn, microbatches, recompute
+        self.method = METHODS[method] if isinstance(method, str) else method
+        self.clip_norm, self.clip_scope = clip_norm, clip_scope
+        n = len(self.stages)
+        self.windows = [window_of(self.method, window, k, n, microbatches) for k in range(n)]
+        self.params = [[p for p in s.parameters() if p.requires_grad] for s in self.stages]
+        self.true = [
+            [p.detach().to(master_dtype or p.dtype, copy=True).requires_grad_() for p in ps]
+            for ps in self.params
+        ]
+        self.optimizers = [optimizer(true) if true else None for true in self.true]
+        self.rates = [Rates(o, scheduler) if o else None for o in self.optimizers]
+        self.schedulers = [scheduler(o) if scheduler and o else None for o in self.optimizers]
+        self.made = 0  # updates of all runs
+
+    def run(self, batches):
+        n, m = len(self.stages), self.microbatches
+        minibatches = [cut(batch, m) for batch in batches]
+        counts = [len(parts) for parts in minibatches]
+        self.read = [self.versions_read(k, counts) for k in range(n)]
+        self.versions = [[self.version(k)] for k in range(n)]
+        losses = []
+        for i, parts in enumerate(minibatches):
+            loss, tapes = 0.0, []
+            for j, (value, target, share) in enumerate(parts):
+                value, tape = self.forward(i, j, value, target)
+                loss = loss + share * value
+                tapes.append(tape)
+            losses.append(loss)
+            total = [[None] * len(ps) for ps in self.true]
+            for j, (_, target, share) in enumerate(parts):
+                self.backward(i, j, tapes[j], target, share, total)
+            self.update(total)
+        for k in range(n):
+            self.put(k, [row.weight for row in self.versions[k][-1]])
+        return losses
+
+    # Weights.
+
+    def versions_read(self, k, counts):
+        """(i, j) -> the updates before the forward, for minibatches of so many microbatches."""
+        n, w, m = len(self.stages), self.windows[k], self.microbatches
+        return updates_before(order(self.method.schedule, k, n, w, m, counts), "F")
+
+    def first(self, j, k):
+        """The microbatch whose weights j shares, where those of a minibatch share weights."""
+        return 0
+
+    def version(self, k):
+        return rows_of(self.optimizers[k], self.true[k]) if self.true[k] else []
+
+    def read_by_forward(self, i, j, k):
+        if self.method.reads == "previous":
+            return max(0, i - 1)
+        return self.read[0 if self.method.reads == "entry" else k][i, j]
+
+    def forward_weights(self, i, j, k):
+        if self.method.once:
+            j = self.first(j, k)
+        u = self.read_by_forward(i, j, k)
+        rule = self.method.forward
+        steps = i - u if rule == "counted" else rule(*self.place(k))
+        return self.ahead(k, self.method.law, u, steps, self.method.lead(*self.place(k)))
+
+    def backward_weights(self, i, j, k):
+        if self.method.backward == "stash":
+            return self.forward_weights(i, j, k)
+        steps = 0
+        if self.method.backward == "predict":
+            steps = self.method.backward_horizon(*self.place(k))
+        law = "linear" if self.method.law == "second-order" else self.method.law
+        return self.ahead(k, law, i, steps)
+
+    def ahead(self, k, law, u, steps, lead=0):
+        rates = None
+        if self.method.future_rates:
+            first = self.made - (len(self.versions[k]) - 1) + u
+            rates = self.rates[k].coming(self.optimizers[k], self.true[k], first, steps)
+        return predict(law, self.versions[k], u, steps, lead, rates)
+
+    def place(self, k):
+        return k, len(self.stages), self.windows[k], self.microbatches
+
+    def put(self, k, weights):
+        for p, weight in zip(self.params[k], weights, strict=True):
+            p.data.copy_(weight)
+
+    # Work.
+
+    def forward(self, i, j, value, target):
+        tape = []
+        for k in range(len(self.stages)):
+            self.put(k, self.forward_weights(i, j, k))
+            entries, value = self.compute(k, value, target)
+            tape.append((entries, value))
+        return value.detach(), tape
+
+    def compute(self, k, value, target):
+        """The stage's forward, and the loss after the last: (what entered, what came out)."""
+        entries = [leaf(v) for v in many(value)]
+        inputs = [v * 1 if v.requires_grad else v for v in entries]
+        value = self.stages[k](tuple(inputs) if isinstance(value, tuple) else inputs[0])
+        if k == len(self.stages) - 1:
+            value = self.loss_fn(value, target)
+        return entries, value
+
+    def backward(self, i, j, tape, target, share, total):
+        """Add the gradients of one microbatch, weighted by its share, to the total."""
+        gradients = [torch.ones_like(tape[-1][1])]
+        for k in reversed(range(len(self.stages))):
+            entries, value = tape[k]
+            self.put(k, self.backward_weights(i, j, k))
+            if self.recompute:
+                entered = tuple(entries) if k and isinstance(tape[k - 1][1], tuple) else entries[0]
+                counted = [buffer.clone() for buffer in self.stages[k].buffers()]
+                entries, value = self.compute(k, entered, target)
+                for buffer, once in zip(self.stages[k].buffers(), counted, strict=True):
+                    buffer.data.copy_(once)  # running statistics have seen this microbatch
+            wanted = [v for v in [*entries, *self.params[k]] if v.requires_grad]
+            found = dict(
+                zip(map(id, wanted), found_of(many(value), wanted, gradients), strict=True)
+            )
+            for r, p in enumerate(self.params[k]):
+                if found[id(p)] is not None:
+                    mine = share * found[id(p)]
+                    total[k][r] = mine if total[k][r] is None else total[k][r] + mine
+            gradients = [found.get(id(entry)) for entry in entries]
+
+    def update(self, total):
+        for true, gradients in zip(self.true, total, strict=True):
+            for p, gradient in zip(true, gradients, strict=True):
+                p.grad = None if gradient is None else gradient.to(p.dtype)
+        if self.clip_norm is not None:
+            whole = [[p for true in self.true for p in true]]
+            for params in whole if self.clip_scope == "global" else self.true:
+                torch.nn.utils.clip_grad_norm_(params, self.clip_norm)
+        self.made += 1
+        for k, (optimizer, scheduler) in enumerate(
+            zip(self.optimizers, self.schedulers, strict=True)
+        ):
+            if optimizer:
+                optimizer.step()
+            if scheduler:
+                scheduler.step()
+            self.versions[k].append(self.version(k))
+
+
+class Rates:
+    """The learning rates that a scheduler is going to set, from an optimizer of nothing."""
+
+    def __init__(self, optimizer, scheduler):
+        options = [
+            {name: v for name, v in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self.groups = [{**group, "params": [torch.zeros(())]} for group in options]
+        self.kind, self.scheduler = type(optimizer), scheduler
+
+    def coming(self, optimizer, params, first, steps):
+        """Per parameter, the rates of updates first, first + 1, ... (counted over all runs)."""
+        dummy = self.kind(copy.deepcopy(self.groups), **{"lr": 0.0})
+        scheduler = self.scheduler(dummy) if self.scheduler else None
+        table = []
+        for _ in range(first + steps):
+            table.append([group["lr"] for group in dummy.param_groups])
+            dummy.step()
+            if scheduler:
+                scheduler.step()
+        groups = [
+            next(
+                g
+                for g, group in enumerate(optimizer.param_groups)
+                if any(p is q for q in group["params"])
+            )
+            for p in params
+        ]
+        return [[rates[g] for rates in table[first:]] for g in groups]
+
+
+def found_of(outputs, wanted, gradients):
+    """Gradients of what is wanted, from those of the outputs; None where nothing depends on it."""
+    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(wanted)
+    roots, seeds = zip(
+        *((o, torch.zeros_like(o) if g is None else g) for o, g in pairs), strict=True
+    )
+    return torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+
+
+def cut(batch, microbatches):
+    """(input, target, share of the samples) per microbatch; sizes differ by at most one."""
+    value, target = batch
+    samples = many(value)[0].shape[0] if many(value)[0].dim() else 1
+    parts = max(1, min(microbatches, samples))
+    if parts == 1:
+        return [(value, target, 1.0)]
+    found, end = [], 0
+    for j in range(parts):
+        start, end = end, end + samples // parts + (j < samples % parts)
+        pieces = [
+            tuple(v[start:end] for v in side) if isinstance(side, tuple) else side[start:end]
+            for side in (value, target)
+        ]
+        found.append((*pieces, (end - start) / samples))
+    return found
+
+
+def many(value):
+    return value if isinstance(value, tuple) else (value,)
+
+
+def leaf(value):
+    value = value.detach().clone()
+    differentiable = value.is_floating_point() or value.is_complex()
+    return value.requires_grad_() if differentiable else value

@@ -1,0 +1,63 @@
+"""How many weight versions a stage cannot do without, from the definitions alone."""
+
+from __future__ import annotations
+
+from oracle.methods import METHODS
+from oracle.schedules import order, updates_before
+
+
+def most_versions(method, k, n, windows, m):
+    """The most distinct weights of stage k that must exist at the same time.
+
+    These are the true ones, those that are computed with, those that a backward in flight has to
+    find again, and versions that coming forwards read.
+    """
+    definition = METHODS[method]
+    parts = [m] * (2 * max(windows) // m + 8)
+    orders = [list(order(definition.schedule, x, n, windows[x], m, parts)) for x in (0, k)]
+    reads = updates_before(orders[0 if definition.reads == "entry" else 1], "F")
+    place = (k, n, windows[k], m)
+
+    def forward(i, j):
+        if definition.reads == "previous":
+            u = max(0, i - 1)
+        else:
+            u = reads[i, 0 if definition.once else j]
+        rule = definition.forward
+        s, lead = (i - u if rule == "counted" else rule(*place)), definition.lead(*place)
+        if definition.law == "second-order":
+            return (u, s + lead) if u else (u, 0)
+        if definition.law == "difference":  # nothing moved before the first update
+            return (u, s if u else 0)
+        return (u, s)
+
+    def backward(i, j):
+        if definition.backward == "stash":
+            return forward(i, j)
+        return (i, definition.backward_horizon(*place) if definition.backward == "predict" else 0)
+
+    actions, most, updates, flying, begun = orders[1], 0, 0, [], set()
+    for position, (what, i, j) in enumerate(actions):
+        if what == "U":
+            updates += 1
+            continue
+        working = forward(i, j) if what == "F" else backward(i, j)
+        if what == "F":
+            flying.append((i, j))
+            begun.add((i, j))
+        held = {working, (updates, 0)}
+        if definition.backward == "stash":
+            held |= {forward(*microbatch) for microbatch in flying}
+        for later, x, y in actions[position + 1 :]:
+            if later == "F":
+                wanted = forward(x, y)
+                if wanted[0] <= updates and definition.reads != "newest":
+                    held.add((wanted[0], 0))  # the version itself exists, and is still to be read
+                if definition.once and (x, 0) in begun:
+                    held.add(wanted)
+        if definition.law == "difference" and definition.forward(*place) and updates:
+            held.add((updates - 1, 0))
+        most = max(most, len(held))
+        if what == "B":
+            flying.remove((i, j))
+    return most

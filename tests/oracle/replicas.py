@@ -1,0 +1,46 @@
+"""The oracle of stages with replicas, from the versions that each replica reads."""
+
+from __future__ import annotations
+
+from oracle.definition import Oracle
+from oracle.methods import window_of
+from oracle.schedules import flushing, order, updates_before
+
+
+class ReplicaOracle(Oracle):
+    """Microbatch j is run by replica j mod r, which orders its own as a stage without replicas.
+
+    An update needs the gradients of all replicas: versions are those of the stage.
+    """
+
+    def __init__(self, stages, counts, optimizer, loss_fn, method, scheduler=None, **more):
+        window = more.pop("window", None)
+        super().__init__(stages, optimizer, loss_fn, method, scheduler, **more)
+        self.counts = counts
+        self.parts = [self.microbatches // r for r in counts]
+        # As many stages to come as there are ranks from here on, for each replica.
+        ahead = [-(-sum(counts[k:]) // r) for k, r in enumerate(counts)]
+        self.windows = [
+            window[k]
+            if isinstance(window, list)
+            else window_of(self.method, window, 0, ahead[k], self.parts[k])
+            for k in range(len(counts))
+        ]
+
+    def versions_read(self, k, counts):
+        r, window, found = self.counts[k], self.windows[k], {}
+        for c in range(r):
+            own = [len(range(c, count, r)) for count in counts]
+            if self.method.schedule == "1f1b":
+                actions = flushing(window, own)
+            else:
+                actions = order(self.method.schedule, 0, 1, window, self.parts[k], own)
+            for (i, j), updates in updates_before(actions, "F").items():
+                found[i, c + j * r] = updates
+        return found
+
+    def first(self, j, k):
+        return j % self.counts[k]
+
+    def place(self, k):
+        return k, len(self.stages), self.windows[k], self.parts[k]

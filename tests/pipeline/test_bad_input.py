@@ -1,0 +1,332 @@
+"""What a pipeline refuses: each with an error that says what, where and what was expected."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
+from torch import nn
+
+import spectrain_ext as st
+from spectrain_ext.method import find_method
+
+
+def refused(error, match, stages=None, optimizer=None, loss_fn=mse, **more):
+    """The constructor raises, and leaves the modules as they were."""
+    stages = tanh_stages(3) if stages is None else stages
+    modules = [s for s in stages if isinstance(s, nn.Module)] if isinstance(stages, list) else []
+    params = [p for m in modules for p in m.parameters() if type(p) is nn.Parameter]
+    before = [
+        (p, p.data_ptr(), p.device, p.detach().clone()) for p in params if p.device.type == "cpu"
+    ]
+    with pytest.raises(error, match=match):
+        st.Pipeline(stages, optimizer or sgd(), loss_fn, **more)
+    for p, pointer, device, value in before:
+        assert (p.data_ptr(), p.device) == (pointer, device)
+        assert torch.equal(p, value)
+
+
+def test_stages():
+    refused(ValueError, "stages: expected at least one module, got an empty list", [])
+    refused(TypeError, r"stages\[1\]: expected an nn.Module, got int", [nn.Linear(2, 2), 3])
+    refused(TypeError, "stages: expected a sequence of modules, got Linear", nn.Linear(2, 2))
+    st.Pipeline(nn.Sequential(*tanh_stages(2)), sgd(), mse)  # its children are the stages
+
+
+def test_one_module_or_parameter_in_two_stages():
+    shared = nn.Linear(5, 5)
+    refused(ValueError, r"stages\[2\]: its module '' is module '' of stages\[0\] as well", [
+        shared, nn.Tanh(), shared,
+    ])  # fmt: skip
+    stages = [nn.Sequential(nn.Tanh(), shared), nn.Sequential(shared)]
+    refused(ValueError, r"stages\[1\]: its module '0' is module '1' of stages\[0\] as well", stages)
+    tied = [nn.Linear(5, 5), nn.Linear(5, 5)]
+    tied[1].weight = tied[0].weight
+    refused(
+        ValueError, r"stages\[1\]: its parameter 'weight' is parameter 'weight' of .*\[0\]", tied
+    )
+
+
+def test_uninitialized_parameters():
+    refused(ValueError, r"stages\[1\]: parameter 'weight' is not initialized", [
+        nn.Linear(5, 5), nn.LazyLinear(5),
+    ])  # fmt: skip
+
+
+def test_unknown_method():
+    for name in st.methods():
+        refused(ValueError, f"method: there is no 'zero'; there are .*{name}", method="zero")
+    refused(TypeError, "method: expected a name or a Method, got NoneType", method=None)
+
+
+def test_method_values():
+    method = find_method("spectrain")
+    for rule, value, least in (("backward_horizon", -2, 0), ("forward_horizon", -1, 0)):
+        bad = dataclasses.replace(method, name="bad", **{rule: lambda p, v=value: v * p.stage})
+        refused(ValueError, f"{rule} of 'bad' gives {value} for stage 1 of 3.*{least}", method=bad)
+    refused(ValueError, "'xgrad' is defined for at most 1 stage, got 3", method="xgrad")
+    refused(ValueError, "'pipedream-2bw' needs at least 3 microbatches", method="pipedream-2bw")
+
+
+def test_windows():
+    refused(ValueError, "window: expected at least 1 for stage 0 of 3, got 0", window=0)
+    refused(ValueError, r"window: expected one per stage \(3\), got 2", window=[2, 1])
+    refused(ValueError, "window: stage 1 of 3 would wait .* a deadlock", window=[1, 3, 1])
+    refused(ValueError, "'sync' finishes every minibatch", window=2, method="sync")
+
+
+def test_optimizers_that_a_method_is_not_defined_for():
+    refused(
+        ValueError,
+        r"optimizer: stages\[0\] has AdamW, and method 'spectrain-ema' is defined for sgd",
+        optimizer=lambda params: st.optim.AdamW(params),
+        method="spectrain-ema",
+    )
+    refused(
+        ValueError,
+        r"stages\[0\] under method 'spectrain-ema': parameter group 0 has no averaged momentum",
+        method="spectrain-ema",
+    )
+    for kind, family in ((st.optim.Adam, "adam"), (st.optim.NAdam, "nadam")):
+        others = tuple(f for f in ("sgd", "adam", "adamw", "nadam") if f != family)
+        own = dataclasses.replace(find_method("vanilla"), name="own", families=others)
+        refused(ValueError, f"has {kind.__name__}, and method 'own'", optimizer=kind, method=own)
+
+
+def test_optimizers():
+    refused(
+        TypeError,
+        r"optimizer: for stages\[0\] it made a torch.optim.*SGD; .*spectrain_ext.optim.SGD\(",
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    )
+    refused(TypeError, "made a builtins.NoneType", optimizer=lambda params: None)
+    refused(TypeError, "optimizer: expected a callable, got SGD", optimizer=sgd()([torch.zeros(1)]))
+    refused(
+        ValueError,
+        r"optimizer: for stages\[0\] it holds 3 parameters, expected exactly the stage's 4",
+        optimizer=lambda params: sgd()(params[1:]),
+    )
+    refused(TypeError, "scheduler: expected a callable, got int", scheduler=3)
+
+
+def test_prediction_needs_momentum():
+    for method in ("spectrain", "spectrain-stash"):
+        refused(
+            ValueError,
+            rf"stages\[0\] under method '{method}': .*group 0 has momentum 0",
+            optimizer=sgd(momentum=0.0),
+            method=method,
+        )
+    refused(
+        ValueError,
+        "group 1 has momentum 0",
+        optimizer=lambda params: sgd()(
+            [{"params": params[:2]}, {"params": params[2:], "momentum": 0.0}]
+        ),
+    )
+
+
+def test_momentum_taken_away_later():
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
+    losses(pipe, batches(3))
+    before = copy.deepcopy(pipe.state_dict())
+    pipe.optimizers[1].param_groups[0]["momentum"] = 0.0
+    with pytest.raises(st.StageError, match=r"stage 1.*momentum 0"):
+        losses(pipe, batches(3))
+    pipe.optimizers[1].param_groups[0]["momentum"] = 0.9
+    assert torch.equal(pipe.state_dict()["1.0.weight"], before["1.0.weight"])
+    losses(pipe, batches(3))
+
+
+def test_microbatches():
+    refused(ValueError, "microbatches: expected at least 1, got 0", microbatches=0)
+    refused(ValueError, "microbatches: expected at least 1, got -2", microbatches=-2)
+    refused(TypeError, "microbatches: expected an int, got float", microbatches=2.0)
+    refused(TypeError, "microbatches: expected an int, got bool", microbatches=True)
+
+
+def test_loss_functions():
+    refused(TypeError, "loss_fn: expected a callable, got NoneType", loss_fn=None)
+    refused(ValueError, "loss_fn: it has trainable parameters", loss_fn=nn.Linear(5, 1))
+
+
+def test_devices():
+    refused(ValueError, r"devices: expected one per stage \(3\), got 2", devices=["cpu", "cpu"])
+    refused(TypeError, "devices: expected a sequence of 3 devices, got 'cpu'", devices="cpu")
+    refused(ValueError, r"devices\[1\]: 'gpu' is not a device", devices=["cpu", "gpu", "cpu"])
+    refused(ValueError, r"devices\[2\]: expected the CPU or .*meta", devices=["cpu", "cpu", "meta"])
+    stages = [nn.Linear(5, 5), nn.Linear(5, 5, device="meta")]
+    refused(ValueError, r"stages\[1\]: expected it on the CPU or on CUDA, it is on meta", stages)
+    mixed = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5, device="meta"))
+    refused(ValueError, r"stages\[0\]: '0.weight' is on cpu and '1.weight' on meta", [mixed])
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, devices=["cpu", torch.device("cpu"), "cpu:0"])
+    assert len(losses(pipe, batches(3))) == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_where_there_is_none():
+    refused(
+        RuntimeError,
+        r"devices\[1\]: cuda:0 was asked for, but there is no CUDA device here",
+        devices=["cpu", "cuda:0", "cpu"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "match"),
+    [
+        (
+            lambda out, y: (out - y) ** 2,
+            ValueError,
+            r"must return a scalar \(a 0-d tensor\), got shape \(3, 5\)",
+        ),
+        (lambda out, y: ((out - y) ** 2).mean().reshape(1), ValueError, r"got shape \(1,\)"),
+        (lambda out, y: 0.5, TypeError, "must return a 0-d tensor, got a float"),
+        (lambda out, y: mse(out, y) * 1j, TypeError, "must return a real number, got torch.c"),
+        (lambda out, y: mse(out, y).detach(), ValueError, "does not depend on the output"),
+        (lambda out, y: (out > y).sum(), ValueError, "does not depend on the output"),
+    ],
+)
+def test_losses(loss_fn, error, match):
+    pipe = st.Pipeline(tanh_stages(3), sgd(), loss_fn)
+    before = copy.deepcopy(pipe.state_dict())
+    with pytest.raises(st.StageError, match=match) as caught:
+        losses(pipe, batches(4))
+    assert isinstance(caught.value.__cause__, error)
+    assert (caught.value.stage, caught.value.minibatch, caught.value.action) == (2, 0, "loss")
+    for name, tensor in pipe.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize(
+    ("output", "match"),
+    [
+        (lambda x: [x, x], "a stage must return a tensor or a tuple of tensors, got a list"),
+        (lambda x: (x, 3), "got a tuple of Tensor, int"),
+        (lambda x: None, "got a NoneType"),
+        (lambda x: {"x": x}, "got a dict"),
+    ],
+)
+def test_activations(output, match):
+    class Odd(nn.Module):
+        def forward(self, value):
+            return output(value)
+
+    pipe = st.Pipeline([*tanh_stages(1), Odd(), *tanh_stages(1)], sgd(), mse)
+    with pytest.raises(st.StageError, match=match) as caught:
+        losses(pipe, batches(4))
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert caught.value.stage == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "match"),
+    [
+        (torch.zeros(2, 5), r"batches\[2\]: expected a pair \(input, target\), got a Tensor"),
+        ((torch.zeros(2, 5),), r"batches\[2\]: expected a pair .* got a tuple of length 1"),
+        ([torch.zeros(1)] * 3, r"batches\[2\]: expected a pair .* got a list of length 3"),
+        ({"x": 1, "y": 2}, r"got a dict"),
+        ((3, torch.zeros(1)), r"batches\[2\]\[0\] \(input\): expected a tensor or a tuple .* int"),
+        ((torch.zeros(1), None), r"batches\[2\]\[1\] \(target\): .* got NoneType"),
+        (((torch.zeros(1), 3), torch.zeros(1)), r"batches\[2\]\[0\] \(input\)"),
+        (((), torch.zeros(1)), r"batches\[2\]\[0\] \(input\)"),
+    ],
+)
+def test_batches(batch, match):
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
+    good = batches(2)
+    with pytest.raises(TypeError, match=match):
+        losses(pipe, [*good, batch, *good])
+    assert len(losses(pipe, good)) == 2
+
+
+def test_batches_that_cannot_be_split():
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse, microbatches=2)
+    with pytest.raises(
+        ValueError, match=r"batches\[0\]: .* the first has 4, one of the target has"
+    ):
+        losses(pipe, [(torch.zeros(4, 5), torch.zeros(3, 5))])
+    with pytest.raises(ValueError, match=r"shape \(\)"):
+        losses(pipe, [(torch.zeros(()), torch.zeros(()))])
+    assert len(losses(pipe, batches(2, size=4))) == 2
+
+
+def test_batches_that_are_not_iterable():
+    with pytest.raises(TypeError, match="not iterable"):
+        st.Pipeline(tanh_stages(2), sgd(), mse).run(3)
+
+
+@pytest.mark.parametrize("how", ["to", "assign", "stage"])
+def test_a_parameter_that_left_the_flat_buffer(how):
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
+    losses(pipe, batches(3))
+    before = copy.deepcopy(pipe.state_dict())
+    if how == "to":
+        pipe.to(torch.float32)
+    elif how == "assign":
+        pipe.load_state_dict(before, assign=True)
+    else:
+        next(pipe.children()).load_state_dict(tanh_stages(1)[0].state_dict(), assign=True)
+    values = copy.deepcopy(pipe.state_dict())
+    with pytest.raises(
+        RuntimeError, match=r"stages\[0\]: parameter '0.weight' left .* flat buffer"
+    ):
+        losses(pipe, batches(3))
+    for name, tensor in pipe.state_dict().items():
+        assert torch.equal(tensor, values[name])
+
+
+def test_a_parameter_that_leaves_while_the_run_is_suspended():
+    module = tanh_stages(1)[0]
+    pipe = st.Pipeline([*tanh_stages(1), module], sgd(), mse)
+    seen = []
+    with pytest.raises(RuntimeError, match=r"stages\[1\]: parameter '0.weight' left"):
+        for result in pipe.run(batches(8)):
+            seen.append(result.index)
+            module.float().double()
+    assert seen == [0]
+
+
+def test_a_parameter_that_is_replaced_while_the_run_is_suspended():
+    module = tanh_stages(1)[0]
+    pipe = st.Pipeline([*tanh_stages(1), module], sgd(), mse)
+    with pytest.raises(RuntimeError, match=r"stages\[1\]: parameter '0.weight' left"):
+        for _ in pipe.run(batches(3)):
+            module.load_state_dict(tanh_stages(1)[0].state_dict(), assign=True)
+
+
+def test_inference_mode_around_a_run():
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference mode is on"):
+        losses(pipe, batches(3))
+
+
+def test_an_optimizer_that_is_bound_already():
+    stages, made = tanh_stages(2), []
+
+    def optimizer(params):
+        made.append(sgd()(params))
+        if len(made) == 2:
+            made[-1].bind(None, {p: torch.zeros_like(p) for p in params})
+        return made[-1]
+
+    before = [p.detach().clone() for stage in stages for p in stage.parameters()]
+    with pytest.raises(RuntimeError, match="bound already"):
+        st.Pipeline(stages, optimizer, mse)
+    params = [p for stage in stages for p in stage.parameters()]
+    for p, value in zip(params, before, strict=True):
+        assert torch.equal(p, value)
+        assert p.untyped_storage().nbytes() == p.nbytes  # stage 0 has its own storage again
+
+
+def test_autocast_around_a_run():
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(RuntimeError, match="autocast is on"),
+    ):
+        losses(pipe, batches(3))
+    assert len(losses(pipe, batches(3))) == 3

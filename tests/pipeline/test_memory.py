@@ -1,0 +1,214 @@
+"""What a stage holds: as many weight versions and activations as its schedule says, measured."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers.pipeline_cases import float64, mse, sgd  # noqa: F401  # a fixture
+from oracle.memory import most_versions
+from oracle.methods import METHODS, window_of
+from oracle.schedules import most_in_flight, order
+from torch import nn
+
+import spectrain_ext as st
+from spectrain_ext.method import find_method, places_of, reading_rules
+from spectrain_ext.schedule import streams, validate
+
+WIDTH = 64
+BYTES = WIDTH * WIDTH * 8  # of a stage's weights: whole alignment units, so that nothing is padded
+
+
+def stage():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())
+
+
+def data(count, size):
+    return [(torch.randn(size, WIDTH), torch.randn(size, WIDTH)) for _ in range(count)]
+
+
+def cases(*settings):
+    """(method, stages, microbatches, window) for every method that has such a window."""
+    for method, definition in METHODS.items():
+        for m, window in settings:
+            n = min(4, definition.stages)
+            if definition.reads == "previous":
+                m = max(m, n)
+            if window is not None and definition.schedule != "1f1b-async":
+                continue
+            if definition.reads == "previous" and max(windows_of(method, n, m, window)) > m + 1:
+                continue
+            yield pytest.param(method, n, m, window, id=f"{method}-{m}-{window}")
+
+
+def windows_of(method, n, m, window):
+    return [window_of(METHODS[method], window, k, n, m) for k in range(n)]
+
+
+def pipeline(method, n, m, window=None, **more):
+    if window is not None:
+        more["window"] = window
+    optimizer = sgd(lr=0.1, ema=METHODS[method].averaged)
+    stages = [stage() for _ in range(n)]
+    return st.Pipeline(stages, optimizer, mse, method, microbatches=m, **more)
+
+
+def storages(tensors):
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+@pytest.fixture
+def large_storages():
+    """Ask for address -> bytes of all that the test has made that is as large as a stage's weights.
+
+    What was there before is frozen, which hides it from the list of objects.
+    """
+
+    def found():
+        tensors = (obj for obj in gc.get_objects() if type(obj) in (torch.Tensor, nn.Parameter))
+        return {where: size for where, size in storages(tensors).items() if size >= BYTES}
+
+    gc.freeze()
+    yield found
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize(("method", "n", "m", "window"), list(cases((1, "wide"), (2, None))))
+def test_weight_versions(method, n, m, window, large_storages):
+    """No more than the definitions need, and no less: counted among all tensors that are alive."""
+    windows = windows_of(method, n, m, window)
+    expected = [most_versions(method, k, n, windows, m) for k in range(n)]
+
+    pipe = pipeline(method, n, m, window)
+    run = pipe.run(data(2 * max(windows) // m + 8, m))
+    for _ in range(max(windows) // m + 4):
+        next(run)
+    state = [
+        tensor
+        for optimizer in pipe.optimizers
+        for kept in optimizer.state.values()
+        for tensor in kept.values()
+        if torch.is_tensor(tensor)
+    ]
+    gradients = [p.grad for p in pipe.parameters() if p.grad is not None]
+    others = storages([*state, *gradients])
+    found = {where: size for where, size in large_storages().items() if where not in others}
+    run.close()
+    assert len(found) == sum(expected)
+    assert all(size < 1.1 * BYTES for size in found.values())  # room to align it, no more
+    assert pipe.weight_version_bytes == sum(expected) * BYTES
+    for stages in (pipe.predicted_memory(), pipe.measured_memory()):
+        assert [stage.versions for stage in stages] == expected
+        assert [stage.weight_bytes for stage in stages] == [count * BYTES for count in expected]
+
+
+def schedules():
+    """(method, stages, microbatches, window), more of them than are worth a run."""
+    for name in METHODS:
+        for n in {min(n, METHODS[name].stages) for n in (1, 2, 4)}:
+            for m in (1, 2, 4):
+                for window in (None, "wide", 3):
+                    yield name, n, m, window
+
+
+def test_schedules_count_the_versions_that_pipelines_have():
+    """Two counts of the same: ``schedule.validate``'s, and the definitions', as above."""
+    seen = 0
+    for name, n, m, window in schedules():
+        method = find_method(name)
+        try:
+            places = places_of(method, n, m, window)
+            rules = [reading_rules(method, place) for place in places]
+        except ValueError:  # a window that it cannot have
+            continue
+        windows = [place.window for place in places]
+        counts = validate(
+            streams(method.schedule, windows, m),
+            minibatches=24,
+            microbatches=m,
+            windows=windows,
+            rules=rules,
+        )
+        expected = [most_versions(name, k, n, windows, m) for k in range(n)]
+        assert [count.versions for count in counts] == expected, (name, windows, m)
+        seen += 1
+    assert seen > 350
+
+
+class Tapes:
+    """Bytes that autograd keeps for backwards that are to come, per stage."""
+
+    def __init__(self, stages):
+        self.now, self.peak = [0] * len(stages), [0] * len(stages)
+        self.inside, self.stages = None, stages
+        for k, module in enumerate(stages):
+            module.register_forward_pre_hook(lambda *_, k=k: setattr(self, "inside", k))
+            module.register_forward_hook(lambda *_: setattr(self, "inside", None))
+
+    def __enter__(self):
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.hooks.__exit__(*error)
+
+    def pack(self, tensor):
+        k, held = self.inside, Held(tensor)
+        if k is not None:
+            weights = storages(self.stages[k].parameters())
+            if tensor.untyped_storage().data_ptr() not in weights:
+                self.count(k, tensor.nbytes)
+                weakref.finalize(held, self.count, k, -tensor.nbytes)
+        return held
+
+    def unpack(self, held):
+        return held.tensor
+
+    def count(self, k, size):
+        self.now[k] += size
+        self.peak[k] = max(self.peak[k], self.now[k])
+
+
+class Held:
+    """A saved tensor that can be watched."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def one_tape(size):
+    """Bytes that one microbatch's forward leaves behind in a stage."""
+    with Tapes([stage()]) as tapes:
+        kept = tapes.stages[0](torch.randn(size, WIDTH, requires_grad=True))
+        del kept
+    return tapes.peak[0]
+
+
+@pytest.mark.parametrize(("method", "n", "m", "window"), list(cases((1, "wide"), (3, None))))
+def test_activations_in_flight(method, n, m, window):
+    windows = windows_of(method, n, m, window)
+    size, count = 2, 2 * max(windows) // m + 3
+    pipe = pipeline(method, n, m, window)
+    with Tapes(list(pipe.children())) as tapes:
+        for _ in pipe.run(data(count, size * m)):
+            pass
+    schedule = METHODS[method].schedule
+    expected = [most_in_flight(order(schedule, k, n, windows[k], m, [m] * count)) for k in range(n)]
+    assert tapes.peak == [most * one_tape(size) for most in expected]
+    assert tapes.now == [0] * n
+    for stages in (pipe.predicted_memory(), pipe.measured_memory()):
+        assert [stage.microbatches for stage in stages] == expected
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream", "spectrain"])
+def test_recomputation_keeps_no_activations(method):
+    """But those of the one microbatch whose backward runs, and the inputs of the others."""
+    size, n, m = 2, 4, 3
+    pipe = pipeline(method, n, m, recompute=True)
+    with Tapes(list(pipe.children())) as tapes:
+        for _ in pipe.run(data(6, size * m)):
+            pass
+    assert tapes.peak == [one_tape(size)] * n

@@ -1,0 +1,177 @@
+"""Methods that the registry has not: any consistent Method computes what the oracle's row says."""
+
+from __future__ import annotations
+
+import copy
+
+import hypothesis.strategies as some
+import pytest
+import torch
+from helpers.pipeline_cases import (
+    Compared,
+    batches,
+    examples,
+    float64,  # noqa: F401  # a fixture
+    losses,
+    mse,
+    sgd,
+    tanh_stages,
+)
+from hypothesis import given
+from oracle.cases import OPTIMIZERS
+from oracle.methods import Definition
+from torch.optim import lr_scheduler
+
+import spectrain_ext as st
+from spectrain_ext.method import Method
+
+
+def method_and_definition(name="own", **choices):
+    """The same choices in the package's terms (rules of a place) and in the oracle's."""
+
+    def at(rule):
+        return rule if isinstance(rule, str) else lambda place: rule(*place)
+
+    fields = {
+        "schedule": "schedule",
+        "reads": "forward_reads",
+        "law": "law",
+        "forward": "forward_horizon",
+        "backward": "backward",
+        "backward_horizon": "backward_horizon",
+        "lead": "lead",
+        "once": "once",
+        "future_rates": "future_rates",
+    }
+    rules = ("forward", "backward_horizon", "lead")
+    given_fields = {
+        fields[key]: at(value) if key in rules else value for key, value in choices.items()
+    }
+    return Method(name, "of a test", **given_fields), Definition(**choices)
+
+
+def constant(s):
+    return lambda k, n, w, m: s
+
+
+def by_stage(s):
+    return lambda k, n, w, m: s + (k + 1) % 3
+
+
+@some.composite
+def choices(draw):
+    """Any method of the asynchronous schedule that contradicts itself nowhere."""
+    rules = some.builds(lambda make, s: make(s), some.sampled_from((constant, by_stage)), small)
+    found = {
+        "reads": draw(some.sampled_from(("newest", "newest", "newest", "entry", "previous"))),
+        "backward": draw(some.sampled_from(("current", "predict", "stash"))),
+    }
+    if found["backward"] == "predict":
+        found["backward_horizon"] = draw(rules)
+    laws = ("linear", "geometric", "second-order", "difference")
+    found["law"] = law = draw(some.sampled_from(laws))
+    if found["reads"] == "newest":
+        found["forward"] = draw(rules if law == "second-order" else rules | some.just("counted"))
+        found["once"] = draw(some.booleans())
+        if law == "second-order":
+            found["lead"] = draw(rules)
+    if law in ("linear", "geometric"):
+        found["future_rates"] = draw(some.booleans())
+    return found
+
+
+small = some.integers(0, 3)
+SCHEDULERS = (
+    None,
+    lambda opt: lr_scheduler.ExponentialLR(opt, 0.9),
+    lambda opt: lr_scheduler.StepLR(opt, step_size=2, gamma=0.5),
+    lambda opt: lr_scheduler.CosineAnnealingLR(opt, T_max=7),
+)
+
+
+@examples(20)
+@given(
+    chosen=choices(),
+    n=some.integers(1, 4),
+    m=some.integers(1, 3),
+    counts=some.lists(some.integers(0, 6), min_size=1, max_size=2),
+    optimizer=some.sampled_from(sorted(OPTIMIZERS)),
+    scheduler=some.sampled_from(SCHEDULERS),
+    steps=some.lists(some.integers(0, 3), min_size=4, max_size=4),
+)
+def test_any_method(chosen, n, m, counts, optimizer, scheduler, steps):
+    # A later stage may not have more in flight than an earlier one.
+    windows = [1 + sum(steps[k:]) for k in range(n)]
+    if chosen["reads"] == "previous":
+        windows = [min(w, m + 1) for w in windows]
+    method, definition = method_and_definition(**chosen)
+    kind, reference, options = OPTIMIZERS[optimizer]
+    compared = Compared(
+        tanh_stages(n, width=4, layers=1),
+        method,
+        definition=definition,
+        optimizer=(lambda p: kind(p, **options), lambda p: reference(p, **options)),
+        scheduler=scheduler,
+        microbatches=m,
+        window=windows,
+    )
+    for count in counts:
+        compared.run(batches(count, size=m + 1, width=4, last=max(1, m - 1) if count else None))
+
+
+@pytest.mark.parametrize("law", ["linear", "geometric"])
+@pytest.mark.parametrize("optimizer", ["sum", "nesterov", "AdamW", "NAdam"])
+def test_future_rates(law, optimizer):
+    """A prediction knows the rates to come: a warm-up, a peak, a decay, over two runs."""
+    method, definition = method_and_definition(
+        law=law,
+        forward=lambda k, n, w, m: k // 2 + n - k - 1,
+        backward="predict",
+        backward_horizon=lambda k, n, w, m: k // 2,
+        future_rates=True,
+    )
+    kind, reference, options = OPTIMIZERS[optimizer]
+    compared = Compared(
+        tanh_stages(4),
+        method,
+        definition=definition,
+        optimizer=(lambda p: kind(p, **options), lambda p: reference(p, **options)),
+        scheduler=lambda opt: lr_scheduler.OneCycleLR(opt, 0.05, 30, cycle_momentum=False),
+    )
+    compared.run(batches(6))
+    compared.run(batches(9))
+
+
+def test_future_rates_differ_from_the_present_one():
+    stages, data = tanh_stages(3), batches(8)
+    found = []
+    for future in (False, True):
+        method, _ = method_and_definition(forward="counted", future_rates=future)
+        pipe = st.Pipeline(
+            copy.deepcopy(stages),
+            sgd(),
+            mse,
+            method,
+            scheduler=lambda opt: lr_scheduler.ExponentialLR(opt, 0.5),
+        )
+        found.append(losses(pipe, data)[-1])
+    assert abs(found[0] - found[1]) > 1e-8
+
+
+def test_future_rates_up_to_the_last_update_of_a_scheduler_that_ends():
+    """OneCycleLR refuses to be asked beyond its end; the last predictions do reach beyond."""
+    method, _ = method_and_definition(forward="counted", future_rates=True)
+    pipe = st.Pipeline(
+        tanh_stages(3),
+        sgd(),
+        mse,
+        method,
+        scheduler=lambda opt: lr_scheduler.OneCycleLR(opt, 0.05, 6, cycle_momentum=False),
+    )
+    assert torch.stack(losses(pipe, batches(6))).isfinite().all()
+
+
+def test_future_rates_of_a_scheduler_that_waits_for_a_metric():
+    method, _ = method_and_definition(forward="counted", future_rates=True)
+    with pytest.raises((TypeError, ValueError), match=r"ReduceLROnPlateau.*future_rates"):
+        st.Pipeline(tanh_stages(2), sgd(), mse, method, scheduler=lr_scheduler.ReduceLROnPlateau)

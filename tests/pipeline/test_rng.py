@@ -1,0 +1,175 @@
+"""Stages draw numbers of their own, whatever other pipelines do in other threads meanwhile."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import spectrain_ext as st
+from spectrain_ext.checkpoint.random import process_states
+from spectrain_ext.experiments.models import resnet
+from spectrain_ext.rng import TURN, StageRandom
+
+CPU = torch.device("cpu")
+
+
+def pipeline(middle=nn.Dropout, **options):
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(8, 8), middle(0.5), nn.Dropout(0.5)) for _ in range(2)]
+    optimizer = options.pop("optimizer", lambda p: st.optim.SGD(p, lr=1e-3, momentum=0.9))
+    return st.Pipeline(stages, optimizer, nn.functional.mse_loss, **options)
+
+
+def losses(pipe, minibatches=40):
+    batch = torch.ones(4, 8), torch.zeros(4, 8)
+    return [result.loss.item() for result in pipe.run(batch for _ in range(minibatches))]
+
+
+class Checkpointed(nn.Module):
+    """Its backward puts its forward's numbers into the default generator, for a while."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x):
+        return checkpoint(self.drop, x, use_reentrant=False)
+
+
+@pytest.fixture
+def busy():
+    """Threads take turns all the time."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def together(*calls):
+    found = [None] * len(calls)
+
+    def work(index):
+        found[index] = calls[index]()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("middle", "options"),
+    [
+        (nn.Dropout, {}),
+        (nn.Dropout, {"recompute": True}),
+        (Checkpointed, {}),
+    ],
+    ids=["dropout", "recompute", "checkpoint"],
+)
+def test_pipelines_in_two_threads_draw_what_each_draws_alone(middle, options, busy):
+    alone = losses(pipeline(middle, **options))
+    pipes = [pipeline(middle, **options) for _ in range(2)]
+    found = together(*(lambda pipe=pipe: losses(pipe) for pipe in pipes))
+    assert found == [alone, alone]
+    assert len(set(alone)) == len(alone)
+
+
+def test_the_callers_numbers_go_on_behind_two_threads(busy):
+    pipes = [pipeline(), pipeline()]
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    together(*(lambda pipe=pipe: losses(pipe) for pipe in pipes))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_pipeline_made_while_another_draws_has_the_callers_seed():
+    torch.manual_seed(1)
+    expected = StageRandom(2, CPU).states()
+    made = []
+    thread = threading.Thread(target=lambda: made.append(StageRandom(2, CPU)))
+    with TURN, StageRandom(0, CPU):
+        thread.start()
+        thread.join(0.05)  # long enough for one that does not wait
+    thread.join()
+    assert torch.equal(made[0].states()[0], expected[0])
+
+
+@pytest.mark.parametrize(
+    "look", [lambda: process_states(0, []), lambda: resnet(1, width=1, seed=1)[0].state_dict()]
+)
+def test_others_of_this_package_meet_the_callers_numbers(look):
+    before = torch.get_rng_state()
+    expected, found = look(), []
+    thread = threading.Thread(target=lambda: found.append(look()))
+    stage = StageRandom(0, CPU)
+    with TURN, stage:
+        alone = torch.rand(3)
+        stage.rewind()
+        thread.start()
+        thread.join(0.05)
+        assert torch.equal(torch.rand(3), alone)
+    thread.join()
+    for key, tensor in expected.items():
+        assert torch.equal(found[0][key], tensor), key
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_stage_may_run_another_pipeline():
+    class Outer(nn.Module):
+        def forward(self, x):
+            inner.append(losses(pipeline(), 3))
+            return x * 1.0
+
+    inner: list[list[float]] = []
+    pipe = st.Pipeline(
+        [nn.Linear(8, 8), Outer()],
+        lambda p: st.optim.SGD(p, lr=1e-3, momentum=0.9),
+        nn.functional.mse_loss,
+    )
+    losses(pipe, 2)
+    assert inner == [losses(pipeline(), 3)] * 2
+
+
+def test_the_turn_is_given_back_after_a_failure():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ArithmeticError("no")
+
+    pipe = st.Pipeline(
+        [nn.Linear(8, 8), Fails()],
+        lambda p: st.optim.SGD(p, lr=1e-3, momentum=0.9),
+        nn.functional.mse_loss,
+    )
+    with pytest.raises(st.StageError):
+        losses(pipe, 1)
+    assert together(lambda: TURN.acquire(blocking=False) and TURN.release() is None) == [True]
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_need_not_wait_for_a_thread_that_it_does_not_have():
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with TURN, StageRandom(0, CPU):
+            inside.set()
+            leave.wait(0.1)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if TURN.acquire(timeout=5) else 1)
+    leave.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,462 @@
+"""A run's life: results, leaving early, failures, what a suspended run allows, release."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import io
+import pickle
+import weakref
+from contextlib import closing
+
+import pytest
+import torch
+from helpers.pipeline_cases import (
+    Compared,
+    batches,
+    close,
+    every_method,
+    float64,  # noqa: F401  # a fixture
+    losses,
+    mse,
+    sgd,
+    tanh_stages,
+)
+from torch import nn
+
+import spectrain_ext as st
+from spectrain_ext.method import find_method
+
+
+class Pulled:
+    """Batches that count how many were taken."""
+
+    def __init__(self, data):
+        self.data, self.count = data, 0
+
+    def __iter__(self):
+        for batch in self.data:
+            self.count += 1
+            yield batch
+
+
+def weights_of(pipe):
+    return {name: p.detach().clone() for name, p in pipe.named_parameters()}
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        close(found[name], tensor)
+
+
+@every_method
+def test_results_come_as_soon_as_they_are_there(method):
+    n = 4
+    pipe, data = st.Pipeline(tanh_stages(n), sgd(), mse, method), Pulled(batches(12))
+    for expected, result in enumerate(pipe.run(data)):
+        assert result.index == expected
+        assert result.loss.dim() == 0
+        assert not result.loss.requires_grad
+        assert data.count <= min(12, result.index + n)
+        result.loss.mul_(0)  # the caller's own
+    assert data.count == 12
+
+
+@every_method
+@pytest.mark.parametrize("at", [0, 3, 8])
+def test_leaving_the_loop_drains(method, at):
+    data = batches(9)
+    compared, pulled = Compared(tanh_stages(4), method), Pulled(data)
+    for result in compared.pipe.run(pulled):
+        if result.index == at:
+            break
+    assert at < pulled.count <= at + 4
+    compared.oracle.run(data[: pulled.count])  # trained on every batch that was taken
+    compared.check_weights()
+    compared.run(batches(5))
+
+
+def test_close_drains_and_an_iterator_that_was_not_started_does_nothing():
+    compared = Compared(tanh_stages(3), "spectrain")
+    never = compared.pipe.run(batches(3))
+    data = Pulled(batches(6))
+    results = compared.pipe.run(data)
+    next(results)
+    with pytest.raises(RuntimeError, match="a run of this pipeline has not ended"):
+        next(never)
+    with pytest.raises(RuntimeError, match="a run of this pipeline has not ended"):
+        compared.pipe.run(batches(1))
+    results.close()
+    compared.oracle.run(data.data[: data.count])
+    compared.check_weights()
+    compared.run(batches(3))
+
+
+def test_a_dropped_iterator_drains():
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
+    results = pipe.run(batches(6))
+    next(results)
+    del results
+    gc.collect()
+    pipe(torch.randn(2, 5))
+
+
+class Fault(nn.Module):
+    """Raises in its n-th forward or backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward_at = self.backward_at = None
+        self.count = 0
+
+    def forward(self, value):
+        self.count += 1
+        if self.count == self.forward_at:
+            raise ArithmeticError("no forward")
+        value = value * 1
+        if self.count == self.backward_at:
+            value.register_hook(self.fail)
+        return value
+
+    def fail(self, gradient):
+        raise ArithmeticError("no backward")
+
+
+@every_method
+@pytest.mark.parametrize("where", ["forward", "backward", "loss", "update", "scheduler"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_failures(method, where, stage):
+    n, at = 4, 5
+    stages = [nn.Sequential(*s, Fault()) for s in tanh_stages(n)]
+    calls = {"loss": 0, "update": 0, "scheduler": 0}
+    armed = True
+
+    def count(what, index=None):
+        if what == where and index in (None, stage):
+            calls[what] += 1
+            if armed and calls[what] == at + 1:
+                raise ArithmeticError(f"no {what}")
+
+    def loss_fn(output, target):
+        count("loss")
+        return mse(output, target)
+
+    made = []
+
+    def optimizer(params):
+        opt, index = sgd()(params), len(made)
+        opt.register_step_pre_hook(lambda *_: count("update", index))
+        made.append(opt)
+        return opt
+
+    def scheduler(opt):
+        return torch.optim.lr_scheduler.ConstantLR(opt, 1.0)
+
+    pipe = st.Pipeline(stages, optimizer, loss_fn, method, scheduler=scheduler)
+    if where == "scheduler":
+        original = pipe.schedulers[stage].step
+        pipe.schedulers[stage].step = lambda: (count("scheduler", stage), original())
+    fault = stages[stage][-1]
+    if where in ("forward", "backward"):
+        setattr(fault, f"{where}_at", at + 1)
+
+    versions = [[[p.detach().clone() for p in s.parameters()]] for s in stages]
+    for k, opt in enumerate(made):
+        # The true weights after every update, as the optimizer's master has them.
+        opt.register_step_post_hook(
+            lambda *_, k=k: versions[k].append(
+                [pipe._weights[k].true_weights()[p].clone() for p in stages[k].parameters()]
+            )
+        )
+    with pytest.raises(st.StageError) as caught:
+        losses(pipe, batches(20))
+    error = caught.value
+    action = {"scheduler": "update"}.get(where, where)
+    assert (error.stage, error.minibatch, error.action) == (
+        n - 1 if where == "loss" else stage,
+        at,
+        action,
+    )
+    assert isinstance(error.__cause__, ArithmeticError)
+    assert f"no {where}" in str(error)
+    assert f"stage {error.stage}, minibatch {at}, {action}" in str(error)
+    for stage_module, kept in zip(stages, versions, strict=True):
+        for p, expected in zip(stage_module.parameters(), kept[-1], strict=True):
+            assert torch.equal(p, expected)
+            assert p.grad is None
+    pipe(torch.randn(2, 5))
+
+    # It runs again, from where it stands.
+    armed = False
+    fault.forward_at = fault.backward_at = None
+    rest = Compared([copy.deepcopy(s) for s in stages], method)
+    for mine, theirs, true in zip(made, rest.oracle.optimizers, rest.oracle.true, strict=True):
+        for p, q in zip(mine.param_groups[0]["params"], true, strict=True):
+            theirs.state[q]["momentum_buffer"] = mine.state[p]["momentum_buffer"].clone()
+    data = batches(9)
+    close(torch.stack(losses(pipe, data)), torch.stack(rest.oracle.run(data)))
+
+
+def test_a_failure_while_draining_is_raised_by_close():
+    stages = [nn.Sequential(*s, Fault()) for s in tanh_stages(3)]
+    stages[0][-1].backward_at = 1
+    pipe = st.Pipeline(stages, sgd(), mse)
+    results = pipe.run(batches(6))
+    next(results)
+    with pytest.raises(st.StageError, match="stage 0, minibatch 0, backward"):
+        results.close()
+    assert len(losses(pipe, batches(3))) == 3
+
+
+@pytest.mark.parametrize("error", [OSError("no more data"), KeyboardInterrupt()])
+def test_what_the_batches_raise_is_raised_as_it_is(error):
+    def data():
+        yield from batches(4)
+        raise error
+
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
+    with pytest.raises(type(error)) as caught:
+        losses(pipe, data())
+    assert caught.value is error
+    assert len(losses(pipe, batches(3))) == 3
+
+
+def test_stage_errors_can_be_pickled():
+    error = st.StageError(2, 7, "forward", "ValueError: no")
+    found = pickle.loads(pickle.dumps(error))
+    assert str(found) == str(error) == "stage 2, minibatch 7, forward: ValueError: no"
+    assert (found.stage, found.minibatch, found.action) == (2, 7, "forward")
+
+
+@every_method
+def test_state_dict_of_a_suspended_run_has_the_true_weights(method):
+    data = batches(10)
+    pipe = st.Pipeline(
+        [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(4)], sgd(), mse, method
+    )
+    taken = []
+    for k, opt in enumerate(pipe.optimizers):
+        opt.register_step_post_hook(lambda *_, k=k: taken.append((k, true_of(pipe, k))))
+
+    def true_of(pipe, k):
+        true = pipe._weights[k].true_weights()
+        return {n: true[p].clone() for n, p in pipe._weights[k].module.named_parameters()}
+
+    latest = {k: true_of(pipe, k) for k in range(4)}
+    for result in pipe.run(data):
+        latest.update(taken)
+        taken.clear()
+        state = pipe.state_dict(prefix="model.")
+        kept = {name: tensor.clone() for name, tensor in state.items()}
+        for k, params in latest.items():
+            for name, expected in params.items():
+                assert torch.equal(state[f"model.{k}.{name}"], expected)
+        if result.index == 6:
+            snapshot, copied = state, kept
+    for name, tensor in snapshot.items():
+        assert torch.equal(tensor, copied[name])  # later updates do not reach into it
+    same(pipe.state_dict(), nn.Sequential(*pipe.children()).state_dict())
+
+
+def test_what_a_suspended_run_forbids():
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
+    state = copy.deepcopy(pipe.state_dict())
+    with closing(pipe.run(batches(8))) as results:
+        next(results)
+        for forbidden in (
+            lambda: pipe(torch.randn(2, 5)),
+            lambda: pipe.load_state_dict(state),
+            lambda: nn.Sequential(pipe).load_state_dict({f"0.{k}": v for k, v in state.items()}),
+            lambda: pipe.run(batches(1)),
+            pipe.release,
+        ):
+            with pytest.raises(
+                RuntimeError, match=r"a run of this pipeline has not ended.*close\(\)"
+            ):
+                forbidden()
+    pipe.load_state_dict(state)
+    same(pipe.state_dict(), state)
+    pipe(torch.randn(2, 5))
+
+
+@every_method
+def test_between_runs_the_modules_are_the_truth(method):
+    compared = Compared(tanh_stages(4), method)
+    compared.run(batches(7))
+    fresh = nn.Sequential(*tanh_stages(4)).state_dict()
+    compared.pipe.load_state_dict(fresh)
+    same(compared.pipe.state_dict(), fresh)
+    for stage, true, params in zip(
+        compared.pipe.children(), compared.oracle.true, compared.oracle.params, strict=True
+    ):
+        for p, t, q in zip(stage.parameters(), true, params, strict=True):
+            t.data.copy_(p.data)
+            q.data.copy_(p.data)
+    compared.run(batches(7))
+    with torch.no_grad():
+        for stage, true in zip(compared.pipe.children(), compared.oracle.true, strict=True):
+            for p, t in zip(stage.parameters(), true, strict=True):
+                p.mul_(0.5)
+                t.mul_(0.5)
+    compared.run(batches(7))
+
+
+@every_method
+def test_calling_the_pipeline_computes_with_the_true_weights(method):
+    stages = tanh_stages(3)
+    pipe = st.Pipeline(stages, sgd(), mse, method)
+    losses(pipe, batches(6))
+    x = torch.randn(2, 5, requires_grad=True)
+    out = pipe(x)
+    close(out, nn.Sequential(*copy.deepcopy(stages))(x))
+    out.sum().backward()
+    assert x.grad is not None
+    assert all(p.grad is not None for p in pipe.parameters())
+    before = losses(pipe, batches(1))  # gradients from outside do not enter a run
+    assert before[0].isfinite()
+    pipe.eval()
+    assert not any(stage.training for stage in stages)
+    pipe.train()
+    assert all(stage.training for stage in stages)
+
+
+def test_gradients_from_outside_do_not_enter_a_run():
+    compared = Compared(tanh_stages(3), "spectrain")
+    compared.pipe(torch.randn(2, 5)).sum().backward()
+    compared.run(batches(4))
+
+
+def test_it_is_a_module_with_the_keys_of_sequential():
+    stages = [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)), nn.Tanh(), nn.Linear(5, 5)]
+    loss_fn = nn.MSELoss()
+    pipe = st.Pipeline(stages, sgd(), loss_fn)
+    reference = nn.Sequential(*stages)
+    assert list(pipe.state_dict()) == list(reference.state_dict())
+    assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in reference.named_parameters()]
+    assert list(pipe.children()) == stages
+    other = st.Pipeline(copy.deepcopy(stages), sgd(), loss_fn)
+    losses(other, batches(3))
+    pipe.load_state_dict(other.state_dict())
+    same(pipe.state_dict(), other.state_dict())
+    reference.load_state_dict(pipe.state_dict())
+
+
+@every_method
+def test_optimizers_have_their_own_state(method):
+    data, more = batches(6), batches(6)
+    first = st.Pipeline(tanh_stages(3), sgd(), mse, method)
+    losses(first, data)
+    model, optimizers = io.BytesIO(), [opt.state_dict() for opt in first.optimizers]
+    torch.save(first.state_dict(), model)
+    model.seek(0)
+    second = st.Pipeline(tanh_stages(3), sgd(), mse, method)
+    second.load_state_dict(torch.load(model, weights_only=True))
+    for opt, state in zip(second.optimizers, optimizers, strict=True):
+        opt.load_state_dict(state)
+    assert torch.equal(torch.stack(losses(first, more)), torch.stack(losses(second, more)))
+
+
+@every_method
+def test_release(method):
+    compared = Compared(tanh_stages(3), method)
+    compared.run(batches(5))
+    pipe = compared.pipe
+    before = weights_of(pipe)
+    pipe.release()
+    assert pipe.weight_version_bytes == 0
+    for p in pipe.parameters():
+        assert p.untyped_storage().nbytes() == p.nbytes
+    for opt in pipe.optimizers:
+        for state in opt.state.values():
+            buffer = state["momentum_buffer"]
+            assert buffer.untyped_storage().nbytes() == buffer.nbytes
+    same(weights_of(pipe), before)
+    pipe.release()  # nothing is left to do
+    compared.check_weights()
+    compared.run(batches(5))  # with new buffers
+    assert pipe.weight_version_bytes > 0
+
+
+@every_method
+def test_a_run_keeps_nothing(method):
+    """Tapes, messages and shares are gone: the third run leaves what the second did."""
+
+    def live():
+        gc.collect()
+        return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+
+    pipe, data = st.Pipeline(tanh_stages(3), sgd(), mse, method, microbatches=2), batches(9)
+    counts = []
+    for _ in range(3):
+        for _ in pipe.run(data):
+            pass
+        counts.append(live())
+    assert counts[1] == counts[2]
+    assert len(pipe._executor._extent.shares) <= 6
+
+
+@every_method
+def test_a_pipeline_that_is_dropped_is_freed_at_once(method):
+    """Buffers of a GPU must not wait for a garbage collection."""
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, method)
+    losses(pipe, batches(6))
+    buffers = [weakref.ref(weights.storage.working.buffers[0]) for weights in pipe._weights]
+    assert all(ref() is not None for ref in buffers)
+    gc.collect()
+    gc.disable()
+    try:
+        del pipe
+        assert all(ref() is None for ref in buffers)
+    finally:
+        gc.enable()
+
+
+def test_weight_version_bytes():
+    def size(method, n=4):
+        pipe = st.Pipeline(tanh_stages(n), sgd(), mse, method)
+        before = pipe.weight_version_bytes
+        losses(pipe, batches(12))
+        assert pipe.weight_version_bytes == before  # all allocated beforehand
+        return before
+
+    one = size("sync")
+    assert one >= sum(p.nbytes for stage in tanh_stages(4) for p in stage.parameters())
+    assert size("vanilla") == one
+    stage = one // 4
+    # Stage 3 needs no master: both its horizons are 1, which is 0 only for its stash.
+    assert size("spectrain") == 2 * one
+    assert size("pipedream") == sum((4, 3, 2, 1)) * stage
+    assert size("spectrain-stash") == size("pipedream") + 3 * stage
+
+
+@every_method
+def test_a_method_may_be_a_value(method):
+    own = dataclasses.replace(find_method(method), name="own")
+    data = batches(6)
+    stages = tanh_stages(3)
+    pipes = [st.Pipeline(copy.deepcopy(stages), sgd(), mse, m) for m in (method, own)]
+    found = [torch.stack(losses(pipe, data)) for pipe in pipes]
+    assert torch.equal(*found)
+    assert pipes[1].method is own
+
+
+def test_a_wider_window_is_a_row_too():
+    wide = st.Method("wide", "twice the staleness", window=lambda k, n, m: 2 * (n - k) - 1)
+    pipe = st.Pipeline(tanh_stages(4), sgd(lr=0.005), mse, wide)
+    assert len(losses(pipe, batches(20))) == 20
+    assert [place.window for place in pipe.places] == [7, 5, 3, 1]
+    other = st.Pipeline(tanh_stages(4), sgd(lr=0.005), mse, "vanilla", window="wide")
+    assert other.places == pipe.places
+
+
+def test_batches_in_a_grad_free_context():
+    compared = Compared(tanh_stages(2), "spectrain")
+    data = batches(4)
+    expected = compared.oracle.run(data)
+    with torch.no_grad():
+        found = losses(compared.pipe, data)
+        assert not torch.is_grad_enabled()
+    close(torch.stack(found), torch.stack(expected))
+    compared.check_weights()

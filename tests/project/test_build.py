@@ -1,0 +1,321 @@
+"""What was built: no torch in it, code for the GPUs that it is for, CUDA as asked for."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spectrain_ext import _C
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parents[2]
+NATIVE = Path(_C.__file__ or "")
+# cmake and ninja from the environment that runs the tests, else from the machine
+TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf (binutils)")
+def test_no_torch_library_and_no_cuda_runtime_is_linked() -> None:
+    """The CUDA runtime is static, so that import works where there is no CUDA at all."""
+    needed = re.findall(r"NEEDED.*\[(.*?)\]", _run("readelf", "-d", str(NATIVE)))
+    assert needed
+    assert not [n for n in needed if re.search(r"torch|c10|cudart|libcuda", n)]
+
+
+def test_build_info_is_complete() -> None:
+    info = _C.build_info()
+    assert info["openmp"] is True
+    assert info["compiler"] and info["version"]
+    assert bool(info["cuda_architectures"]) == info["cuda"] == bool(info["cuda_compiler"])
+    assert bool(info["cuda_architectures_why"]) == info["cuda"]
+    if platform.machine() == "x86_64":
+        assert info["cpu_instruction_set"].startswith("x86-64")
+
+
+def test_the_module_is_named_for_this_python() -> None:
+    assert NATIVE.name.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES))
+
+
+def _cuda_tool(name: str) -> str | None:
+    """From a toolkit or from NVIDIA's Python packages."""
+    folders = [f"{os.environ.get('CUDA_HOME', '')}/bin", "/usr/local/cuda/bin"]
+    nvidia = importlib.util.find_spec("nvidia")
+    for folder in (nvidia.submodule_search_locations or ()) if nvidia else ():
+        folders += [str(path) for path in Path(folder).glob("*/bin")]
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders))
+
+
+@pytest.mark.skipif(not _C.build_info()["cuda"], reason="this build has no CUDA half")
+@pytest.mark.skipif(_cuda_tool("cuobjdump") is None, reason="needs cuobjdump (CUDA toolkit)")
+class TestCudaHalf:
+    """Read out of the native module itself."""
+
+    @staticmethod
+    def _dump(*options: str) -> str:
+        tool = _cuda_tool("cuobjdump")
+        assert tool is not None
+        return _run(tool, *options, str(NATIVE))
+
+    def test_what_it_says_it_has_is_there(self) -> None:
+        machine = set(re.findall(r"\.(sm_\d+[a-z]?)\.cubin", self._dump("--list-elf")))
+        said = set(_C.build_info()["cuda_architectures"])
+        assert machine == {a for a in said if a.startswith("sm_")}
+        virtual = {a for a in said if a.startswith("compute_")}
+        ptx = self._dump("--list-ptx") if virtual else ""
+        assert {a.replace("compute_", "sm_") for a in virtual} == set(
+            re.findall(r"\.(sm_\d+[a-z]?)\.ptx", ptx)
+        )
+
+    def test_no_kernel_spills_or_has_too_many_registers(self) -> None:
+        """1,024 threads are resident on every architecture; with Adam, which divides, 512."""
+        usage = self._dump("--dump-resource-usage")
+        machine = [a for a in _C.build_info()["cuda_architectures"] if a.startswith("sm_")]
+        count = 0
+        for part in usage.split("arch = ")[1:]:
+            is_90 = part.startswith("sm_90\n")
+            for name, registers, stack, local in re.findall(
+                r"Function (\S+):\s+REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", part
+            ):
+                count += 1
+                assert (stack, local) == ("0", "0"), name
+                # elsewhere what has blocks of 256 threads alone may take a few more: distances 66
+                if is_90 or "run_table" in name or "run_resident" in name:
+                    assert int(registers) <= (128 if "Adam" in name else 64), name
+        assert count >= 150 * len(machine)
+
+    def test_kernels_read_and_write_vectors_of_global_memory(self) -> None:
+        """Distances read element i by lane i % 256, whatever the alignment: that fixes their bits.
+        What prepares a table reads no arrays."""
+        virtual = [a for a in _C.build_info()["cuda_architectures"] if a.startswith("compute_")]
+        if not virtual:
+            pytest.skip("no PTX was built: TORCH_CUDA_ARCH_LIST names none")
+        entries = self._dump("--dump-ptx").split(".entry ")[1:]
+        assert len(entries) >= 150
+        for entry in entries:
+            name = entry.split("(")[0]
+            if not re.search("run_table|run_resident", name):
+                continue
+            assert re.search(r"\bld\.global\.v(4\.[ufb]32|2\.[ufb]64)", entry), name
+            assert re.search(r"\bst\.global\.v(4\.[ufb]32|2\.[ufb]64)", entry), name
+            generic = re.findall(r"\b(?:ld|st)\.(?:v\d\.)?[usfb]\d+\b.*", entry)
+            assert not generic, (name, generic)
+            assert ".local" not in entry, name
+
+    @pytest.mark.nightly
+    @pytest.mark.skipif(_cuda_tool("nvdisasm") is None, reason="needs nvdisasm (CUDA toolkit)")
+    def test_machine_code_of_every_architecture_has_vectors_and_no_local_memory(self) -> None:
+        machine = [a for a in _C.build_info()["cuda_architectures"] if a.startswith("sm_")]
+        kernels: dict[str, int] = dict.fromkeys(machine, 0)
+        for arch in machine:
+            code_of = self._dump("--dump-sass", "--gpu-architecture", arch)
+            for part in code_of.split("Function : ")[1:]:
+                name, code = part.split("\n", 1)
+                if not re.search("run_table|run_resident", name):
+                    continue
+                kernels[arch] += 1
+                for access in ("LDG", "STG"):
+                    assert re.search(rf"\b{access}\.E\.(\w+\.)*128\b", code), (arch, name, access)
+                spilled = re.findall(r"\b(?:LDL|STL)\b.*", code)
+                assert not spilled, (arch, name, spilled)
+        assert kernels and min(kernels.values()) >= 150, kernels
+
+
+KNOWN = ["compute_70", "sm_70", *(f"sm_{n}" for n in (75, 80, 86, 87, 90, 100, 103, 110, 120))]
+
+
+@pytest.mark.skipif(shutil.which("cmake", path=TOOLS) is None, reason="needs cmake")
+class TestArchitectures:
+    """For which GPUs is built: CMake's module alone, with stand-ins for nvcc and nvidia-smi."""
+
+    @staticmethod
+    def _choose(
+        folder: Path, gpus: str | None, *, archs: str = "", wanted: str = "", arm: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        """The CMake module with a compiler that knows KNOWN; `gpus`: None without a driver."""
+        nvcc, smi, script = folder / "nvcc", folder / "nvidia-smi", folder / "choose.cmake"
+        nvcc.write_text("#!/bin/sh\necho " + " ".join(KNOWN) + "\n")
+        answer = "echo no driver; exit 9" if gpus is None else f"printf '{gpus}'"
+        smi.write_text(f"#!/bin/sh\n{answer}\n")
+        for tool in (nvcc, smi):
+            tool.chmod(0o755)
+        script.write_text(
+            f"""
+            set(SPECTRAIN_NVCC {nvcc})
+            set(SPECTRAIN_NVIDIA_SMI {smi})
+            set(SPECTRAIN_ARCHS "{archs}")
+            set(SPECTRAIN_CUDA_ARCH_LIST "{wanted}")
+            set(CMAKE_SYSTEM_PROCESSOR {"aarch64" if arm else "x86_64"})
+            include({ROOT / "cmake" / "CudaArchitectures.cmake"})
+            spectrain_architectures(flags names why)
+            string(REPLACE "-gencode=arch=" "" flags "${{flags}}")
+            message("${{names}}: ${{why}}: ${{flags}}")
+            """
+        )
+        return subprocess.run(
+            ["cmake", "-P", str(script)],
+            env={**os.environ, "PATH": TOOLS},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    MAJOR = "sm_75 sm_80 sm_90 sm_100 sm_120 compute_80"
+
+    @pytest.mark.parametrize(
+        ("gpus", "settings", "expected"),
+        [
+            (None, {}, f"{MAJOR}: no GPU was visible"),
+            ("", {}, f"{MAJOR}: no GPU was visible"),
+            ("9.0\n9.0\n", {}, "sm_90 compute_90: the visible GPUs"),
+            ("12.0\n8.6\n7.5\n", {}, "sm_75 sm_86 sm_120 compute_86: the visible GPUs"),
+            ("7.5\n", {"archs": "native"}, "sm_75 compute_75: the visible GPUs"),
+            ("9.0\n14.0\n", {}, f"{MAJOR}: the compiler does not know all visible GPUs, 90, 140"),
+            ("6.1\n", {}, f"{MAJOR}: the compiler does not know all visible GPUs, 61"),
+            ("9.0\n", {"archs": "major"}, f"{MAJOR}: SPECTRAIN_ARCHS=major"),
+            (
+                None,
+                {"archs": "ALL"},
+                "sm_75 sm_80 sm_86 sm_87 sm_90 sm_100 sm_103 sm_110 sm_120 compute_80: "
+                "SPECTRAIN_ARCHS=all",
+            ),
+            (
+                None,
+                {"arm": True},
+                "sm_75 sm_80 sm_87 sm_90 sm_100 sm_110 sm_120 compute_80: no GPU was visible",
+            ),
+            ("8.0\n", {"wanted": "9.0 8.6"}, "sm_86 sm_90: TORCH_CUDA_ARCH_LIST"),
+            (
+                None,
+                {"wanted": "8.0;9.0a;10.0+PTX"},
+                "sm_80 sm_90a sm_100 compute_100: TORCH_CUDA_ARCH_LIST",
+            ),
+            (
+                "9.0\n",
+                {"archs": "native", "wanted": "7.5"},
+                "sm_90 compute_90: the visible GPUs",
+            ),
+        ],
+    )
+    def test_what_is_built_and_why(
+        self, gpus: str | None, settings: dict[str, object], expected: str, tmp_path: Path
+    ) -> None:
+        done = self._choose(tmp_path, gpus, **settings)  # type: ignore[arg-type]
+        assert done.returncode == 0, done.stderr
+        names, why, flags = done.stderr.strip().split(": ", 2)
+        assert f"{names}: {why}" == expected
+        pairs = [flag.split(",code=") for flag in flags.split(";")]
+        assert [code for _, code in pairs] == names.split()
+        for virtual, code in pairs:  # which is PTX, its own, or later
+            assert int(re.sub(r"\D", "", virtual)) <= int(re.sub(r"\D", "", code))
+        if "wanted" not in settings:
+            assert len({virtual for virtual, _ in pairs}) <= 2
+
+    @pytest.mark.parametrize(
+        ("gpus", "settings", "told"),
+        [
+            (None, {"archs": "native"}, "have the architectures ''"),
+            ("14.0\n", {"archs": "native"}, "have the architectures '140'"),
+            (None, {"archs": "hopper"}, "SPECTRAIN_ARCHS: expected native, major or all"),
+            (None, {"wanted": "9.0;Hopper"}, "TORCH_CUDA_ARCH_LIST: expected entries like 9.0"),
+        ],
+    )
+    def test_what_cannot_be_built_is_told(
+        self, gpus: str | None, settings: dict[str, str], told: str, tmp_path: Path
+    ) -> None:
+        done = self._choose(tmp_path, gpus, **settings)  # type: ignore[arg-type]
+        assert done.returncode != 0
+        assert told in " ".join(done.stderr.split())
+
+
+def _known_architectures() -> list[int]:
+    nvcc = _cuda_tool("nvcc")
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    known = [a for a in _run(nvcc, "--list-gpu-code").split() if re.fullmatch(r"sm_\d+", a)]
+    return sorted(int(a[3:]) for a in known if int(a[3:]) >= 75)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("source", sorted(p.name for p in (ROOT / "csrc" / "cuda").glob("*.cu")))
+def test_no_spills_on_any_architecture(source: str, tmp_path: Path) -> None:
+    known = _known_architectures()
+    nvcc = _cuda_tool("nvcc")
+    assert nvcc is not None
+    command = [nvcc, "-std=c++17", "-O3", "-fmad=false", "-Xptxas", "-v", "--threads", "2", "-c"]
+    command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in known]
+    command += [str(ROOT / "csrc" / "cuda" / source), "-o", str(tmp_path / "kernel.o")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log
+    assert {int(a) for a in re.findall(r"for 'sm_(\d+)'", log)} == set(known)
+    figures = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", log)
+    assert figures and set(figures) == {("0", "0", "0")}, log
+
+
+def _configure(
+    build: Path, choice: str, *, hide_compiler: bool
+) -> subprocess.CompletedProcess[str]:
+    """CMake's configuration alone, with or without a CUDA compiler to be found."""
+    if shutil.which("cmake", path=TOOLS) is None or shutil.which("ninja", path=TOOLS) is None:
+        pytest.skip("needs cmake and ninja")
+    environment = {**os.environ, "PATH": TOOLS}
+    command = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
+    command += ["-DSPECTRAIN_PYTHON=OFF", "-DSPECTRAIN_TESTS=OFF", f"-DSPECTRAIN_CUDA={choice}"]
+    if hide_compiler:
+        for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+            environment.pop(name, None)
+        places = [*TOOLS.split(os.pathsep), "/usr/local/bin", "/usr/bin", "/usr/local/cuda/bin"]
+        hidden = [str(Path(d)) for d in places if (Path(d) / "nvcc").exists()]
+        if str(Path(sys.executable).parent) in hidden:
+            pytest.skip("the CUDA compiler lies beside Python")
+        command.append(f"-DCMAKE_IGNORE_PATH={';'.join(dict.fromkeys(hidden))}")
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+class TestCudaIsAChoice:
+    """SPECTRAIN_CUDA, as setup.py hands it on."""
+
+    def test_left_out(self, tmp_path: Path) -> None:
+        done = _configure(tmp_path, "OFF", hide_compiler=False)
+        assert done.returncode == 0, done.stderr
+        assert "CPU only" in done.stdout
+
+    def test_no_compiler_is_said_in_one_line(self, tmp_path: Path) -> None:
+        done = _configure(tmp_path, "AUTO", hide_compiler=True)
+        assert done.returncode == 0, done.stderr
+        assert len(re.findall(r"^.*CPU only.*nvcc.*$", done.stdout, re.M)) == 1
+
+    def test_insisting_without_a_compiler_names_the_remedy(self, tmp_path: Path) -> None:
+        done = _configure(tmp_path, "ON", hide_compiler=True)
+        assert done.returncode != 0
+        assert "nvcc" in done.stderr and "CUDA_HOME" in done.stderr
+
+    def test_another_word_is_refused(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "setup.py", "build_ext"],
+            cwd=ROOT,
+            env={**os.environ, "SPECTRAIN_CUDA": "maybe"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        if "No module named 'setuptools'" in done.stderr:
+            pytest.skip("needs setuptools")
+        assert done.returncode != 0
+        assert "SPECTRAIN_CUDA" in done.stderr and "maybe" in done.stderr

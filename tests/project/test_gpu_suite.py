@@ -1,0 +1,306 @@
+"""The suite for a GPU, without one: all of it rehearsed, and what it does when things go wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from spectrain_ext.benchmark import engine
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+#: Metrics as ncu prints them, among what else it says.
+_NCU = """==PROF== Connected
+"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","9","spectrain::run_table","GPU Speed Of Light","DRAM Throughput","%","12.5"
+"0","9","spectrain::run_table","GPU Speed Of Light","Duration","us","7.25"
+"1","9","spectrain::run_table","GPU Speed Of Light","Duration","us","8.25"
+"""
+_PROBE = """echo '{"name": "device", "device": "none"}'
+echo '{"name": "predict, fp32", "variant": "plain", "blocks": 4, "median_us": 2.0, "best_us": 1.0}'
+"""
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Modules of bench/ by name."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
+
+
+@pytest.fixture
+def steps(load: Any) -> ModuleType:
+    found: ModuleType = load("gpu.steps")
+    return found
+
+
+def _program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}")
+    path.chmod(0o755)
+
+
+@pytest.mark.processes
+def test_all_of_it_rehearsed(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part's lines run; tools are stand-ins, one of them missing."""
+    suite, scale = load("gpu_suite"), load("gpu.scale")
+    for name in ("PYTHONPATH", "PYTHONUNBUFFERED", "CUBLAS_WORKSPACE_CONFIG", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "CUPY_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(engine, "host_overhead", lambda device: {"a call": 1.0})
+    carried = load("gpu.carried")
+    monkeypatch.setattr(carried, "FOLDER", tmp_path / "carried")
+    monkeypatch.setattr(load("gpu.operators"), "host_overhead", engine.host_overhead)
+    monkeypatch.setattr(load("bench_pipeline"), "MINIBATCHES", 3)
+    _program(tmp_path / "carried" / "probe", _PROBE)
+    (tmp_path / "carried" / "sources").write_text(carried.fingerprint())
+    _program(tmp_path / "bin" / "compute-sanitizer", "echo '==== ERROR SUMMARY: 0 errors'")
+    (tmp_path / "ncu").write_text(_NCU)
+    _program(tmp_path / "bin" / "ncu", f"cat {tmp_path / 'ncu'}")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "test_cuda.py").write_text(
+        "import pytest\n@pytest.mark." + "cuda\ndef test_fine(): pass\ndef test_other(): assert 0\n"
+    )
+    out = tmp_path / "out"
+    code = suite.main(["--out", str(out), "--rehearse", "--tests", str(tests)])
+    text = (out / "summary.md").read_text()
+    assert code == 0, text
+    assert {path.name for path in out.iterdir()} == set(load("gpu.results").FILES)
+    summary = json.loads((out / "summary.json").read_text())
+    assert {s["name"]: s["status"] for s in summary["steps"] if s["status"] != "ok"} == {}
+    parts = json.loads((out / "parts.json").read_text())
+    for name, part in parts.items():
+        assert {c["status"] for c in part.values()} <= {"ok", "passed over"}, (name, part)
+    assert parts["tests"]["test_cuda.py"]["result"]["passed"] == 1
+    assert parts["stress-methods"]["spectrain, seed 0"]["result"]["streams_entered"] > 0
+    report = json.loads((out / "operators.json").read_text())
+    assert report["rows"] and all(r["median_us"] > 0 for r in report["rows"])
+    assert "us of the pipeline's own per action" in text and "Two GPUs: not measured." in text
+    assert "`spectrain::run_table`: DRAM Throughput [%] 12.5; Duration [us] 7.25" in text
+    assert "| predict, fp32 | plain | 4 |" in text and "No table" not in text
+    # What the tools that are stand-ins would have run.
+    for part in ("small", "large"):
+        options = ["--record", "x", "--rehearse", "--part", part]
+        assert suite.main(["--out", str(tmp_path), *options]) == 0
+        (tmp_path / "x.json").unlink()
+    assert scale.FULL.on_gpu
+
+
+@pytest.mark.processes
+def test_dry_run(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, str(BENCH / "gpu_suite.py"), "--out", str(out), "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["dry_run"] and {s["status"] for s in summary["steps"]} == {"not run"}
+    assert "Operators: not measured." in (out / "summary.md").read_text()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 2 and "expected an empty folder" in again.stderr
+
+
+def test_the_plan_ends_in_time_and_begins_with_what_all_else_needs(
+    load: Any, tmp_path: Path
+) -> None:
+    module = load("gpu.plan")
+    groups = module.plan(tmp_path, [])
+    assert sum(max(s.limit_s for s in group) for group in groups) == pytest.approx(module.TOTAL_S)
+    assert module.TOTAL_S < 600
+    assert len(load("gpu.results").FILES) <= 7  # of eight: one more while one is written
+    assert [s.name for group in groups[:2] for s in group] == ["install", "first"]
+    assert groups[0][0].essential
+    short = module.plan(tmp_path, [], 57)
+    assert sum(max(s.limit_s for s in group) for group in short) == pytest.approx(57)
+
+
+class TestCases:
+    def test_every_case_is_on_disk_at_once_and_failures_cost_no_other(
+        self, load: Any, tmp_path: Path
+    ) -> None:
+        cases = load("gpu.cases").Cases(tmp_path / "a.json", float("inf"))
+
+        def look() -> str:
+            return str(json.loads((tmp_path / "a.json").read_text())["fine"]["status"])
+
+        assert cases.run("fine", look) == "running"
+        assert cases.run("bad", lambda: [][1]) is None
+        assert cases.run("after", lambda: 3) == 3
+        found = json.loads((tmp_path / "a.json").read_text())
+        assert [found[k]["status"] for k in found] == ["ok", "failed", "ok"]
+        assert found["bad"]["error"] == "IndexError: list index out of range"
+
+    def test_a_part_that_lost_its_device_goes_on_behind_it(self, load: Any, tmp_path: Path) -> None:
+        module, path = load("gpu.cases"), tmp_path / "a.json"
+
+        def lost() -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+        first = module.Cases(path, float("inf"), alive=lost)
+        assert first.run("one", lambda: 1) == 1
+        with pytest.raises(SystemExit) as ended:
+            first.run("two", lost)
+        assert ended.value.code == module.POISONED
+        first.put("three", "running")  # as where the process was ended in it
+        second = module.Cases(path, float("inf"))
+        ran: list[str] = []
+        for name in ("one", "two", "three", "four"):
+            second.run(name, lambda n=name: ran.append(n))  # type: ignore[misc]
+        assert ran == ["four"]
+        statuses = [case["status"] for case in json.loads(path.read_text()).values()]
+        assert statuses == ["ok", "failed", "died", "ok"]
+
+    def test_no_case_is_begun_too_late(self, load: Any, tmp_path: Path) -> None:
+        cases = load("gpu.cases").Cases(tmp_path / "a.json", time.time() + 10)
+        assert cases.run("long", lambda: 1, reserve_s=20) is None
+        assert cases.run("short", lambda: 1) == 1
+        assert cases.data["long"]["status"] == "no time left"
+
+
+@pytest.mark.processes
+class TestSteps:
+    @staticmethod
+    def _run(steps: ModuleType, tmp_path: Path, *group: Any, seconds: float = 60) -> Any:
+        told: list[int] = []
+        found = steps.run_group(
+            group,
+            lambda step: tmp_path / f"{step.name}.log",
+            tmp_path,
+            time.monotonic() + seconds,
+            lambda: told.append(1),
+        )
+        return found[0] if len(group) == 1 else found
+
+    @staticmethod
+    def _python(code: str) -> list[str]:
+        return [sys.executable, "-c", code]
+
+    def test_a_missing_tool_and_no_time_are_recorded(
+        self, steps: ModuleType, tmp_path: Path
+    ) -> None:
+        step = steps.Step("x", ["x"], 10, needs="no-such-program-anywhere")
+        assert self._run(steps, tmp_path, step).status == "missing"
+        step = steps.Step("y", ["y"], 10)
+        assert self._run(steps, tmp_path, step, seconds=0).status == "not run"
+
+    def test_side_by_side_failures_and_hangs_are_recorded(
+        self, steps: ModuleType, tmp_path: Path
+    ) -> None:
+        fails = steps.Step("f", self._python("print('ERROR SUMMARY: 3 errors'); exit(4)"), 9)
+        hangs = steps.Step("h", ["sleep", "100"], 9)
+        outcomes = self._run(steps, tmp_path, fails, hangs, seconds=2)
+        assert (outcomes[0].status, outcomes[0].code) == ("failed", 4)
+        assert outcomes[0].facts == {"sanitizer_errors": 3}
+        assert outcomes[1].status == "timed out" and 1 < outcomes[1].seconds < 20
+
+    def test_once_more_without_the_filter(self, steps: ModuleType, tmp_path: Path) -> None:
+        refuses = ["sh", "-c", "echo unknown option; exit 1"]
+        works = ["sh", "-c", "echo 'RACECHECK SUMMARY: 0 hazards displayed'"]
+        outcome = self._run(steps, tmp_path, steps.Step("s", refuses, 60, unfiltered=works))
+        assert (outcome.status, outcome.facts) == ("ok", {"hazards": 0, "unfiltered": True})
+
+    def test_once_more_where_the_device_was_lost(self, steps: ModuleType, tmp_path: Path) -> None:
+        for end in ("exit 77", "kill -9 $$"):
+            mark = tmp_path / end.split()[0]
+            code = f"test -e {mark} && exit 0; touch {mark}; {end}"
+            outcome = self._run(steps, tmp_path, steps.Step("s", ["sh", "-c", code], 60))
+            assert (outcome.status, outcome.facts) == ("ok", {"restarts": 1})
+
+
+def test_the_package_comes_from_the_wheel_that_fits(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, carried, site = load("gpu.install"), load("gpu.carried"), tmp_path / "site"
+    monkeypatch.setattr(carried, "FOLDER", tmp_path)
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for name, text in ((tag, "fits"), ("cp399", "does not")):
+        with zipfile.ZipFile(tmp_path / f"spectrain_ext-0-{name}-x.whl", "w") as wheel:
+            wheel.writestr("spectrain_ext/__init__.py", text)
+
+    def run(command: list[str]) -> str:
+        if not site.exists():
+            raise RuntimeError("No module named 'spectrain_ext'")
+        return '{"cuda": true}'
+
+    monkeypatch.setattr(module, "_run", run)
+    (tmp_path / "sources").write_text("of something else")
+    with pytest.raises(FileNotFoundError, match="is of other sources: make gpu-wheel again"):
+        carried.carried("*.whl")
+    (tmp_path / "sources").write_text(carried.fingerprint())
+    cases = load("gpu.cases").Cases(tmp_path / "a.json", float("inf"))
+    module.install(cases, load("gpu.scale").FULL, tmp_path)
+    found = {k: c["status"] for k, c in json.loads((tmp_path / "a.json").read_text()).items()}
+    assert found == {"as it is": "passed over", "the wheel": "ok"}
+    assert (site / "spectrain_ext" / "__init__.py").read_text() == "fits"
+
+
+def test_what_ran_at_the_same_time(load: Any) -> None:
+    """Two streams: 10 us of compute, 4 of a prediction beside it, 2 of nothing, 4 of a copy."""
+    module = load("gpu.overlap")
+
+    def event(name: str, category: str, begin: float, duration: float, stream: int) -> Any:
+        more = {"ph": "X", "name": name, "cat": category, "args": {"stream": stream}}
+        return {"ts": begin, "dur": duration, **more}
+
+    found = module.overlap(
+        module.spans(
+            [
+                event("gemm", "kernel", 100, 10, 7),
+                event("spectrain::run_table<spectrain::SgdPredict<float>>", "kernel", 103, 4, 8),
+                event("Memcpy DtoD", "gpu_memcpy", 112, 4, 9),
+                event("aten::mm", "cpu_op", 90, 100, 1),
+                {"ph": "M", "name": "process_name"},
+            ]
+        )
+    )
+    assert found["us_by_kind"] == {"compute": 10, "prediction": 4, "copy": 4}
+    assert (found["whole_us"], found["busy_us"], found["kernels"]) == (16, 14, 3)
+    assert found["two_streams_share"] == pytest.approx(4 / 14, abs=1e-4)
+    assert found["share_together"] == {"compute and prediction": pytest.approx(4 / 14, abs=1e-4)}
+    assert module.overlap([]) == {"kernels": 0}
+
+
+def test_a_late_stream_that_changes_a_bit_is_a_failure(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stress, scale = load("gpu.stress"), load("gpu.scale").REHEARSAL
+    cases = load("gpu.cases").Cases(tmp_path / "a.json", float("inf"))
+    monkeypatch.setattr(stress.Delays, "sleep", lambda self, share: (_ for _ in ()).throw(OSError))
+    stress.stress_options(cases, scale)
+    assert {c["status"] for k, c in cases.data.items() if "no delays" in k} == {"ok"}
+    assert {c["status"] for k, c in cases.data.items() if "seed" in k} == {"failed"}
+    a, b = load("torch").zeros(3), load("torch").zeros(3)
+    b[1] = 1e-7
+    with pytest.raises(AssertionError, match=r"1 of 1 tensors differ, by up to 1e-07: \['w'\]"):
+        stress._same({"w": b}, {"w": a})
+
+
+def test_counts_of_a_file_whose_process_ended_early(load: Any) -> None:
+    counts = load("gpu.cuda_tests").counts
+    assert counts("a.py::b PASSED\n=== 12 passed, 3 skipped in 4.20s ===") == {
+        "passed": 12,
+        "skipped": 3,
+    }
+    assert counts("t.py::a PASSED [ 1%]\nt.py::b[x y] PASSED\nt.py::c FAILED\nt.py::d ") == {
+        "passed": 2,
+        "failed": 1,
+    }
+
+
+def test_files_with_tests_for_the_device_are_found(load: Any) -> None:
+    tests = BENCH.parent / "tests"
+    names = [str(p.relative_to(tests)) for p in load("gpu.cuda_tests").marked(tests)]
+    assert names[0] == "operators/test_cuda_arrays.py" and "optim/test_cuda.py" in names
+    assert "observation/test_trace.py" in names and "partitioning/test_cut.py" not in names

@@ -1,0 +1,93 @@
+"""The house: which room lies on which floor, that imports point downwards, what an import loads."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "spectrain_ext"
+
+#: Each imports only what lies below it; rooms on one floor never import each other.
+FLOORS = (
+    {"_C", "_interpreter", "bounded", "errors", "rng"},
+    {"operators", "schedule"},
+    {"optim", "method", "transport", "benchmark"},
+    {"weights", "timelines", "partitioning"},
+    {"pipeline"},
+    {"distributed", "observation"},
+    {"checkpoint"},
+    {"experiments"},
+    {"cli"},
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+NATIVE = ("core", "rules", "kernels", "plan", "bindings")
+
+MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every name that a module of ours imports; in functions and for types as well."""
+    package = ["spectrain_ext", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def test_every_room_has_its_floor() -> None:
+    assert {room_of(path) for path in MODULES} == set(FLOOR) - {"_C"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_downwards_and_never_to_the_root(path: Path) -> None:
+    here = room_of(path)
+    for name in imported(path):
+        package, _, below = name.partition(".")
+        if package == "spectrain_ext":
+            there = below.split(".")[0]
+            assert there in FLOOR, f"imports {name}: the root's face"
+            assert there == here or FLOOR[there] < FLOOR[here], f"imports {name}"
+
+
+def test_process_groups_are_known_upstairs_only() -> None:
+    for path in MODULES:
+        found = {name for name in imported(path) if name.startswith("torch.distributed")}
+        if room_of(path) == "partitioning":
+            found = {name for name in found if not name.startswith("torch.distributed.pipelining")}
+        assert not found or room_of(path) in ("distributed", "checkpoint", "experiments"), path
+
+
+@pytest.mark.parametrize("folder", NATIVE)
+def test_includes_point_downwards(folder: str) -> None:
+    below = NATIVE[: NATIVE.index(folder)]
+    for path in (ROOT / "csrc" / folder).rglob("*.*"):
+        for name in re.findall(r'#include "([^"]+)"', path.read_text()):
+            beside = (path.parent / name).exists()
+            assert beside or name.split("/")[0] in (folder, *below), f"{path} includes {name}"
+
+
+@pytest.mark.processes
+def test_an_import_loads_what_training_needs_and_nothing_else() -> None:
+    command = "import sys, spectrain_ext; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, check=True)
+    loaded = done.stdout.decode().split()
+    rooms = {name.split(".")[1] for name in loaded if name.startswith("spectrain_ext.")}
+    needed = {"operators", "optim", "method", "schedule", "pipeline", "transport", "weights"}
+    assert rooms == needed | {"_C", "_interpreter", "errors", "rng"}
+    heavy = {"torch.distributed.checkpoint", "matplotlib", "sklearn", "click", "rich"}
+    assert not heavy & set(loaded)

@@ -1,0 +1,120 @@
+"""The project's files agree with one another and with what was installed."""
+
+import os
+import re
+import stat
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import spectrain_ext as st
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+README = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.skipif(
+    "SPECTRAIN_TEST_INSTALLED" not in os.environ,
+    reason="set by make test, which must not test the source tree",
+)
+def test_what_is_tested_is_what_was_installed() -> None:
+    assert ROOT / "spectrain_ext" not in Path(st.__file__).resolve().parents
+    assert Path(st.__file__).resolve().is_relative_to(Path(sys.prefix).resolve())
+
+
+@pytest.mark.skipif(
+    "SPECTRAIN_TEST_INSTALLED" not in os.environ, reason="needs the installed package"
+)
+def test_the_wheel_holds_every_module_and_nothing_else() -> None:
+    installed = Path(st.__file__).parent
+    for suffix in ("*.py", "*.pyi", "py.typed"):
+        ours = {path.relative_to(ROOT / "spectrain_ext") for path in _package_files(suffix)}
+        theirs = {path.relative_to(installed) for path in installed.rglob(suffix)}
+        assert theirs == ours
+
+
+def _package_files(pattern: str) -> list[Path]:
+    return list((ROOT / "spectrain_ext").rglob(pattern))
+
+
+def test_processes_exchange_no_pickles() -> None:
+    objects = re.compile(r"\b(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?\b")
+    for path in _package_files("*.py"):
+        assert not objects.search(path.read_text()), path
+
+
+def test_one_version() -> None:
+    assert st.__version__ == PROJECT["project"]["version"]
+    if "SPECTRAIN_TEST_INSTALLED" in os.environ:
+        assert metadata.version("spectrain_ext") == st.__version__
+
+
+def test_torch_is_a_run_time_dependency_and_never_a_build_one() -> None:
+    assert not [name for name in PROJECT["build-system"]["requires"] if "torch" in name]
+    assert "torch>=2.10,<3" in PROJECT["project"]["dependencies"]
+    for source in (ROOT / "csrc").rglob("*"):
+        if source.is_file():
+            assert not re.search(r"#include\s*[<\"](torch|ATen|c10)/", source.read_text()), source
+
+
+def test_the_console_script_exists() -> None:
+    module, name = PROJECT["project"]["scripts"]["spectrain"].split(":")
+    assert callable(getattr(__import__(module, fromlist=[name]), name))
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & stat.S_IXUSR
+    assert "make test" in script.read_text()
+    assert "make test" in README
+    assert "make train" in README
+
+
+def test_every_make_target_in_the_readme_exists() -> None:
+    targets = set(re.findall(r"\bmake ([a-z]+)", README))
+    assert {"train", "test", "bench"} <= targets
+    for target in targets:
+        assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
+
+
+def test_every_path_that_the_readme_links_to_exists() -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    extras = set(PROJECT["project"]["optional-dependencies"])
+    texts = [README, MAKEFILE, *(path.read_text() for path in _package_files("*.py"))]
+    for text in texts:
+        for named in re.findall(r"spectrain_ext\[([a-z0-9,-]+)\]", text):
+            assert set(named.split(",")) <= extras, named
+
+
+def test_the_linters_are_pinned() -> None:
+    pinned = {
+        line.split("==")[0]
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    }
+    assert {"torch", *PROJECT["project"]["optional-dependencies"]["lint"]} <= pinned
+
+
+@pytest.mark.parametrize(
+    "example", re.findall(r"```python\n(.*?)```", README, re.DOTALL), ids=lambda text: text[:20]
+)
+def test_the_readme_examples_run(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})

@@ -1,0 +1,201 @@
+"""Timelines: pictures by what is written in them, traces by their events, the command line."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from click.testing import CliRunner
+
+from spectrain_ext.cli.group import main
+from spectrain_ext.method import methods
+from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
+from spectrain_ext.schedule import write_csv as write_schedule
+from spectrain_ext.timelines.method_timeline import draw_method_timelines, simulate_method
+from spectrain_ext.timelines.timeline import draw_timeline, write_trace
+
+pytest.importorskip("matplotlib")
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["timeline", *map(str, arguments)])
+
+
+def texts(path):
+    """All texts of an SVG whose text is text."""
+    import xml.etree.ElementTree as ElementTree
+
+    return [
+        "".join(element.itertext()).strip()
+        for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
+    ]
+
+
+def fills(path):
+    text = path.read_text().lower()
+    return {color for color in ("#0072b2", "#e69f00", "#cc79a7", "#999999") if color in text}
+
+
+def test_every_block_has_its_minibatch(tmp_path):
+    path = tmp_path / "t.svg"
+    draw_timeline(path, simulate_method("pipedream", 4, 8), title="four stages")
+    written = Counter(texts(path))
+    labels = [f"stage {k}" for k in range(4)]
+    assert all(written[label] == 1 for label in [*labels, "four stages", "forward", "backward"])
+    assert written["idle: 27 % of all"] == 1
+    for minibatch in (1, 2, 3, 4, 6, 7):  # 0 and 5 are on the axis as well
+        assert written[str(minibatch)] == 2 * 4
+    assert fills(path) == {"#0072b2", "#e69f00"}
+
+
+def test_microbatches_and_versions(tmp_path):
+    path = tmp_path / "t.svg"
+    draw_timeline(path, simulate_method("gpipe", 2, 2, microbatches=3), versions=True)
+    written = Counter(texts(path))
+    assert {written[f"{i}.{j}"] for i in range(2) for j in range(3)} == {2 * 2}
+    assert (written["v0"], written["v1"]) == (2 * 2 * 3, 2 * 2 * 3)
+    draw_timeline(path, simulate_method("spectrain", 4, 6), versions=True)
+    assert Counter(texts(path))["v0+3"] == 4  # the first four forwards of stage 0
+
+
+def test_communication_and_predictions_where_they_take_time(tmp_path):
+    path = tmp_path / "t.svg"
+    spans = list(simulate_method("spectrain", 3, 4, prediction=0.5, communication=0.5))
+    draw_timeline(path, spans, communication=True)
+    assert fills(path) == {"#0072b2", "#e69f00", "#cc79a7", "#999999"}
+    assert {"prediction", "communication"} <= set(texts(path))
+    draw_timeline(path, spans)
+    assert fills(path) == {"#0072b2", "#e69f00", "#cc79a7"}
+
+
+def test_the_same_picture_is_the_same_file(tmp_path):
+    paths = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    for path in paths:
+        draw_timeline(path, simulate_method("vanilla", 3, 4))
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_long_runs_have_no_room_for_numbers(tmp_path):
+    path = tmp_path / "t.svg"
+    draw_timeline(path, simulate_method("vanilla", 3, 400))
+    assert "399" not in texts(path)
+
+
+def test_nothing_to_draw(tmp_path):
+    with pytest.raises(ValueError, match="spans: expected at least one, got none"):
+        draw_timeline(tmp_path / "t.svg", [])
+
+
+def test_a_trace_has_every_span(tmp_path):
+    path = tmp_path / "t.json"
+    durations = Durations.of(3, forward=1, backward=2, activation=0.25, gradient=0.25)
+    spans = list(simulate(streams("1f1b-async", [3, 2, 1]), durations, minibatches=5))
+    write_trace(path, spans)
+    events = json.loads(path.read_text())["traceEvents"]
+    found = [event for event in events if event["ph"] == "X"]
+    assert len(found) == len(spans)
+    for event, span in zip(found, spans, strict=True):
+        assert (event["pid"], event["cat"]) == (span.stage, span.kind.value)
+        assert (event["ts"], event["dur"]) == (1000 * span.start, 1000 * (span.end - span.start))
+        assert event["args"].get("version") == span.version
+    names = {(e["pid"], e.get("tid")): e["args"].get("name") for e in events if e["ph"] == "M"}
+    assert names[1, None] is None or names[1, None] == "stage 1"
+    assert (names[1, 0], names[1, 1], names[1, 2]) == ("compute", "to next", "to previous")
+    assert (2, 1) not in names  # the last stage sends nothing on
+
+
+@pytest.mark.parametrize("method", [name for name in methods() if name != "xgrad"])
+def test_every_method_can_be_drawn(method, tmp_path):
+    (path,) = draw_method_timelines(tmp_path / "new", [method], 3, microbatches=3)
+    assert path == tmp_path / "new" / f"{method}.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_versions_of_every_method():
+    def read(method, stage, minibatch, **options):
+        spans = simulate_method(method, 4, 20, **options)
+        return {
+            span.kind: (span.version, span.ahead)
+            for span in spans
+            if (span.stage, span.minibatch) == (stage, minibatch) and span.version is not None
+        }
+
+    spectrain = read("spectrain", 2, 10)
+    assert (spectrain[Kind.FORWARD], spectrain[Kind.BACKWARD]) == ((9, 2), (10, 1))
+    pipedream = read("pipedream", 0, 10)
+    assert (pipedream[Kind.FORWARD], pipedream[Kind.BACKWARD]) == ((7, 0), (7, 0))
+    vertical = read("pipedream-vertical-sync", 3, 10)
+    assert (vertical[Kind.FORWARD], vertical[Kind.BACKWARD]) == ((7, 0), (7, 0))
+    local = read("spectrain-local", 1, 1)
+    assert (local[Kind.FORWARD], local[Kind.BACKWARD]) == ((0, 1), (1, 0))
+    double = read("pipedream-2bw", 0, 10, microbatches=4)
+    assert (double[Kind.FORWARD], double[Kind.BACKWARD]) == ((9, 0), (9, 0))
+    wide = read("vanilla", 0, 10, window="wide")
+    assert (wide[Kind.FORWARD], wide[Kind.BACKWARD]) == ((4, 0), (10, 0))
+
+
+def test_the_command(tmp_path):
+    path = tmp_path / "t.svg"
+    result = run("--method", "pipedream", "--stages", 4, "--minibatches", 8, "-o", path)
+    assert result.exit_code == 0, result.output
+    assert "pipedream, 4 stages: 33 in all, 3 per minibatch of stage 0" in result.output
+    assert "idle, by stage: 27 %, 27 %, 27 %, 27 %" in result.output
+    assert "pipedream, 4 stages" in texts(path)
+
+
+def test_the_command_with_everything(tmp_path):
+    path = tmp_path / "t.json"
+    options = "--stages 2 --minibatches 3 --microbatches 2 --window 5,3 --forward 2 --backward 3"
+    more = "--update 1 --prediction 0.5 --communication 0.25 --versions"
+    result = run(*options.split(), *more.split(), "-o", path)
+    assert result.exit_code == 0, result.output
+    spans = simulate_method(
+        "spectrain",
+        2,
+        3,
+        microbatches=2,
+        window=[5, 3],
+        forward=2,
+        backward=3,
+        update=1,
+        prediction=0.5,
+        communication=0.25,
+    )
+    events = json.loads(path.read_text())["traceEvents"]
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
+    assert max(ends) == pytest.approx(1000 * summarize(spans).makespan)
+
+
+def test_the_command_with_a_file(tmp_path):
+    schedule, picture = tmp_path / "schedule.csv", tmp_path / "t.png"
+    write_schedule(schedule, streams("1f1b", [3] * 3, 3), microbatches=3, minibatches=1)
+    result = run("--csv", schedule, "-o", picture)
+    assert result.exit_code == 0, result.output
+    assert "schedule.csv: 15 in all" in result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    schedule.write_text("0F0,0B0\n1B0,1F0\n")
+    result = run("--csv", schedule, "-o", picture)
+    assert result.exit_code == 1
+    assert "stage 1, backward of minibatch 0, microbatch 0: expected its forward" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--method", "nope"], "there is no method 'nope'; there are sync, gpipe"),
+        (["--window", "1,2"], "--window"),
+        (["--window", "many"], "expected 'classic', 'wide', a number"),
+        (["--window", "0"], "expected at least 1 for stage 0"),
+        (["--stages", "2", "--window", "1,2"], "a deadlock"),
+        (["--method", "xgrad"], "at most 1"),
+        (["-o", "t.gif"], "ends in .svg, .png, .json, got 't.gif'"),
+        (["-o", "no/such/folder/t.svg"], "No such file or directory"),
+    ],
+)
+def test_what_the_command_refuses(arguments, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert result.exit_code
+    assert expected.replace("--window", "window") in result.output
+    assert not list(tmp_path.iterdir())

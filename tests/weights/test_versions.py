@@ -1,0 +1,150 @@
+"""Versions: what is kept, and how many buffers a schedule needs, without any memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from spectrain_ext.method import choices_at, find_method, places_of
+from spectrain_ext.schedule import Place
+from spectrain_ext.weights.memory import peak_of
+from spectrain_ext.weights.predictor import Predictor
+from spectrain_ext.weights.versions import Content, Entries, Versions
+
+
+def peaks(name, n, m=1, window=None, master=None):
+    method = find_method(name)
+    places = places_of(method, n, m, window)
+    found = []
+    for place in places:
+        choices = choices_at(method, place)
+        has = choices.predicts if master is None else master
+        found.append(peak_of(choices, (places[0], place), method.schedule, has))
+    return found
+
+
+def kept(*args, **more):
+    return [peak.kept for peak in peaks(*args, **more)]
+
+
+@pytest.mark.parametrize("name", ["sync", "vanilla", "spectrain", "spectrain-local", "pipeoptim"])
+def test_methods_that_keep_nothing(name):
+    assert kept(name, 4) == [0, 0, 0, 0]
+
+
+def test_stashes():
+    """Of N-k versions in flight the working buffer holds one."""
+    assert kept("pipedream", 4) == [3, 2, 1, 0]
+    assert kept("pipedream", 4, window="wide") == [6, 4, 2, 0]
+    assert kept("spectrain-stash", 4) == [3, 2, 1, 0]
+    assert kept("pipedream", 4, m=4) == [1, 1, 1, 0]
+
+
+def test_two_versions_of_2bw():
+    assert kept("pipedream-2bw", 4, m=4) == [1, 1, 1, 1]
+    assert kept("pipedream-2bw", 2, m=6) == [1, 1]
+
+
+def test_vertical_sync_costs_every_stage_as_much_as_the_first():
+    assert kept("pipedream-vertical-sync", 4) == [3, 3, 3, 3]
+
+
+def test_xpipe_keeps_the_weights_of_its_minibatch():
+    assert kept("xpipe", 4, m=4) == [1, 1, 1, 0]
+    assert kept("xpipe", 4) == [0, 0, 0, 0]
+
+
+def test_a_master_of_another_dtype_makes_the_newest_version_a_copy_as_well():
+    assert kept("pipedream", 3, master=True) == [2, 1, 0]
+    assert kept("pipedream-2bw", 3, m=3, master=True) == [1, 1, 0]
+
+
+def test_microbatches_in_flight():
+    def flying(*args, **more):
+        return [peak.microbatches for peak in peaks(*args, **more)]
+
+    assert flying("spectrain", 4) == [4, 3, 2, 1]
+    assert flying("spectrain", 4, m=3) == [4, 3, 2, 1]
+    assert flying("vanilla", 4, window="wide") == [7, 5, 3, 1]
+    assert flying("gpipe", 4, m=3) == [3, 3, 3, 3]
+    assert flying("1f1b", 4, m=3) == [3, 3, 2, 1]
+
+
+@pytest.mark.parametrize("name", ["pipedream", "second-order", "xpipe", "lwp-w"])
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_the_count_does_not_depend_on_how_long_one_counts(name, m):
+    method = find_method(name)
+    places = places_of(method, 5, m)
+    longer = places[0]._replace(window=60)  # only how long: these methods do not look at stage 0
+    for place, expected in zip(places, peaks(name, 5, m), strict=True):
+        choices = choices_at(method, place)
+        found = peak_of(choices, (longer, place), method.schedule, choices.predicts)
+        assert found == expected
+
+
+class Recorded:
+    """A store that writes down what it is asked for."""
+
+    def __init__(self):
+        self.log = []
+
+    def keep(self, content):
+        self.log.append(("keep", content.version))
+
+    def restore(self, content):
+        self.log.append(("restore", content.version))
+
+    def swap(self, content, held):
+        self.log.append(("swap", content.version, held.version))
+
+    def drop(self, content):
+        self.log.append(("drop", content.version))
+
+    def write(self, content):
+        self.log.append(("write", content))
+
+
+def versions(name, place, entry=None):
+    method = find_method(name)
+    choices = choices_at(method, place)
+    store = Recorded()
+    entries = Entries(entry or place, method.schedule)
+    predictor = Predictor(choices, lambda: (0.1,))
+    return Versions(choices, place, entries, choices.predicts, store, predictor), store.log
+
+
+def load(found, content):
+    if found.held != content:
+        found.load(content)
+    found.settle()
+
+
+def update(found):
+    written = found.step_writes(None)
+    found.before_update(written is not None)
+    found.after_update(written)
+
+
+def test_pipedream_step_by_step():
+    found, log = versions("pipedream", Place(0, 2, 2))
+    load(found, found.for_forward(0, 0))
+    load(found, found.for_forward(1, 0))
+    load(found, found.for_backward(0, 0))
+    assert log == []
+    update(found)  # minibatch 1 needs version 0 again
+    assert log == [("keep", 0)]
+    load(found, found.for_forward(2, 0))
+    load(found, found.for_backward(1, 0))
+    assert log[1:] == [("swap", 0, 1)]
+    update(found)  # of version 1, which minibatch 2 needs again
+    assert log[2:] == [("restore", 1)]
+    assert found.kept == {Content(1)}
+    assert found.held == Content(2)
+
+
+def test_entries():
+    entries = Entries(Place(0, 3, 3, 2), "1f1b-async")
+    found = [entries.take(i, j) for i in range(4) for j in range(2)]
+    assert found == [0, 0, 0, 0, 1, 1, 2, 2]
+    entries = Entries(Place(0, 3, 3, 2), "1f1b-async")
+    assert [entries.take(i, 0) for i in range(4)] == [0, 0, 1, 2]
+    assert entries.following == 2
