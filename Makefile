@@ -4,6 +4,7 @@
 #   TORCH=2.15.0               another torch than the one in constraints.txt
 #   TORCH_INDEX=<address>      where torch comes from (a CPU-only or another CUDA build); everything else stays as it is
 #   ARGS="--stages 4"          passed on to the command that the target runs
+#   ROOM=optim                 of `make check` and `make test`: the tests of one folder of the package only
 #   SPECTRAIN_CUDA=0|1         0 skips the CUDA half, 1 insists on it
 #   GPU_PYTHON=python3.12      of the machine that `make gpu-wheel` builds for
 #   SPECTRAIN_ARCHS=native|major|all, TORCH_CUDA_ARCH_LIST="9.0"   for which GPUs
@@ -13,6 +14,7 @@ VENV ?= .venv
 TORCH ?=
 TORCH_INDEX ?=
 ARGS ?=
+ROOM ?=
 # of pytest, each a process with a torch of its own; ARGS="-n 0" for one process, which --pdb needs. One more than cores,
 # as tests of processes wait more than they compute.
 WORKERS ?= --dist worksteal -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 5)))
@@ -36,7 +38,7 @@ CXX_SOURCES := $(sort $(shell find csrc tests bench -type f \( $(CXX_SUFFIXES) \
 
 help:
 	@echo "make train    train a pipeline with every method and compare (ARGS=\"--help\" lists the options)"
-	@echo "make check    the tests that start no processes and no compiler: minutes less, for while you work"
+	@echo "make check    the tests that start no processes and no compiler, for while you work; ROOM=optim: of one folder"
 	@echo "make test     lint, types, all tests that guard a release"
 	@echo "make bench    every operator against its rivals (ARGS=\"--help\" lists the options), the pipeline's own cost"
 	@echo "make doctor   what was built, what this machine has, what is missing"
@@ -65,10 +67,10 @@ lint: $(VENV)/.extra-lint $(VENV)/.package
 PYTEST := cd tests && SPECTRAIN_TEST_INSTALLED=1 $(abspath $(BIN))/pytest $(WORKERS)
 
 check: $(VENV)/.extra-test $(VENV)/.extra-train
-	$(PYTEST) -m 'not (nightly or processes or compiler)' $(ARGS)
+	$(PYTEST) -m 'not (nightly or processes or compiler)' $(ROOM) $(ARGS)
 
 pytest: $(VENV)/.extra-test $(VENV)/.extra-train
-	$(PYTEST) --durations 25 $(ARGS)
+	$(PYTEST) --durations 25 $(ROOM) $(ARGS)
 
 nightly: $(VENV)/.extra-test $(VENV)/.extra-train
 	SPECTRAIN_HYPOTHESIS_PROFILE=nightly; export SPECTRAIN_HYPOTHESIS_PROFILE; \
