@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain_ext.bounded import read_bounded
 from spectrain_ext.errors import CheckpointError
+from spectrain_ext.files import read_bounded
 
 FORMAT = "spectrain_ext.checkpoint"
 VERSION = 1

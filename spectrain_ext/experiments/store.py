@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from spectrain_ext.bounded import read_json
+from spectrain_ext.files import read_json
 
 from .files import write_atomically
 from .results import Run
