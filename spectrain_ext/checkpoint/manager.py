@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import cast
@@ -175,12 +175,21 @@ class CheckpointManager:
     # Training.
 
     def run(
-        self, batches: Iterable[object] | None, *, trace: Observer | None = None
+        self,
+        batches: Iterable[object] | None,
+        *,
+        trace: Observer | None = None,
+        extra: Callable[[], object] | None = None,
     ) -> Iterator[Result]:
         """Train like ``pipe.run``, draining and saving whenever it is time to.
 
         With several processes all of them call it. The first one decides when it is time, and how
         many batches there are; those in the middle need none.
+
+        Args:
+            batches: as for ``pipe.run``.
+            trace: likewise.
+            extra: called in all processes before a save; what it returns is saved along.
 
         Yields:
             The results, numbered through over all runs and restarts. Leaving the loop finishes what
@@ -202,11 +211,11 @@ class CheckpointManager:
                     yield result.renumbered(base + result.index)
             except GeneratorExit:
                 cast("Generator[Result, None, None]", run).close()  # finishes what is in flight
-                self._drained(left=True)
+                self._drained(True, extra)
                 raise
-            ended = self._drained(left=source.exhausted)
+            ended = self._drained(source.exhausted, extra)
 
-    def _drained(self, left: bool) -> bool:
+    def _drained(self, left: bool, extra: Callable[[], object] | None) -> bool:
         """Save if that is due; returns whether this was the last run of a loop in any process.
 
         The first process has counted, and says what is due: it is the one that decides how many
@@ -214,10 +223,11 @@ class CheckpointManager:
         """
         with self._peers.together("counting the minibatches of a run"):
             found = self._peers.tell((self.minibatches, self._due(), left))
-        self.minibatches, due, _ = found[0]
+            self.minibatches, due, _ = found[0]
+            more = extra() if due and extra is not None else None
         self._failed = False
         if due:
-            self.save()
+            self.save(more)
         ended = found[0][2] or any(last for _, _, last in found[1:])
         if ended:
             self._rewind()

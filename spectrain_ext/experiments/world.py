@@ -18,7 +18,6 @@ from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.distributed.store import store_at
 from spectrain_ext.schedule import Replicas
 
-
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1"))
 # How long ranks wait for what another does before training, such as decoding 60,000 images.

@@ -432,7 +432,7 @@ def test_the_document_is_json_for_people(tmp_path):
 
 def test_the_generator_of_a_device_is_found_again():
     keys = ["random.process0.cpu", "random.process0.cuda0"]
-    entries = dict.fromkeys(keys, {"dtype": "uint8", "shape": [16]})
+    entries = {key: {"dtype": "uint8", "shape": [16]} for key in keys}
     body = {"stages": [], "processes": [{"random": keys}], "tensors": entries}
     generators = Generators([], 0, 1)
     assert generators.match(body) == keys

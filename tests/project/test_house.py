@@ -75,6 +75,12 @@ def test_process_groups_are_known_upstairs_only() -> None:
         assert not found or room_of(path) in ("distributed", "checkpoint", "experiments"), path
 
 
+def test_the_command_line_is_known_to_itself_only() -> None:
+    for path in MODULES:
+        found = {name for name in imported(path) if name.split(".")[0] == "click"}
+        assert not found or room_of(path) == "cli", path
+
+
 @pytest.mark.parametrize("folder", NATIVE)
 def test_includes_point_downwards(folder: str) -> None:
     below = NATIVE[: NATIVE.index(folder)]
