@@ -133,14 +133,14 @@ def _load(
         """Of what nobody reads, such as the generators of other cuts, a part each."""
         unread = sorted(body["tensors"].keys() - {key for keys in read for key in keys})
         for key in unread[peers.rank :: peers.size]:
-            storage.verify(directory, body, key)
+            storage.verified(directory, body, key)
 
     if not only_model:
         peers.gathered(verify, doing)
     tensors: dict[str, Tensor] = {}
 
     def read_tensors() -> None:
-        tensors.update(storage.read_tensors(directory, body, read[peers.rank]))
+        tensors.update({key: storage.read_tensor(directory, body, key) for key in read[peers.rank]})
 
     peers.settled(read_tensors, doing, str(directory))
     peers.gathered(lambda: _apply([*weights, *others], tensors, directory), doing)

@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import new_file, partial, remove, sync_directory
 
-from . import documents
-from .archive import read_tensor
+from . import archive, documents
 from .documents import Json
 
 _BLOCK = 1 << 20
@@ -142,6 +141,15 @@ def _write_index(directory: Path, tensors: Json) -> None:
     FileSystemWriter(directory).finish(Metadata(known, planner_data=paths), [results])
 
 
+def _sha256(file: BinaryIO, start: int, length: int) -> str:
+    digest = hashlib.sha256()
+    file.seek(start)
+    while length > 0 and (block := file.read(min(length, _BLOCK))):
+        digest.update(block)
+        length -= len(block)
+    return digest.hexdigest()
+
+
 # Reading.
 
 
@@ -167,50 +175,34 @@ def read(path: Path) -> Json:
     return body
 
 
-def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> dict[str, Tensor]:
-    """Return tensors whose bytes are those that were saved, read as data.
+def read_tensor(path: Path, body: Json, key: str) -> Tensor:
+    """Return the tensor whose bytes are those that were saved, read as data.
 
     Raises:
         CheckpointError: they are not, or are those of something else.
     """
-    found = {}
-    for key in keys:
-        entry = verify(path, body, key)
-        file = path / entry["file"]
+    entry = body["tensors"][key]
+    content = verified(path, body, key)
+    try:
         dtype = documents.dtype_of(entry["dtype"])
-        try:
-            with file.open("rb") as stream:
-                found[key] = read_tensor(
-                    stream, entry["start"], entry["bytes"], entry["shape"], dtype
-                )
-        except Exception as error:  # whatever is found in a forged file
-            raise CheckpointError(
-                f"{file}: holds something else than the tensor {key!r}: {error}"
-            ) from error
-    return found
+        return archive.read_tensor(content, entry["shape"], dtype)
+    except Exception as error:  # whatever is found in a forged file
+        raise CheckpointError(
+            f"{path / entry['file']}: holds something else than the tensor {key!r}: {error}"
+        ) from error
 
 
-def verify(path: Path, body: Json, key: str) -> Json:
-    """Return a tensor's entry; CheckpointError if its bytes are not those that were saved."""
-    entry: Json = body["tensors"][key]
+def verified(path: Path, body: Json, key: str) -> bytearray:
+    """Return a tensor's bytes; CheckpointError if they are not those that were saved."""
+    entry = body["tensors"][key]
     file = path / entry["file"]
+    content = bytearray(entry["bytes"])
     try:
         with file.open("rb") as stream:
-            found = _sha256(stream, entry["start"], entry["bytes"])
+            stream.seek(entry["start"])
+            stream.readinto(content)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read, {error.strerror}") from error
-    if found != entry["sha256"]:
+    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
         raise CheckpointError(f"{file}: damaged, the SHA-256 of {key!r} is not what was saved")
-    return entry
-
-
-def _sha256(stream: BinaryIO, start: int, length: int) -> str:
-    digest = hashlib.sha256()
-    stream.seek(start)
-    while length > 0:
-        block = stream.read(min(length, _BLOCK))
-        if not block:
-            break
-        digest.update(block)
-        length -= len(block)
-    return digest.hexdigest()
+    return content
