@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import click
 
@@ -13,23 +12,12 @@ from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 
+from .options import numbers
 from .printable import printable
 
 _POSITIVE = click.IntRange(min=1)
 _TIME = click.FloatRange(min=0.0)
 _SUFFIXES = (".svg", ".png", ".json")
-
-
-def _window(context: click.Context, parameter: click.Parameter, value: str | None) -> Window:
-    if value is None or value in ("classic", "wide"):
-        return cast(Window, value)
-    try:
-        numbers = [int(part) for part in value.split(",")]
-    except ValueError:
-        raise click.BadParameter(
-            f"expected 'classic', 'wide', a number, or one per stage with commas, got {value!r}"
-        ) from None
-    return numbers[0] if len(numbers) == 1 else numbers
 
 
 @click.command(context_settings={"show_default": True})
@@ -44,7 +32,7 @@ def _window(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--microbatches", type=_POSITIVE, default=1, help="Parts of every minibatch.")
 @click.option(
     "--window",
-    callback=_window,
+    callback=numbers("classic", "wide"),
     help="Microbatches in flight: classic, wide, a number, or one per stage with commas.  "
     "[default: the method's]",
 )

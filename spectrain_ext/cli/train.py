@@ -1,8 +1,7 @@
 """``spectrain train``: several methods on the same data, then a table and a picture."""
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +20,11 @@ from spectrain_ext.observation import require_tensorboard
 from spectrain_ext.timelines.timeline import require_matplotlib
 
 from .once import OnceToldCommand, agreed, joined, logged, told
+from .options import finite, names, numbers
 
 _POSITIVE = click.IntRange(min=1)
 _COUNT = click.IntRange(min=0)
 _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
-
-
-def _names(
-    context: click.Context, parameter: click.Parameter, value: str | Sequence[str]
-) -> list[str]:
-    """Names with commas, of an option that may be repeated."""
-    texts = [value] if isinstance(value, str) else value
-    return [name.strip() for text in texts for name in text.split(",") if name.strip()]
-
-
-def _numbers(*words: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """A number, or one per stage with commas; or one of some words."""
-
-    def convert(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
-        if value is None or value in words:
-            return value
-        try:
-            numbers = tuple(int(number) for number in value.split(","))
-        except ValueError:
-            expected = ", ".join((*words, "a number, or one per stage with commas"))
-            raise click.BadParameter(f"expected {expected}, got {value!r}") from None
-        return numbers[0] if len(numbers) == 1 else numbers
-
-    return convert
-
-
-def _finite(
-    context: click.Context, parameter: click.Parameter, value: float | None
-) -> float | None:
-    """A finite number that is not negative, or None where none was given."""
-    if value is not None and not (math.isfinite(value) and value >= 0):
-        raise click.BadParameter(f"expected a finite number of at least 0, got {value}")
-    return value
 
 
 @click.command(
@@ -90,14 +57,14 @@ def _finite(
     "methods",
     multiple=True,
     metavar="NAME",
-    callback=_names,
+    callback=names,
     help="A method, or several with commas, or all; may be repeated.  "
     "[default: sync,vanilla,pipedream,spectrain,spectrain-stash]",
 )
 @click.option(
     "--devices",
     default="cpu",
-    callback=_names,
+    callback=names,
     help="One device, or several with commas (cuda:0,cuda:1): each takes a run of stages. Under "
     "torchrun cuda is the one of the process's local rank.",
 )
@@ -113,14 +80,14 @@ def _finite(
 @click.option(
     "--replicas",
     metavar="NUMBERS",
-    callback=_numbers(),
+    callback=numbers(),
     help="Processes of each stage under torchrun, one number or one per stage with commas, which "
     "deal the microbatches out among themselves.  [default: 1]",
 )
 @click.option(
     "--window",
     metavar="WINDOW",
-    callback=_numbers("classic", "wide"),
+    callback=numbers("classic", "wide"),
     help="Microbatches in flight per stage: classic, wide, a number, or one per stage with "
     "commas.  [default: the method's]",
 )
@@ -145,9 +112,9 @@ def _finite(
 @click.option(
     "--optimizer", type=click.Choice(_OPTIMIZERS), help="[default: adamw for gpt, else sgd]"
 )
-@click.option("--lr", type=float, callback=_finite)
-@click.option("--momentum", type=float, callback=_finite, help="Of SGD.  [default: 0.9]")
-@click.option("--weight-decay", type=float, callback=_finite)
+@click.option("--lr", type=float, callback=finite)
+@click.option("--momentum", type=float, callback=finite, help="Of SGD.  [default: 0.9]")
+@click.option("--weight-decay", type=float, callback=finite)
 @click.option("--nesterov", is_flag=True, help="Nesterov momentum, of SGD.")
 @click.option("--lr-schedule", type=click.Choice(["constant", "cosine"]))
 @click.option("--warmup", type=_COUNT, help="Updates over which the learning rate rises.")

@@ -41,7 +41,7 @@ class World:
 
     Attributes:
         rank, size, local_rank, tell_others: as given.
-        seats: which stage every process trains; one each, until ``seat`` says otherwise.
+        seats: which stage every process trains; one each, until ``settle`` says otherwise.
     """
 
     def __init__(
@@ -201,19 +201,25 @@ class World:
         """
         if self._board is None:
             return
-        with _lost_to(self._board, "collecting the stages"):
-            for k in range(1, self.seats.stages):
-                source = self.seats.ranks_of(k)[0]  # replicas have the same parameters
-                for name, tensor in stages[k].state_dict().items():
-                    if self.rank == source:
-                        self._board.doing("sending", name, "of stage", k)
-                        dist.send(tensor.detach().cpu().contiguous(), 0)
-                    elif self.first:
-                        self._board.doing("receiving", name, "of stage", k)
-                        received = torch.empty(tensor.shape, dtype=tensor.dtype)
-                        dist.recv(received, source)
-                        with torch.no_grad():
-                            tensor.copy_(received)
+        with self._board.together("collecting the stages"):
+            try:
+                for k in range(1, self.seats.stages):
+                    self._collect(k, stages[k], self._board)
+            except RuntimeError as error:  # of gloo: who is missed here has gone
+                raise ConnectionError(str(error)) from error
+
+    def _collect(self, k: int, stage: nn.Module, board: Board) -> None:
+        source = self.seats.ranks_of(k)[0]  # replicas have the same parameters
+        for name, tensor in stage.state_dict().items():
+            if self.rank == source:
+                board.doing("sending", name, "of stage", k)
+                dist.send(tensor.detach().cpu().contiguous(), 0)
+            elif self.first:
+                board.doing("receiving", name, "of stage", k)
+                received = torch.empty(tensor.shape, dtype=tensor.dtype)
+                dist.recv(received, source)
+                with torch.no_grad():
+                    tensor.copy_(received)
 
 
 def _stay_on_loopback(environment: dict[str, str] | os._Environ[str], size: int) -> None:
@@ -222,13 +228,3 @@ def _stay_on_loopback(environment: dict[str, str] | os._Environ[str], size: int)
     if one_machine or environment["MASTER_ADDR"] in _LOCAL:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment.setdefault(name, "lo")
-
-
-@contextmanager
-def _lost_to(board: Board, what: str) -> Iterator[None]:
-    """Something that all ranks do together: who is missed there has gone."""
-    with board.together(what):
-        try:
-            yield
-        except RuntimeError as error:  # as gloo has it
-            raise ConnectionError(str(error)) from error
