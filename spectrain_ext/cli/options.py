@@ -24,8 +24,8 @@ def numbers(*words: str) -> Callable[[click.Context, click.Parameter, str | None
         try:
             found = tuple(int(number) for number in value.split(","))
         except ValueError:
-            expected = ", ".join((*words, "a number, or one per stage with commas"))
-            raise click.BadParameter(f"expected {expected}, got {value!r}") from None
+            listed = [*map(repr, words), "a number, or one per stage with commas"]
+            raise click.BadParameter(f"expected {', '.join(listed)}, got {value!r}") from None
         return found[0] if len(found) == 1 else found
 
     return convert

@@ -362,7 +362,7 @@ def test_without_out_the_results_are_below_runs(
         (("--devices", "cuda:97"), ["entry 0 is 'cuda:97'", "spectrain doctor"]),
         (("--lr", "nan"), ["--lr", "finite"]),
         (("--momentum", "-1"), ["--momentum", "at least 0"]),
-        (("--window", "vast"), ["classic, wide", "'vast'"]),
+        (("--window", "vast"), ["'classic', 'wide', a number", "'vast'"]),
         (("--model", "gpt"), ["gpt cannot be trained on digits", "residual-mlp"]),
         (("--data", "text"), ["--data-dir names their folder"]),
         (("--data-dir", "."), ["digits come with scikit-learn"]),
