@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.bounded import read_bounded
+from spectrain_ext.files import read_bounded
 
 from .operations import OURS
 

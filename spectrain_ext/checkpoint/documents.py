@@ -9,15 +9,15 @@ import math
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spectrain_ext.bounded import read_bounded
 from spectrain_ext.errors import CheckpointError
+from spectrain_ext.files import read_bounded
 
 FORMAT = "spectrain_ext.checkpoint"
 VERSION = 1
@@ -178,71 +178,85 @@ def _digest(body: Json) -> str:
     ).hexdigest()
 
 
-# What a body holds: its keys, and those of each member of a list or mapping.
-_SHAPE: dict[str, tuple[type, dict[str, tuple[type, ...]] | None]] = {
-    "minibatches": (int, None),
-    "files": (dict, None),
-    "tensors": (
-        dict,
-        {
+# What a body holds: types, lists of something, and dicts with at least these keys, or with any.
+_ANY = ""
+_TEXTS = [(str,)]
+_OPTIMIZER = {
+    "groups": [{"params": _TEXTS, "options": {_ANY: (object,)}}],
+    "scalars": {_ANY: {_ANY: (object,)}},
+}
+_SHAPE: dict[str, Any] = {
+    "minibatches": (int,),
+    "files": {_ANY: (int,)},
+    "tensors": {
+        _ANY: {
             "dtype": (str,),
-            "shape": (list,),
+            "shape": [(int,)],
             "file": (str,),
             "start": (int,),
             "bytes": (int,),
             "sha256": (str,),
-        },
-    ),
-    "stages": (
-        list,
+        }
+    },
+    "stages": [
         {
             "stage": (int,),
-            "parameters": (list,),
+            "parameters": _TEXTS,
             "optimizer": (dict, type(None)),
-            "random": (list,),
-        },
-    ),
-    "processes": (list, {"random": (list,)}),
-    "replicas": (list, {"stage": (int,), "replica": (int,), "random": (list,)}),
+            "random": _TEXTS,
+        }
+    ],
+    "processes": [{"random": _TEXTS}],
+    "replicas": [{"stage": (int,), "replica": (int,), "random": _TEXTS}],
 }
+
+
+def _check_shape(where: str, found: Any, shape: Any) -> None:
+    """Raise ValueError for what is not of that shape; a bool is no int."""
+    kinds = shape if isinstance(shape, tuple) else (type(shape),)
+    if object not in kinds and type(found) not in kinds:
+        raise ValueError(f"{where}: expected a {kinds[0].__name__}, got {type(found).__name__}")
+    if isinstance(shape, list):
+        for k, member in enumerate(found):
+            _check_shape(f"{where}[{k}]", member, shape[0])
+    elif isinstance(shape, dict):
+        for key in found if _ANY in shape else shape:
+            if key not in found:
+                raise ValueError(f"{where}: has no {key!r}")
+            _check_shape(f"{where}[{key!r}]", found[key], shape.get(key, shape.get(_ANY)))
 
 
 def _check(body: Json) -> None:
     """Raise ValueError for what a checkpoint's document never has."""
-    for key, (kind, members) in _SHAPE.items():
+    for key, shape in _SHAPE.items():
         found = body.get(key, [] if key == "replicas" else None)  # older ones have none
-        if type(found) is not kind:
-            raise ValueError(f"{key}: expected a {kind.__name__}, got {type(found).__name__}")
-        if members is None:
-            continue
-        rows: Any = found
-        for name, entry in rows.items() if kind is dict else enumerate(rows):
-            for field, wanted in members.items():
-                there = type(entry) is dict and field in entry
-                if not (there and type(entry[field]) in wanted):
-                    raise ValueError(f"{key}[{name!r}]: bad or missing {field!r}")
-    if body["minibatches"] < 0 or not _small(body["minibatches"]):
+        _check_shape(key, found, shape)
+    if not _small(body["minibatches"]):
         raise ValueError("minibatches: expected a number of minibatches")
     if not body["processes"]:
         raise ValueError("processes: expected one or more")
-    for key in ("stages", "replicas", "processes"):
-        for k, entry in enumerate(body.get(key, ())):
-            for field in ("random", "parameters"):
-                if not _texts(entry.get(field, [])):
-                    raise ValueError(f"{key}[{k}]: bad or missing {field!r}")
     _check_places(body)
     for k, stage in enumerate(body["stages"]):
-        if stage["optimizer"] is not None and not _is_optimizer(stage["optimizer"]):
-            raise ValueError(f"stages: bad optimizer of stage {stage['stage']}")
+        if stage["optimizer"] is not None:
+            _check_optimizer(f"stages[{k}].optimizer", stage["optimizer"])
         _check_decoded(f"stages[{k}].scheduler", stage.get("scheduler"))
     for k, process in enumerate(body["processes"]):
         _check_decoded(f"processes[{k}].sampler", process.get("sampler"))
     _check_decoded("extra", body.get("extra"))
 
 
+def _check_optimizer(where: str, optimizer: Json) -> None:
+    _check_shape(where, optimizer, _OPTIMIZER)
+    _check_shape(f"{where}.class", optimizer.get("class"), (str, type(None)))  # older ones: none
+    options = [group["options"] for group in optimizer["groups"]]
+    for values in (*options, *optimizer["scalars"].values()):
+        for key, value in values.items():
+            _check_decoded(f"{where}: {key!r}", value)
+
+
 def _check_places(body: Json) -> None:
     for name, size in body["files"].items():
-        if not DATA.fullmatch(name) or type(size) is not int or not _small(size):
+        if not DATA.fullmatch(name) or not _small(size):
             raise ValueError(f"files: {name!r} is no file of a checkpoint")
     places = []
     for name, entry in body["tensors"].items():
@@ -251,7 +265,7 @@ def _check_places(body: Json) -> None:
         if (
             entry["file"] not in body["files"]
             or len(entry["shape"]) > 64  # torch's own limit
-            or not all(type(n) is int and _small(n) for n in sizes)
+            or not all(_small(n) for n in sizes)
             or entry["start"] + entry["bytes"] > body["files"][entry["file"]]
         ):
             raise ValueError(f"{where}: bad place or shape")
@@ -270,32 +284,6 @@ def _check_places(body: Json) -> None:
 
 def _small(number: int) -> bool:
     return 0 <= number < 1 << 62
-
-
-def _texts(found: Iterable[object]) -> bool:
-    return isinstance(found, list) and all(type(name) is str for name in found)
-
-
-def _is_optimizer(optimizer: Json) -> bool:
-    groups, scalars = optimizer.get("groups"), optimizer.get("scalars")
-    kind = optimizer.get("class")
-    if not (
-        isinstance(groups, list)
-        and isinstance(scalars, dict)
-        and (kind is None or type(kind) is str)
-        and all(
-            isinstance(group, dict)
-            and _texts(group.get("params", ""))
-            and isinstance(group.get("options"), dict)
-            for group in groups
-        )
-        and all(isinstance(values, dict) for values in scalars.values())
-    ):
-        return False
-    for values in (*(group["options"] for group in groups), *scalars.values()):
-        for key, value in values.items():
-            _check_decoded(f"optimizer: {key!r}", value)
-    return True
 
 
 def _check_decoded(where: str, value: Any) -> None:

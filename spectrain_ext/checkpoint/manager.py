@@ -6,23 +6,24 @@ import logging
 import os
 import re
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import cast
 
 import torch.distributed as dist
 
-from spectrain_ext.bounded import read_bounded
+from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.errors import CheckpointError
+from spectrain_ext.files import partial, read_bounded, remove, replace_file
 from spectrain_ext.pipeline.executor import Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
 
-from .files import partial, remove, replace_file, replaced
 from .loading import Loaded, load
-from .processes import gathered, patience, rank_and_size, together
 from .sampler import ShuffledSampler
-from .saving import Sampler, Saving, prepare
+from .saving import Prepared, Sampler, peers_of
+from .storage import replaced
 
 _logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class CheckpointManager:
         ):
             if value is not None and not value >= least:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
-        self._rank, size = rank_and_size(process_group)
+        self._peers = peers_of(pipe, process_group)
         self.directory = Path(directory).absolute()
         self.pipe = pipe
         self.minibatches = 0
@@ -90,15 +91,16 @@ class CheckpointManager:
         self._keep = keep
         self._asynchronous = asynchronous
         self._first_stage = first_stage
-        self._group = self._writing = process_group
-        if asynchronous and size > 1:
+        self._group = process_group
+        if asynchronous and self._peers.size > 1:
             # What a thread says to other processes must not get between what the caller says.
-            self._writing = dist.new_group(
+            process_group = dist.new_group(
                 None if process_group is None else dist.get_process_group_ranks(process_group),
-                timeout=patience(pipe),
+                timeout=self._peers.timeout,
                 backend="gloo",
             )
-        self._saving: Saving | None = None
+        self._writing = Peers(process_group)
+        self._saving: Future[None] | None = None
         self._failed = False
         self._offset = self._position()
         self._last = (0, time.monotonic())
@@ -130,9 +132,10 @@ class CheckpointManager:
             CheckpointError: it is damaged or does not fit. The message names the file; the older
                 ones are still there for ``load``.
         """
-        with together(self.pipe, "looking for the newest checkpoint"):
+        doing = "looking for the newest checkpoint"
+        with self._peers.together(doing):
             self.wait()
-            found = gathered(lambda: str(self._recover() or ""), self._group)[0]
+            found = self._peers.gathered(lambda: str(self._recover() or ""), doing)[0]
         if not found:
             return None
         path = Path(found)
@@ -152,7 +155,7 @@ class CheckpointManager:
 
     def _recover(self) -> Path | None:
         """Tidy up after a process that stopped in the middle of a save."""
-        if self._rank != 0:
+        if self._peers.rank != 0:
             return None
         remove(partial(self.directory / LATEST))
         for leftover in sorted(self.directory.glob(".minibatch-*")):
@@ -172,12 +175,21 @@ class CheckpointManager:
     # Training.
 
     def run(
-        self, batches: Iterable[object] | None, *, trace: Observer | None = None
+        self,
+        batches: Iterable[object] | None,
+        *,
+        trace: Observer | None = None,
+        extra: Callable[[], object] | None = None,
     ) -> Iterator[Result]:
         """Train like ``pipe.run``, draining and saving whenever it is time to.
 
         With several processes all of them call it. The first one decides when it is time, and how
         many batches there are; those in the middle need none.
+
+        Args:
+            batches: as for ``pipe.run``.
+            trace: likewise.
+            extra: called in all processes before a save; what it returns is saved along.
 
         Yields:
             The results, numbered through over all runs and restarts. Leaving the loop finishes what
@@ -199,22 +211,23 @@ class CheckpointManager:
                     yield result.renumbered(base + result.index)
             except GeneratorExit:
                 cast("Generator[Result, None, None]", run).close()  # finishes what is in flight
-                self._drained(left=True)
+                self._drained(True, extra)
                 raise
-            ended = self._drained(left=source.exhausted)
+            ended = self._drained(source.exhausted, extra)
 
-    def _drained(self, left: bool) -> bool:
+    def _drained(self, left: bool, extra: Callable[[], object] | None) -> bool:
         """Save if that is due; returns whether this was the last run of a loop in any process.
 
         The first process has counted, and says what is due: it is the one that decides how many
         minibatches a run has.
         """
-        with together(self.pipe, "counting the minibatches of a run"):
-            found = gathered(lambda: (self.minibatches, self._due(), left), self._group)
-        self.minibatches, due, _ = found[0]
+        with self._peers.together("counting the minibatches of a run"):
+            found = self._peers.tell((self.minibatches, self._due(), left))
+            self.minibatches, due, _ = found[0]
+            more = extra() if due and extra is not None else None
         self._failed = False
         if due:
-            self.save()
+            self.save(more)
         ended = found[0][2] or any(last for _, _, last in found[1:])
         if ended:
             self._rewind()
@@ -230,7 +243,7 @@ class CheckpointManager:
         for batch in source:
             self.minibatches += 1
             yield batch
-            if self._rank == 0 and self._due():
+            if self._peers.rank == 0 and self._due():
                 return
 
     def _due(self) -> bool:
@@ -257,21 +270,21 @@ class CheckpointManager:
                 "updates; restore() first"
             )
         path = self.directory / f"minibatch-{self.minibatches:08d}"
-        with together(self.pipe, f"saving {path.name}"):
+        with self._peers.together(f"saving {path.name}"):
             self.wait()
-            prepared = prepare(
+            prepared = Prepared(
                 path,
                 self.pipe,
+                self._peers,
                 minibatches=self.minibatches,
                 sampler=self._positioned(),
                 extra=extra,
                 overwrite=True,
                 committed=lambda: self._committed(path),
                 first_stage=self._first_stage,
-                process_group=self._writing,
             )
             if self._asynchronous:
-                self._saving = prepared.write_behind()
+                self._saving = prepared.write_behind(self._writing)
             else:
                 prepared.write()
         self._last = (self.minibatches, time.monotonic())
@@ -279,14 +292,14 @@ class CheckpointManager:
 
     def _log(self, what: str, path: Path) -> None:
         """Once, where several processes do it together."""
-        if self._rank == 0:
+        if self._peers.rank == 0:
             _logger.info(what, path)
 
     def wait(self) -> None:
         """Return once nothing is being written; raises if an asynchronous save failed."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.wait()
+            saving.result()
 
     def _committed(self, path: Path) -> None:
         """Point to a new checkpoint, and remove those that are too many."""

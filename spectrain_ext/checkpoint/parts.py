@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,43 @@ from spectrain_ext.distributed.pipeline import DistributedPipeline
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.rng import StageRandom
 
+from .documents import Json
 
-@runtime_checkable
-class Scheduler(Protocol):
-    """A learning-rate scheduler, as far as a checkpoint is concerned."""
+
+class Kept(Protocol):
+    """Something that a checkpoint holds, in both directions.
+
+    Attributes:
+        what: says what it is, in errors.
+    """
+
+    what: str
+
+    def saved(self) -> tuple[dict[str, Tensor], Json]:
+        """Return its tensors, and what the document has of it beside them."""
+
+    def match(self, body: Json) -> list[str]:
+        """Find what belongs here in a document; returns the tensors to be read.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put in place what ``match`` has found."""
+
+    def undo(self) -> Callable[[], object]:
+        """Return what puts the state of now back."""
+
+
+class Stateful(Protocol):
+    """A learning-rate scheduler or the like, as far as a checkpoint is concerned."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``load_state_dict`` takes."""
+        """Return what ``load_state_dict`` takes: JSON's types and tuples."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take it over."""
+        """Go on from there."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +72,7 @@ class Part:
     module: nn.Module
     names: Mapping[str, str]
     optimizer: torch.optim.Optimizer | None
-    scheduler: Scheduler | None
+    scheduler: Stateful | None
     random: StageRandom | None
     masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
     replica: int = 0
@@ -65,16 +92,6 @@ class Part:
                 )
             yield self.names[key], value
 
-    def wide(self) -> dict[str, Tensor]:
-        """Return the masters under the model's names, as the next run will find them."""
-        names = self.parameter_names()
-        found = {}
-        for p, master in self.masters.items():
-            now = p.detach()
-            same = master.to(now.dtype) == now
-            found[names[p]] = torch.where(same, master, now.to(master.dtype))
-        return found
-
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the model's name of every parameter; of several, the first."""
         return {p: self.names[name] for name, p in self.module.named_parameters()}
@@ -83,7 +100,7 @@ class Part:
 def parts_of(
     target: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    scheduler: Scheduler | None = None,
+    scheduler: Stateful | None = None,
     first_stage: int | None = None,
     bind: bool = False,
 ) -> list[Part]:

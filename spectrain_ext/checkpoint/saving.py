@@ -6,44 +6,26 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import optimizers, random
+from spectrain_ext.distributed.exchange import Peers
+from spectrain_ext.distributed.pipeline import DistributedPipeline
+
+from . import storage
 from .documents import Json, encode
-from .files import begin_directory, discard, partial
-from .parts import Part, Scheduler, parts_of
-from .processes import busy, gathered, rank_and_size, settled, together
-from .storage import AtomicWriter, holds_checkpoint
+from .optimizers import OptimizerState
+from .parts import Kept, Part, Stateful, parts_of
+from .progress import SamplerState, SchedulerState
+from .random import Generators, stage_states
+from .weights import Weights
 
 
-class Sampler(Protocol):
+class Sampler(Stateful, Protocol):
     """Knows where in the data training is."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what ``load_state_dict`` takes: JSON's types and tuples."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Go on from there."""
-
-
-class Saving:
-    """A checkpoint on its way to the disk; ``wait`` for it before the process ends."""
-
-    def __init__(self, future: Future[None], path: Path) -> None:
-        self._future = future
-        self.path = path
-
-    def done(self) -> bool:
-        """Whether it is finished, or has failed."""
-        return self._future.done()
-
-    def wait(self) -> None:
-        """Return once the checkpoint has its name; raises what ``save`` would have raised."""
-        self._future.result()
 
 
 def save(
@@ -51,7 +33,7 @@ def save(
     target: nn.Module,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    scheduler: Scheduler | None = None,
+    scheduler: Stateful | None = None,
     minibatches: int = 0,
     sampler: Sampler | None = None,
     extra: object = None,
@@ -87,10 +69,12 @@ def save(
             longer than the pipeline's ``timeout``.
         ConnectionError: of modules in several processes: another process has ended.
     """
-    with together(target, f"saving {Path(path).name}"):
-        prepare(
+    peers = peers_of(target, process_group)
+    with peers.together(f"saving {Path(path).name}"):
+        Prepared(
             path,
             target,
+            peers,
             optimizer=optimizer,
             scheduler=scheduler,
             minibatches=minibatches,
@@ -98,150 +82,141 @@ def save(
             extra=extra,
             overwrite=overwrite,
             first_stage=first_stage,
-            process_group=process_group,
         ).write()
 
 
+def peers_of(target: nn.Module, group: dist.ProcessGroup | None) -> Peers:
+    """The processes that save or load together; the ranks of a pipeline watch each other."""
+    return Peers(group, target if isinstance(target, DistributedPipeline) else None)
+
+
 class Prepared:
-    """All that a checkpoint will hold; the tensors are still those that training goes on with."""
+    """All that a checkpoint will hold; the tensors are still those that training goes on with.
+
+    Args:
+        committed: called when it has its name.
+
+    The others are those of ``save``.
+    """
 
     def __init__(
         self,
-        tensors: dict[str, Tensor],
-        writer: AtomicWriter,
+        path: str | os.PathLike[str],
         target: nn.Module,
-        path: Path,
-        group: dist.ProcessGroup | None,
+        peers: Peers,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Stateful | None = None,
+        minibatches: int = 0,
+        sampler: Sampler | None = None,
+        extra: object = None,
+        overwrite: bool = False,
+        first_stage: int | None = None,
+        committed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._tensors = tensors
-        self._writer = writer
-        self._target = target
-        self._path = path
-        self._group = group
+        self._path = Path(path).absolute()
+        self._peers = peers
+        self._committed = committed
+        self._tensors: dict[str, Tensor] = {}
+
+        def collect() -> Json:
+            parts = parts_of(target, optimizer, scheduler, first_stage)
+            if peers.rank == 0:
+                storage.check_free(self._path, overwrite)
+            self._tensors, document = _collected(parts, sampler, peers)
+            document |= {
+                "minibatches": minibatches,
+                "extra": encode(extra, "extra"),
+                "torch": str(torch.__version__),
+            }
+            if peers.rank == 0:
+                storage.begin(self._path)
+            return document
+
+        try:
+            self._body = _merged(peers.gathered(collect, f"preparing {self._path.name}"))
+        except BaseException:
+            self._discard(peers)
+            raise
 
     def write(self) -> None:
         """Write it, and return when it has its name."""
-        self._writer.busy = busy(self._target, f"writing {self._path.name}")
-        self._write(self._tensors)
+        self._write(self._tensors, self._peers)
 
-    def write_behind(self) -> Saving:
-        """Copy the tensors now, and write them in a thread."""
+    def write_behind(self, peers: Peers) -> Future[None]:
+        """Copy the tensors now, and write them in a thread, of which the others hear by ``peers``.
+
+        Returns:
+            What has a result once the checkpoint has its name, or raises what ``save`` raises.
+        """
         copies = {key: t.detach().to("cpu", copy=True) for key, t in self._tensors.items()}
         thread = ThreadPoolExecutor(1, "spectrain checkpoint")
-        future = thread.submit(self._write, copies)
+        future = thread.submit(self._write, copies, peers)
         thread.shutdown(wait=False)
-        return Saving(future, self._path)
+        return future
 
-    def _write(self, tensors: dict[str, Tensor]) -> None:
+    def _write(self, tensors: dict[str, Tensor], peers: Peers) -> None:
         """Every process its own tensors, the first one then the indices of all."""
-        writer, what = self._writer, str(self._path)
-        rank, _ = rank_and_size(self._group)
-        try:
-            found = settled(lambda: writer.write(tensors), self._group, what)
-            settled(lambda: writer.commit(found) if rank == 0 else None, self._group, what)
-        except BaseException:
+        rank, told = peers.rank, (f"writing {self._path.name}", str(self._path))
+
+        def commit() -> None:
             if rank == 0:
-                discard(partial(self._path))
+                storage.commit(self._path, self._body, found)
+                self._committed()
+
+        try:
+            found = peers.settled(lambda: storage.write_tensors(self._path, rank, tensors), *told)
+            peers.settled(commit, *told)
+        except BaseException:
+            self._discard(peers)
             raise
 
-
-def prepare(
-    path: str | os.PathLike[str],
-    target: nn.Module,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: Scheduler | None = None,
-    minibatches: int = 0,
-    sampler: Sampler | None = None,
-    extra: object = None,
-    overwrite: bool = False,
-    first_stage: int | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    committed: Callable[[], None] = lambda: None,
-) -> Prepared:
-    """Check and collect what ``save`` writes; ``committed`` is called when it has its name."""
-    directory = Path(path).absolute()
-    rank, _ = rank_and_size(process_group)
-    tensors: dict[str, Tensor] = {}
-
-    def collect() -> Json:
-        parts = parts_of(target, optimizer, scheduler, first_stage)
-        if rank == 0:
-            _check_free(directory, overwrite)
-        found, document = _collected(parts, rank)
-        tensors.update(found)
-        sampled = None if sampler is None else encode(sampler.state_dict(), "sampler")
-        document |= {
-            "minibatches": minibatches,
-            "extra": encode(extra, "extra"),
-            "torch": str(torch.__version__),
-            "sampler": sampled,
-        }
-        if rank == 0:
-            begin_directory(directory)
-        return document
-
-    try:
-        body = _merged(gathered(collect, process_group))
-    except BaseException:
-        if rank == 0:
-            discard(partial(directory))
-        raise
-    writer = AtomicWriter(directory, rank, body, committed)
-    return Prepared(tensors, writer, target, directory, process_group)
+    def _discard(self, peers: Peers) -> None:
+        if peers.rank == 0:
+            storage.discard(self._path)
 
 
-def _check_free(directory: Path, overwrite: bool) -> None:
-    """Only a checkpoint is replaced, and that is found out before anything is written."""
-    if not os.path.lexists(directory):
-        return
-    if not overwrite:
-        raise FileExistsError(f"path: {directory} exists; overwrite=True replaces it")
-    if not (directory.is_dir() and not directory.is_symlink() and holds_checkpoint(directory)):
-        raise FileExistsError(f"path: {directory} is no checkpoint; overwrite=True replaces these")
-
-
-def _collected(parts: list[Part], rank: int) -> tuple[dict[str, Tensor], Json]:
+def _collected(
+    parts: list[Part], sampler: Sampler | None, peers: Peers
+) -> tuple[dict[str, Tensor], Json]:
     """Return the tensors of a process's stages, and what it has to say about them."""
     tensors: dict[str, Tensor] = {}
-    stages = []
-    replicas = []
+    stages: list[Json] = []
+    replicas: list[Json] = []
     for part in parts:
+        document: Json = {"stage": part.stage}
         if part.replica:  # the first one has the same, but for random numbers
-            generators = random.stage_states(part)
-            tensors.update(generators)
-            replicas.append(
-                {"stage": part.stage, "replica": part.replica, "random": list(generators)}
-            )
-            continue
-        tensors.update((f"model.{name}", tensor.detach()) for name, tensor in part.tensors())
-        tensors.update((f"master.{name}", tensor) for name, tensor in part.wide().items())
-        state, optimizer = optimizers.saved(part)
-        tensors.update(state)
-        generators = random.stage_states(part)
-        tensors.update(generators)
-        where = f"scheduler of stage {part.stage}"
-        stages.append(
-            {
-                "stage": part.stage,
-                "parameters": list(part.parameter_names().values()),
-                "optimizer": optimizer,
-                "scheduler": None
-                if part.scheduler is None
-                else encode(part.scheduler.state_dict(), where),
-                "random": list(generators),
-            }
-        )
-    process = random.process_states(rank, parts)
-    tensors.update(process)
+            replicas.append(document | {"replica": part.replica})
+        else:
+            stages.append(document | {"optimizer": None, "scheduler": None})
+            for kept in (Weights(part), *others_of(part)):
+                found, said = kept.saved()
+                tensors |= found
+                stages[-1] |= said
+        generators = stage_states(part)
+        tensors |= generators
+        (replicas if part.replica else stages)[-1]["random"] = list(generators)
+    process, said = Generators(parts, peers.rank, peers.size).saved()
+    tensors |= process
+    said |= {"sampler": None} if sampler is None else SamplerState(sampler, peers.rank).saved()[1]
     # a view that only notes that it is conjugated or negated is not what its bytes say
     tensors = {key: tensor.resolve_conj().resolve_neg() for key, tensor in tensors.items()}
     return tensors, {
         "stages": stages,
         "replicas": replicas,
-        "random": list(process),
+        "process": said,
         "keys": list(tensors),
     }
+
+
+def others_of(part: Part) -> list[Kept]:
+    """Return what a checkpoint has of a stage beside weights and random numbers."""
+    found: list[Kept] = []
+    if part.optimizer is not None:
+        found.append(OptimizerState(part, part.optimizer))
+    if part.scheduler is not None:
+        found.append(SchedulerState(part, part.scheduler))
+    return found
 
 
 def _merged(found: list[Json]) -> Json:
@@ -255,10 +230,7 @@ def _merged(found: list[Json]) -> Json:
                     f"first_stage: {what} is saved by process {owners[what]} and process {rank}"
                 )
     return {
-        "minibatches": found[0]["minibatches"],
-        "extra": found[0]["extra"],
-        "torch": found[0]["torch"],
-        "stages": [stage for document in found for stage in document["stages"]],
-        "replicas": [replica for document in found for replica in document["replicas"]],
-        "processes": [{"random": d["random"], "sampler": d["sampler"]} for d in found],
+        **{key: found[0][key] for key in ("minibatches", "extra", "torch")},
+        **{key: [e for document in found for e in document[key]] for key in ("stages", "replicas")},
+        "processes": [document["process"] for document in found],
     }

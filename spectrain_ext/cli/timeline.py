@@ -6,23 +6,17 @@ from pathlib import Path
 
 import click
 
-from spectrain_ext.method import Window, methods, parse_window
+from spectrain_ext.method import Window, methods
 from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 
+from .options import numbers
 from .printable import printable
 
 _POSITIVE = click.IntRange(min=1)
 _TIME = click.FloatRange(min=0.0)
 _SUFFIXES = (".svg", ".png", ".json")
-
-
-def _window(context: click.Context, parameter: click.Parameter, value: str | None) -> Window:
-    try:
-        return None if value is None else parse_window(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
 
 
 @click.command(context_settings={"show_default": True})
@@ -37,7 +31,7 @@ def _window(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--microbatches", type=_POSITIVE, default=1, help="Parts of every minibatch.")
 @click.option(
     "--window",
-    callback=_window,
+    callback=numbers("classic", "wide"),
     help="Microbatches in flight: classic, wide, a number, or one per stage with commas.  "
     "[default: the method's]",
 )

@@ -1,36 +1,130 @@
-"""exchange: what the processes of a group tell one another, as text."""
+"""Peers: what the processes of a group tell one another, and do together."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spectrain_ext.errors import CheckpointError
 
-def exchange(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return what every process of a group gives, by rank.
+from .board import Board
+from .pipeline import DistributedPipeline
 
-    Callers write and read JSON: torch's object collectives unpickle what arrives, and so execute
-    whatever it says.
+T = TypeVar("T")
+
+
+class Peers:
+    """The processes of a group. What they tell one another is JSON.
+
+    Torch's object collectives unpickle what arrives, and so execute whatever it says.
 
     Args:
-        text: this process's.
-        group: all of them, with a CPU backend; None: the default group.
+        group: these processes, with a CPU backend; None: all there are, or this one alone.
+        watch: what ends all of them where one fails or keeps the others waiting; None: nothing
+            does, and they wait for as long as the group says.
 
-    Raises:
-        RuntimeError: of torch, a process has gone.
+    Attributes:
+        rank: this process's in the group.
+        size: how many there are.
     """
-    count = dist.get_world_size(group)
-    mine = text.encode()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
-    dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
-    longest = max(1, *(int(size) for size in sizes))
-    found = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
-    dist.all_gather(found, _padded(mine, longest), group=group)
-    return [
-        body[: int(size)].numpy().tobytes().decode()
-        for body, size in zip(found, sizes, strict=True)
-    ]
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        watch: Board | DistributedPipeline | None = None,
+    ) -> None:
+        self.rank, self.size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
+        self._watch = watch
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """How long one waits for another, None: as long as torch says."""
+        return None if self._watch is None else timedelta(seconds=self._watch.timeout)
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """Inside, all do something together, and none waits past the deadline of the watch."""
+        return nullcontext() if self._watch is None else self._watch.together(what)
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Inside, within ``together``, this process is at work while the others wait for it."""
+        return nullcontext() if self._watch is None else self._watch.busy(what)
+
+    def tell(self, value: Any) -> list[Any]:
+        """Return what every process gives, by rank: JSON's types.
+
+        Raises:
+            ConnectionError: a process has gone.
+        """
+        if self.size == 1:
+            return [value]
+        try:
+            return [json.loads(text) for text in self._texts(json.dumps(value).encode())]
+        except RuntimeError as lost:  # as torch has it
+            raise ConnectionError(f"the processes have lost one another: {lost}") from lost
+
+    def gathered(self, make: Callable[[], T], doing: str) -> list[T]:
+        """Return what ``make`` returns in every process, by rank: JSON's types.
+
+        Where it raises in one process it raises in all, so that none waits for the others.
+        """
+        error, found = self._attempted(make, doing)
+        if error is not None:
+            raise error
+        for rank, answer in enumerate(found):
+            if "error" in answer:
+                raise RuntimeError(f"process {rank}: {answer['error']}")
+        return [answer["value"] for answer in found]
+
+    def settled(self, make: Callable[[], T], doing: str, what: str) -> list[T]:
+        """The same for what has failed in all processes where it has failed in one.
+
+        Raises:
+            CheckpointError: in all processes with the same message: that of the first one, or
+                ``what`` was done, and every process that failed with its reason.
+        """
+        error, found = self._attempted(make, doing)
+        reasons = {rank: answer for rank, answer in enumerate(found) if "error" in answer}
+        if reasons:
+            told = next(iter(reasons.values()))["message"]
+            if told is None:
+                listed = (f"process {rank}: {answer['error']}" for rank, answer in reasons.items())
+                told = f"{what}: {'; '.join(listed)}"
+            raise CheckpointError(told) from error
+        return [answer["value"] for answer in found]
+
+    def _attempted(
+        self, make: Callable[[], T], doing: str
+    ) -> tuple[Exception | None, list[dict[str, Any]]]:
+        """What failed here, and what every process says: what it has made, or why it has not."""
+        error = None
+        try:
+            with self.busy(doing):
+                mine: dict[str, Any] = {"value": make()}
+        except Exception as caught:
+            error = caught
+            message = str(error) if isinstance(error, CheckpointError) else None
+            mine = {"error": f"{type(error).__name__}: {error}", "message": message}
+        return error, self.tell(mine)
+
+    def _texts(self, mine: bytes) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(found, _padded(mine, longest), group=self._group)
+        return [
+            body[: int(size)].numpy().tobytes() for body, size in zip(found, sizes, strict=True)
+        ]
 
 
 def _padded(text: bytes, size: int) -> Tensor:

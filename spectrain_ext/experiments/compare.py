@@ -1,25 +1,176 @@
-"""Trains one method with one seed and measures it."""
+"""Trains methods side by side: every method with every seed, each on from where it stopped."""
 
+import logging
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 from torch import Tensor, nn
 
+from spectrain_ext.errors import CheckpointError
 from spectrain_ext.method import find_method
+from spectrain_ext.observation.metrics import Metrics
+from spectrain_ext.pipeline.executor import Result
+from spectrain_ext.pipeline.pipeline import Pipeline
 
 from .data.batches import count_batches, training_batches
 from .data.split import Split
-from .observation import Observation
-from .results import Run
-from .resuming import Keeper
-from .selection import build_pipeline, stages_of
-from .settings import TrainSettings
-from .workload import build_stages, make_scheduler, mean_loss, synchronize
+from .report import describe, versions
+from .results import Run, RunStore, as_json
+from .settings import TrainSettings, stages_of
+from .workload import build_pipeline, build_stages, make_scheduler, mean_loss, synchronize
 from .world import World
 
+if TYPE_CHECKING:
+    from spectrain_ext.checkpoint import CheckpointManager
+
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
 _TEST_BATCH = 256
+# Minibatches from one measurement of prediction errors to the next, counted from each checkpoint.
+_ERRORS_EVERY = 10
+_KEPT = 2  # checkpoints: the newest, and one more should it be damaged
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Where metrics go, None: nowhere.
+
+    ``metrics`` is a file of JSON lines, ``tensorboard`` a folder that gets one folder per run.
+    """
+
+    metrics: Path | None = None
+    tensorboard: Path | None = None
+
+    def of(
+        self, pipe: Pipeline, method: str, seed: int, start: int
+    ) -> AbstractContextManager[Metrics | None]:
+        """Inside, what is to look on at a run; None where nobody asked for it.
+
+        Args:
+            pipe: the pipeline.
+            method: its method's name, for the records.
+            seed: likewise.
+            start: minibatches that were trained on before.
+        """
+        if self.metrics is None and self.tensorboard is None:
+            return nullcontext()
+        return Metrics(
+            pipe,
+            self.metrics,
+            tensorboard=self.tensorboard and self.tensorboard / f"{method}-seed{seed}",
+            errors_every=_ERRORS_EVERY,
+            start=start,
+            labels={"method": method, "seed": seed},
+        )
+
+
+class _Rate(ProgressColumn):
+    """Minibatches per second, of late."""
+
+    def render(self, task: Task) -> Text:
+        """Return the rate, empty as long as it is not known."""
+        return Text("" if task.speed is None else f"{task.speed:.0f}/s")
+
+
+def train_all(
+    settings: TrainSettings,
+    data: Split,
+    folder: Path,
+    console: Console,
+    world: World,
+    observation: Observation,
+) -> list[Run]:
+    """Train every method with every seed; finished runs are read from ``folder``, new ones kept.
+
+    Returns:
+        The runs on rank 0; on others none.
+
+    Raises:
+        StageError: training failed inside a stage; the runs before it are kept.
+        RankError: another rank failed; likewise.
+        CheckpointError: a checkpoint could not be read or written; likewise.
+    """
+    store = RunStore(folder / "runs", {**describe(settings, data, world), **versions()})
+    per_run = count_updates(settings, data)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _Rate(),
+        TimeRemainingColumn(),
+    )
+    runs = []
+    found = 0
+    with (
+        _threads(settings.threads),
+        Progress(*columns, console=console, disable=not world.first) as progress,
+    ):
+        task = progress.add_task("", total=per_run * len(settings.seeds) * len(settings.methods))
+        # seeds outside: when it is interrupted or watched, the methods advance together
+        for number, seed in enumerate(settings.seeds, start=1):
+            for method in settings.methods:
+                label = f"seed {number}/{len(settings.seeds)} [bold]{method}[/]"
+                progress.update(task, description=label)
+                run = store.find(method, seed) if world.first else None
+                checkpoints = folder / "checkpoints" / store.path(method, seed).stem
+                if world.tell(run is not None)[0]:
+                    found += 1
+                    progress.advance(task, per_run)
+                else:
+                    world.renew()
+                    checkpoints = Path(world.tell(str(checkpoints))[0])
+                    # with fewer stages than the settings say it has nothing for other ranks to do
+                    cut = stages_of(find_method(method), settings) == settings.stages
+                    with world.part(cut, f"training with {method}") as part:
+                        if part is not None:
+                            run = train_once(
+                                settings,
+                                method,
+                                seed,
+                                data,
+                                lambda count: progress.advance(task, count),
+                                part,
+                                observation,
+                                checkpoints,
+                            )
+                    if run is not None:
+                        store.save(run)
+                if run is not None:
+                    shutil.rmtree(checkpoints, ignore_errors=True)
+                    runs.append(run)
+    if found:
+        told = f"{found} of {len(runs)} runs were finished before and read from {folder}"
+        console.print(told, markup=False)
+    return runs
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def count_updates(settings: TrainSettings, data: Split) -> int:
@@ -74,44 +225,32 @@ def train_once(
         stage=world.stage if world.together else None,
     )
     pipe.train()
-    keeper = None
-    done, losses, seconds = 0, list[float](), 0.0
+    log = _Log(pipe, world)
+    run: Callable[..., Iterator[Result]] = pipe.run
     if settings.keeps_checkpoints:
-        every, interval = settings.checkpoint_every, settings.checkpoint_seconds
-        keeper = Keeper(checkpoints, pipe, world, every, interval)
-        keeper.restore()
-        done, losses, seconds = keeper.minibatches, keeper.losses, keeper.seconds
-        advance(done)
-    # between the first and the last stage nobody looks at them
+        manager = _manager(settings, checkpoints, pipe, world)
+        log.restore(manager)
+        run = partial(manager.run, extra=log.so_far)
+    begin = log.minibatches
+    advance(begin)
+    batches: Iterable[object] = training_batches(
+        data,
+        batch_size=settings.batch_size,
+        epochs=settings.epochs,
+        seed=seed,
+        augmented=settings.augment,
+        begin=begin,
+    )
     has_loss = world.stage == world.seats.stages - 1
+    # between the first and the last stage nobody looks at them
     feeds = has_loss or world.stage == 0
-    with observation.of(pipe, name, seed, start=done) as metrics:
-        while done < total:
-            batches: Iterator[object] = training_batches(
-                data,
-                batch_size=settings.batch_size,
-                epochs=settings.epochs,
-                seed=seed,
-                augmented=settings.augment,
-                begin=done,
-            )
-            if keeper is not None:
-                batches = keeper.segment(batches)
-            fresh: list[Tensor] = []
-            synchronize(pipe.devices)
-            began = time.perf_counter()
-            for result in pipe.run(batches if feeds else (), trace=metrics):
-                done += 1
-                if has_loss:
-                    fresh.append(result.loss)
-                advance(1)
-                world.tell_others("training with", name, "after minibatch", done)
-            synchronize(pipe.devices)
-            seconds += time.perf_counter() - began
-            losses += world.from_last(torch.stack(fresh).tolist() if has_loss else [])
-            if keeper is not None and done < total:
-                keeper.save(done, losses, seconds)
-    version_bytes = world.sum(pipe.weight_version_bytes)
+    with observation.of(pipe, name, seed, start=begin) as metrics:
+        for result in run(log.timed(batches) if feeds else (), trace=metrics):
+            log.add(result, has_loss)
+            advance(1)
+            world.tell_others("training with", name, "after minibatch", log.minibatches)
+        log.so_far()
+    version_bytes = sum(world.tell(pipe.weight_version_bytes))
     pipe.release()
     world.collect(stages)
     with world.alone("testing") as told:
@@ -125,10 +264,90 @@ def train_once(
         seed=seed,
         test_accuracy=accuracy,
         test_loss=loss,
-        minibatches_per_second=total / seconds,
+        minibatches_per_second=total / log.seconds,
         weight_version_bytes=version_bytes,
-        losses=tuple(losses),
+        losses=tuple(log.losses),
     )
+
+
+def _manager(
+    settings: TrainSettings, folder: Path, pipe: Pipeline, world: World
+) -> "CheckpointManager":
+    from spectrain_ext.checkpoint import CheckpointManager  # takes as long to import as torch
+
+    group = None
+    if not world.together and dist.is_initialized():  # others wait for what this rank does
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return CheckpointManager(
+        folder,
+        pipe,
+        every_minibatches=settings.checkpoint_every,
+        every_seconds=settings.checkpoint_seconds,
+        keep=_KEPT,
+        process_group=group,
+    )
+
+
+class _Log:
+    """What is known of a run; its checkpoints have it, too.
+
+    Attributes:
+        minibatches: that are done.
+        losses: of these, as of the last time that ranks told each other.
+        seconds: that they took, without those for checkpoints.
+    """
+
+    def __init__(self, pipe: Pipeline, world: World) -> None:
+        self.minibatches = 0
+        self.losses: list[float] = []
+        self.seconds = 0.0
+        self._devices = pipe.devices
+        self._world = world
+        self._fresh: list[Tensor] = []
+        self._began: float | None = None
+
+    def restore(self, manager: "CheckpointManager") -> None:
+        """Go on from the newest checkpoint, if there is one.
+
+        Raises:
+            CheckpointError: it is damaged, or of something else.
+        """
+        loaded = manager.restore()
+        if loaded is None:
+            return
+        try:
+            self.losses = [float(loss) for loss in loaded.extra["losses"]]
+            self.seconds = float(loaded.extra["seconds"])
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
+            raise CheckpointError(
+                f"{manager.directory}: was not saved by this command: {error!r}"
+            ) from error
+        self.minibatches = loaded.minibatches
+        _logger.info("going on from minibatch %d", self.minibatches)
+
+    def timed(self, batches: Iterable[T]) -> Iterator[T]:
+        """Hand over batches; a run's first one starts the clock."""
+        for batch in batches:
+            if self._began is None:
+                self._began = time.perf_counter()
+            yield batch
+
+    def add(self, result: Result, has_loss: bool) -> None:
+        """Count a minibatch, and keep its loss where it is known."""
+        self.minibatches += 1
+        if has_loss:
+            self._fresh.append(result.loss)
+
+    def so_far(self) -> dict[str, Any]:
+        """Stop the clock, tell all ranks the losses, and return what a checkpoint has of it."""
+        synchronize(self._devices)
+        if self._began is not None:
+            self.seconds += time.perf_counter() - self._began
+            self._began = None
+        fresh = torch.stack(self._fresh).tolist() if self._fresh else []
+        self._fresh.clear()
+        self.losses += self._world.tell(fresh)[-1]
+        return {"losses": [as_json(loss) for loss in self.losses], "seconds": self.seconds}
 
 
 def _test(

@@ -1,5 +1,7 @@
-"""Results of training runs, their mean over seeds, and the JSON file that holds them."""
+"""Results of training runs: their means over seeds, and the JSON files that hold them."""
 
+import dataclasses
+import hashlib
 import json
 import math
 import statistics
@@ -8,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import write_atomically
+from spectrain_ext.files import read_json, replace_file
 
 _LARGEST_LOSS = 700.0  # beyond, its exponential is no float64
+_LARGEST = 1 << 28  # bytes of a run; a million losses have 20 million
 
 
 @dataclass(frozen=True)
@@ -43,40 +46,16 @@ class MethodResult:
     method: str
     runs: tuple[Run, ...]
 
-    @property
-    def test_accuracy(self) -> float:
-        """Mean over seeds, 0 to 1."""
-        return statistics.fmean(run.test_accuracy for run in self.runs)
+    def mean(self, figure: str) -> float:
+        """Mean of a figure of the runs over seeds; not finite when a run diverged."""
+        return statistics.fmean(getattr(run, figure) for run in self.runs)
 
-    @property
-    def test_accuracy_std(self) -> float:
+    def deviation(self, figure: str) -> float:
         """Sample standard deviation over seeds; 0 for a single one."""
-        return _deviation([run.test_accuracy for run in self.runs])
-
-    @property
-    def test_loss(self) -> float:
-        """Mean over seeds; not finite when a run diverged."""
-        return statistics.fmean(run.test_loss for run in self.runs)
-
-    @property
-    def test_loss_std(self) -> float:
-        """Sample standard deviation over seeds; 0 for a single one."""
-        return _deviation([run.test_loss for run in self.runs])
-
-    @property
-    def perplexity(self) -> float:
-        """Mean over seeds; not finite when a run diverged."""
-        return statistics.fmean(run.perplexity for run in self.runs)
-
-    @property
-    def perplexity_std(self) -> float:
-        """Sample standard deviation over seeds; 0 for a single one."""
-        return _deviation([run.perplexity for run in self.runs])
-
-    @property
-    def minibatches_per_second(self) -> float:
-        """Mean over seeds."""
-        return statistics.fmean(run.minibatches_per_second for run in self.runs)
+        values = [getattr(run, figure) for run in self.runs]
+        if not all(math.isfinite(value) for value in values):
+            return math.nan
+        return statistics.stdev(values) if len(values) > 1 else 0.0
 
     @property
     def weight_version_bytes(self) -> int:
@@ -112,26 +91,23 @@ def write_results(
         "settings": dict(settings),
         "versions": dict(versions),
     }
-    write_atomically(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+    replace_file(path, f"{json.dumps(document, indent=2, allow_nan=False)}\n".encode())
 
 
 def _as_json(result: MethodResult) -> dict[str, Any]:
+    judged = ("test_accuracy", "test_loss", "perplexity")
     return {
         "method": result.method,
-        "test_accuracy": result.test_accuracy,
-        "test_loss": _finite(result.test_loss),
-        "minibatches_per_second": result.minibatches_per_second,
+        "test_accuracy": result.mean("test_accuracy"),
+        "test_loss": _finite(result.mean("test_loss")),
+        "minibatches_per_second": result.mean("minibatches_per_second"),
         "weight_version_bytes": result.weight_version_bytes,
-        "test_accuracy_std": result.test_accuracy_std,
-        "test_loss_std": _finite(result.test_loss_std),
-        "perplexity": _finite(result.perplexity),
-        "perplexity_std": _finite(result.perplexity_std),
+        **{f"{figure}_std": _finite(result.deviation(figure)) for figure in judged},
+        "perplexity": _finite(result.mean("perplexity")),
         "seeds": [
             {
                 "seed": run.seed,
-                "test_accuracy": run.test_accuracy,
-                "test_loss": _finite(run.test_loss),
-                "perplexity": _finite(run.perplexity),
+                **{figure: _finite(getattr(run, figure)) for figure in judged},
                 "minibatches_per_second": run.minibatches_per_second,
                 "train_losses": [_finite(round(loss, 6)) for loss in run.losses],
             }
@@ -144,7 +120,58 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _deviation(values: list[float]) -> float:
-    if not all(math.isfinite(value) for value in values):
-        return math.nan
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+class RunStore:
+    """One JSON file per run, found again by method, seed and everything else that it depends on.
+
+    Args:
+        folder: where the files are; it is made when the first one is written.
+        settings: what the runs depend on besides method and seed, of values that JSON can hold.
+            Runs of other settings may be in the folder: they are neither found nor touched.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, object]) -> None:
+        self._folder = folder
+        self._settings = json.loads(json.dumps(dict(settings), sort_keys=True))
+        text = json.dumps(self._settings, sort_keys=True)
+        self._key = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def path(self, method: str, seed: int) -> Path:
+        """The file of a run."""
+        return self._folder / f"{method}-seed{seed}-{self._key}.json"
+
+    def find(self, method: str, seed: int) -> Run | None:
+        """Return the finished run, None if there is none, or its file is not what was written."""
+        try:
+            document = read_json(self.path(method, seed), _LARGEST)
+            values = document["run"]
+            losses = tuple(float(loss) for loss in values.pop("losses"))
+            run = Run(
+                method=str(values.pop("method")),
+                seed=int(values.pop("seed")),
+                weight_version_bytes=int(values.pop("weight_version_bytes")),
+                losses=losses,
+                **{name: float(value) for name, value in values.items()},
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            return None
+        same = document.get("settings") == self._settings
+        sound = (
+            0 <= run.test_accuracy <= 1
+            and 0 <= run.minibatches_per_second < math.inf
+            and run.weight_version_bytes >= 0
+        )
+        return run if same and sound and (run.method, run.seed) == (method, seed) else None
+
+    def save(self, run: Run) -> None:
+        """Write a finished run."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        values = dataclasses.asdict(run)
+        values["losses"] = [as_json(loss) for loss in run.losses]
+        values["test_loss"] = as_json(run.test_loss)
+        text = json.dumps({"settings": self._settings, "run": values}, indent=1, allow_nan=False)
+        replace_file(self.path(run.method, run.seed), f"{text}\n".encode())
+
+
+def as_json(value: float) -> float | str:
+    """A number for JSON, which has no inf and no nan, but strings; ``float`` reads both."""
+    return value if math.isfinite(value) else str(value)

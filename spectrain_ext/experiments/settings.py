@@ -1,19 +1,36 @@
-"""What ``spectrain train`` was asked to do, after validation."""
+"""What a comparison is asked for, filled in and checked."""
 
+import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-import click
 import torch
 
-from spectrain_ext.method import parse_window
+from spectrain_ext.method import Method, Window, find_method, methods
+from spectrain_ext.schedule import FLUSHING, Place, Replicas
 
-Window = Literal["classic", "wide"] | int | tuple[int, ...] | None
+from .presets import DEFAULT_MODEL, models_for, preset
+from .world import World
+
+#: What is compared where no method is named: synchronous training, and one of each kind.
+DEFAULT_METHODS = ("sync", "vanilla", "pipedream", "spectrain", "spectrain-stash")
+ALL = "all"
+# With one microbatch they are what sync is.
+_WANT_MICROBATCHES = ("gpipe", "1f1b")
 
 
-@dataclass(frozen=True)
+class OptionError(ValueError):
+    """An option that cannot be what it is; ``option`` is its name on the command line."""
+
+    def __init__(self, option: str, reason: str) -> None:
+        super().__init__(reason)
+        self.option = option
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """The same for every method and seed of one comparison.
 
@@ -21,33 +38,33 @@ class TrainSettings:
     None is the model's own, ``train_samples`` and ``test_samples`` None are all.
     """
 
-    data: str
-    data_dir: Path | None
+    data: str = "digits"
+    data_dir: Path | None = None
     model: str
-    methods: tuple[str, ...]
+    methods: tuple[str, ...] = DEFAULT_METHODS
     seeds: tuple[int, ...]
-    stages: int
+    stages: int = 8
     devices: tuple[str, ...]
     epochs: int
     batch_size: int
-    microbatches: int
-    window: Window
-    clip_norm: float | None
-    recompute: bool
+    microbatches: int = 1
+    window: Window = None
+    clip_norm: float | None = None
+    recompute: bool = False
     width: int
     depth: int | None
     context: int
-    train_samples: int | None
-    test_samples: int | None
-    augment: bool
+    train_samples: int | None = None
+    test_samples: int | None = None
+    augment: bool = False
     optimizer: str
     lr: float
-    momentum: float
+    momentum: float = 0.9
     weight_decay: float
-    nesterov: bool
+    nesterov: bool = False
     lr_schedule: str
     warmup: int
-    threads: int
+    threads: int = 1
     checkpoint_every: int | None = None
     checkpoint_seconds: float | None = None
     replicas: tuple[int, ...] | None = None
@@ -58,112 +75,167 @@ class TrainSettings:
         return self.checkpoint_every is not None or self.checkpoint_seconds is not None
 
 
-def choose_devices(given: str, stages: int, local_rank: int = 0) -> tuple[str, ...]:
-    """Return one device name per stage from a list with commas, of at most ``stages`` names.
+def settle(asked: Mapping[str, Any], world: World, *, quick: bool = False) -> TrainSettings:
+    """Fill in what was not asked for, and check how it goes together.
+
+    Args:
+        asked: fields of ``TrainSettings``; None, or missing: what is usual for data and model.
+            ``methods`` may have ``"all"``, ``devices`` fewer than stages, which take contiguous
+            runs of them each; ``seeds`` is their number or which ones, ``replicas`` a number for
+            all stages or one for each.
+        world: the processes that train; its seats become those of the replicas.
+        quick: sizes that take minutes at most, and one seed.
+
+    Raises:
+        OptionError: an option that cannot be, or that contradicts others.
+    """
+    options = {name: value for name, value in asked.items() if value is not None}
+    data = options.setdefault("data", "digits")
+    world.seats = _seats(options.get("replicas"), world)
+    options["replicas"] = replicas = world.seats.counts if world.seats.dealt else None
+    options["stages"] = stages = _stages(options.get("stages"), world)
+    model = options["model"] = _model(data, options.get("model"))
+    _check_data_dir(data, options.get("data_dir"))
+    for name, value in dataclasses.asdict(preset(data, model, quick=quick)).items():
+        options.setdefault(name, value)
+    _check_effects(options)
+    seeds = options["seeds"]
+    options["seeds"] = tuple(dict.fromkeys(range(seeds) if isinstance(seeds, int) else seeds))
+    chosen = options["methods"] = choose_methods(options.get("methods") or DEFAULT_METHODS)
+    options["devices"] = choose_devices(options.get("devices", ["cpu"]), stages, world.local_rank)
+    if "microbatches" not in options:
+        named = () if ALL in (asked.get("methods") or ()) else chosen
+        options["microbatches"] = microbatches_for(named, stages, replicas)
+    return TrainSettings(**options)
+
+
+def _seats(given: int | Sequence[int] | None, world: World) -> Replicas:
+    try:
+        return Replicas.of(given, world.size)
+    except ValueError as error:
+        hint = "" if world.together else "; torchrun starts more: see docs/distributed.md"
+        raise OptionError("replicas", f"{error}{hint}") from error
+
+
+def _stages(given: int | None, world: World) -> int:
+    if not world.together:
+        return given or TrainSettings.stages
+    there = world.seats.stages
+    if given not in (None, there):
+        what = "one for each process that torchrun started"
+        if world.seats.dealt:
+            counts = ",".join(map(str, world.seats.counts))
+            what = f"for {world.size} processes and --replicas {counts}"
+        raise OptionError("stages", f"expected {there}, {what}, got {given}")
+    return there
+
+
+def _model(data: str, given: str | None) -> str:
+    if given is None:
+        return DEFAULT_MODEL[data]
+    if given not in models_for(data):
+        raise OptionError(
+            "model",
+            f"{given} cannot be trained on {data}; its models are {', '.join(models_for(data))}",
+        )
+    return given
+
+
+def _check_data_dir(data: str, path: Path | None) -> None:
+    if data == "digits" and path is not None:
+        raise OptionError(
+            "data-dir",
+            "the digits come with scikit-learn; --data cifar10 and text are read from files",
+        )
+    if data != "digits" and path is None:
+        raise OptionError(
+            "data-dir", f"--data {data} is read from files: --data-dir names their folder"
+        )
+
+
+def _check_effects(options: Mapping[str, Any]) -> None:
+    """Refuse options that the chosen data and optimizer would leave without effect."""
+    optimizer, data = options["optimizer"], options["data"]
+    if optimizer != "sgd":
+        for option in ("momentum", "nesterov"):
+            if option in options and options[option] is not False:
+                raise OptionError(
+                    option, f"is SGD's, and the optimizer is {optimizer}: --optimizer sgd"
+                )
+    if options.get("augment") and data != "cifar10":
+        raise OptionError("augment", f"varies images, and --data {data} has none")
+
+
+def choose_devices(names: Sequence[str], stages: int, local_rank: int = 0) -> tuple[str, ...]:
+    """Return one device name per stage from at most ``stages`` names.
 
     Fewer devices than stages take contiguous runs of stages each. ``local_rank`` is the number of
     the CUDA device that is meant where none is given.
 
     Raises:
-        click.BadParameter: a name torch does not know, a device that is not there, or too many.
+        OptionError: a name torch does not know, a device that is not there, or too many.
     """
-    names = [name.strip() for name in given.split(",") if name.strip()]
-    hint = "'--devices'"
     if not 1 <= len(names) <= stages:
-        raise click.BadParameter(
-            f"expected 1 to {stages} devices for {stages} stages, got {len(names)}", param_hint=hint
+        raise OptionError(
+            "devices", f"expected 1 to {stages} devices for {stages} stages, got {len(names)}"
         )
     for position, name in enumerate(names):
+        where = f"entry {position} is {name!r}"
         try:
             device = torch.device(name)
-        except RuntimeError as error:
-            raise click.BadParameter(
-                f"entry {position} is {name!r}, expected cpu, cuda or cuda:<number>",
-                param_hint=hint,
-            ) from error
+        except RuntimeError:
+            device = torch.device("meta")
         if device.type not in ("cpu", "cuda"):
-            raise click.BadParameter(
-                f"entry {position} is {name!r}, expected cpu, cuda or cuda:<number>",
-                param_hint=hint,
-            )
+            raise OptionError("devices", f"{where}, expected cpu, cuda or cuda:<number>")
         index = local_rank if device.index is None else device.index
         if device.type == "cuda" and index >= torch.cuda.device_count():
-            raise click.BadParameter(
-                f"entry {position} is {name!r}, but torch sees {torch.cuda.device_count()} CUDA "
-                "devices ('spectrain doctor' says why)",
-                param_hint=hint,
+            raise OptionError(
+                "devices",
+                f"{where}, but torch sees {torch.cuda.device_count()} CUDA devices ('spectrain "
+                "doctor' says why)",
             )
     return tuple(names[stage * len(names) // stages] for stage in range(stages))
 
 
-def choose_replicas(given: str | None, processes: int) -> tuple[int, ...] | None:
-    """Return the replicas of every stage from one number for all, or one per stage with commas.
-
-    Args:
-        given: the text; None: one for each.
-        processes: how many there are.
-
-    Returns:
-        The numbers, which add up to the processes; None where all are 1.
+def choose_methods(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the methods that are named, each once; ``"all"`` is every one that there is.
 
     Raises:
-        click.BadParameter: something else, or they do not add up.
+        OptionError: a name that is no method; the message lists those that exist.
     """
-    if given is None:
-        return None
-    hint = "'--replicas'"
-    try:
-        numbers = tuple(int(number) for number in given.split(","))
-        if min(numbers) < 1:
-            raise ValueError
-    except ValueError as error:
-        raise click.BadParameter(
-            f"expected a number of at least 1, or one per stage with commas, got {given!r}",
-            param_hint=hint,
-        ) from error
-    if len(numbers) == 1:
-        if processes % numbers[0]:
-            raise click.BadParameter(
-                f"{numbers[0]} for every stage do not divide the number of processes, {processes}"
-                + ("" if processes > 1 else "; torchrun starts more: see docs/distributed.md"),
-                param_hint=hint,
+    known = methods()
+    for name in names:
+        if name not in (*known, ALL):
+            raise OptionError(
+                "method", f"unknown method {name!r}; the methods are {', '.join(known)}, or {ALL}"
             )
-        numbers *= processes // numbers[0]
-    if sum(numbers) != processes:
-        raise click.BadParameter(
-            f"{given} are {sum(numbers)} processes, and there are {processes}: torchrun "
-            f"--nproc-per-node {sum(numbers)} -m spectrain_ext.cli train",
-            param_hint=hint,
-        )
-    return None if max(numbers) == 1 else numbers
+    return known if ALL in names else tuple(dict.fromkeys(names))
 
 
-def choose_window(given: str | None, stages: int) -> Window:
-    """Return ``Pipeline``'s ``window`` from a name, a number, or a number per stage with commas.
+def microbatches_for(
+    names: Sequence[str], stages: int, replicas: Sequence[int] | None = None
+) -> int:
+    """Microbatches that let every method of ``names`` be what it is; 1 where all are content.
 
-    Raises:
-        click.BadParameter: none of these, a number below 1, or not one for every stage.
+    Replicas deal them out evenly.
     """
-    if given is None:
-        return None
-    hint = "'--window'"
-    try:
-        window = parse_window(given)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint=hint) from error
-    if isinstance(window, str):
-        return window
-    numbers = (window,) if isinstance(window, int) else window
-    if len(numbers) not in (1, stages) or min(numbers) < 1:
-        raise click.BadParameter(
-            f"expected 1 or {stages} numbers for {stages} stages, at least 1 each, got {given!r}",
-            param_hint=hint,
-        )
-    return window
+    least = 1
+    for name in names:
+        method = find_method(name)
+        if name in _WANT_MICROBATCHES:
+            least = max(least, stages)
+        elif method.min_microbatches is not None:
+            place = Place(0, stages, stages, 1)
+            least = max(least, method.min_microbatches(place))
+    each = math.lcm(*replicas) if replicas else 1
+    return -(-least // each) * each
 
 
-def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """Click callback: a finite number that is not negative, or None where none was given."""
-    if value is not None and not (math.isfinite(value) and value >= 0):
-        raise click.BadParameter(f"expected a finite number of at least 0, got {value}")
-    return value
+def stages_of(method: Method, settings: TrainSettings) -> int:
+    """Stages that a method trains the model in: those of the settings, or the most it can have."""
+    return min(settings.stages, method.max_stages or settings.stages)
+
+
+def window_of(method: Method, settings: TrainSettings) -> Window:
+    """The settings' window, where the method's schedule has one to choose."""
+    return None if method.schedule in FLUSHING else settings.window

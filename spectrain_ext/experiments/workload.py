@@ -1,16 +1,20 @@
-"""Data, model, loss and optimizer of ``spectrain train``, from its settings."""
+"""What a comparison trains: data, model, loss, optimizer and pipeline, from its settings."""
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from spectrain_ext import optim
-from spectrain_ext.method import Method
+from spectrain_ext.distributed import DistributedPipeline
+from spectrain_ext.method import Method, check, find_method
 from spectrain_ext.optim import PredictingOptimizer
+from spectrain_ext.pipeline.pipeline import Pipeline
 
 from .data.cifar import load_cifar10
 from .data.digits import load_digits
@@ -18,7 +22,7 @@ from .data.split import Split
 from .data.text import load_text
 from .models import gpt, residual_lstm, residual_mlp, resnet, vgg
 from .models.partition import cut_evenly
-from .settings import TrainSettings
+from .settings import TrainSettings, stages_of, window_of
 
 
 def load_data(settings: TrainSettings, cache: Path) -> Split:
@@ -143,3 +147,83 @@ def synchronize(devices: Iterable[torch.device]) -> None:
     for device in set(devices):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+
+def build_pipeline(
+    settings: TrainSettings,
+    method: Method,
+    modules: list[nn.Module],
+    *,
+    devices: Sequence[str] | None = None,
+    scheduler: Callable[[PredictingOptimizer], LambdaLR] | None = None,
+    stage: int | None = None,
+) -> Pipeline:
+    """Return the pipeline of a method, with everything that the settings say of it.
+
+    Args:
+        settings: of the comparison.
+        method: one that works with them.
+        modules: all stages.
+        devices: one per stage; None: where the stages are.
+        scheduler: makes a stage's learning-rate scheduler.
+        stage: the one that is this process's; None: it has all of them.
+
+    Raises:
+        ValueError: the method does not work with the settings.
+    """
+    more: dict[str, Any] = {
+        "scheduler": scheduler,
+        "microbatches": settings.microbatches,
+        "window": window_of(method, settings),
+        "clip_norm": settings.clip_norm,
+        "recompute": settings.recompute,
+    }
+
+    def optimizer(parameters: list[nn.Parameter]) -> PredictingOptimizer:
+        return make_optimizer(settings, method, parameters)
+
+    if stage is None:
+        return Pipeline(modules, optimizer, mean_loss, method, devices, **more)
+    device = None if devices is None else devices[stage]
+    return DistributedPipeline(
+        modules[stage],
+        optimizer,
+        mean_loss,
+        method,
+        replicas=settings.replicas,
+        device=device,
+        **more,
+    )
+
+
+def fitting(settings: TrainSettings, *, leave_out: bool) -> tuple[TrainSettings, dict[str, str]]:
+    """Return the settings with the methods that work with them, and why others do not.
+
+    Raises:
+        ValueError: a method does not work and is not to be left out; or none is left.
+    """
+    reasons = {name: _why_not(name, settings) for name in settings.methods}
+    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
+    for name, reason in left_out.items():
+        if not leave_out or len(left_out) == len(reasons):
+            raise ValueError(f"method {name}: {reason}")
+    kept = tuple(name for name in settings.methods if name not in left_out)
+    return dataclasses.replace(settings, methods=kept), left_out
+
+
+def _why_not(name: str, settings: TrainSettings) -> str | None:
+    """What keeps a method from working with these settings, None if nothing does."""
+    method = find_method(name)
+    count = stages_of(method, settings)
+    try:
+        check(
+            method,
+            count,
+            microbatches=settings.microbatches,
+            window=window_of(method, settings),
+            replicas=settings.replicas if count == settings.stages else None,
+            optimizer=make_optimizer(settings, method, [nn.Parameter(torch.zeros(1))]),
+        )
+    except ValueError as error:
+        return str(error)
+    return None

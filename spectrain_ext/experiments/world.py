@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any
 
-import click
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from spectrain_ext.distributed.board import Board
-from spectrain_ext.distributed.exchange import exchange
+from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.distributed.store import store_at
-from spectrain_ext.errors import CheckpointError, RankError
 from spectrain_ext.schedule import Replicas
-
-_logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOCAL = frozenset(("localhost", "127.0.0.1", "::1"))
@@ -48,7 +41,7 @@ class World:
 
     Attributes:
         rank, size, local_rank, tell_others: as given.
-        seats: which stage every process trains; one each, until ``seat`` says otherwise.
+        seats: which stage every process trains; one each, until ``settle`` says otherwise.
     """
 
     def __init__(
@@ -122,7 +115,7 @@ class World:
         try:
             return store_at(address, port, listen=self.first and not kept)
         except OSError as error:
-            raise click.ClickException(
+            raise OSError(
                 f"MASTER_ADDR and MASTER_PORT: {error}; they must be of rank 0's machine, on which "
                 "it listens there and nowhere else"
             ) from error
@@ -192,69 +185,13 @@ class World:
         with self.alone(what) as told:
             yield World(tell_others=told) if self.first else None
 
-    # What the ranks tell each other: JSON and tensors, nothing that could be executed.
-
-    def tell(self, value: T) -> T:
-        """Return the value that rank 0 gives, on every rank."""
-        if not self.together:
-            return value
-        told: T = json.loads(self.exchange(json.dumps(value) if self.first else "")[0])
-        return told
-
-    def exchange(self, text: str) -> list[str]:
-        """Return what every rank gives, by rank."""
-        if not self.together:
-            return [text]
-        with _quiet_if_lost():
-            return exchange(text)
-
-    def sum(self, number: int) -> int:
-        """Return the sum of what the ranks give."""
-        if not self.together:
-            return number
-        total = torch.tensor([number])
-        with _quiet_if_lost():
-            dist.all_reduce(total)
-        return int(total)
-
-    @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """What is inside fails on all ranks or on none, and every reason is told once.
+    def tell(self, value: Any) -> list[Any]:
+        """Return what every rank gives, by rank: JSON's types.
 
         Raises:
-            click.ClickException: this rank is the first one with that reason.
-            click.exceptions.Exit: another rank has failed, or says the same.
+            ConnectionError: a rank has gone.
         """
-        error = None
-        try:
-            yield
-        except click.ClickException as caught:
-            if not self.together:
-                raise
-            error = caught
-        reasons = self.exchange("" if error is None else error.format_message())
-        if not any(reasons):
-            return
-        if error is None or reasons.index(reasons[self.rank]) != self.rank:
-            raise click.exceptions.Exit(1 if error is None else error.exit_code)
-        if len(set(reasons)) == 1:
-            raise error
-        kind = click.UsageError if isinstance(error, click.UsageError) else click.ClickException
-        raise kind(f"rank {self.rank}: {error.format_message()}") from error
-
-    def tells(self, error: BaseException) -> bool:
-        """Whether a failure in training is this rank's to report: its own, or the others' first.
-
-        The rank that failed may have been killed; any other may be killed by torchrun as soon as
-        that one has ended. Between them they tell it once or twice.
-        """
-        if isinstance(error, CheckpointError):  # all have the same
-            return self.first
-        if not isinstance(error, RankError):
-            return True
-        return self.rank == min(rank for rank in range(self.size) if rank != error.culprit)
-
-    # Tensors.
+        return Peers().tell(value) if self.together else [value]
 
     def collect(self, stages: list[nn.Module]) -> None:
         """Give rank 0, which has all stages as they were made, the state that each rank trained.
@@ -264,32 +201,25 @@ class World:
         """
         if self._board is None:
             return
-        with _lost_to(self._board, "collecting the stages"):
-            for k in range(1, self.seats.stages):
-                source = self.seats.ranks_of(k)[0]  # replicas have the same parameters
-                for name, tensor in stages[k].state_dict().items():
-                    if self.rank == source:
-                        self._board.doing("sending", name, "of stage", k)
-                        dist.send(tensor.detach().cpu().contiguous(), 0)
-                    elif self.first:
-                        self._board.doing("receiving", name, "of stage", k)
-                        received = torch.empty(tensor.shape, dtype=tensor.dtype)
-                        dist.recv(received, source)
-                        with torch.no_grad():
-                            tensor.copy_(received)
+        with self._board.together("collecting the stages"):
+            try:
+                for k in range(1, self.seats.stages):
+                    self._collect(k, stages[k], self._board)
+            except RuntimeError as error:  # of gloo: who is missed here has gone
+                raise ConnectionError(str(error)) from error
 
-    def from_last(self, values: list[float]) -> list[float]:
-        """Return the last rank's numbers on rank 0; others give what they like and get it back."""
-        if not self.together:
-            return values
-        count = torch.tensor([len(values)])
-        with _quiet_if_lost():
-            dist.broadcast(count, self.size - 1)
-            numbers = torch.tensor(values, dtype=torch.float64)
-            if self.rank != self.size - 1:
-                numbers = torch.empty(int(count), dtype=torch.float64)
-            dist.broadcast(numbers, self.size - 1)
-        return [float(number) for number in numbers.tolist()] if self.first else values
+    def _collect(self, k: int, stage: nn.Module, board: Board) -> None:
+        source = self.seats.ranks_of(k)[0]  # replicas have the same parameters
+        for name, tensor in stage.state_dict().items():
+            if self.rank == source:
+                board.doing("sending", name, "of stage", k)
+                dist.send(tensor.detach().cpu().contiguous(), 0)
+            elif self.first:
+                board.doing("receiving", name, "of stage", k)
+                received = torch.empty(tensor.shape, dtype=tensor.dtype)
+                dist.recv(received, source)
+                with torch.no_grad():
+                    tensor.copy_(received)
 
 
 def _stay_on_loopback(environment: dict[str, str] | os._Environ[str], size: int) -> None:
@@ -298,23 +228,3 @@ def _stay_on_loopback(environment: dict[str, str] | os._Environ[str], size: int)
     if one_machine or environment["MASTER_ADDR"] in _LOCAL:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment.setdefault(name, "lo")
-
-
-@contextmanager
-def _lost_to(board: Board, what: str) -> Iterator[None]:
-    """Something that all ranks do together: who is missed there has gone."""
-    with board.together(what):
-        try:
-            yield
-        except RuntimeError as error:  # as gloo has it
-            raise ConnectionError(str(error)) from error
-
-
-@contextmanager
-def _quiet_if_lost() -> Iterator[None]:
-    """A rank that has ended has said why; those that waited for it have nothing to add."""
-    try:
-        yield
-    except RuntimeError as error:
-        _logger.info("another process has ended: %s", error)
-        raise click.exceptions.Exit(1) from error

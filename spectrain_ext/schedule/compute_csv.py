@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from typing import NamedTuple
 
-from spectrain_ext.bounded import read_bounded
+from spectrain_ext.files import read_bounded
 
 from .actions import Action, Kind, ScheduleError, backward, forward
 from .counting import validate

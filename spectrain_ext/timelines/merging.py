@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.bounded import read_json
+from spectrain_ext.files import read_json
 
 _BASE = "baseTimeNanoseconds"
 _LARGEST = 1 << 30  # bytes of a trace

@@ -25,6 +25,7 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.checkpoint import load, save
+from spectrain_ext.checkpoint.random import Generators
 from spectrain_ext.checkpoint.sampler import ShuffledSampler
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.partitioning import Slice, cut_at
@@ -427,3 +428,14 @@ def test_the_document_is_json_for_people(tmp_path):
     assert [stage["stage"] for stage in body["stages"]] == [0, 1]
     assert body["stages"][0]["optimizer"]["groups"][0]["options"]["momentum"] == 0.9
     assert body["tensors"]["model.2.linear.weight"]["shape"] == [4, 4]
+
+
+def test_the_generator_of_a_device_is_found_again():
+    keys = ["random.process0.cpu", "random.process0.cuda0"]
+    entries = {key: {"dtype": "uint8", "shape": [16]} for key in keys}
+    body = {"stages": [], "processes": [{"random": keys}], "tensors": entries}
+    generators = Generators([], 0, 1)
+    assert generators.match(body) == keys
+    assert generators.all_found
+    body["processes"][0]["random"] = [*keys, "random.process1.cuda0"]
+    assert generators.match(body) == []

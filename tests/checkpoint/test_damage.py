@@ -85,13 +85,16 @@ def test_no_change_of_the_document_goes_unnoticed(tmp_path_factory, place, bit):
         (lambda b: b.update(format="other"), "expected the format .*, got 'other'"),
         (lambda b: b.update(minibatches="3"), "minibatches: expected a int, got str"),
         (lambda b: b.pop("stages"), "stages: expected a list, got NoneType"),
-        (lambda b: b["stages"][0].pop("random"), r"stages\[0\]: bad or missing 'random'"),
-        (lambda b: b["stages"].insert(0, 3), r"stages\[0\]: bad or missing 'stage'"),
+        (lambda b: b["stages"][0].pop("random"), r"stages\[0\]: has no 'random'"),
+        (lambda b: b["stages"].insert(0, 3), r"stages\[0\]: expected a dict, got int"),
         (lambda b: b["files"].update({"../../etc/passwd": 1}), "files: .* is no file of a ch"),
         (lambda b: next(iter(b["tensors"].values())).update(file="x"), "bad place or shape"),
         (lambda b: next(iter(b["tensors"].values())).update(shape=[-1]), "bad place or shape"),
         (lambda b: next(iter(b["tensors"].values())).update(dtype="save"), "'save' is no dtype"),
-        (lambda b: b["stages"][0].update(optimizer={"groups": [3]}), "bad optimizer of stage 0"),
+        (
+            lambda b: b["stages"][0].update(optimizer={"groups": [3]}),
+            r"stages\[0\]\.optimizer\['groups'\]\[0\]: expected a dict, got int",
+        ),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "change",
 )
@@ -211,7 +214,8 @@ def full(*_, **__):
 @pytest.mark.parametrize("call", ["torch.save", "pickle.dump", "os.fsync"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_full_disk_leaves_the_last_one_whole(tmp_path, saved, monkeypatch, call, asynchronous):
-    from spectrain_ext.checkpoint.saving import prepare
+    from spectrain_ext.checkpoint.saving import Prepared
+    from spectrain_ext.distributed.exchange import Peers
 
     expected = pipeline(2, seed=5)
     load(saved, expected)
@@ -220,7 +224,7 @@ def test_a_full_disk_leaves_the_last_one_whole(tmp_path, saved, monkeypatch, cal
         patch.setattr(call, full)
         with pytest.raises((CheckpointError, OSError), match="No space left on device"):
             if asynchronous:
-                prepare(saved, other, overwrite=True).write_behind().wait()
+                Prepared(saved, other, Peers(), overwrite=True).write_behind(Peers()).result()
             else:
                 save(saved, other, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]

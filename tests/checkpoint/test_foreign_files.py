@@ -9,12 +9,11 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from spectrain_ext.bounded import read_bounded, read_json
 from spectrain_ext.cli.group import main
 from spectrain_ext.cli.printable import printable
-from spectrain_ext.experiments.picture import draw_losses
-from spectrain_ext.experiments.results import Run, summarize
-from spectrain_ext.experiments.store import RunStore
+from spectrain_ext.experiments.report import draw_losses
+from spectrain_ext.experiments.results import Run, RunStore, summarize
+from spectrain_ext.files import read_bounded, read_json
 from spectrain_ext.schedule import ScheduleError, read_csv
 from spectrain_ext.timelines.merging import main as merge
 from spectrain_ext.timelines.merging import merge_traces

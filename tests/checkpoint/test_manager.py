@@ -135,6 +135,16 @@ def test_every_so_many_seconds(tmp_path, monkeypatch):
     assert names(tmp_path) == ["latest", *(f"minibatch-0000000{k}" for k in (3, 6, 9))]
 
 
+def test_what_else_a_restart_needs_is_saved_along(tmp_path):
+    losses = []
+    manager = CheckpointManager(tmp_path, pipeline(2), every_minibatches=2)
+    for result in manager.run(batches(5), extra=lambda: {"losses": list(losses)}):
+        losses.append(result.loss.item())
+    assert len(losses) == 5
+    other = CheckpointManager(tmp_path, pipeline(2, seed=5))
+    assert other.restore().extra == {"losses": losses[:4]}
+
+
 def test_a_failed_run_is_not_saved(tmp_path):
     pipe = pipeline(2)
     manager = CheckpointManager(tmp_path, pipe, every_minibatches=2)

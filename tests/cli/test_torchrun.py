@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -22,7 +21,7 @@ from helpers.ranks import Ranks, run_ranks
 
 from spectrain_ext.cli.group import main
 from spectrain_ext.experiments import world as world_module
-from spectrain_ext.experiments.settings import choose_replicas
+from spectrain_ext.experiments.settings import OptionError, settle
 from spectrain_ext.experiments.world import World
 
 pytest.importorskip("sklearn")
@@ -139,30 +138,37 @@ def test_replicas_share_the_microbatches_of_their_stage(tmp_path: Path) -> None:
     ("given", "processes", "expected"),
     [
         (None, 3, None),
-        ("1", 3, None),
-        ("1,1", 2, None),
-        ("2", 4, (2, 2)),
-        ("1,2,1", 4, (1, 2, 1)),
+        (1, 3, None),
+        ((1, 1), 2, None),
+        (2, 4, (2, 2)),
+        ((1, 2, 1), 4, (1, 2, 1)),
     ],
 )
 def test_replicas_are_as_many_as_processes(given, processes, expected) -> None:
-    assert choose_replicas(given, processes) == expected
+    settings = settle({"replicas": given}, World(0, processes))
+    assert settings.replicas == expected
+    assert settings.stages == len(expected or range(processes))
 
 
 @pytest.mark.parametrize(
     ("given", "processes", "said"),
     [
-        ("2", 3, "2 for every stage do not divide the number of processes, 3"),
-        ("2", 1, "do not divide the number of processes, 1; torchrun starts more"),
-        ("1,2", 1, "are 3 processes, and there are 1: torchrun --nproc-per-node 3 -m spec"),
-        ("0", 3, "at least 1"),
-        ("1,x", 3, "got '1,x'"),
-        ("", 3, "got ''"),
+        (2, 3, "2 for every stage do not divide 3 ranks"),
+        (2, 1, "do not divide 1 ranks; torchrun starts more"),
+        ((1, 2), 1, "are 3 ranks in all, and there are 1; torchrun starts more"),
+        (0, 3, "at least 1"),
     ],
 )
-def test_replicas_that_cannot_be(given: str, processes: int, said: str) -> None:
-    with pytest.raises(click.BadParameter, match=re.escape(said)):
-        choose_replicas(given, processes)
+def test_replicas_that_cannot_be(given: Any, processes: int, said: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(said)):
+        settle({"replicas": given}, World(0, processes))
+
+
+@pytest.mark.parametrize("given", ["1,x", ""])
+def test_replicas_that_are_no_numbers(given: str) -> None:
+    done = CliRunner().invoke(main, ["train", "--replicas", given])
+    assert done.exit_code == 2
+    assert f"got '{given}'" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(
@@ -211,13 +217,10 @@ def test_a_failure_ends_all_ranks_and_is_told_by_the_rank_and_by_one_more(
 
 def test_what_ranks_tell_each_other() -> None:
     found = run_ranks(cli_programs.talk, 3, _free_port())
-    for rank, heard in enumerate(found):
-        assert heard["told"] == {"from": 0, "text": "ä"}
-        assert heard["exchanged"] == ["", "ä", "ää"]
-        assert heard["sum"] == 6
-        if rank == 0:
-            assert heard["last"][0] == 0.1
-            assert math.isnan(heard["last"][1])
+    for heard in found:
+        assert heard["told"][:2] == ["", "ä"]
+        assert heard["told"][2][0] == 0.1
+        assert math.isnan(heard["told"][2][1])
     own = [stage[0] for stage in found[0]["state"]]
     assert own == [6.0, 12.0, 18.0]  # a 3 x 2 weight of ones, of twos, of threes
 
@@ -244,7 +247,7 @@ def test_it_listens_on_loopback_only() -> None:
 
 def test_an_address_that_is_not_here_is_named() -> None:
     environment = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
-    with pytest.raises(click.ClickException, match=r"on 192\.0\.2\.1, port 29500: "):
+    with pytest.raises(OSError, match=r"on 192\.0\.2\.1, port 29500: "):
         World(0, 2)._found_store(environment)
 
 
@@ -268,7 +271,7 @@ def test_a_failure_of_the_rank_that_works_alone_ends_the_others() -> None:
     assert [end.code for end in ends] == [1, 1, 1]
     assert "ArithmeticError: planned" in ends[0].error
     for end in ends[1:]:
-        assert "Exit" in end.error
+        assert "ConnectionError: the processes have lost one another" in end.error
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,10 @@ from click.testing import CliRunner, Result
 
 import spectrain_ext as st
 from spectrain_ext.cli.group import main
-from spectrain_ext.experiments import train_runs
+from spectrain_ext.experiments import compare
 from spectrain_ext.experiments.compare import train_once
 from spectrain_ext.experiments.results import Run
-from spectrain_ext.experiments.selection import DEFAULT_METHODS
-from spectrain_ext.experiments.settings import TrainSettings
+from spectrain_ext.experiments.settings import DEFAULT_METHODS, TrainSettings
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -147,7 +146,7 @@ def test_a_second_call_reads_the_runs_of_the_first(
         trained.append((name, seed))
         return train_once(settings, name, seed, *rest)
 
-    monkeypatch.setattr(train_runs, "train_once", recorded)
+    monkeypatch.setattr(compare, "train_once", recorded)
     second = _train(*arguments, "-m", "sync,pipedream,vanilla", "--seeds", "2")
     assert second.exit_code == 0, second.output
     assert trained == [("pipedream", 0), ("sync", 1), ("pipedream", 1), ("vanilla", 1)]
@@ -170,7 +169,7 @@ def test_an_interruption_keeps_the_finished_runs_and_says_how_to_go_on(
 
     arguments = (*FAST, "--stages", "2", "--width", "8", "-m", "sync,vanilla")
     with monkeypatch.context() as patch:
-        patch.setattr(train_runs, "train_once", interrupted)
+        patch.setattr(compare, "train_once", interrupted)
         stopped = _train(*arguments, "--out", str(tmp_path))
     assert stopped.exit_code == 1
     assert f"--out {tmp_path}" in " ".join(stopped.output.split())
@@ -363,9 +362,7 @@ def test_without_out_the_results_are_below_runs(
         (("--devices", "cuda:97"), ["entry 0 is 'cuda:97'", "spectrain doctor"]),
         (("--lr", "nan"), ["--lr", "finite"]),
         (("--momentum", "-1"), ["--momentum", "at least 0"]),
-        (("--window", "0"), ["--window", "at least 1 each, got '0'"]),
-        (("--window", "2,1"), ["1 or 8 numbers for 8 stages", "'2,1'"]),
-        (("--window", "vast"), ["classic, wide", "'vast'"]),
+        (("--window", "vast"), ["'classic', 'wide', a number", "'vast'"]),
         (("--model", "gpt"), ["gpt cannot be trained on digits", "residual-mlp"]),
         (("--data", "text"), ["--data-dir names their folder"]),
         (("--data-dir", "."), ["digits come with scikit-learn"]),
@@ -391,6 +388,21 @@ def test_a_prediction_without_momentum_is_an_error_not_a_traceback(tmp_path: Pat
     assert result.exit_code == 1
     assert "momentum" in result.output
     assert isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        ("0", "method vanilla: window: expected at least 1 for stage 0 of 8, got 0"),
+        ("2,1", "method vanilla: window: expected one per stage (8), got 2"),
+    ],
+)
+def test_a_window_that_no_pipeline_has(tmp_path: Path, window: str, expected: str) -> None:
+    folder = tmp_path / "out"
+    result = _train("--window", window, "--out", str(folder))
+    assert result.exit_code == 1
+    assert expected in " ".join(result.output.split())
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(

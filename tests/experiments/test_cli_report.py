@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from spectrain_ext.experiments.metric import ACCURACY, PERPLEXITY
-from spectrain_ext.experiments.picture import _line, _trailing_mean, draw_losses
+from spectrain_ext.experiments.report import (
+    ACCURACY,
+    PERPLEXITY,
+    _line,
+    _trailing_mean,
+    comparison_table,
+    draw_losses,
+)
 from spectrain_ext.experiments.results import MethodResult, Run, summarize, write_results
-from spectrain_ext.experiments.table import comparison_table
 
 
 def _run(method: str, seed: int, accuracy: float, loss: float = 0.5) -> Run:
@@ -29,12 +34,12 @@ def test_summarize_groups_by_method_in_order_of_appearance() -> None:
     runs = [_run("b", 0, 0.5), _run("a", 0, 0.25), _run("b", 1, 0.75), _run("a", 1, 0.25)]
     first, second = summarize(runs)
     assert (first.method, second.method) == ("b", "a")
-    assert first.test_accuracy == 0.625
-    assert first.test_accuracy_std == pytest.approx(math.sqrt(2) / 8)
-    assert first.minibatches_per_second == 100.5
+    assert first.mean("test_accuracy") == 0.625
+    assert first.deviation("test_accuracy") == pytest.approx(math.sqrt(2) / 8)
+    assert first.mean("minibatches_per_second") == 100.5
     assert first.weight_version_bytes == 4096
-    assert second.test_accuracy_std == 0.0
-    assert summarize([_run("a", 0, 0.5)])[0].test_accuracy_std == 0.0
+    assert second.deviation("test_accuracy") == 0.0
+    assert summarize([_run("a", 0, 0.5)])[0].deviation("test_accuracy") == 0.0
 
 
 def test_results_have_the_documented_shape(tmp_path: Path) -> None:
@@ -88,8 +93,8 @@ def test_the_table_fits_a_terminal_and_explains_itself() -> None:
 
 def test_text_is_judged_by_perplexity() -> None:
     results = summarize([_run("vanilla", seed, 0.5, math.log(4 + 2 * seed)) for seed in (0, 1)])
-    assert results[0].perplexity == pytest.approx(5)
-    assert results[0].perplexity_std == pytest.approx(math.sqrt(2))
+    assert results[0].mean("perplexity") == pytest.approx(5)
+    assert results[0].deviation("perplexity") == pytest.approx(math.sqrt(2))
     table = comparison_table(results, test_samples=360, metric=PERPLEXITY)
     console = Console(width=80)
     with console.capture() as capture:
@@ -117,7 +122,7 @@ def test_the_best_is_highest_accuracy_or_lowest_perplexity_of_what_overlaps() ->
 
 def test_a_loss_beyond_float64_is_an_infinite_perplexity() -> None:
     (result,) = summarize([_run("vanilla", 0, 0.1, 1e4)])
-    assert result.perplexity == math.inf
+    assert result.mean("perplexity") == math.inf
     assert PERPLEXITY.text(result) == "diverged"
     assert ACCURACY.text(result) == "10.0"
 

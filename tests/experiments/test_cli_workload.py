@@ -4,7 +4,6 @@ import dataclasses
 import math
 from typing import Any
 
-import click
 import pytest
 import torch
 from torch import nn
@@ -12,23 +11,25 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.experiments.data.split import Split
 from spectrain_ext.experiments.presets import DATA_SETS, DEFAULT_MODEL, models_for, preset
-from spectrain_ext.experiments.selection import (
+from spectrain_ext.experiments.settings import (
     DEFAULT_METHODS,
-    all_asked,
-    build_pipeline,
+    OptionError,
+    TrainSettings,
     choose_methods,
-    fitting,
     microbatches_for,
+    settle,
     stages_of,
     window_of,
 )
-from spectrain_ext.experiments.settings import TrainSettings, choose_window
 from spectrain_ext.experiments.workload import (
+    build_pipeline,
     build_stages,
+    fitting,
     make_optimizer,
     make_scheduler,
     mean_loss,
 )
+from spectrain_ext.experiments.world import World
 from spectrain_ext.method import find_method
 
 SETTINGS = TrainSettings(
@@ -209,13 +210,20 @@ def test_a_constant_rate_needs_no_scheduler() -> None:
 
 
 def test_methods_are_named_once_in_the_order_given() -> None:
-    assert choose_methods([]) == DEFAULT_METHODS
-    assert choose_methods(["vanilla, sync", "vanilla"]) == ("vanilla", "sync")
-    assert choose_methods(["sync,all"]) == st.methods()
-    assert all_asked(["sync,all"])
-    assert not all_asked(["sync"])
-    with pytest.raises(click.BadParameter, match=r"unknown method 'sink'; .*spectrain.* or all"):
-        choose_methods(["sync,sink"])
+    assert choose_methods(["vanilla", "sync", "vanilla"]) == ("vanilla", "sync")
+    assert choose_methods(["sync", "all"]) == st.methods()
+    with pytest.raises(OptionError, match=r"unknown method 'sink'; .*spectrain.* or all"):
+        choose_methods(["sync", "sink"])
+
+
+def test_a_comparison_is_settled_without_a_command_line() -> None:
+    settings = settle({"seeds": 2, "methods": ["sync"], "lr": 0.3}, World(), quick=True)
+    assert (settings.seeds, settings.methods, settings.lr) == ((0, 1), ("sync",), 0.3)
+    assert (settings.model, settings.stages, settings.epochs) == ("residual-mlp", 8, 1)
+    assert settle({}, World()).methods == DEFAULT_METHODS
+    with pytest.raises(OptionError, match="varies images, and --data digits has none") as caught:
+        settle({"augment": True}, World())
+    assert caught.value.option == "augment"
 
 
 @pytest.mark.parametrize(
@@ -275,12 +283,3 @@ def test_settings_reach_the_pipeline() -> None:
         moved.append((layer.weight.detach() - before).abs().max().item())
     assert moved[0] > 1e-3
     assert moved[1] < 1e-9
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [(None, None), ("wide", "wide"), ("classic", "classic"), ("3", 3), ("3,2, 1", (3, 2, 1))],
-    ids=str,
-)
-def test_windows(given: str | None, expected: object) -> None:
-    assert choose_window(given, 3) == expected

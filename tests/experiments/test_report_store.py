@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spectrain_ext.experiments import files as report_files
-from spectrain_ext.experiments.results import Run
-from spectrain_ext.experiments.store import RunStore
+from spectrain_ext import files
+from spectrain_ext.experiments.results import Run, RunStore
 
 SETTINGS = {"lr": 0.1, "window": (3, 2, 1), "depth": None}
 RUN = Run("spectrain", 3, 0.25, 1.0 / 3, 12.5, 4096, (2.0, 0.1 + 0.2, 1e-30))
@@ -67,13 +66,13 @@ def test_what_is_interrupted_leaves_the_file_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
-    report_files.write_atomically(path, "before")
+    files.replace_file(path, b"before")
 
     def fail(descriptor: int) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(report_files.os, "fsync", fail)
+    monkeypatch.setattr(files.os, "fsync", fail)
     with pytest.raises(OSError, match="the disk is full"):
-        report_files.write_atomically(path, "after")
+        files.replace_file(path, b"after")
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]

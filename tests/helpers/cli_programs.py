@@ -16,6 +16,8 @@ from helpers.rank_pipelines import Faulty, small
 from torch import nn
 
 from spectrain_ext.cli.group import main
+from spectrain_ext.cli.once import agreed
+from spectrain_ext.cli.once import joined as joined_quietly
 from spectrain_ext.experiments import compare
 from spectrain_ext.experiments.world import World
 
@@ -69,10 +71,7 @@ def talk(rank, ranks, port):
     with joined(rank, ranks, port) as world:
         world.collect(stages)
         return {
-            "told": world.tell({"from": rank, "text": "ä"}),
-            "exchanged": world.exchange("ä" * rank),
-            "sum": world.sum(rank + 1),
-            "last": world.from_last([0.1, float("nan")] if rank == ranks - 1 else []),
+            "told": world.tell("ä" * rank if rank < 2 else [0.1, float("nan")]),
             "state": [[float(t.sum()) for t in stage.state_dict().values()] for stage in stages],
         }
 
@@ -100,7 +99,7 @@ def where_it_listens(rank, ranks, port):
     del os.environ["GLOO_SOCKET_IFNAME"]  # the command's own choice
     was = listening()
     with joined(rank, ranks, port) as world:
-        world.sum(1)
+        world.tell(1)
         small(rank, ranks)
         found = listening()
     for address in was:
@@ -123,14 +122,14 @@ def wait_for_the_first(rank, ranks, port):
         with world.alone("the work"):
             if world.first:
                 raise ArithmeticError("planned")
-        world.exchange("")
+        world.tell("")
 
 
 def complain(rank, ranks, texts):
     """How a block ends that fails with ``texts`` on the ranks, None: it does not fail."""
     world = World(rank, ranks, rank)
     try:
-        with world.agreed():
+        with agreed(world):
             if texts[rank] is not None:
                 raise click.UsageError(texts[rank])
     except click.ClickException as error:
@@ -142,10 +141,11 @@ def complain(rank, ranks, texts):
 
 def talk_to_nobody(rank, ranks):
     """Rank 1 ends without a word; how rank 0 ends, which waits for it."""
-    if rank == 1:
-        os._exit(7)
     try:
-        World(rank, ranks, rank).exchange("")
+        with joined_quietly(World(), cuda=False):
+            if rank == 1:
+                os._exit(7)
+            World(rank, ranks, rank).tell("")
     except click.exceptions.Exit as end:
         return end.exit_code
     return None

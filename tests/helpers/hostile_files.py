@@ -34,8 +34,7 @@ from spectrain_ext.checkpoint.pickles import read_pickle
 from spectrain_ext.checkpoint.sampler import ShuffledSampler
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.experiments.data.cifar import load_cifar10
-from spectrain_ext.experiments.results import Run
-from spectrain_ext.experiments.store import RunStore
+from spectrain_ext.experiments.results import Run, RunStore
 from spectrain_ext.schedule import ScheduleError, read_csv
 from spectrain_ext.timelines.merging import merge_traces
 

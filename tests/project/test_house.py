@@ -19,7 +19,7 @@ PACKAGE = ROOT / "spectrain_ext"
 
 #: Each imports only what lies below it; rooms on one floor never import each other.
 FLOORS = (
-    {"_C", "_interpreter", "bounded", "errors", "rng"},
+    {"_C", "_interpreter", "errors", "files", "rng"},
     {"operators", "schedule"},
     {"optim", "method", "transport", "benchmark"},
     {"weights", "timelines", "partitioning"},
@@ -75,6 +75,12 @@ def test_process_groups_are_known_upstairs_only() -> None:
         assert not found or room_of(path) in ("distributed", "checkpoint", "experiments"), path
 
 
+def test_the_command_line_is_known_to_itself_only() -> None:
+    for path in MODULES:
+        found = {name for name in imported(path) if name.split(".")[0] == "click"}
+        assert not found or room_of(path) == "cli", path
+
+
 @pytest.mark.parametrize("folder", NATIVE)
 def test_includes_point_downwards(folder: str) -> None:
     below = NATIVE[: NATIVE.index(folder)]
@@ -91,7 +97,7 @@ def test_an_import_loads_what_training_needs_and_nothing_else() -> None:
     loaded = done.stdout.decode().split()
     rooms = {name.split(".")[1] for name in loaded if name.startswith("spectrain_ext.")}
     needed = {"operators", "optim", "method", "schedule", "pipeline", "transport", "weights"}
-    assert rooms == needed | {"_C", "_interpreter", "bounded", "errors", "rng"}
+    assert rooms == needed | {"_C", "_interpreter", "errors", "files", "rng"}
     heavy = {"torch.distributed.checkpoint", "matplotlib", "sklearn", "click", "rich"}
     assert not heavy & set(loaded)
 

@@ -9,8 +9,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from spectrain_ext.bounded import read_bounded
 from spectrain_ext.checkpoint.pickles import Call, read_pickle
+from spectrain_ext.files import read_bounded
 
 from .cifar_arrays import SIDE, Arrays
 from .tar import tar_files

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spectrain_ext.bounded import read_bounded
+from spectrain_ext.files import read_bounded
 
 from .split import Split
 

@@ -1,0 +1,113 @@
+"""Progress: schedulers and samplers, whose state is JSON."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .documents import Json, decode, encode
+from .parts import Part, Stateful
+
+
+class SchedulerState:
+    """The learning-rate scheduler of one stage."""
+
+    def __init__(self, part: Part, scheduler: Stateful) -> None:
+        self.what = f"the scheduler of stage {part.stage}"
+        self._part = part
+        self._scheduler = scheduler
+
+    def saved(self) -> tuple[dict[str, Tensor], Json]:
+        where = self.what.removeprefix("the ")
+        return {}, {"scheduler": encode(self._scheduler.state_dict(), where)}
+
+    def match(self, body: Json) -> list[str]:
+        """Find the state of the scheduler that the stage's parameters had.
+
+        Raises:
+            ValueError: there is none, there are several, or it is that of something else.
+        """
+        own = set(self._part.parameter_names().values())
+        found = [
+            (stage["stage"], stage["scheduler"])
+            for stage in body["stages"]
+            if stage.get("scheduler") is not None and own & set(stage["parameters"])
+        ]
+        if not found:
+            raise ValueError(
+                f"has no scheduler for stage {self._part.stage}; only_model=True loads without"
+            )
+        first, state = found[0]
+        for other, its_state in found[1:]:
+            if its_state != state:
+                raise ValueError(
+                    f"the schedulers of its stages {first} and {other} differ, and stage "
+                    f"{self._part.stage} has parts of both"
+                )
+        self._state = decode(state)
+        self._check(self._state)
+        return []
+
+    def _check(self, state: Any) -> None:
+        """Torch's put whatever they are given among their attributes, methods included."""
+        where = f"the state of {self.what}"
+        if not isinstance(state, dict):
+            raise ValueError(f"{where}: expected a dict, got a {type(state).__name__}")
+        now = self._scheduler.state_dict()
+        for key, value in state.items():
+            fits = (
+                alike(value, now[key])
+                if key in now
+                else (isinstance(key, str) and not hasattr(self._scheduler, key))
+            )
+            if not fits:
+                raise ValueError(f"{where}: {key!r} does not fit {type(self._scheduler).__name__}")
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> None:
+        self._scheduler.load_state_dict(self._state)
+
+    def undo(self) -> Callable[[], object]:
+        before = copy.deepcopy(self._scheduler.state_dict())
+        return lambda: self._scheduler.load_state_dict(before)
+
+
+class SamplerState:
+    """Where in the data a process is."""
+
+    what = "the sampler"
+
+    def __init__(self, sampler: Stateful, rank: int) -> None:
+        self._sampler = sampler
+        self._rank = rank
+
+    def saved(self) -> tuple[dict[str, Tensor], Json]:
+        return {}, {"sampler": encode(self._sampler.state_dict(), "sampler")}
+
+    def match(self, body: Json) -> list[str]:
+        """Find the state of this process's, or the first one's where there were fewer."""
+        processes = body["processes"]
+        mine = processes[self._rank if self._rank < len(processes) else 0]
+        if mine.get("sampler") is None:
+            raise ValueError("has no state of a sampler")
+        self._state = decode(mine["sampler"])
+        return []
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> None:
+        self._sampler.load_state_dict(self._state)
+
+    def undo(self) -> Callable[[], object]:
+        before = self._sampler.state_dict()
+        return lambda: self._sampler.load_state_dict(before)
+
+
+def alike(value: Any, current: Any) -> bool:
+    """Whether both are numbers, or texts, or sequences or mappings; None is like anything."""
+    if value is None or current is None:
+        return True
+    for kinds in ((bool, int, float, Tensor), (str,), (list, tuple), (Mapping,)):
+        if isinstance(value, kinds) or isinstance(current, kinds):
+            return isinstance(value, kinds) and isinstance(current, kinds)
+    return type(value) is type(current)

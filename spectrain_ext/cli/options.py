@@ -1,0 +1,38 @@
+"""Options: what is typed, as values."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+
+def names(
+    context: click.Context, parameter: click.Parameter, value: str | Sequence[str]
+) -> list[str]:
+    """Names with commas, of an option that may be repeated."""
+    texts = [value] if isinstance(value, str) else value
+    return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+
+
+def numbers(*words: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """A number, or one per stage with commas; or one of some words."""
+
+    def convert(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+        if value is None or value in words:
+            return value
+        try:
+            found = tuple(int(number) for number in value.split(","))
+        except ValueError:
+            listed = [*map(repr, words), "a number, or one per stage with commas"]
+            raise click.BadParameter(f"expected {', '.join(listed)}, got {value!r}") from None
+        return found[0] if len(found) == 1 else found
+
+    return convert
+
+
+def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """A finite number that is not negative, or None where none was given."""
+    if value is not None and not (math.isfinite(value) and value >= 0):
+        raise click.BadParameter(f"expected a finite number of at least 0, got {value}")
+    return value

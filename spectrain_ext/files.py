@@ -1,0 +1,102 @@
+"""Files: those of others are read within bounds, our own are whole or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+def read_bounded(path: str | os.PathLike[str], largest: int) -> bytes:
+    """Return a file's content; a pipe or a device is not waited for.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no plain file, or has more than ``largest`` bytes.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{Path(path)}: expected a plain file")
+        if status.st_size <= largest:
+            with open(handle, "rb", closefd=False) as file:
+                # as much memory is taken beforehand
+                content = file.read(status.st_size + 1)
+            if len(content) <= largest:
+                return content
+    finally:
+        os.close(handle)
+    raise ValueError(f"{Path(path)}: expected at most {largest} bytes, got more")
+
+
+def read_json(path: str | os.PathLike[str], largest: int) -> Any:
+    """Return what a JSON file of at most ``largest`` bytes holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is something else, or nested too deeply.
+    """
+    content = read_bounded(path, largest)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{Path(path)}: expected JSON: {error}") from error
+
+
+def partial(path: Path) -> Path:
+    """Return where a directory or file is written before it gets its name."""
+    return path.with_name(f".{path.name}.partial")
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, and read again, which is on the disk at the end of the block.
+
+    Raises:
+        FileExistsError: there is anything by its name; nothing is written through a link.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with open(handle, "w+b") as file:
+        yield file
+        file.flush()
+        os.fsync(handle)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whose name stands for the old or the new content at any time."""
+    remove(partial(path))  # of a write that did not end
+    try:
+        with new_file(partial(path)) as file:
+            file.write(content)
+        partial(path).replace(path)
+    except BaseException:
+        remove(partial(path))
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Bring a directory's names to the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Remove what is there, if anything: a link itself, and never what it leads to."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        shutil.rmtree(path)
+    else:
+        path.unlink()
