@@ -1,5 +1,6 @@
 """Methods: which weights, predicted how far, each forward and backward of a stage computes with."""
 
+from .checking import check, check_optimizer
 from .choices import Choices, choices_at, places_of
 from .reading import reading_rules
 from .registry import find_method, methods, second_order, xgrad
@@ -11,6 +12,8 @@ __all__ = [
     "Choices",
     "Method",
     "Reads",
+    "check",
+    "check_optimizer",
     "choices_at",
     "find_method",
     "methods",

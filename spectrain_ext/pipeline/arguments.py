@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from spectrain_ext import _C
-from spectrain_ext.method import Choices, Method
-from spectrain_ext.optim import Adam, AdamW, NAdam, PredictingOptimizer
+from spectrain_ext.method import Method
+from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.schedule import FLUSHING, Place
 
 if TYPE_CHECKING:
@@ -252,40 +252,3 @@ def make_scheduler(
             f"{', '.join(needed)}; the pipeline steps it without arguments{also}"
         )
     return made
-
-
-def check_family(optimizer: PredictingOptimizer, k: int, method: Method) -> None:
-    """Refuse an optimizer that the method is not defined for."""
-    family = _family(optimizer)
-    if family not in method.families:
-        raise ValueError(
-            f"optimizer: stages[{k}] has {type(optimizer).__name__}, and method {method.name!r} is "
-            f"defined for {', '.join(method.families)}"
-        )
-    if method.direction == "ema":
-        for index, group in enumerate(optimizer.param_groups):
-            if not group.get("ema", False):
-                raise ValueError(
-                    f"optimizer: stages[{k}] under method {method.name!r}: parameter group {index} "
-                    "has no averaged momentum; pass ema=True to spectrain_ext.optim.SGD"
-                )
-
-
-def _family(optimizer: PredictingOptimizer) -> str:
-    if isinstance(optimizer, NAdam):
-        return "nadam"
-    if isinstance(optimizer, AdamW):
-        return "adamw"
-    return "adam" if isinstance(optimizer, Adam) else "sgd"
-
-
-def check_can_predict(
-    optimizer: PredictingOptimizer, k: int, method: Method, choices: Choices
-) -> None:
-    """Refuse an optimizer without momentum for a stage whose weights are to be predicted."""
-    if not choices.predicts or choices.law == "difference":
-        return
-    try:
-        optimizer.check_can_predict()
-    except ValueError as error:
-        raise ValueError(f"optimizer: stages[{k}] under method {method.name!r}: {error}") from None

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.errors import noted_on
-from spectrain_ext.method import Method, choices_at, find_method, places_of, reading_rules
+from spectrain_ext.method import (
+    Method,
+    check_optimizer,
+    choices_at,
+    find_method,
+    places_of,
+    reading_rules,
+)
 from spectrain_ext.method.choices import Window
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.rng import StageRandom
@@ -21,8 +28,6 @@ from spectrain_ext.weights.rates import ComingRates
 from spectrain_ext.weights.stage_weights import StageWeights
 
 from .arguments import (
-    check_can_predict,
-    check_family,
     check_loss_fn,
     check_master_dtype,
     check_microbatches,
@@ -144,8 +149,7 @@ class Pipeline(nn.Module):
         optimizers = [make_optimizer(optimizer, m, k) for k, m in enumerate(modules, first)]
         for k, opt in enumerate(optimizers):
             if opt is not None:
-                check_family(opt, first + k, chosen)
-                check_can_predict(opt, first + k, chosen, choices[k])
+                check_optimizer(chosen, choices[k], first + k, opt)
         futures = [
             ComingRates(opt, scheduler) if opt is not None and chosen.future_rates else None
             for opt in optimizers
