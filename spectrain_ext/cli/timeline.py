@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import click
 
-from spectrain_ext.method import methods
-from spectrain_ext.method.choices import Window
+from spectrain_ext.method import Window, methods, parse_window
 from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
@@ -21,15 +19,10 @@ _SUFFIXES = (".svg", ".png", ".json")
 
 
 def _window(context: click.Context, parameter: click.Parameter, value: str | None) -> Window:
-    if value is None or value in ("classic", "wide"):
-        return cast(Window, value)
     try:
-        numbers = [int(part) for part in value.split(",")]
-    except ValueError:
-        raise click.BadParameter(
-            f"expected 'classic', 'wide', a number, or one per stage with commas, got {value!r}"
-        ) from None
-    return numbers[0] if len(numbers) == 1 else numbers
+        return None if value is None else parse_window(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 @click.command(context_settings={"show_default": True})

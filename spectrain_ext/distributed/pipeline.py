@@ -31,7 +31,7 @@ from .norm import RankNorm
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
-    from spectrain_ext.method.choices import Window
+    from spectrain_ext.method import Window
 
 _made: Counter[tuple[int, ...]] = Counter()
 

@@ -8,6 +8,8 @@ from typing import Literal
 import click
 import torch
 
+from spectrain_ext.method import parse_window
+
 Window = Literal["classic", "wide"] | int | tuple[int, ...] | None
 
 
@@ -144,24 +146,20 @@ def choose_window(given: str | None, stages: int) -> Window:
     """
     if given is None:
         return None
-    if given == "classic":
-        return "classic"
-    if given == "wide":
-        return "wide"
     hint = "'--window'"
     try:
-        numbers = tuple(int(number) for number in given.split(","))
+        window = parse_window(given)
     except ValueError as error:
-        raise click.BadParameter(
-            f"expected classic, wide, a number, or {stages} numbers with commas, got {given!r}",
-            param_hint=hint,
-        ) from error
+        raise click.BadParameter(str(error), param_hint=hint) from error
+    if isinstance(window, str):
+        return window
+    numbers = (window,) if isinstance(window, int) else window
     if len(numbers) not in (1, stages) or min(numbers) < 1:
         raise click.BadParameter(
             f"expected 1 or {stages} numbers for {stages} stages, at least 1 each, got {given!r}",
             param_hint=hint,
         )
-    return numbers[0] if len(numbers) == 1 else numbers
+    return window
 
 
 def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:

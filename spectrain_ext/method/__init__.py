@@ -1,25 +1,23 @@
 """Methods: which weights, predicted how far, each forward and backward of a stage computes with."""
 
-from .checking import check, check_optimizer
-from .choices import Choices, choices_at, places_of
-from .reading import reading_rules
+from .formulas import delay, recipe_clip
+from .places import Window, parse_window, places_of
 from .registry import find_method, methods, second_order, xgrad
-from .rules import recipe_clip
-from .value import Backward, Method, Reads
+from .rules import check, check_optimizer, rules_at
+from .value import Method
 
 __all__ = [
-    "Backward",
-    "Choices",
     "Method",
-    "Reads",
+    "Window",
     "check",
     "check_optimizer",
-    "choices_at",
+    "delay",
     "find_method",
     "methods",
+    "parse_window",
     "places_of",
-    "reading_rules",
     "recipe_clip",
+    "rules_at",
     "second_order",
     "xgrad",
 ]

@@ -8,13 +8,13 @@ from typing import Literal
 
 from spectrain_ext.schedule import Place
 
-from . import rules
+from . import formulas
 from .value import Method, StageRule
 
 
 def second_order(
     *,
-    lead: StageRule = rules.stage_index,
+    lead: StageRule = formulas.stage_index,
     backward: Literal["stash", "predict"] = "stash",
     clip: Callable[[Place], float] | None = None,
 ) -> Method:
@@ -30,10 +30,10 @@ def second_order(
         "second-order",
         "predicts with the momentum's last change as well, further on later stages",
         law="second-order",
-        forward_horizon=rules.delay,
+        forward_horizon=formulas.delay,
         lead=lead,
         backward=backward,
-        backward_horizon=lead if backward == "predict" else rules.none,
+        backward_horizon=lead if backward == "predict" else formulas.none,
         clip=clip,
     )
 
@@ -53,9 +53,9 @@ def xgrad(*, steps: int = 1) -> Method:
 _SPECTRAIN = Method(
     "spectrain",
     "forward and backward predict the weights at the minibatch's end (arXiv 1809.02839)",
-    forward_horizon=rules.spectrain_forward,
+    forward_horizon=formulas.spectrain_forward,
     backward="predict",
-    backward_horizon=rules.spectrain_backward,
+    backward_horizon=formulas.spectrain_backward,
 )
 
 _ROWS = (
@@ -86,7 +86,7 @@ _ROWS = (
     Method(
         "spectrain-stash",
         "the forward predicts its own backward's version, the backward reuses that prediction",
-        forward_horizon=rules.delay,
+        forward_horizon=formulas.delay,
         backward="stash",
     ),
     replace(
@@ -100,39 +100,39 @@ _ROWS = (
     Method(
         "pipeoptim",
         "the forward predicts its own backward's version (PipeOptim, 2023)",
-        forward_horizon=rules.delay,
+        forward_horizon=formulas.delay,
     ),
     Method(
         "xpipe",
         "one prediction per minibatch, for all its microbatches (XPipe, 2019)",
-        forward_horizon=rules.xpipe_forward,
+        forward_horizon=formulas.xpipe_forward,
         backward="predict",
-        backward_horizon=rules.xpipe_backward,
+        backward_horizon=formulas.xpipe_backward,
         once=True,
     ),
     Method(
         "msnag",
         "the forward predicts updates with zero gradients (FTPipe, 2021)",
         law="geometric",
-        forward_horizon=rules.delay,
+        forward_horizon=formulas.delay,
     ),
     Method(
         "msnag-stash",
         "msnag, and the backward reuses the forward's weights",
         law="geometric",
-        forward_horizon=rules.delay,
+        forward_horizon=formulas.delay,
         backward="stash",
     ),
     Method(
         "lwp-v",
         "linear weight prediction along the velocity (Kosson et al., 2020)",
-        forward_horizon=rules.delay,
+        forward_horizon=formulas.delay,
     ),
     Method(
         "lwp-w",
         "linear weight prediction along the last change of the weights (Kosson et al., 2020)",
         law="difference",
-        forward_horizon=rules.delay,
+        forward_horizon=formulas.delay,
     ),
     xgrad(),
 )

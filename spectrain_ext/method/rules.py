@@ -1,75 +1,190 @@
-"""Rules: how far to predict, how many microbatches to hold, as functions of a stage's place."""
+"""A method at one place, checked: the rules that it gives a stage, and whether it can run."""
 
 from __future__ import annotations
 
-from math import sqrt
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn, Protocol, get_args
 
-from spectrain_ext.schedule import Place
+import torch
 
+from spectrain_ext.schedule import FLUSHING, Backward, Law, Place, Reads, Replicas, Rules
 
-def none(place: Place) -> int:
-    """No update."""
-    return 0
-
-
-def delay(place: Place) -> int:
-    """Updates between a forward and its own backward once the pipeline is full, at most."""
-    return -(-(place.window - 1) // place.microbatches)
+from .formulas import delay
+from .places import Window, places_of
+from .registry import find_method
+from .value import FAMILIES, Method, StageRule, at_least
 
 
-def stage_index(place: Place) -> int:
-    """The stage's index k: how far it is ahead of stage 0, which predicts furthest."""
-    return place.stage
+class Predicting(Protocol):
+    """What is asked of an optimizer of ``spectrain_ext.optim``."""
+
+    param_groups: list[dict[str, Any]]
+
+    def check_can_predict(self) -> None:
+        """Raise ValueError if there is no momentum to predict with."""
 
 
-def spectrain_forward(place: Place) -> int:
-    """Rounds until the minibatch's backward has ended on stage 0 (arXiv 1809.02839), in updates."""
-    k, n, _, m = place
-    return _rounded(k // 2 + n - k - 1, m)
+def check(
+    method: str | Method,
+    stages: int,
+    *,
+    microbatches: int = 1,
+    window: Window = None,
+    replicas: Replicas | Sequence[int] | None = None,
+    optimizer: Predicting | None = None,
+) -> None:
+    """Raise what ``Pipeline`` would, were it made with a method and these.
+
+    Args:
+        method: a name, or a Method.
+        stages: their number.
+        microbatches: parts per minibatch.
+        window: as for ``Pipeline``.
+        replicas: of every stage, None: one.
+        optimizer: one like every stage's, with any parameters; None: not looked at.
+
+    Raises:
+        ValueError: the method is not defined for these, or contradicts itself.
+        TypeError: a value of another type than is asked for.
+    """
+    method = find_method(method)
+    if replicas is not None and not isinstance(replicas, Replicas):
+        replicas = Replicas(replicas)
+    for place in places_of(method, stages, microbatches, window, replicas):
+        rules = rules_at(method, place)
+        if optimizer is not None:
+            check_optimizer(method, rules, place.stage, optimizer)
 
 
-def spectrain_backward(place: Place) -> int:
-    """The rest of those rounds when the backward begins, in updates."""
-    return _rounded(place.stage // 2, place.microbatches)
+def check_optimizer(method: Method, rules: Rules, k: int, optimizer: Predicting) -> None:
+    """Refuse stage k's optimizer if the method is not defined for it, or cannot predict with it."""
+    if family_of(optimizer) not in method.families:
+        raise ValueError(
+            f"optimizer: stages[{k}] has {type(optimizer).__name__}, and method {method.name!r} is "
+            f"defined for {', '.join(method.families)}"
+        )
+    if method.direction == "ema":
+        for index, group in enumerate(optimizer.param_groups):
+            if not group.get("ema", False):
+                raise ValueError(
+                    f"optimizer: stages[{k}] under method {method.name!r}: parameter group {index} "
+                    "has no averaged momentum; pass ema=True to spectrain_ext.optim.SGD"
+                )
+    if rules.predicts and rules.law != "difference":
+        try:
+            optimizer.check_can_predict()
+        except ValueError as error:
+            raise ValueError(
+                f"optimizer: stages[{k}] under method {method.name!r}: {error}"
+            ) from None
 
 
-def xpipe_forward(place: Place) -> int:
-    """XPipe's forward (Guan et al., 2019) for M microbatches per minibatch."""
-    k, n, _, m = place
-    return _rounded(n + m - k // 2 - 2, m)
+def family_of(optimizer: object) -> str:
+    """Which of ``FAMILIES`` an optimizer belongs to, as torch's classes tell."""
+    if isinstance(optimizer, torch.optim.NAdam):
+        return "nadam"
+    if isinstance(optimizer, torch.optim.AdamW):  # an Adam as well
+        return "adamw"
+    return "adam" if isinstance(optimizer, torch.optim.Adam) else "sgd"
 
 
-def xpipe_backward(place: Place) -> int:
-    """XPipe's backward."""
-    k, _, _, m = place
-    return _rounded(m + k // 2 - 1, m)
+def rules_at(method: Method, place: Place) -> Rules:
+    """The method at one place.
+
+    Raises:
+        ValueError: a value that a field cannot have, fields that contradict one another, or a place
+            that the method is not defined for; the message names the method, the stage, the field.
+    """
+    for field, annotation in (("forward_reads", Reads), ("law", Law), ("backward", Backward)):
+        _one_of(method, field, getattr(method, field), get_args(annotation))
+    if method.direction is not None:
+        _one_of(method, "direction", method.direction, ("ema",))
+    for family in method.families:
+        _one_of(method, "families", family, FAMILIES)
+    horizon: int | Literal["counted"]
+    if method.forward_horizon != "counted":
+        horizon = _count(method, place, "forward_horizon")
+    elif method.schedule in FLUSHING or delay(place) == 0:
+        horizon = 0  # there is nothing to count
+    else:
+        horizon = "counted"
+    found = Rules(
+        method.forward_reads,
+        method.law,
+        horizon,
+        _count(method, place, "lead"),
+        method.backward,
+        _count(method, place, "backward_horizon"),
+        method.once,
+        method.future_rates,
+    )
+    _check_range(method, place)
+    _check_contradictions(method, place, found)
+    return found
 
 
-def recipe_clip(place: Place) -> float:
-    """A gradient norm per stage that keeps a second-order prediction from running away."""
-    return 0.57 / sqrt(place.stages)
+def _check_contradictions(method: Method, place: Place, found: Rules) -> None:
+    def refuse(field: str, why: str) -> NoReturn:
+        raise ValueError(
+            f"method: {field} of {method.name!r} at stage {place.stage} of {place.stages}: {why}"
+        )
+
+    if found.backward != "predict" and found.backward_horizon:
+        refuse(
+            "backward_horizon",
+            f"backward={found.backward!r} predicts nothing, expected 0, "
+            f"got {found.backward_horizon}",
+        )
+    if found.lead and found.law != "second-order":
+        refuse("lead", f"only the second-order law has one, expected 0, got {found.lead}")
+    if found.forward_reads != "newest" and (found.forward_horizon != 0 or found.lead):
+        refuse(
+            "forward_horizon",
+            f"forward_reads={found.forward_reads!r} reads an older version, whose momentum is "
+            "gone; expected 0",
+        )
+    if found.forward_reads != "newest" and found.once:
+        refuse("once", f"needs forward_reads='newest', got {found.forward_reads!r}")
+    if found.law == "second-order" and method.forward_horizon == "counted":
+        refuse("forward_horizon", "the step writes a second-order prediction, for one fixed delay")
+    if found.future_rates and found.law not in ("linear", "geometric"):
+        refuse("future_rates", f"the {found.law} law takes none")
+    if found.forward_reads == "previous" and delay(place) > 1:
+        refuse(
+            "window",
+            f"forward_reads='previous' needs a window of at most microbatches + 1 "
+            f"({place.microbatches + 1}), got {place.window}",
+        )
 
 
-def _rounded(a: int, b: int) -> int:
-    """a/b to the nearest whole number, halves up."""
-    return (2 * a + b) // (2 * b)
+def _check_range(method: Method, place: Place) -> None:
+    if method.max_stages is not None and place.stages > method.max_stages:
+        raise ValueError(
+            f"method: {method.name!r} is defined for at most {method.max_stages} "
+            f"stage{'s'[: method.max_stages != 1]}, got {place.stages}"
+        )
+    if method.min_microbatches is not None:
+        least = method.min_microbatches(place)
+        if place.microbatches < least:
+            raise ValueError(
+                f"method: {method.name!r} needs at least {least} microbatches for "
+                f"{place.stages} stages, got {place.microbatches}"
+            )
 
 
-def classic_window(k: int, n: int, m: int) -> int:
-    """As many microbatches as it takes until the first one is back."""
-    return n - k
+def _count(method: Method, place: Place, field: str) -> int:
+    rule: StageRule = getattr(method, field)
+    if not isinstance(rule, Callable):  # type: ignore[arg-type]
+        raise TypeError(
+            f"method: {field} of {method.name!r}: expected a function of a Place, got {rule!r}"
+        )
+    value = rule(place)
+    at_least(method, place.stage, place.stages, field, value, 0)
+    return value
 
 
-def wide_window(k: int, n: int, m: int) -> int:
-    """Enough to hide communication as well, at twice the staleness."""
-    return 2 * (n - k) - 1
-
-
-def all_microbatches(k: int, n: int, m: int) -> int:
-    """GPipe's: a whole minibatch."""
-    return m
-
-
-def flushing_window(k: int, n: int, m: int) -> int:
-    """The classic window, within one minibatch."""
-    return min(n - k, m)
+def _one_of(method: Method, field: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(
+            f"method: {field} of {method.name!r}: expected one of {', '.join(known)}, got {value!r}"
+        )

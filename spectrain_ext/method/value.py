@@ -6,16 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from spectrain_ext.schedule import Place
+from spectrain_ext.schedule import Backward, Law, Place, Reads
 
-from .rules import none
+from .formulas import none
 
 StageRule = Callable[[Place], int]
 WindowRule = Callable[[int, int, int], int]  # (stage k, stages N, microbatches M) -> microbatches
-
-Reads = Literal["newest", "entry", "previous"]
-Law = Literal["linear", "geometric", "second-order", "difference"]
-Backward = Literal["current", "predict", "stash"]
 
 FAMILIES = ("sgd", "adam", "adamw", "nadam")
 
@@ -78,3 +74,12 @@ class Method:
     families: tuple[str, ...] = FAMILIES
     max_stages: int | None = None
     min_microbatches: StageRule | None = None
+
+
+def at_least(method: Method, k: int, n: int, field: str, value: object, least: int) -> None:
+    """Refuse what a rule gives for stage k of n if it is less, or no whole number."""
+    where = f"method: {field} of {method.name!r} gives {value!r} for stage {k} of {n}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{where}, expected an int")
+    if value < least:
+        raise ValueError(f"{where}, expected at least {least}")

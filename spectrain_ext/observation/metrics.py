@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spectrain_ext.method import choices_at
-from spectrain_ext.method.rules import delay
+from spectrain_ext.method import delay, rules_at
 from spectrain_ext.pipeline.observer import Handler, Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.schedule import FLUSHING, Kind, Place, Rules
-from spectrain_ext.weights.rates import rates_of
+from spectrain_ext.weights import rates_of
 
 from .meter import Meter, Window, mean_delay, mean_loss
 from .probe import Probe
@@ -110,8 +109,8 @@ class Metrics(Observer):
         flushes = self._pipe.method.schedule in FLUSHING
         if stage.weights is None or self._errors_every is None or flushes:
             return None
-        choices = choices_at(self._pipe.method, place)
-        return Probe(stage.weights, choices, place, self._errors_every)
+        rules = rules_at(self._pipe.method, place)
+        return Probe(stage.weights, rules, place, self._errors_every)
 
     def result(self, result: Result) -> None:
         """Note the loss where it was computed."""

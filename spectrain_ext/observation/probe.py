@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from spectrain_ext.method import Choices
-from spectrain_ext.method.rules import delay
+from spectrain_ext.method import delay
 from spectrain_ext.operators.functions import distance
-from spectrain_ext.schedule import Place
-from spectrain_ext.weights.stage_weights import StageWeights
+from spectrain_ext.schedule import Place, Rules
+from spectrain_ext.weights import StageWeights
 
 
 class Errors(NamedTuple):
@@ -43,15 +42,16 @@ class Probe:
 
     Args:
         weights: the stage's.
-        choices: the method at this stage.
+        rules: the method at this stage.
         place: the stage's place.
         every: minibatches.
     """
 
-    def __init__(self, weights: StageWeights, choices: Choices, place: Place, every: int) -> None:
+    def __init__(self, weights: StageWeights, rules: Rules, place: Place, every: int) -> None:
         self._weights = weights
-        self._predicts = choices.forward != 0
-        self._ahead = delay(place) if choices.forward in (0, None) else choices.forward
+        horizon = rules.forward_horizon
+        self._predicts = horizon != 0
+        self._ahead = delay(place) if horizon == "counted" or not horizon else horizon
         self._every = every
         self._kept: _Kept | None = None
 

@@ -12,20 +12,17 @@ from torch import Tensor, nn
 from spectrain_ext.errors import noted_on
 from spectrain_ext.method import (
     Method,
+    Window,
     check_optimizer,
-    choices_at,
     find_method,
     places_of,
-    reading_rules,
+    rules_at,
 )
-from spectrain_ext.method.choices import Window
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place
 from spectrain_ext.transport import Value, callers_stream
-from spectrain_ext.weights.memory import StageMemory
-from spectrain_ext.weights.rates import ComingRates
-from spectrain_ext.weights.stage_weights import StageWeights
+from spectrain_ext.weights import ComingRates, StageMemory, StageWeights
 
 from .arguments import (
     check_loss_fn,
@@ -138,7 +135,7 @@ class Pipeline(nn.Module):
         first, count = self._span(len(modules))
         all_places = self._make_places(chosen, count, microbatches, window)
         stage_places = all_places[first : first + len(modules)]
-        choices = [choices_at(chosen, place) for place in stage_places]
+        rules = [rules_at(chosen, place) for place in stage_places]
         max_norms = max_norms_of(chosen, stage_places, clip_norm, clip_scope)
         check_master_dtype(master_dtype)
         check_recompute(recompute)
@@ -149,7 +146,7 @@ class Pipeline(nn.Module):
         optimizers = [make_optimizer(optimizer, m, k) for k, m in enumerate(modules, first)]
         for k, opt in enumerate(optimizers):
             if opt is not None:
-                check_optimizer(chosen, choices[k], first + k, opt)
+                check_optimizer(chosen, rules[k], first + k, opt)
         futures = [
             ComingRates(opt, scheduler) if opt is not None and chosen.future_rates else None
             for opt in optimizers
@@ -168,7 +165,7 @@ class Pipeline(nn.Module):
                 modules[k],
                 made,
                 schedulers[k],
-                choices[k],
+                rules[k],
                 (all_places[0], stage_places[k]),
                 chosen.schedule,
                 futures[k],
@@ -293,7 +290,7 @@ class Pipeline(nn.Module):
         _logger.info("run ended: %s", self._where())
 
     def _watched(self, batches: Iterator[object], trace: Observer) -> Iterator[Result]:
-        rules = [reading_rules(self.method, place) for place in self._executor.places]
+        rules = [rules_at(self.method, place) for place in self._executor.places]
         trace.begin(rules, self.devices)
         try:
             yield from self._executor.run(batches, trace)

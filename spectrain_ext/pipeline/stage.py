@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from spectrain_ext.rng import TURN, StageRandom
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Buffer, Message, Receiver, Sender, Slot, Transit, new_stream
-from spectrain_ext.weights.stage_weights import StageWeights
-from spectrain_ext.weights.versions import Content
+from spectrain_ext.weights import StageWeights
+from spectrain_ext.weights.versions import Content, Versions
 
 from .clipping import GlobalNorm, clip, gradient_norm
 from .cursor import Cursor, Extent
@@ -130,21 +130,21 @@ class Stage:
     def load_forward(self, i: int, j: int) -> None:
         """Have the weights of the microbatch's forward in the module."""
         if self.weights is not None:
-            self._load(self.weights, self.weights.for_forward(i, j))
+            self._load(self.weights.versions, self.weights.versions.for_forward(i, j))
 
     def load_backward(self, i: int, j: int) -> None:
         """Have the weights of the microbatch's backward in the module."""
         if self.weights is not None:
-            self._load(self.weights, self.weights.for_backward(i, j))
+            self._load(self.weights.versions, self.weights.versions.for_backward(i, j))
 
-    def _load(self, weights: StageWeights, content: Content) -> None:
-        if not weights.holds(content):
+    def _load(self, versions: Versions, content: Content) -> None:
+        if versions.held != content:
             predict = self.predict
             predict.wait(self.computed)
             with predict.using(reads=(self.optimizer_state,), writes=(self.working,)):
-                weights.load(content)
+                versions.load(content)
             self._weights_written()
-        weights.settle()
+        versions.settle()
 
     def _weights_written(self) -> None:
         """What is computed from here on follows the weights just written."""

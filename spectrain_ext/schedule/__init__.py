@@ -2,46 +2,51 @@
 
 from .actions import Action, Kind, ScheduleError
 from .compute_csv import read_csv, write_csv
-from .counting import Met, follow, open_ledgers, read, updates_between
-from .generators import FLUSHING, GENERATORS, Generator, find_generator
-from .gpipe import gpipe
-from .interleaving import interleave
-from .ledger import Count, Ledger, Reading, Rules
+from .counting import Met, read, updates_between, validate
+from .generators import FLUSHING, GENERATORS, Generator, find_generator, streams
+from .ledger import Count, Ledger, count_stage, open_ledgers
 from .levels import simulate_repeating
-from .one_f_one_b import asynchronous, flushing
-from .place import Place, ReplicaPlace
-from .replicas import Replicas
-from .rounds import Horizons, count_horizons
-from .simulation import Durations, Lane, Span, Summary, simulate, summarize
-from .turns import streams, turns
-from .validation import validate
+from .place import Place, Replicas
+from .reading import Backward, Entries, Law, Reader, Reading, Reads, Rules
+from .simulation import (
+    Durations,
+    Horizons,
+    Lane,
+    Span,
+    Summary,
+    count_horizons,
+    simulate,
+    summarize,
+)
+from .turns import interleave, turns
 
 __all__ = [
     "FLUSHING",
     "GENERATORS",
     "Action",
+    "Backward",
     "Count",
     "Durations",
+    "Entries",
     "Generator",
     "Horizons",
     "Kind",
     "Lane",
+    "Law",
     "Ledger",
     "Met",
     "Place",
+    "Reader",
     "Reading",
-    "ReplicaPlace",
+    "Reads",
     "Replicas",
     "Rules",
     "ScheduleError",
     "Span",
     "Summary",
-    "asynchronous",
     "count_horizons",
+    "count_stage",
     "find_generator",
-    "flushing",
-    "follow",
-    "gpipe",
     "interleave",
     "open_ledgers",
     "read",

@@ -1,9 +1,12 @@
-"""Action: one step of a stage's work, as a value; ScheduleError: one that cannot be."""
+"""Action: one step of a stage's work, as a value, and those that a forward or backward takes."""
 
 from __future__ import annotations
 
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
+
+from .place import Place
 
 
 class Kind(Enum):
@@ -56,3 +59,49 @@ class ScheduleError(ValueError):
 
     def __str__(self) -> str:
         return f"stage {self.stage}, {self.action}: {self.reason}"
+
+
+# Plain names and no keyword matching halve the time that an action takes to make.
+_new = tuple.__new__
+_PULL, _LOAD_FORWARD, _RECEIVE_ACTIVATION = Kind.PULL, Kind.LOAD_FORWARD, Kind.RECEIVE_ACTIVATION
+_FORWARD, _SEND_ACTIVATION, _LOSS = Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.LOSS
+_LOAD_BACKWARD, _RECEIVE_GRADIENT = Kind.LOAD_BACKWARD, Kind.RECEIVE_GRADIENT
+_BACKWARD, _SEND_GRADIENT, _UPDATE = Kind.BACKWARD, Kind.SEND_GRADIENT, Kind.UPDATE
+
+
+def forward(place: Place, i: int, j: int) -> tuple[Action, ...]:
+    """The actions of the forward of microbatch j of minibatch i; stage 0 pulls the minibatch."""
+    stage, stages, _, _ = place
+    return _forward(stage == 0 == j, stage == stages - 1, i, j)
+
+
+def backward(place: Place, i: int, j: int) -> tuple[Action, ...]:
+    """The actions of the backward of microbatch j of minibatch i, the last with the update."""
+    stage, stages, _, microbatches = place
+    return _backward(stage == 0, stage == stages - 1, j == microbatches - 1, i, j)
+
+
+# Stages that are a few minibatches apart share these values. Making them anew on each of 64 stages
+# took a third of the time of a validation.
+@lru_cache(maxsize=1 << 10)
+def _forward(pulls: bool, last: bool, i: int, j: int) -> tuple[Action, ...]:
+    actions = (
+        _new(Action, (_LOAD_FORWARD, i, j)),
+        _new(Action, (_RECEIVE_ACTIVATION, i, j)),
+        _new(Action, (_FORWARD, i, j)),
+        _new(Action, (_LOSS if last else _SEND_ACTIVATION, i, j)),
+    )
+    return (_new(Action, (_PULL, i, 0)), *actions) if pulls else actions
+
+
+@lru_cache(maxsize=1 << 10)
+def _backward(first: bool, last: bool, updates: bool, i: int, j: int) -> tuple[Action, ...]:
+    actions = [_new(Action, (_LOAD_BACKWARD, i, j))]
+    if not last:
+        actions.append(_new(Action, (_RECEIVE_GRADIENT, i, j)))
+    actions.append(_new(Action, (_BACKWARD, i, j)))
+    if not first:
+        actions.append(_new(Action, (_SEND_GRADIENT, i, j)))
+    if updates:
+        actions.append(_new(Action, (_UPDATE, i, 0)))
+    return tuple(actions)

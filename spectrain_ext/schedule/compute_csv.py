@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from spectrain_ext.bounded import read_bounded
 
-from .actions import Action, Kind, ScheduleError
-from .moves import backward, forward
+from .actions import Action, Kind, ScheduleError, backward, forward
+from .counting import validate
 from .place import Place
 from .turns import turns
-from .validation import validate
 
 _CELL = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{0,9})")
 _LARGEST = 1 << 26  # bytes of a file

@@ -1,13 +1,15 @@
-"""Which versions of the weights every microbatch meets, counted from actions."""
+"""Counting: a schedule's stages run against each other, checked, and the versions they meet."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .actions import Action, Kind
-from .interleaving import interleave
-from .ledger import Entries, Ledger, Pair, Reading, Rules
+from .ledger import Count, Ledger, Pair, open_ledgers
+from .reading import Reading, Rules
+from .turns import interleave
 
 _FORWARD, _UPDATE = Kind.FORWARD, Kind.UPDATE
 
@@ -36,38 +38,41 @@ def follow(
         ledger.close(minibatches)
 
 
-def open_ledgers(
-    stages: int,
-    rules: Sequence[Rules] | None = None,
-    windows: Sequence[int] | None = None,
+def validate(
+    actions: Sequence[Iterable[Action]],
+    *,
+    minibatches: int | None = None,
     microbatches: int | None = None,
-) -> list[Ledger]:
-    """A ledger per stage.
+    windows: Sequence[int] | None = None,
+    rules: Sequence[Rules] | None = None,
+) -> list[Count]:
+    """Run the actions of all stages against each other, computing nothing, and count.
+
+    Checked are: around every forward and backward what belongs to it (``turns``); every receive has
+    its send, and every send its receive, in the same order; no stages wait for each other for ever;
+    every microbatch has exactly one forward and one backward, in this order, and every minibatch an
+    update after its last backward, in the order of minibatches; no stage has more microbatches in
+    flight than its window; no version of the weights is read before it exists or after it was
+    dropped.
 
     Args:
-        stages: their number.
-        rules: of every stage; None: the newest weights, forward and backward.
-        windows: of every stage, None to allow any.
+        actions: of every stage; finite, or endless with ``minibatches``. They are read lazily: the
+            memory it takes does not grow with the length of the run.
+        minibatches: the length of the run.
         microbatches: the number that every minibatch must have, None to allow any.
+        windows: the most microbatches in flight on every stage, None to allow any number.
+        rules: which weights the method has every stage compute with; None: the newest.
+
+    Returns:
+        What every stage's actions come to.
 
     Raises:
-        ValueError: ``rules`` or ``windows`` has another length.
+        ScheduleError: names the stage, the action, and what was expected.
+        ValueError: ``windows`` or ``rules`` has another length than ``actions``.
     """
-    for name, values in (("rules", rules), ("windows", windows)):
-        if values is not None and len(values) != stages:
-            raise ValueError(f"{name}: expected one per stage, {stages}, got {len(values)}")
-    entries: Entries = {}
-    return [
-        Ledger(
-            k,
-            stages,
-            Rules() if rules is None else rules[k],
-            window=None if windows is None else windows[k],
-            microbatches=microbatches,
-            entries=entries,
-        )
-        for k in range(stages)
-    ]
+    ledgers = open_ledgers(len(actions), rules, windows, microbatches)
+    deque(follow(actions, ledgers, minibatches), maxlen=0)
+    return [ledger.count for ledger in ledgers]
 
 
 class Met(NamedTuple):

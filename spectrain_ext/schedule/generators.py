@@ -1,16 +1,73 @@
-"""The schedules by name."""
+"""The schedules: a stage's endless actions from its place, made as they are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, count
 
-from .actions import Action
-from .gpipe import gpipe
-from .one_f_one_b import asynchronous, flushing
+from .actions import Action, backward, forward
 from .place import Place
 
-#: A schedule: a stage's place -> its endless actions, made one by one as they are asked for.
+#: A schedule: a stage's place -> its endless actions.
 Generator = Callable[[Place], Iterator[Action]]
+
+
+def asynchronous(place: Place) -> Iterator[Action]:
+    """1F1B without a flush: a window of forwards, then backward, forward in turn.
+
+    Four stages with their classic windows 4, 3, 2, 1, time to the right, ``b`` a backward with its
+    update:
+
+        stage 0   F0 F1 F2 F3          b0 F4 b1 F5 b2 F6
+        stage 1      F0 F1 F2       b0 F3 b1 F4 b2 F5
+        stage 2         F0 F1    b0 F2 b1 F3 b2 F4
+        stage 3            F0 b0 F1 b1 F2 b2 F3
+
+    The figures count microbatches, those of all minibatches in one row: q = i*M + j. The forward of
+    q follows the backward of q - window, and a minibatch's update the backward of its last
+    microbatch. Every stage follows its own stream; what it has to wait for is the arrival of its
+    inputs. A run of finite length is the stream without the actions of minibatches that do not
+    exist, which gives warm-up and drain without a word about them.
+    """
+    return chain.from_iterable(_alternating(place))
+
+
+def _alternating(place: Place) -> Iterator[tuple[Action, ...]]:
+    window, parts = place.window, place.microbatches
+    for q in range(window):
+        yield forward(place, *divmod(q, parts))
+    for q in count():
+        yield backward(place, *divmod(q, parts))
+        yield forward(place, *divmod(q + window, parts))
+
+
+def flushing(place: Place) -> Iterator[Action]:
+    """1F1B that finishes every minibatch before it begins the next.
+
+    As ``asynchronous`` within a minibatch, with its window or all microbatches, whichever is less
+    (DAPPLE, PipeDream-Flush, Megatron-LM).
+    """
+    parts = place.microbatches
+    window = min(parts, place.window)
+    for i in count():
+        for q in range(parts + window):
+            if q >= window:
+                yield from backward(place, i, q - window)
+            if q < parts:
+                yield from forward(place, i, q)
+
+
+def gpipe(place: Place) -> Iterator[Action]:
+    """All forwards of a minibatch, all its backwards, one update (Huang et al., 2019).
+
+    Three microbatches on every stage, ``u`` the update:
+
+        F0 F1 F2 b0 b1 b2 u   F0 F1 F2 b0 b1 b2 u
+
+    The window is the number of microbatches, whatever the place says.
+    """
+    return flushing(place._replace(window=place.microbatches))
+
 
 GENERATORS: dict[str, Generator] = {
     "1f1b-async": asynchronous,
@@ -31,3 +88,26 @@ def find_generator(schedule: str) -> Generator:
     if schedule not in GENERATORS:
         raise ValueError(f"schedule: there is no {schedule!r}; there are {', '.join(GENERATORS)}")
     return GENERATORS[schedule]
+
+
+def streams(
+    schedule: str | Generator, windows: Sequence[int], microbatches: int = 1
+) -> list[Iterator[Action]]:
+    """The endless actions of every stage.
+
+    Args:
+        schedule: a name in ``GENERATORS``, or a generator.
+        windows: the window of each stage, in microbatches; their number is that of the stages.
+        microbatches: parts per minibatch.
+
+    Raises:
+        ValueError: there is no schedule of that name; a window or ``microbatches`` is below 1.
+    """
+    generate = find_generator(schedule) if isinstance(schedule, str) else schedule
+    if microbatches < 1:
+        raise ValueError(f"microbatches: expected at least 1, got {microbatches}")
+    for k, window in enumerate(windows):
+        if window < 1:
+            raise ValueError(f"windows[{k}]: expected at least 1 microbatch, got {window}")
+    n = len(windows)
+    return [generate(Place(k, n, window, microbatches)) for k, window in enumerate(windows)]

@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from itertools import takewhile
+from typing import Any
 
 from .actions import Action, Kind, ScheduleError
-
-
-class Reading(NamedTuple):
-    """The weights that a forward or a backward computes with.
-
-    Where there are millions of them they are plain pairs.
-
-    Attributes:
-        version: updates of the stage that had been made to them.
-        ahead: by how many updates they are predicted further; 0 for the version itself.
-    """
-
-    version: int
-    ahead: int = 0
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The weights that a method has one stage compute with.
-
-    Attributes:
-        reads: the version that a forward reads. ``"newest"``: of the moment; ``"entry"``: that of
-            stage 0 when the microbatch began there; ``"previous"``: of minibatch i, version i - 1.
-        once: all microbatches of a minibatch have the forward weights of its first.
-        ahead: updates by which the forward's weights are predicted further; ``"counted"``: to the
-            version that its backward will meet.
-        backward: ``"current"``: the version of the moment; ``"predict"``: that, predicted
-            ``backward_ahead`` updates further; ``"stash"``: the forward's weights again.
-        backward_ahead: see there.
-        differences: the version before the newest is kept as well, for predictions from the
-            difference of the two.
-    """
-
-    reads: Literal["newest", "entry", "previous"] = "newest"
-    once: bool = False
-    ahead: int | Literal["counted"] = 0
-    backward: Literal["current", "predict", "stash"] = "current"
-    backward_ahead: int = 0
-    differences: bool = False
+from .generators import find_generator
+from .place import Place
+from .reading import Entries, Reader, Rules
+from .turns import turns
 
 
 @dataclass
@@ -58,8 +23,9 @@ class Count:
         updates: their number.
         in_flight: the most microbatches that have begun their forward and not ended their backward
             at one time; of each the activations are kept.
-        versions: the most weights that have to exist at one time: the true ones, those that are
-            computed with, and those kept for later.
+        versions: the buffers of weights that it takes: the one that is computed with, those kept
+            for later, and, where weights are predicted, the true ones and what they are predicted
+            from.
         delays: counted staleness, as {updates between the version that a microbatch's forward read
             and the one current at its backward: number of such microbatches}.
     """
@@ -76,61 +42,64 @@ _NEWEST = Rules()
 _FORWARD, _UPDATE = Kind.FORWARD, Kind.UPDATE
 _MISSING = (-1, -1)
 
-#: (minibatch, microbatch) -> the version that stage 0 had when it began its forward.
-Entries = dict[tuple[int, int], int]
 
-
-class Ledger:
+class Ledger(Reader[Pair]):
     """Follows one stage's turns, checks them, and says what each computes with.
 
     The memory that it takes does not grow with the length of the run.
 
     Args:
         stage: its index k.
-        stages: the number of stages.
         rules: which weights it computes with.
         window: the most microbatches in flight, None to allow any number.
         microbatches: the number that every minibatch must have; None: any, counted from 0.
-        entries: shared by the ledgers of all stages; for ``reads="entry"``.
+        entries: the versions of stage 0, where it reads these.
+        master: whether the true weights have a buffer of their own although none are predicted.
 
     Attributes:
         count: what it comes to so far.
+        heirs: of stage 0, the entries of other stages, which it tells its versions.
     """
 
     def __init__(
         self,
         stage: int,
-        stages: int,
         rules: Rules = _NEWEST,
         *,
         window: int | None = None,
         microbatches: int | None = None,
         entries: Entries | None = None,
+        master: bool = False,
     ) -> None:
+        super().__init__(rules, microbatches, entries)
         self.count = Count()
+        self.heirs: Sequence[Entries] = ()
         self._stage = stage
-        self._first, self._last = stage == 0, stage == stages - 1
-        self._rules = rules
-        # Two buffers at most, whatever the schedule: nothing is kept for later.
-        self._keeps_none = (
-            rules.reads == "newest"
-            and rules.backward != "stash"
-            and not rules.once
-            and not rules.differences
+        self._master = master or rules.predicts
+        self._besides = int(self._master) + int(rules.keeps_before)
+        self.count.versions = 1 + self._besides
+        # Nothing is kept for later and the horizon is known: most schedules are counted so.
+        self._plain = (
+            self._reads_newest
+            and self._horizon is not None
+            and not (self._stashes or self._once or self._by_step)
         )
-        self._ahead = rules.ahead if self._keeps_none and rules.ahead != "counted" else None
-        self._backward_ahead = rules.backward_ahead if rules.backward == "predict" else 0
-        if self._keeps_none and (self._ahead or self._backward_ahead):
-            self.count.versions = 2
         self._window = window
         self._microbatches = microbatches
-        self._entries = {} if entries is None else entries
         # What each microbatch read, None once it has had its backward; forgotten with the update.
         self._parts: dict[tuple[int, int], Pair | None] = {}
         self._flying = 0
-        self._once: dict[int, Pair] = {}  # minibatch -> its forward weights, for ``once``
-        self._oldest = 0  # the version that the last forward read: none before it exists
-        self._kept: Counter[Pair] = Counter()
+        self._latest = 0  # the version that the last forward read: none before it exists
+        self._copied = -1  # the newest version of those that a turn has computed with
+
+    def _itself(self, version: int) -> Pair:
+        return version, 0
+
+    def _for_forward(self, version: int, horizon: int) -> Pair:
+        return version, horizon + self._lead
+
+    def _for_backward(self, version: int, horizon: int) -> Pair:
+        return version, horizon
 
     def enter(self, run: Iterable[Action]) -> list[Pair]:
         """The next turns: what each computes with; for an update, the version that it makes.
@@ -142,28 +111,26 @@ class Ledger:
                 a backward of its minibatch.
         """
         # A schedule has millions of turns: this loop is as plain as it can be.
-        count, rules, parts = self.count, self._rules, self._parts
+        count, parts, plain = self.count, self._parts, self._plain
         delays = count.delays
-        stashes, keeps_none = rules.backward == "stash", self._keeps_none
-        ahead, backward_ahead = self._ahead, self._backward_ahead
+        ahead, backward_ahead = self._horizon or 0, self._backward_horizon
         most = self._microbatches or sys.maxsize
-        updates, peak, flying = count.updates, count.in_flight, self._flying
+        updates, peak, flying = self.version, count.in_flight, self._flying
         readings: list[Pair] = []
         for turn in run:
             kind, i, j = turn
             if kind is _FORWARD:
                 if i < updates or j >= most or (i, j) in parts:
                     raise self._unexpected_forward(turn)
-                reading = self._read(turn) if ahead is None else (updates, ahead)
+                reading = (updates, ahead) if plain else self._read(turn)
                 parts[i, j] = reading
                 flying += 1
                 if flying > peak:
                     peak = count.in_flight = self._widened(turn, flying)
-                if not keeps_none:
-                    self._keep(turn, reading)
             elif kind is _UPDATE:
                 self._check_update(turn)
-                count.updates = updates = updates + 1
+                self.updated()
+                count.updates = updates = self.version
                 reading = (updates, 0)
             else:
                 read = parts.get((i, j))
@@ -173,11 +140,11 @@ class Ledger:
                 flying -= 1
                 delay = updates - read[0]
                 delays[delay] = delays.get(delay, 0) + 1
-                reading = read if stashes else (updates, backward_ahead)
-                if not keeps_none:
-                    self._count_versions(reading)
-                    if stashes:
-                        self._drop(reading)
+                reading = (updates, backward_ahead) if plain else self.for_backward(i, j)
+                if not plain:
+                    # Of second order is what the step wrote, linear what a backward predicts.
+                    linear = self._by_step and not self._stashes
+                    self._count_versions((*reading, "linear") if linear else reading)
             readings.append(reading)
         self._flying = flying
         return readings
@@ -192,18 +159,18 @@ class Ledger:
             if reading is not None:
                 raise ScheduleError(self._stage, Action(Kind.BACKWARD, i, j), "missing at the end")
         for i, j in self._parts:
-            if i < self.count.updates:
+            if i < self.version:
                 reason = f"expected microbatch {j - 1} of the minibatch as well"
                 raise ScheduleError(self._stage, Action(_FORWARD, i, j), reason)
-        if self._parts or (minibatches is not None and self.count.updates < minibatches):
-            due = Action(_UPDATE, self.count.updates)
+        if self._parts or (minibatches is not None and self.version < minibatches):
+            due = Action(_UPDATE, self.version)
             raise ScheduleError(self._stage, due, "missing at the end")
         return self.count
 
     # Checks.
 
     def _again(self, i: int) -> str:
-        done = i < self.count.updates
+        done = i < self.version
         return "expected once, found again" + (": the minibatch has had its update" if done else "")
 
     def _widened(self, turn: Action, flying: int) -> int:
@@ -221,14 +188,14 @@ class Ledger:
 
     def _unexpected_backward(self, turn: Action) -> ScheduleError:
         _, i, j = turn
-        seen = i < self.count.updates or (i, j) in self._parts
+        seen = i < self.version or (i, j) in self._parts
         reason = self._again(i) if seen else "expected its forward before it"
         return ScheduleError(self._stage, turn, reason)
 
     def _check_update(self, turn: Action) -> None:
         _, i, _ = turn
-        if i != self.count.updates:
-            due = Action(_UPDATE, self.count.updates)
+        if i != self.version:
+            due = Action(_UPDATE, self.version)
             raise ScheduleError(self._stage, turn, f"expected {due} first")
         parts, expected = self._parts, self._microbatches
         j = 0
@@ -240,65 +207,97 @@ class Ledger:
                 needed = Action(_FORWARD if part is _MISSING else Kind.BACKWARD, i, j)
                 raise ScheduleError(self._stage, turn, f"expected {needed} before it")
             j += 1
-        if self._once:
-            self._release_first(i)
 
     # Weights.
 
     def _read(self, turn: Action) -> Pair:
         _, i, j = turn
-        rules, now = self._rules, self.count.updates
-        version = now
-        if rules.reads == "previous":
-            version = max(0, i - 1)
-        elif rules.reads == "entry":
-            if self._first:
-                self._entries[i, j] = now
-            version = self._entries.pop((i, j)) if self._last else self._entries[i, j]
-        if rules.once and i in self._once:
-            return self._once[i]
+        if self._reads_entry:
+            for entries in self.heirs:
+                entries.note(i, j, self.version)
+        reading = self.for_forward(i, j)
+        version, now, latest = reading[0], self.version, self._latest
         if version > now:
             reason = f"reads version {version} after {now} updates: the window is too wide for that"
             raise ScheduleError(self._stage, turn, reason)
-        if version < self._oldest:
-            reason = f"reads version {version}, dropped when version {self._oldest} was read"
+        if version < latest:
+            reason = f"reads version {version}, dropped when version {latest} was read"
             raise ScheduleError(self._stage, turn, reason)
-        self._oldest = version
-        ahead = i - version if rules.ahead == "counted" else rules.ahead
-        if ahead and self._keeps_none:
-            self.count.versions = 2
-        return version, ahead
-
-    def _keep(self, turn: Action, reading: Pair) -> None:
-        """Enter a forward's weights, and keep them for whoever reads them again."""
-        i = turn.minibatch
-        if self._rules.backward == "stash":
-            self._kept[reading] += 1
-        if self._rules.once and i not in self._once:
-            self._once[i] = reading
-            self._kept[reading] += 1
+        self._latest = version
         self._count_versions(reading)
-        if self._rules.once and turn.microbatch + 1 == self._microbatches:
-            self._release_first(i)
+        return reading
 
-    def _release_first(self, i: int) -> None:
-        reading = self._once.pop(i, None)
-        if reading is not None:
-            self._drop(reading)
-
-    def _drop(self, reading: Pair) -> None:
-        self._kept[reading] -= 1
-        if not self._kept[reading]:
-            del self._kept[reading]
-
-    def _count_versions(self, loaded: Pair) -> None:
+    def _count_versions(self, loaded: tuple[Any, ...]) -> None:
         """Everything that exists while ``loaded`` is computed with."""
-        now, kept = self.count.updates, self._kept
-        others = [(now, 0)]
-        if self._rules.reads != "newest":  # a later forward may read any of them
-            others += [(version, 0) for version in range(self._oldest, now)]
-        elif self._rules.differences and now:
-            others.append((now - 1, 0))
-        exist = len(kept) + (loaded not in kept)
-        exist += sum(other != loaded and other not in kept for other in others)
+        now = self._itself(self.version)
+        others: set[tuple[Any, ...]] = {loaded}
+        if not self._master:
+            others.add(now)
+        if self._read_again and self._written is not None:
+            others.add(self._written)
+        if not self._reads_newest:  # a later forward may read any of them
+            if loaded == now:
+                self._copied = self.version
+            end = max(self.version, self._copied + 1)
+            others.update(map(self._itself, range(self._oldest, end)))
+        exist = self._besides + len(self._wants) + sum(other not in self._wants for other in others)
         self.count.versions = max(self.count.versions, exist)
+        self.settle()
+
+
+def open_ledgers(
+    stages: int,
+    rules: Sequence[Rules] | None = None,
+    windows: Sequence[int] | None = None,
+    microbatches: int | None = None,
+) -> list[Ledger]:
+    """A ledger per stage.
+
+    Args:
+        stages: their number.
+        rules: of every stage; None: the newest weights, forward and backward.
+        windows: of every stage, None to allow any.
+        microbatches: the number that every minibatch must have, None to allow any.
+
+    Raises:
+        ValueError: ``rules`` or ``windows`` has another length.
+    """
+    for name, values in (("rules", rules), ("windows", windows)):
+        if values is not None and len(values) != stages:
+            raise ValueError(f"{name}: expected one per stage, {stages}, got {len(values)}")
+    rules = [_NEWEST] * stages if rules is None else rules
+    entries = [Entries() for _ in range(stages)]
+    ledgers = [
+        Ledger(
+            k,
+            rules[k],
+            window=None if windows is None else windows[k],
+            microbatches=microbatches,
+            entries=entries[k],
+        )
+        for k in range(stages)
+    ]
+    if ledgers:
+        ledgers[0].heirs = [entries[k] for k in range(stages) if rules[k].forward_reads == "entry"]
+    return ledgers
+
+
+def count_stage(schedule: str, entry: Place, place: Place, rules: Rules, master: bool) -> Count:
+    """What one stage comes to in a long run of a schedule.
+
+    Args:
+        schedule: its name.
+        entry: the place of stage 0.
+        place: the stage's.
+        rules: which weights it computes with.
+        master: whether the true weights have a buffer of their own although none are predicted.
+    """
+    generate = find_generator(schedule)
+    parts = place.microbatches
+    entries = Entries(generate(entry))
+    ledger = Ledger(place.stage, rules, microbatches=parts, entries=entries, master=master)
+    # Two windows and some minibatches take any schedule to its steady state, and once around.
+    enough = (entry.window + place.window) // parts + 6
+    end = Action(_UPDATE, enough)
+    ledger.enter(takewhile(end.__ne__, turns(generate(place), place.stage, place.stages)))
+    return ledger.count

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .actions import Action, Kind, ScheduleError
-from .generators import Generator
+from .generators import Generator, streams
 from .simulation import Durations, Summary, period_of
-from .turns import streams, turns
+from .turns import turns
 
 _UNKNOWN = np.inf
 

@@ -1,12 +1,16 @@
-"""Place: where a stage stands in its pipeline, all that schedules and methods ask about it."""
+"""Place: where a stage stands in its pipeline, and who runs it where it has several replicas."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """One stage of one pipeline.
+    """One stage of one pipeline: all that schedules and methods ask about it.
+
+    Of a stage with replicas, ``window`` and ``microbatches`` are one replica's own share.
 
     Attributes:
         stage: its index k, counted from 0.
@@ -20,21 +24,101 @@ class Place(NamedTuple):
     window: int
     microbatches: int = 1
 
-    @property
-    def flushing_window(self) -> int:
-        """Microbatches that 1F1B with a flush begins before a backward, if there are as many."""
-        return self.stages - self.stage
 
+class Replicas:
+    """How many replicas every stage has: which rank is which, and who runs which microbatch.
 
-class ReplicaPlace(Place):
-    """One replica of a stage that has several, or whose neighbours have.
+    Ranks are numbered stage by stage, replica by replica. Microbatch j of every minibatch is run by
+    replica j mod r of a stage with r replicas: the 1F1B-RR of PipeDream (Narayanan et al., 2019).
 
-    ``window`` and ``microbatches`` are the replica's own share.
+    Args:
+        counts: replicas of every stage, each at least 1.
+
+    Attributes:
+        counts: as given.
+        stages: their number.
+        ranks: the number of all replicas of all stages.
+        dealt: whether any stage has more than one.
     """
 
-    __slots__ = ()
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = tuple(counts)
+        self.stages = len(self.counts)
+        self._first = [0, *accumulate(self.counts)]
+        self.ranks = self._first[-1]
+        self.dealt = any(count > 1 for count in self.counts)
 
-    @property
-    def flushing_window(self) -> int:
-        """The window: it knows how many replicas the later stages have."""
-        return self.window
+    @staticmethod
+    def of(given: int | Sequence[int] | None, ranks: int) -> Replicas:
+        """What was asked for, on so many ranks: a number for every stage, one for all, or None: 1.
+
+        Raises:
+            TypeError: something else than numbers.
+            ValueError: a number below 1, or they do not make up the ranks.
+        """
+        counts: Sequence[object]
+        if given is None or isinstance(given, int):
+            each = 1 if given is None else given
+            _check_count("replicas", each)
+            if ranks % each:
+                raise ValueError(f"replicas: {each} for every stage do not divide {ranks} ranks")
+            return Replicas((each,) * (ranks // each))
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise TypeError(
+                f"replicas: expected a number, or one per stage, got {type(given).__name__}"
+            )
+        counts = given
+        for k, count in enumerate(counts):
+            _check_count(f"replicas[{k}]", count)
+        found = Replicas(given)
+        if found.ranks != ranks:
+            raise ValueError(
+                f"replicas: {list(given)} are {found.ranks} ranks in all, and there are {ranks}"
+            )
+        return found
+
+    def check_microbatches(self, microbatches: int) -> None:
+        """Raise ValueError unless every stage can deal them out evenly."""
+        for k, count in enumerate(self.counts):
+            if microbatches % count:
+                raise ValueError(
+                    f"replicas: stage {k} has {count}, which must divide the {microbatches} "
+                    "microbatches of a minibatch"
+                )
+
+    def seat(self, rank: int) -> tuple[int, int]:
+        """The stage of a rank, and which of its replicas it is."""
+        for k in range(self.stages):
+            if rank < self._first[k + 1]:
+                return k, rank - self._first[k]
+        raise IndexError(f"rank {rank} of {self.ranks}")
+
+    def ranks_of(self, stage: int) -> range:
+        """The ranks of a stage's replicas."""
+        return range(self._first[stage], self._first[stage + 1])
+
+    def runs(self, stage: int, microbatch: int) -> int:
+        """The rank that runs a microbatch of every minibatch on a stage."""
+        return self._first[stage] + microbatch % self.counts[stage]
+
+    def depth(self, stage: int) -> int:
+        """Ranks from this stage on, per replica of it, rounded up: N - k where all have one."""
+        return -(-(self.ranks - self._first[stage]) // self.counts[stage])
+
+    def edges(self) -> Iterator[tuple[int, int]]:
+        """The ranks of neighbouring stages that share microbatches, as (earlier, later)."""
+        for k in range(self.stages - 1):
+            yield from self.pairs(k, k + 1)
+
+    def pairs(self, a: int, b: int) -> list[tuple[int, int]]:
+        """The ranks of two stages that share microbatches."""
+        # The counts divide the microbatches: who meets whom repeats after their product.
+        period = self.counts[a] * self.counts[b]
+        return sorted({(self.runs(a, j), self.runs(b, j)) for j in range(period)})
+
+
+def _check_count(where: str, count: object) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{where}: expected an int, got {type(count).__name__}")
+    if count < 1:
+        raise ValueError(f"{where}: expected at least 1, got {count}")

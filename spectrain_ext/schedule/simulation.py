@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from .actions import Action, Kind
-from .counting import open_ledgers
-from .interleaving import interleave
-from .ledger import Rules
+from .ledger import open_ledgers
+from .reading import Rules
+from .turns import interleave
 
 #: What a stage computes, and its copies to either neighbour; each lane does one thing at a time.
 Lane = Literal["compute", "to next", "to previous"]
@@ -30,7 +30,7 @@ class Span(NamedTuple):
         end: when it ends.
         version: updates in the weights that it computes with, after an update those that it made;
             None for a send.
-        ahead: by how many updates these weights are predicted further.
+        horizon: by how many updates these weights are predicted ahead.
     """
 
     stage: int
@@ -41,7 +41,7 @@ class Span(NamedTuple):
     start: float
     end: float
     version: int | None
-    ahead: int = 0
+    horizon: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,17 +163,17 @@ def simulate(
         clock = clocks[k]
         next_clock = clocks[k + 1] if k + 1 < n else None
         previous = clocks[k - 1] if k else None
-        for turn, (version, ahead) in zip(run, readings, strict=True):
+        for turn, (version, horizon) in zip(run, readings, strict=True):
             kind, i, j = turn
             if kind is Kind.UPDATE:
-                yield Span(k, "compute", kind, i, j, *clock.update(), version, ahead)
+                yield Span(k, "compute", kind, i, j, *clock.update(), version, horizon)
                 continue
             forward = kind is Kind.FORWARD
             loaded, computed, sent = clock.turn(forward)
             if loaded[0] < loaded[1]:
                 load = Kind.LOAD_FORWARD if forward else Kind.LOAD_BACKWARD
-                yield Span(k, "compute", load, i, j, *loaded, version, ahead)
-            yield Span(k, "compute", kind, i, j, *computed, version, ahead)
+                yield Span(k, "compute", load, i, j, *loaded, version, horizon)
+            yield Span(k, "compute", kind, i, j, *computed, version, horizon)
             neighbour = next_clock if forward else previous
             if neighbour is not None:
                 if forward:
@@ -250,3 +250,60 @@ def period_of(updates: Sequence[float]) -> float:
     if last <= first:
         first, last = 0, len(updates) - 1
     return (updates[last] - updates[first]) / (last - first) if last > first else 0.0
+
+
+class Horizons(NamedTuple):
+    """Updates that a stage makes for other minibatches before a minibatch is done on all stages.
+
+    Attributes:
+        forward: counted from the version that the minibatch's first forward read.
+        backward: counted from the version current at its backward.
+    """
+
+    forward: int
+    backward: int
+
+
+def count_horizons(
+    actions: Sequence[Iterable[Action]],
+    durations: Durations,
+    *,
+    minibatch: int,
+    minibatches: int | None = None,
+) -> list[Horizons]:
+    """How many updates ahead the end of a minibatch is, for every stage.
+
+    A minibatch ends with its update on stage 0. What a stage has updated by then, less its own
+    update for the minibatch, less the version that it read: that is the horizon that SpecTrain
+    (arXiv 1809.02839) predicts over. With the classic window, one microbatch per minibatch and
+    forwards as long as backwards, so that everything goes in rounds of one forward and one backward
+    each, it is ``k//2 + N-k-1`` and ``k//2``, the closed form there.
+
+    Args:
+        actions: of every stage; finite, or endless with ``minibatches``.
+        durations: of every stage.
+        minibatch: one in the middle of the run, where it has settled.
+        minibatches: the length of the run.
+
+    Raises:
+        ScheduleError: the schedule cannot be run.
+        ValueError: there is no such minibatch.
+    """
+    n = len(actions)
+    read: list[int | None] = [None] * n
+    updates: list[list[float]] = [[] for _ in range(n)]
+    for span in simulate(actions, durations, minibatches=minibatches):
+        if span.kind is Kind.UPDATE:
+            updates[span.stage].append(span.end)
+        elif span.kind is Kind.FORWARD and span.minibatch == minibatch and not span.microbatch:
+            read[span.stage] = span.version
+    if not 0 <= minibatch < min(map(len, updates)):
+        raise ValueError(f"minibatch: expected 0 to {len(updates[0]) - 1}, got {minibatch}")
+    end = updates[0][minibatch]
+    found = []
+    for k in range(n):
+        others = sum(time <= end for time in updates[k]) - 1
+        version = read[k]
+        assert version is not None
+        found.append(Horizons(others - version, others - minibatch))
+    return found

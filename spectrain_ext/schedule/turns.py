@@ -1,41 +1,20 @@
-"""Turns: a stage's forwards, backwards and updates, each checked to be loaded, fed and sent on."""
+"""Turns: a stage's forwards, backwards and updates, and all stages' run against each other."""
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from .actions import Action, Kind, ScheduleError
-from .generators import Generator, find_generator
+from .actions import Action, Kind, ScheduleError, backward, forward
 from .place import Place
 
-_FORWARD, _BACKWARD, _UPDATE = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
-_LOAD_FORWARD, _LOAD_BACKWARD, _PULL = Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD, Kind.PULL
+_FORWARD, _UPDATE = Kind.FORWARD, Kind.UPDATE
+_LOAD_FORWARD, _LOAD_BACKWARD = Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD
 
 # What an endless stream may hold beyond the last minibatch of a run before it ends that one.
 _BEYOND = 200_000
-
-
-def streams(
-    schedule: str | Generator, windows: Sequence[int], microbatches: int = 1
-) -> list[Iterator[Action]]:
-    """The endless actions of every stage.
-
-    Args:
-        schedule: a name in ``GENERATORS``, or a generator.
-        windows: the window of each stage, in microbatches; their number is that of the stages.
-        microbatches: parts per minibatch.
-
-    Raises:
-        ValueError: there is no schedule of that name; a window or ``microbatches`` is below 1.
-    """
-    generate = find_generator(schedule) if isinstance(schedule, str) else schedule
-    if microbatches < 1:
-        raise ValueError(f"microbatches: expected at least 1, got {microbatches}")
-    for k, window in enumerate(windows):
-        if window < 1:
-            raise ValueError(f"windows[{k}]: expected at least 1 microbatch, got {window}")
-    n = len(windows)
-    return [generate(Place(k, n, window, microbatches)) for k, window in enumerate(windows)]
+_RUN = 4096  # turns after which a stage that waits for nobody lets the others go on
 
 
 def turns(
@@ -61,18 +40,8 @@ def turns(
     Raises:
         ScheduleError: something else stands where one of these was expected.
     """
-    first, last = stage == 0, stage == stages - 1
-    forward: tuple[Kind, ...] = (
-        Kind.RECEIVE_ACTIVATION,
-        _FORWARD,
-        Kind.LOSS if last else Kind.SEND_ACTIVATION,
-    )
-    pull = (_LOAD_FORWARD, *forward)
-    backward: tuple[Kind, ...] = (_BACKWARD,)
-    if not last:
-        backward = (Kind.RECEIVE_GRADIENT, *backward)
-    if not first:
-        backward = (*backward, Kind.SEND_GRADIENT)
+    place = Place(stage, stages, 1, sys.maxsize)  # that many: an update is a turn of its own
+    made_at = -1 if stage == 0 else -2
     end = -1 if minibatches is None else minibatches
     beyond = 0
     stream = iter(actions)
@@ -87,30 +56,144 @@ def turns(
                 wanted = Action(_UPDATE, end - 1)
                 raise ScheduleError(stage, action, f"expected the {wanted} before it")
             continue
-        if kind is _LOAD_FORWARD and (j or not first):
-            made, rest = _FORWARD, forward
-        elif kind is _LOAD_BACKWARD:
-            made, rest = _BACKWARD, backward
-        elif kind is _UPDATE:
+        if kind is _UPDATE:
             yield action
             if i + 1 == end:
                 return
             continue
-        elif kind is _PULL and first:
-            made, rest = _FORWARD, pull
-        elif kind is _LOAD_FORWARD:
-            raise ScheduleError(stage, action, f"expected {Action(_PULL, i)} before it")
+        if kind is _LOAD_BACKWARD:
+            expected, turn = backward(place, i, j), made_at
+        elif kind is _LOAD_FORWARD or (kind is Kind.PULL and stage == 0):
+            expected, turn = forward(place, i, j), -2
         else:
             raise ScheduleError(stage, action, "expected the load of its weights before it")
-        for wanted_kind in rest:
+        if action != expected[0]:
+            raise ScheduleError(stage, action, f"expected {expected[0]} before it")
+        for wanted in expected[1:]:
             found = next(stream, None)
-            if found != (wanted_kind, i, j):
-                raise _out_of_turn(stage, Action(wanted_kind, i, j), found)
-            if wanted_kind is made:
-                turn = found
-        yield turn
+            if found != wanted:
+                instead = "the actions end" if found is None else f"found {found}"
+                raise ScheduleError(stage, wanted, f"missing: {instead} in its place")
+        yield expected[turn]
 
 
-def _out_of_turn(stage: int, wanted: Action, found: Action | None) -> ScheduleError:
-    instead = "the actions end" if found is None else f"found {found}"
-    return ScheduleError(stage, wanted, f"missing: {instead} in its place")
+class _Stage:
+    """One stage's turns, and what its neighbours have sent it: their turns, in order."""
+
+    def __init__(self, turns: Iterator[Action], last: bool, first: bool) -> None:
+        self.turns = turns
+        self.activations: deque[Action] | None = None if first else deque()
+        self.gradients: deque[Action] | None = None if last else deque()
+        self.waiting: Action | None = None
+        self.finished = False
+
+
+def interleave(
+    actions: Sequence[Iterable[Action]], minibatches: int | None = None
+) -> Iterator[tuple[int, list[Action]]]:
+    """The turns of all stages in an order in which they can run, as (stage, some of its turns).
+
+    Sends wait for nobody; a receive waits for its send. What can run does not depend on the order
+    that is chosen, so that a schedule which ends here ends on any machine.
+
+    Args:
+        actions: of every stage; finite, or endless with ``minibatches``. Read lazily: no more is
+            kept than what is on its way from one stage to the next.
+        minibatches: the length of the run.
+
+    Raises:
+        ScheduleError: a receive has no send, or a send no receive; the two ends of an edge differ
+            in their order; stages wait for each other for ever; or ``turns`` raises it.
+    """
+    n = len(actions)
+    stages = [_Stage(turns(actions[k], k, n, minibatches), k == n - 1, k == 0) for k in range(n)]
+    # Down and up again: activations travel the whole way in one sweep, and so do gradients.
+    sweep = [*range(n), *range(n - 2, 0, -1)]
+    progress = True
+    while progress:
+        progress = False
+        for k in sweep:
+            run = _advance(stages, k)
+            if run:
+                progress = True
+                yield k, run
+    for k, stage in enumerate(stages):
+        if not stage.finished:
+            raise _stuck(stages, k)
+    for k, stage in enumerate(stages):
+        for edge, kind in (
+            (stage.activations, Kind.RECEIVE_ACTIVATION),
+            (stage.gradients, Kind.RECEIVE_GRADIENT),
+        ):
+            if edge:
+                missing = Action(kind, *edge[0][1:])
+                raise ScheduleError(k, missing, "missing: it has been sent")
+
+
+def _advance(stages: list[_Stage], k: int) -> list[Action]:
+    """What stage k can do until it has to wait."""
+    stage = stages[k]
+    to_next = stages[k + 1].activations if stage.gradients is not None else None
+    to_previous = stages[k - 1].gradients if stage.activations is not None else None
+    activations, gradients, following = stage.activations, stage.gradients, stage.turns
+    run: list[Action] = []
+    turn = stage.waiting or next(following, None)
+    stage.waiting = None
+    while turn is not None:
+        kind = turn[0]
+        if kind is not _UPDATE:
+            if kind is _FORWARD:
+                inputs, outputs = activations, to_next
+            else:
+                inputs, outputs = gradients, to_previous
+            if inputs is not None:
+                if not inputs:
+                    stage.waiting = turn
+                    return run
+                sent = inputs.popleft()
+                if sent != turn:
+                    raise _out_of_order(k, turn, sent)
+            if outputs is not None:
+                outputs.append(turn)
+        run.append(turn)
+        if len(run) >= _RUN:
+            return run
+        turn = next(following, None)
+    stage.finished = True
+    return run
+
+
+def _receive(turn: Action) -> Action:
+    kind = Kind.RECEIVE_ACTIVATION if turn.kind is _FORWARD else Kind.RECEIVE_GRADIENT
+    return Action(kind, *turn[1:])
+
+
+def _sender(k: int, turn: Action) -> int:
+    return k - 1 if turn.kind is _FORWARD else k + 1
+
+
+def _out_of_order(k: int, turn: Action, sent: Action) -> ScheduleError:
+    return ScheduleError(
+        k,
+        _receive(turn),
+        f"stage {_sender(k, turn)} sends minibatch {sent.minibatch}, microbatch "
+        f"{sent.microbatch} before it or instead of it",
+    )
+
+
+def _stuck(stages: list[_Stage], k: int) -> ScheduleError:
+    """Why stage k waits for ever: the stage at the end of the chain of those that wait."""
+    turn = stages[k].waiting
+    assert turn is not None
+    sender = _sender(k, turn)
+    other = stages[sender].waiting
+    if other is None:
+        return ScheduleError(k, _receive(turn), f"stage {sender} ends without sending it")
+    if _sender(sender, other) != k:
+        return _stuck(stages, sender)
+    return ScheduleError(
+        k,
+        _receive(turn),
+        f"a deadlock: stage {sender}, which sends it, waits at {_receive(other)}, which stage {k} "
+        "sends later",
+    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from spectrain_ext.method import Method, find_method, places_of, reading_rules
-from spectrain_ext.method.choices import Window
+from spectrain_ext.method import Method, Window, find_method, places_of, rules_at
 from spectrain_ext.schedule import FLUSHING, Durations, Span, simulate, streams
 
 from .timeline import draw_timeline
@@ -47,14 +46,14 @@ def simulate_method(
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     places = places_of(method, stages, microbatches, window)
-    rules = [reading_rules(method, place) for place in places]
+    rules = [rules_at(method, place) for place in places]
     durations = Durations.of(
         stages,
         forward=forward,
         backward=backward,
         update=update,
-        load_forward=[prediction if rule.ahead else 0.0 for rule in rules],
-        load_backward=[prediction if rule.backward_ahead else 0.0 for rule in rules],
+        load_forward=[prediction if rule.forward_horizon or rule.lead else 0.0 for rule in rules],
+        load_backward=[prediction if rule.backward_horizon else 0.0 for rule in rules],
         activation=communication,
         gradient=communication,
     )

@@ -152,7 +152,7 @@ def _write_numbers(axes: Any, drawn: Sequence[Span], points: float, versions: bo
             continue
         lines = [f"{span.minibatch}.{span.microbatch}" if parted else f"{span.minibatch}"]
         if versions and span.version is not None:
-            lines.append(f"v{span.version}" + (f"+{span.ahead}" if span.ahead else ""))
+            lines.append(f"v{span.version}" + (f"+{span.horizon}" if span.horizon else ""))
         room = (span.end - span.start) * points
         # A digit is some 0.6 of the size wide.
         size = min(9.0, (room - 2.0) / (0.6 * max(map(len, lines))))
@@ -213,7 +213,7 @@ def write_trace(
             "microbatch": span.microbatch,
         }
         if span.version is not None:
-            arguments |= {"version": span.version, "predicted ahead": span.ahead}
+            arguments |= {"version": span.version, "predicted ahead": span.horizon}
         events.append(
             {
                 "name": f"{span.kind.value} {of}",

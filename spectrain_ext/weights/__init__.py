@@ -1,7 +1,6 @@
 """One stage's weights: master, working buffer, kept and predicted versions."""
 
-from .memory import StageMemory
-from .rates import ComingRates
-from .stage_weights import StageWeights
+from .rates import ComingRates, rates_of
+from .stage_weights import StageMemory, StageWeights
 
-__all__ = ["ComingRates", "StageMemory", "StageWeights"]
+__all__ = ["ComingRates", "StageMemory", "StageWeights", "rates_of"]

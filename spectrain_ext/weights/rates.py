@@ -73,12 +73,12 @@ class ComingRates:
         self._rates(1)
         self._known.popleft()
 
-    def law(self, law: str, version: int, steps: int) -> Law:
+    def law(self, law: str, version: int, horizon: int) -> Law:
         """The law over some updates after a version: the newest one, or the one after it."""
         if not self._known or self._known[0] != rates_of(self._optimizer):
             self._restart()
         ahead = version - self._version
-        rates = [self._rates(ahead + n) for n in range(steps)]
+        rates = [self._rates(ahead + n) for n in range(horizon)]
         laws = tuple(FutureRates(group, law) for group in zip(*rates, strict=True))
         return laws[0] if all(other == laws[0] for other in laws) else PerGroup(laws)
 

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from spectrain_ext.method import Choices
-from spectrain_ext.schedule import Place
+from spectrain_ext.schedule import Entries, Place, Rules, count_stage, find_generator
 
 from .flat import flat_nbytes
-from .memory import StageMemory, peak_of
-from .predictor import Difference, Predictor
 from .rates import ComingRates, rates_of
 from .storage import Storage, true_dtype
-from .versions import Content, Entries, Versions
+from .versions import Content, Difference, Versions
 
 if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
 
     from spectrain_ext.optim import PredictingOptimizer
+
+
+class StageMemory(NamedTuple):
+    """What a stage holds at most.
+
+    Attributes:
+        versions: buffers of weights: working, master and kept ones.
+        weight_bytes: bytes of these; the optimizer's state and gradients are not among them.
+        microbatches: microbatches between the begin of their forward and the end of their backward.
+    """
+
+    versions: int
+    weight_bytes: int
+    microbatches: int
 
 
 class StageWeights:
@@ -40,7 +51,7 @@ class StageWeights:
         module: the stage.
         optimizer: holds exactly the stage's trainable parameters.
         scheduler: stepped after every update, or None.
-        choices: the method at this stage.
+        rules: the method at this stage.
         places: the places of stage 0 and of this one.
         schedule: the schedule's name.
         future: the learning rates of updates to come, where the method asks for them.
@@ -56,7 +67,7 @@ class StageWeights:
         module: nn.Module,
         optimizer: PredictingOptimizer,
         scheduler: LRScheduler | None,
-        choices: Choices,
+        rules: Rules,
         places: tuple[Place, Place],
         schedule: str,
         future: ComingRates | None = None,
@@ -69,17 +80,17 @@ class StageWeights:
             p: name for name, p in module.named_parameters() if p.requires_grad
         }
         self.params = list(self._names)
-        self._choices = choices
+        self._rules = rules
         self._places = places
         self._schedule = schedule
         self._future = future
-        self._predictor = Predictor(choices, partial(rates_of, optimizer), future)
         self._master_dtype = master_dtype
-        self._has_master = choices.predicts or any(
+        self._has_master = rules.predicts or any(
             true_dtype(p, master_dtype) != p.dtype for p in self.params
         )
-        self._keeps_before = choices.law == "difference" and choices.predicts
-        self.peak = peak_of(choices, places, schedule, self._has_master)
+        self.peak = count_stage(schedule, *places, rules, self._has_master)
+        # Beside these there are what is true, and what it was before.
+        self._computing = self.peak.versions - self._has_master - rules.keeps_before
         self.storage: Storage | None = None
         self._moving: Storage | None = None  # between being bound and not
 
@@ -108,11 +119,11 @@ class StageWeights:
         """What the schedule and the method say there will be."""
         narrow = [p.dtype for p in self.params]
         wide = [true_dtype(p, self._master_dtype) for p in self.params]
-        computing, true = 1 + self.peak.kept, int(self._has_master)
-        if self._keeps_before:
-            true += 1 if narrow == wide else 2  # and where the extrapolation is rounded from
+        computing, true = self._computing, self.peak.versions - self._computing
+        if self._rules.keeps_before and narrow != wide:
+            true += 1  # where the extrapolation is rounded from
         size = computing * flat_nbytes(self.params, narrow) + true * flat_nbytes(self.params, wide)
-        return StageMemory(computing + true, size, self.peak.microbatches)
+        return StageMemory(computing + true, size, self.peak.in_flight)
 
     def bind(self) -> None:
         """Move the parameters into the working buffer and the optimizer onto the true weights."""
@@ -123,8 +134,8 @@ class StageWeights:
             self.optimizer,
             master=self._has_master,
             master_dtype=self._master_dtype,
-            before=self._keeps_before,
-            kept=self.peak.kept,
+            before=self._rules.keeps_before,
+            kept=self._computing - 1,
         )
         try:
             made.bind()
@@ -134,7 +145,7 @@ class StageWeights:
 
     def unbind(self) -> None:
         """Give parameters (they hold the true weights now) and state ordinary storage."""
-        self.__dict__.pop("_versions", None)  # which knows the storage
+        self.__dict__.pop("versions", None)  # which knows the storage
         self._moving = self._bound
         self.storage = None
         self.mend()
@@ -177,13 +188,15 @@ class StageWeights:
 
     def begin(self) -> None:
         """Take what the parameters hold as version 0."""
-        self._versions = Versions(
-            self._choices,
-            self._places[1],
-            Entries(self._places[0], self._schedule),
+        entry, place = self._places
+        self.versions = Versions(
+            self._rules,
+            place,
+            Entries(find_generator(self._schedule)(entry)),
             self._has_master,
             self._bound,
-            self._predictor,
+            partial(rates_of, self.optimizer),
+            self._future,
         )
         self._rates_move = False
         if self._future is not None:
@@ -218,29 +231,6 @@ class StageWeights:
         views = {} if master is None else master.views
         return {p: view for p, view in views.items() if view.dtype != p.dtype}
 
-    # Loads. What is wanted is asked for first, so that the caller need not prepare for a load that
-    # does nothing.
-
-    def for_forward(self, i: int, j: int) -> Content:
-        """What the forward of a microbatch computes with, now."""
-        return self._versions.for_forward(i, j)
-
-    def for_backward(self, i: int, j: int) -> Content:
-        """What the backward of a microbatch computes with, now."""
-        return self._versions.for_backward(i, j)
-
-    def holds(self, content: Content) -> bool:
-        """Whether the working buffer holds it already."""
-        return self._versions.held == content
-
-    def load(self, content: Content) -> None:
-        """Make the working buffer hold it."""
-        self._versions.load(content)
-
-    def settle(self) -> None:
-        """What was asked for last is loaded; whoever asked will not ask for it again."""
-        self._versions.settle()
-
     # The update.
 
     def update(self, forward: tuple[int, int] | None) -> None:
@@ -251,7 +241,7 @@ class StageWeights:
                 step writes its weights in the same pass over memory, unless a scheduler is about to
                 change the learning rate that they are predicted with.
         """
-        storage, versions = self._bound, self._versions
+        storage, versions = self._bound, self.versions
         ordered = self._ordered(versions.step_writes(forward))
         versions.before_update(ordered is not None)
         storage.before_update()

@@ -13,8 +13,7 @@ from spectrain_ext.operators.noted import make_noted
 from spectrain_ext.operators.plan import Plan
 
 from .flat import Flat
-from .predictor import Difference
-from .versions import Content
+from .versions import Content, Difference
 
 if TYPE_CHECKING:
     from spectrain_ext.optim import PredictingOptimizer
@@ -30,7 +29,7 @@ class _Kept:
 
 
 class Storage:
-    """Buffers that a stage's parameters and its optimizer are bound to; a ``Store`` of versions.
+    """Buffers that a stage's parameters and its optimizer are bound to.
 
     ``bind`` moves the parameters into the working buffer and the optimizer onto the true weights.
 
@@ -190,7 +189,7 @@ class Storage:
         elif self._difference is not None:
             self._difference.stash()
 
-    # The store of ``Versions``.
+    # What ``Versions`` asks for.
 
     def keep(self, content: Content) -> None:
         """Copy what the working buffer holds to a buffer of its own."""
@@ -234,7 +233,7 @@ class Storage:
             self.write_true()
         elif isinstance(law, Difference):
             assert self._difference is not None
-            self._difference.extrapolate(steps=law.steps)
+            self._difference.extrapolate(steps=law.horizon)
             if self.ahead is not None:
                 self._rounding.write_out()
         else:

@@ -1,12 +1,18 @@
-"""Versions: which weights a stage computes with, and which it must keep, as bare bookkeeping."""
+"""Versions: which weights a stage's buffers hold, and which must be kept, as bare bookkeeping."""
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spectrain_ext.method import Choices
-from spectrain_ext.schedule import Kind, Place, find_generator
+from spectrain_ext.operators.laws import Geometric, Law, Linear, SecondOrder
+from spectrain_ext.schedule import Entries, Place, Reader, Rules
+
+if TYPE_CHECKING:
+    from .rates import ComingRates
+    from .storage import Storage
 
 
 class Content(NamedTuple):
@@ -23,177 +29,92 @@ class Content(NamedTuple):
     rates: tuple[float, ...] | None = None
 
 
-class Store(Protocol):
-    """The buffers: the working buffer, and one for every content that is kept."""
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """W + s*(W - W_before): the last change of the weights, s times over."""
 
-    def keep(self, content: Content) -> None:
-        """Copy what the working buffer holds to a buffer of its own."""
-
-    def restore(self, content: Content) -> None:
-        """Copy what is kept to the working buffer."""
-
-    def swap(self, content: Content, held: Content) -> None:
-        """Exchange what is kept for what the working buffer holds."""
-
-    def drop(self, content: Content) -> None:
-        """Let go of what is kept."""
-
-    def write(self, content: Content) -> None:
-        """Make it from the true weights, in the working buffer."""
+    horizon: int
 
 
-class Predictor(Protocol):
-    """Names the contents of predictions."""
-
-    def forward(self, version: int, steps: int, lead: int) -> Content:
-        """The forward's prediction from the newest version, or from the one after it."""
-
-    def backward(self, version: int, steps: int) -> Content:
-        """The backward's prediction from the newest version."""
+@lru_cache(maxsize=1024)  # a run asks for the same few all the time
+def _named(law: str, horizon: int, lead: int = 0) -> Law:
+    if law == "second-order":
+        return SecondOrder(horizon, lead)
+    return Geometric(horizon) if law == "geometric" else Linear(horizon)
 
 
-class Versions:
+class Versions(Reader[Content]):
     """A cache with one entry, the working buffer, and whatever must outlive its overwriting.
 
     Loading what the working buffer holds costs nothing. What it holds is kept before it is
     overwritten if it is still wanted: a microbatch in flight will reload it, a later forward reads
     that version, or it cannot be made again. Without a master the true weights are a version like
-    any other, in the working buffer at every update.
-
-    No memory is touched here but through the ``Store``: with one that only counts, a schedule tells
-    how many buffers it needs.
+    any other, in the working buffer at every update. No memory is touched here but through the
+    ``Storage``.
 
     Args:
-        choices: the method at this stage.
+        rules: the method at this stage.
         place: the stage's place.
         entries: the versions of microbatches at stage 0.
         master: whether the true weights have a buffer of their own.
-        store: the buffers.
-        predictor: names predictions.
+        storage: the buffers.
+        rates: the present learning rate of every parameter group.
+        future: the rates to come, where the method asks for them.
     """
 
     def __init__(
         self,
-        choices: Choices,
+        rules: Rules,
         place: Place,
         entries: Entries,
         master: bool,
-        store: Store,
-        predictor: Predictor,
+        storage: Storage,
+        rates: Callable[[], tuple[float, ...]],
+        future: ComingRates | None = None,
     ) -> None:
-        self._choices = choices
-        self._last = place.microbatches - 1
-        self._entries = entries
+        super().__init__(rules, place.microbatches, entries)
         self._master = master
-        self._store = store
-        self._predictor = predictor
-        self._reads_newest = choices.reads == "newest"
-        self._stashes = choices.backward == "stash"
-        self._once = choices.once
-        self._gradient_law = choices.law == "second-order"
-        self.version = 0
+        self._storage = storage
+        self._rates = rates
+        self._future = future
+        self._law = rules.law
         self.held: Content | None = Content(0)
         self.kept: set[Content] = set()
-        self._in_flight: dict[tuple[int, int], Content] = {}  # what their backwards must find again
-        self._wants: Counter[Content] = Counter()
-        self._first: tuple[int, Content] | None = None  # of this minibatch, with ``once``
-        self._done_with: Content | None = None
-        self._oldest = 0  # version that a forward to come may read
-        # What a step wrote and nothing can write again, and whether forwards to come may read it.
-        self._written: Content | None = None
-        self._read_again = False
 
-    # What is computed with.
+    # Contents.
 
-    def for_forward(self, i: int, j: int) -> Content:
-        """What the forward of a microbatch computes with, now; load it, then ``settle``."""
-        choices = self._choices
-        if self._once:
-            content = self._for_minibatch(i, j)
-        elif self._reads_newest:
-            content = self._predicted(self.version, i)
-        else:
-            content = Content(self._read_older(i, j))
-        if choices.backward == "stash":
-            self._in_flight[i, j] = content
-            self._wants[content] += 1
-        return content
+    def _itself(self, version: int) -> Content:
+        return Content(version)
 
-    def _predicted(self, version: int, i: int) -> Content:
-        choices = self._choices
-        steps = choices.forward
-        if steps is None:
-            steps = i - version
-        elif self._gradient_law and version == 0:
-            return Content(0)  # no step has written a prediction yet
-        if not steps and not choices.lead:
-            return Content(version)
-        return self._predictor.forward(version, steps, choices.lead)
+    def _for_forward(self, version: int, horizon: int) -> Content:
+        """Second order has the rates of the step that writes it."""
+        if self._by_step:
+            return Content(version, _named(self._law, horizon, self._lead))
+        return self._predicted(self._law, version, horizon)
 
-    def _for_minibatch(self, i: int, j: int) -> Content:
-        """The first microbatch's weights, kept until the last has them."""
-        if self._first is None or self._first[0] != i:
-            if self._first is not None:  # a small minibatch, whose last microbatch did not exist
-                self._release(self._first[1])
-            self._first = i, self._predicted(self.version, i)
-            self._wants[self._first[1]] += 1
-        content = self._first[1]
-        if j == self._last:
-            self._done_with = content
-            self._first = None
-        return content
+    def _for_backward(self, version: int, horizon: int) -> Content:
+        return self._predicted(
+            "linear" if self._law == "second-order" else self._law, version, horizon
+        )
 
-    def _read_older(self, i: int, j: int) -> int:
-        """The version that a forward reads; what no later one reads need not be kept for it."""
-        if self._choices.reads == "previous":
-            version = max(0, i - 1)
-            self._oldest = max(0, i - 1 if j < self._last else i)
-        else:
-            version = self._entries.take(i, j)
-            self._oldest = self._entries.following
-        return version
-
-    def for_backward(self, i: int, j: int) -> Content:
-        """What the backward of a microbatch computes with, now; load it, then ``settle``."""
-        if self._gradient_law and j == self._last:
-            self._read_again = False  # an update comes before the next forward
-        if self._stashes:
-            self._done_with = content = self._in_flight.pop((i, j))
-            return content
-        if self._choices.backward_ahead:
-            return self._predictor.backward(self.version, self._choices.backward_ahead)
-        return Content(self.version)
-
-    def settle(self) -> None:
-        """What was asked for last is loaded; whoever asked will not ask for it again."""
-        content = self._done_with
-        if content is not None:
-            self._done_with = None
-            self._release(content)
-        if not self._reads_newest and self.kept:
-            self._sweep()
-
-    def _release(self, content: Content) -> None:
-        self._wants[content] -= 1
-        if not self._wants[content]:
-            del self._wants[content]
-            if content in self.kept and self._is_surplus(content):
-                self._drop(content)
+    def _predicted(self, law: str, version: int, horizon: int) -> Content:
+        if law == "difference":
+            return Content(version, Difference(horizon))
+        if self._future is not None:
+            return Content(version, self._future.law(law, version, horizon))
+        return Content(version, _named(law, horizon), self._rates())
 
     # What is kept.
+
+    def _release(self, weights: Content) -> None:
+        super()._release(weights)
+        if weights in self.kept and self._is_surplus(weights):
+            self._drop(weights)
 
     @property
     def true(self) -> Content:
         """The true weights."""
         return Content(self.version)
-
-    def _is_wanted(self, content: Content) -> bool:
-        version, law, _ = content
-        return (
-            content in self._wants
-            or (not self._reads_newest and law is None and version >= self._oldest)
-            or (self._read_again and content == self._written)
-        )
 
     def _is_needed(self, held: Content) -> bool:
         """Whether what the working buffer holds must not be lost."""
@@ -206,15 +127,16 @@ class Versions:
         )
 
     def _sweep(self) -> None:
-        for content in [content for content in self.kept if self._is_surplus(content)]:
-            self._drop(content)
+        if self.kept:
+            for content in [content for content in self.kept if self._is_surplus(content)]:
+                self._drop(content)
 
     def _drop(self, content: Content) -> None:
         self.kept.remove(content)
-        self._store.drop(content)
+        self._storage.drop(content)
 
     def _keep(self, content: Content) -> None:
-        self._store.keep(content)
+        self._storage.keep(content)
         self.kept.add(content)
 
     def load(self, content: Content) -> None:
@@ -225,13 +147,13 @@ class Versions:
         if content not in self.kept:
             if held is not None:
                 self._keep(held)
-            self._store.write(content)
+            self._storage.write(content)
         elif held is not None:
-            self._store.swap(content, held)
+            self._storage.swap(content, held)
             self.kept.remove(content)
             self.kept.add(held)
         else:
-            self._store.restore(content)
+            self._storage.restore(content)
             if not self._is_wanted(content):
                 self._drop(content)
         self.held = content
@@ -264,15 +186,12 @@ class Versions:
 
     def after_update(self, written: Content | None) -> None:
         """The step has been made; ``written``: what it wrote into the working buffer, if known."""
-        self.version += 1
+        self.updated()
         if written is not None:
             self.held = written
         elif not self._master:
             self.held = self.true
-        if self._gradient_law:
-            self._written = written
-            self._read_again = True
-        if self.kept and (self._gradient_law or not self._reads_newest):
+        if self._by_step or not self._reads_newest:
             self._sweep()
 
     def step_writes(self, forward: tuple[int, int] | None) -> Content | None:
@@ -283,37 +202,8 @@ class Versions:
         """
         if not self._master or not self._reads_newest:
             return None
-        if self._gradient_law:
-            return self._predicted(self.version + 1, 0)
+        if self._by_step:
+            return self._ahead(self.version + 1, 0)
         if forward is None or (self._first is not None and self._first[0] == forward[0]):
             return None
-        return self._predicted(self.version + 1, forward[0])
-
-
-class Entries:
-    """The version that stage 0 has when a microbatch enters, for its forwards in order."""
-
-    def __init__(self, place: Place, schedule: str) -> None:
-        self._actions = find_generator(schedule)(place)
-        self._updates = 0
-        self._next = self._advance()
-
-    def _advance(self) -> tuple[int, int, int]:
-        for kind, i, j in self._actions:
-            if kind is Kind.LOAD_FORWARD:
-                return i, j, self._updates
-            self._updates += kind is Kind.UPDATE
-        raise AssertionError("a schedule is endless")
-
-    def take(self, i: int, j: int) -> int:
-        """The version of one microbatch; a small minibatch has fewer of them than the schedule."""
-        while self._next[:2] != (i, j):
-            self._next = self._advance()
-        version = self._next[2]
-        self._next = self._advance()
-        return version
-
-    @property
-    def following(self) -> int:
-        """The version of the microbatch after that."""
-        return self._next[2]
+        return self._ahead(self.version + 1, forward[0])

@@ -8,11 +8,11 @@ import pytest
 
 from spectrain_ext.method import (
     Method,
-    choices_at,
     find_method,
     methods,
     places_of,
     recipe_clip,
+    rules_at,
     second_order,
     xgrad,
 )
@@ -21,7 +21,7 @@ from spectrain_ext.schedule import Place
 
 def at(name, n=8, m=1, window=None):
     method = find_method(name)
-    return [choices_at(method, place) for place in places_of(method, n, m, window)]
+    return [rules_at(method, place) for place in places_of(method, n, m, window)]
 
 
 def windows(name, n=8, m=1, window=None):
@@ -40,8 +40,8 @@ def test_names():
 
 def test_the_papers_horizons():
     found = at("spectrain")
-    assert [c.forward for c in found] == [7, 6, 6, 5, 5, 4, 4, 3]
-    assert [c.backward_ahead for c in found] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [c.forward_horizon for c in found] == [7, 6, 6, 5, 5, 4, 4, 3]
+    assert [c.backward_horizon for c in found] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {c.backward for c in found} == {"predict"}
     assert windows("spectrain") == [8, 7, 6, 5, 4, 3, 2, 1]
 
@@ -49,24 +49,24 @@ def test_the_papers_horizons():
 def test_rounds_in_updates_of_several_microbatches():
     """Halves go up: 7/2 -> 4, 5/2 -> 3, 1/2 -> 1."""
     found = at("spectrain", m=2)
-    assert [c.forward for c in found] == [4, 3, 3, 3, 3, 2, 2, 2]
-    assert [c.backward_ahead for c in found] == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert [c.forward_horizon for c in found] == [4, 3, 3, 3, 3, 2, 2, 2]
+    assert [c.backward_horizon for c in found] == [0, 0, 1, 1, 1, 1, 2, 2]
 
 
 def test_xpipe():
     """round((N+M-floor(k/2)-2)/M) and round((M+floor(k/2)-1)/M)."""
     found = at("xpipe", n=4, m=4)
-    assert [c.forward for c in found] == [2, 2, 1, 1]
-    assert [c.backward_ahead for c in found] == [1, 1, 1, 1]
+    assert [c.forward_horizon for c in found] == [2, 2, 1, 1]
+    assert [c.backward_horizon for c in found] == [1, 1, 1, 1]
     assert all(c.once for c in found)
 
 
 @pytest.mark.parametrize("name", ["spectrain-stash", "pipeoptim", "msnag", "lwp-v", "lwp-w"])
 def test_the_delay_follows_the_window(name):
-    assert [c.forward for c in at(name, n=4)] == [3, 2, 1, 0]
-    assert [c.forward for c in at(name, n=4, window="wide")] == [6, 4, 2, 0]
-    assert [c.forward for c in at(name, n=4, m=2)] == [2, 1, 1, 0]
-    assert [c.forward for c in at(name, n=4, window=3)] == [2, 2, 2, 2]
+    assert [c.forward_horizon for c in at(name, n=4)] == [3, 2, 1, 0]
+    assert [c.forward_horizon for c in at(name, n=4, window="wide")] == [6, 4, 2, 0]
+    assert [c.forward_horizon for c in at(name, n=4, m=2)] == [2, 1, 1, 0]
+    assert [c.forward_horizon for c in at(name, n=4, window=3)] == [2, 2, 2, 2]
 
 
 def test_windows():
@@ -79,13 +79,13 @@ def test_windows():
 
 
 def test_settings_of_methods():
-    choices = choices_at(second_order(), Place(2, 4, 2))
-    assert (choices.forward, choices.lead, choices.backward) == (1, 2, "stash")
+    rules = rules_at(second_order(), Place(2, 4, 2))
+    assert (rules.forward_horizon, rules.lead, rules.backward) == (1, 2, "stash")
     other = second_order(lead=lambda place: 1, backward="predict", clip=recipe_clip)
-    choices = choices_at(other, Place(2, 4, 2))
-    assert (choices.forward, choices.lead, choices.backward_ahead) == (1, 1, 1)
+    rules = rules_at(other, Place(2, 4, 2))
+    assert (rules.forward_horizon, rules.lead, rules.backward_horizon) == (1, 1, 1)
     assert other.clip(Place(2, 4, 2)) == pytest.approx(0.285)
-    assert choices_at(xgrad(steps=3), Place(0, 1, 1)).forward == 3
+    assert rules_at(xgrad(steps=3), Place(0, 1, 1)).forward_horizon == 3
 
 
 def test_a_method_is_a_value():
@@ -153,7 +153,7 @@ def test_inconsistent_methods(changed, match):
     own = Method("own", "not one of ours", **changed)
     with pytest.raises((ValueError, TypeError), match=match):
         for place in places_of(own, 3, 1):
-            choices_at(own, place)
+            rules_at(own, place)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from oracle.schedules import most_in_flight, order
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.method import find_method, places_of, reading_rules
+from spectrain_ext.method import find_method, places_of, rules_at
 from spectrain_ext.schedule import streams, validate
 
 WIDTH = 64
@@ -120,7 +120,7 @@ def test_schedules_count_the_versions_that_pipelines_have():
         method = find_method(name)
         try:
             places = places_of(method, n, m, window)
-            rules = [reading_rules(method, place) for place in places]
+            rules = [rules_at(method, place) for place in places]
         except ValueError:  # a window that it cannot have
             continue
         windows = [place.window for place in places]

@@ -88,14 +88,16 @@ def test_a_flush_leaves_no_staleness(run, name):
 @given(runs())
 def test_the_counted_horizon_meets_the_backward(run):
     windows, m, minibatches = run
-    for of in met("1f1b-async", windows, minibatches, m, Rules(ahead="counted")):
-        assert all(f.forward.version + f.forward.ahead == f.backward.version for f in of.values())
+    for of in met("1f1b-async", windows, minibatches, m, Rules(forward_horizon="counted")):
+        assert all(f.forward.version + f.forward.horizon == f.backward.version for f in of.values())
 
 
 @given(runs())
 def test_entry_is_the_version_of_stage_0(run):
     windows, m, minibatches = run
-    found = met("1f1b-async", windows, minibatches, m, Rules(reads="entry", backward="stash"))
+    found = met(
+        "1f1b-async", windows, minibatches, m, Rules(forward_reads="entry", backward="stash")
+    )
     for of in found:
         assert {q: f.forward for q, f in of.items()} == {q: f.forward for q, f in found[0].items()}
         assert all(f.forward == f.backward for f in of.values())
@@ -103,7 +105,7 @@ def test_entry_is_the_version_of_stage_0(run):
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 2), (4, 4), (4, 7), (8, 8)])
 def test_the_delay_of_2bw_is_exactly_1(n, m):
-    rules = {"reads": "previous", "backward": "stash"}
+    rules = {"forward_reads": "previous", "backward": "stash"}
     for count in counts("1f1b-async", classic(n), 12, m, **rules):
         assert count.delays == {0: m, 1: 11 * m}
         assert count.versions == 2
@@ -113,11 +115,11 @@ def test_the_delay_of_2bw_is_exactly_1(n, m):
 
 def test_2bw_needs_its_previous_version():
     with pytest.raises(ScheduleError, match=r"stage 0, forward of minibatch 2.*reads version 1 "):
-        counts("1f1b-async", classic(4), 12, 1, reads="previous", backward="stash")
+        counts("1f1b-async", classic(4), 12, 1, forward_reads="previous", backward="stash")
 
 
 def test_once_holds_for_the_whole_minibatch():
-    for of in met("1f1b-async", classic(4), 9, 3, Rules(once=True, ahead="counted")):
+    for of in met("1f1b-async", classic(4), 9, 3, Rules(once=True, forward_horizon="counted")):
         assert all(of[i, j].forward == of[i, 0].forward for i, j in of)
 
 
@@ -138,12 +140,12 @@ def test_the_most_microbatches_in_flight(n):
     [
         ({}, [1, 1, 1, 1]),
         ({"backward": "stash"}, [4, 3, 2, 1]),
-        ({"ahead": 2}, [2, 2, 2, 2]),
-        ({"ahead": "counted"}, [2, 2, 2, 1]),
-        ({"ahead": 3, "backward": "predict", "backward_ahead": 1}, [2, 2, 2, 2]),
-        ({"ahead": 1, "backward": "stash"}, [5, 4, 3, 2]),
-        ({"reads": "entry", "backward": "stash"}, [4, 4, 4, 4]),
-        ({"differences": True}, [2, 2, 2, 2]),
+        ({"forward_horizon": 2}, [2, 2, 2, 2]),
+        ({"forward_horizon": "counted"}, [2, 2, 2, 2]),
+        ({"forward_horizon": 3, "backward": "predict", "backward_horizon": 1}, [2, 2, 2, 2]),
+        ({"forward_horizon": 1, "backward": "stash"}, [5, 4, 3, 2]),
+        ({"forward_reads": "entry", "backward": "stash"}, [4, 4, 4, 4]),
+        ({"law": "difference", "forward_horizon": 2}, [3, 3, 3, 3]),
     ],
 )
 def test_the_most_weights_at_one_time(rules, expected):
@@ -151,12 +153,30 @@ def test_the_most_weights_at_one_time(rules, expected):
 
 
 def test_once_keeps_the_first_microbatchs_prediction():
+    def versions(windows, **rules):
+        found = counts("1f1b-async", windows, 5, 3, forward_horizon=2, **rules)
+        return [count.versions for count in found]
+
     # Window 1: nothing in flight, but the backwards in between need other weights.
-    assert [c.versions for c in counts("1f1b-async", [1], 5, 3, once=True, ahead=2)] == [2]
-    assert [c.versions for c in counts("1f1b-async", [2, 1], 5, 3, once=True, ahead=2)] == [2, 2]
-    predicting = {"ahead": 2, "backward": "predict", "backward_ahead": 1}
-    assert [c.versions for c in counts("1f1b-async", [1], 5, 3, **predicting)] == [2]
-    assert [c.versions for c in counts("1f1b-async", [1], 5, 3, once=True, **predicting)] == [3]
+    assert versions([1]) == [2]
+    assert versions([1], once=True) == [3]
+    assert versions([2, 1], once=True) == [3, 3]
+    predicting = {"backward": "predict", "backward_horizon": 1}
+    assert versions([1], **predicting) == [2]
+    assert versions([1], once=True, **predicting) == [3]
+
+
+def test_what_a_step_wrote_is_kept_for_all_forwards_of_its_version():
+    rules = {"law": "second-order", "forward_horizon": 1, "backward": "predict"}
+
+    def versions(m):
+        return [count.versions for count in counts("1f1b-async", [1], 5, m, **rules)]
+
+    assert versions(1) == [2]
+    assert versions(2) == [3]  # the backward in between needs other weights
+    for of in met("1f1b-async", [1], 3, 2, Rules(**rules)):
+        # no step has written anything before the first
+        assert [of[i, j].forward for i, j in sorted(of)][::2] == [(0, 0), (1, 1), (2, 1)]
 
 
 def test_delays_include_warm_up_and_drain():

@@ -102,7 +102,7 @@ def test_1f1b_as_torch_exports_it(n, tmp_path):
         for number in range(2 * n):
             cells[cells.index(f"{n - 1}F{number + 1}")] = f"{n - 1}F{number}"
         path.write_text("\n".join([*rows[:-1], ",".join(cells)]))
-    assert read_csv(path) == finite("1f1b", [2 * n] * n, 1, 2 * n)
+    assert read_csv(path) == finite("1f1b", [n - k for k in range(n)], 1, 2 * n)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -110,7 +110,7 @@ def test_torch_takes_ours(name, tmp_path):
     torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     n, m = 3, 5
     path = tmp_path / "schedule.csv"
-    write(path, streams(name, [m] * n, m), microbatches=m, minibatches=1)
+    write(path, streams(name, [n - k for k in range(n)], m), microbatches=m, minibatches=1)
     loading = object.__new__(torch_schedules.PipelineScheduleMulti)
     loading.pipeline_order, loading._stages = {}, []
     loading.pp_group_size, loading._num_stages, loading._n_microbatches = n, n, m

@@ -19,7 +19,7 @@ from spectrain_ext.schedule import (
     streams,
     summarize,
 )
-from spectrain_ext.schedule.moves import backward, forward
+from spectrain_ext.schedule.actions import backward, forward
 
 
 def classic(n):
@@ -91,7 +91,8 @@ def test_the_period_with_slow_edges(n):
 def test_versions_are_those_that_are_read():
     n, last = 4, 30
     rules = [
-        Rules(ahead=k // 2 + n - k - 1, backward="predict", backward_ahead=k // 2) for k in range(n)
+        Rules(forward_horizon=k // 2 + n - k - 1, backward="predict", backward_horizon=k // 2)
+        for k in range(n)
     ]
     spans = spans_of("1f1b-async", classic(n), 40, rules=rules)
     for k in range(n):

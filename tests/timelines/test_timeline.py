@@ -116,7 +116,7 @@ def test_the_versions_of_every_method():
     def read(method, stage, minibatch, **options):
         spans = simulate_method(method, 4, 20, **options)
         return {
-            span.kind: (span.version, span.ahead)
+            span.kind: (span.version, span.horizon)
             for span in spans
             if (span.stage, span.minibatch) == (stage, minibatch) and span.version is not None
         }

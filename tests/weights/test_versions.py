@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from spectrain_ext.method import choices_at, find_method, places_of
-from spectrain_ext.schedule import Place
-from spectrain_ext.weights.memory import peak_of
-from spectrain_ext.weights.predictor import Predictor
-from spectrain_ext.weights.versions import Content, Entries, Versions
+from spectrain_ext.method import find_method, places_of, rules_at
+from spectrain_ext.schedule import Entries, Place, count_stage, find_generator
+from spectrain_ext.weights.versions import Content, Versions
 
 
-def peaks(name, n, m=1, window=None, master=None):
+def counts(name, n, m=1, window=None, master=False):
+    """The rules of every stage, and what each comes to in a long run."""
     method = find_method(name)
     places = places_of(method, n, m, window)
-    found = []
-    for place in places:
-        choices = choices_at(method, place)
-        has = choices.predicts if master is None else master
-        found.append(peak_of(choices, (places[0], place), method.schedule, has))
-    return found
+    all_rules = [rules_at(method, place) for place in places]
+    return [
+        (rules, count_stage(method.schedule, places[0], place, rules, master))
+        for place, rules in zip(places, all_rules, strict=True)
+    ]
 
 
-def kept(*args, **more):
-    return [peak.kept for peak in peaks(*args, **more)]
+def kept(*args, master=False, **more):
+    """Buffers beside the working one, the master, and the version before the newest."""
+    return [
+        count.versions - 1 - (master or rules.predicts) - rules.keeps_before
+        for rules, count in counts(*args, master=master, **more)
+    ]
 
 
 @pytest.mark.parametrize("name", ["sync", "vanilla", "spectrain", "spectrain-local", "pipeoptim"])
@@ -60,7 +62,7 @@ def test_a_master_of_another_dtype_makes_the_newest_version_a_copy_as_well():
 
 def test_microbatches_in_flight():
     def flying(*args, **more):
-        return [peak.microbatches for peak in peaks(*args, **more)]
+        return [count.in_flight for _, count in counts(*args, **more)]
 
     assert flying("spectrain", 4) == [4, 3, 2, 1]
     assert flying("spectrain", 4, m=3) == [4, 3, 2, 1]
@@ -75,10 +77,9 @@ def test_the_count_does_not_depend_on_how_long_one_counts(name, m):
     method = find_method(name)
     places = places_of(method, 5, m)
     longer = places[0]._replace(window=60)  # only how long: these methods do not look at stage 0
-    for place, expected in zip(places, peaks(name, 5, m), strict=True):
-        choices = choices_at(method, place)
-        found = peak_of(choices, (longer, place), method.schedule, choices.predicts)
-        assert found == expected
+    for place, (rules, expected) in zip(places, counts(name, 5, m), strict=True):
+        found = count_stage(method.schedule, longer, place, rules, False)
+        assert (found.versions, found.in_flight) == (expected.versions, expected.in_flight)
 
 
 class Recorded:
@@ -105,11 +106,10 @@ class Recorded:
 
 def versions(name, place, entry=None):
     method = find_method(name)
-    choices = choices_at(method, place)
+    rules = rules_at(method, place)
     store = Recorded()
-    entries = Entries(entry or place, method.schedule)
-    predictor = Predictor(choices, lambda: (0.1,))
-    return Versions(choices, place, entries, choices.predicts, store, predictor), store.log
+    entries = Entries(find_generator(method.schedule)(entry or place))
+    return Versions(rules, place, entries, rules.predicts, store, lambda: (0.1,)), store.log
 
 
 def load(found, content):
@@ -142,9 +142,9 @@ def test_pipedream_step_by_step():
 
 
 def test_entries():
-    entries = Entries(Place(0, 3, 3, 2), "1f1b-async")
+    entries = Entries(find_generator("1f1b-async")(Place(0, 3, 3, 2)))
     found = [entries.take(i, j) for i in range(4) for j in range(2)]
     assert found == [0, 0, 0, 0, 1, 1, 2, 2]
-    entries = Entries(Place(0, 3, 3, 2), "1f1b-async")
+    entries = Entries(find_generator("1f1b-async")(Place(0, 3, 3, 2)))
     assert [entries.take(i, 0) for i in range(4)] == [0, 0, 1, 2]
     assert entries.following == 2

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from spectrain_ext.method import Method, choices_at
+from spectrain_ext.method import Method, rules_at
 from spectrain_ext.optim import SGD
 from spectrain_ext.schedule import Place
+from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.flat import ALIGNMENT, Flat
-from spectrain_ext.weights.stage_weights import StageWeights
 
 
 def made(
@@ -50,7 +50,7 @@ def made(
         module,
         optimizer,
         scheduler and scheduler(optimizer),
-        choices_at(method, place),
+        rules_at(method, place),
         (place, place),
         method.schedule,
     )
@@ -63,6 +63,11 @@ def step(weights, *, forward=None):
     for p in weights.params:
         p.grad = torch.ones_like(p)
     weights.update(forward)
+
+
+def holds(weights, content):
+    """Whether the working buffer holds it already."""
+    return weights.versions.held == content
 
 
 def working(weights):
@@ -156,15 +161,15 @@ def test_a_master_exists_only_where_the_working_buffer_is_not_always_true():
 
 def test_loads_of_what_is_there_do_nothing():
     weights = made(forward=1, backward="predict", back=1)
-    assert not weights.holds(weights.for_forward(0, 0))
-    weights.load(weights.for_forward(0, 0))
-    assert weights.holds(weights.for_forward(1, 0))
-    assert weights.holds(weights.for_backward(0, 0))
+    assert not holds(weights, weights.versions.for_forward(0, 0))
+    weights.versions.load(weights.versions.for_forward(0, 0))
+    assert holds(weights, weights.versions.for_forward(1, 0))
+    assert holds(weights, weights.versions.for_backward(0, 0))
     step(weights, forward=(3, 0))
-    assert weights.holds(weights.for_forward(2, 0))
-    assert weights.holds(weights.for_backward(1, 0))
+    assert holds(weights, weights.versions.for_forward(2, 0))
+    assert holds(weights, weights.versions.for_backward(1, 0))
     step(weights)
-    assert not weights.holds(weights.for_backward(2, 0))
+    assert not holds(weights, weights.versions.for_backward(2, 0))
 
 
 def test_the_step_writes_what_a_load_would_write():
@@ -172,13 +177,13 @@ def test_the_step_writes_what_a_load_would_write():
     for _ in range(3):
         step(fused, forward=(3, 0))
         step(plain)
-        plain.load(plain.for_forward(0, 0))
+        plain.versions.load(plain.versions.for_forward(0, 0))
         assert torch.equal(working(fused), working(plain))
         assert torch.equal(true(fused), true(plain))
         assert not torch.equal(true(fused), working(fused))
         torch.testing.assert_close(working(fused), predicted(fused, 3))
         for weights in (fused, plain):
-            weights.load(weights.for_backward(0, 0))
+            weights.versions.load(weights.versions.for_backward(0, 0))
             torch.testing.assert_close(working(weights), predicted(weights, 1))
     fused.end()
     assert torch.equal(working(fused), true(fused))
@@ -187,7 +192,7 @@ def test_the_step_writes_what_a_load_would_write():
 def test_horizon_0_loads_the_bits_of_the_true_weights():
     weights = made(forward=2, backward="predict", back=0)
     step(weights, forward=(3, 0))
-    weights.load(weights.for_backward(0, 0))
+    weights.versions.load(weights.versions.for_backward(0, 0))
     assert torch.equal(working(weights), true(weights))
 
 
@@ -198,18 +203,18 @@ def test_stashed_versions_come_back_bit_for_bit(forward):
     size = weights.nbytes
 
     def run_forward(i):
-        content = weights.for_forward(i, 0)
-        if not weights.holds(content):
-            weights.load(content)
+        content = weights.versions.for_forward(i, 0)
+        if not holds(weights, content):
+            weights.versions.load(content)
         seen[i] = working(weights).clone()
 
     for i in range(3):
         run_forward(i)
     for i in range(12):
-        content = weights.for_backward(i, 0)
-        if not weights.holds(content):
-            weights.load(content)
-        weights.settle()
+        content = weights.versions.for_backward(i, 0)
+        if not holds(weights, content):
+            weights.versions.load(content)
+        weights.versions.settle()
         assert torch.equal(working(weights), seen[i])
         step(weights, forward=(i + 3, 0) if i < 9 else None)
         if i < 9:
@@ -221,10 +226,10 @@ def test_stashed_versions_come_back_bit_for_bit(forward):
 def test_a_learning_rate_that_changes_is_met_by_the_next_load():
     weights = made(forward=2, backward="predict", back=1)
     step(weights, forward=(3, 0))
-    assert weights.holds(weights.for_forward(0, 0))
+    assert holds(weights, weights.versions.for_forward(0, 0))
     weights.optimizer.param_groups[0]["lr"] = 0.3
-    assert not weights.holds(weights.for_forward(0, 0))
-    weights.load(weights.for_forward(0, 0))
+    assert not holds(weights, weights.versions.for_forward(0, 0))
+    weights.versions.load(weights.versions.for_forward(0, 0))
     torch.testing.assert_close(working(weights), predicted(weights, 2))
 
 
@@ -236,9 +241,9 @@ def test_under_a_moving_learning_rate_the_step_does_not_predict_in_vain():
     held = []
     for _ in range(8):
         step(weights, forward=(3, 0))
-        content = weights.for_forward(0, 0)
-        held.append(weights.holds(content))
-        weights.load(content)
+        content = weights.versions.for_forward(0, 0)
+        held.append(holds(weights, content))
+        weights.versions.load(content)
         torch.testing.assert_close(working(weights), predicted(weights, 2))
     # The change after the 4th step is met by a load, and the 5th step is still wary of the next.
     assert held == [True, True, True, False, False, True, True, False]
@@ -252,7 +257,7 @@ def test_a_hook_that_changes_the_learning_rate_in_the_step():
 
     weights.optimizer.register_step_post_hook(halve)
     step(weights, forward=(3, 0))
-    assert not weights.holds(weights.for_forward(0, 0))
+    assert not holds(weights, weights.versions.for_forward(0, 0))
 
 
 def test_parameters_without_a_gradient():
@@ -278,7 +283,7 @@ def test_a_failed_step_leaves_no_order_behind():
     weights.begin()
     before = true(weights).clone()
     assert torch.equal(working(weights), before)
-    weights.load(weights.for_backward(0, 0))
+    weights.versions.load(weights.versions.for_backward(0, 0))
     step(weights, forward=None)
     assert not torch.equal(true(weights), before)
     assert torch.equal(working(weights), before)  # the step wrote no prediction that nobody ordered

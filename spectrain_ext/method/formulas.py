@@ -1,0 +1,75 @@
+"""Formulas: how far to predict, how many microbatches to hold, as functions of a stage's place."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from spectrain_ext.schedule import Place
+
+
+def none(place: Place) -> int:
+    """No update."""
+    return 0
+
+
+def delay(place: Place) -> int:
+    """Updates between a forward and its own backward once the pipeline is full, at most."""
+    return -(-(place.window - 1) // place.microbatches)
+
+
+def stage_index(place: Place) -> int:
+    """The stage's index k: how far it is ahead of stage 0, which predicts furthest."""
+    return place.stage
+
+
+def spectrain_forward(place: Place) -> int:
+    """Rounds until the minibatch's backward has ended on stage 0 (arXiv 1809.02839), in updates."""
+    k, n, _, m = place
+    return _rounded(k // 2 + n - k - 1, m)
+
+
+def spectrain_backward(place: Place) -> int:
+    """The rest of those rounds when the backward begins, in updates."""
+    return _rounded(place.stage // 2, place.microbatches)
+
+
+def xpipe_forward(place: Place) -> int:
+    """XPipe's forward (Guan et al., 2019) for M microbatches per minibatch."""
+    k, n, _, m = place
+    return _rounded(n + m - k // 2 - 2, m)
+
+
+def xpipe_backward(place: Place) -> int:
+    """XPipe's backward."""
+    k, _, _, m = place
+    return _rounded(m + k // 2 - 1, m)
+
+
+def recipe_clip(place: Place) -> float:
+    """A gradient norm per stage that keeps a second-order prediction from running away."""
+    return 0.57 / sqrt(place.stages)
+
+
+def _rounded(a: int, b: int) -> int:
+    """a/b to the nearest whole number, halves up."""
+    return (2 * a + b) // (2 * b)
+
+
+def classic_window(k: int, n: int, m: int) -> int:
+    """As many microbatches as it takes until the first one is back."""
+    return n - k
+
+
+def wide_window(k: int, n: int, m: int) -> int:
+    """Enough to hide communication as well, at twice the staleness."""
+    return 2 * (n - k) - 1
+
+
+def all_microbatches(k: int, n: int, m: int) -> int:
+    """GPipe's: a whole minibatch."""
+    return m
+
+
+def flushing_window(k: int, n: int, m: int) -> int:
+    """The classic window, within one minibatch."""
+    return min(n - k, m)

@@ -1,0 +1,268 @@
+"""Reading: a stage's rules, and the weights that they have each of its turns compute with."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from .actions import Action, Kind
+
+Reads = Literal["newest", "entry", "previous"]
+Law = Literal["linear", "geometric", "second-order", "difference"]
+Backward = Literal["current", "predict", "stash"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The weights that a method has one stage compute with.
+
+    A ``Method`` at one place: its fields of these names, with the rules evaluated. ``Reader`` says
+    what they mean, to whoever counts or runs a schedule.
+
+    Attributes:
+        forward_reads: the version that a forward reads. ``"newest"``: of the moment; ``"entry"``:
+            that of stage 0 when the microbatch began there; ``"previous"``: of minibatch i, version
+            i - 1.
+        law: how predictions are made. ``"second-order"`` ones are written by the step and cannot be
+            made again; ``"difference"`` needs the version before the newest as well.
+        forward_horizon: updates by which the forward's weights are predicted ahead; ``"counted"``:
+            to the version that its backward will meet.
+        lead: updates further of the second-order law.
+        backward: ``"current"``: the version of the moment; ``"predict"``: that, predicted
+            ``backward_horizon`` updates ahead; ``"stash"``: the forward's weights again.
+        backward_horizon: see there.
+        once: all microbatches of a minibatch have the forward weights of its first.
+        future_rates: predictions have the learning rates that are to come.
+    """
+
+    forward_reads: Reads = "newest"
+    law: Law = "linear"
+    forward_horizon: int | Literal["counted"] = 0
+    lead: int = 0
+    backward: Backward = "current"
+    backward_horizon: int = 0
+    once: bool = False
+    future_rates: bool = False
+
+    @property
+    def predicts(self) -> bool:
+        """Whether any weights are predicted: the true ones then have a buffer of their own."""
+        return self.forward_horizon != 0 or self.lead > 0 or self.backward_horizon > 0
+
+    @property
+    def keeps_before(self) -> bool:
+        """Whether the version before the newest has a buffer as well."""
+        return self.law == "difference" and self.predicts
+
+
+class Reading(NamedTuple):
+    """The weights that a forward or a backward computes with.
+
+    Where there are millions of them they are plain pairs.
+
+    Attributes:
+        version: updates of the stage that had been made to them.
+        horizon: by how many updates they are predicted ahead; 0 for the version itself.
+    """
+
+    version: int
+    horizon: int = 0
+
+
+class Entries:
+    """The version that stage 0 has when each microbatch enters, for the forwards of one stage.
+
+    Args:
+        actions: of stage 0, read as far as they are needed; none where stage 0 tells by ``note``.
+
+    Attributes:
+        following: that of the forward after the last one, or, while it is not known, of this.
+    """
+
+    def __init__(self, actions: Iterable[Action] = ()) -> None:
+        self.following = 0
+        self._actions = iter(actions)
+        self._updates = 0
+        self._known: deque[tuple[int, int, int]] = deque()
+
+    def note(self, i: int, j: int, version: int) -> None:
+        """Stage 0 has this version when it begins the microbatch."""
+        self._known.append((i, j, version))
+
+    def take(self, i: int, j: int) -> int:
+        """The version of one microbatch; a small minibatch has fewer of them than the schedule."""
+        found = self._next()
+        while found[:2] != (i, j):
+            found = self._next()
+        if not self._known:
+            self._read_on()
+        self.following = self._known[0][2] if self._known else found[2]
+        return found[2]
+
+    def _next(self) -> tuple[int, int, int]:
+        if not self._known:
+            self._read_on()
+        return self._known.popleft()
+
+    def _read_on(self) -> None:
+        for kind, i, j in self._actions:
+            if kind is Kind.LOAD_FORWARD:
+                self.note(i, j, self._updates)
+                return
+            self._updates += kind is Kind.UPDATE
+
+
+#: What stands for weights: a tuple, the version first.
+W = TypeVar("W", bound=tuple[Any, ...])
+
+
+class Reader(ABC, Generic[W]):
+    """Says what ``Rules`` mean: which weights a turn computes with, and which are read again.
+
+    A ``Ledger`` counts with it, and the engine's weights are loaded by it: what stands for weights
+    is theirs to say. Whoever has asked for weights calls ``settle`` once it has them.
+
+    Args:
+        rules: of the stage.
+        microbatches: of every minibatch; None: any.
+        entries: the versions of microbatches at stage 0, for forwards that read these.
+
+    Attributes:
+        version: updates made in this run.
+    """
+
+    def __init__(
+        self, rules: Rules, microbatches: int | None = None, entries: Entries | None = None
+    ) -> None:
+        self.version = 0
+        self._last = -1 if microbatches is None else microbatches - 1
+        self._entries = Entries() if entries is None else entries
+        self._reads_newest = rules.forward_reads == "newest"
+        self._reads_entry = rules.forward_reads == "entry"
+        self._horizon = None if rules.forward_horizon == "counted" else rules.forward_horizon
+        self._lead = rules.lead
+        # Predictions that a step writes, and nobody can make again.
+        self._by_step = rules.law == "second-order" and (self._horizon != 0 or self._lead > 0)
+        self._stashes = rules.backward == "stash"
+        self._backward_horizon = rules.backward_horizon if rules.backward == "predict" else 0
+        self._once = rules.once
+        self._in_flight: dict[tuple[int, int], W] = {}  # what their backwards must find again
+        self._wants: Counter[W] = Counter()
+        self._first: tuple[int, W] | None = None  # of this minibatch, with ``once``
+        self._done_with: W | None = None
+        self._oldest = 0  # version that a forward to come may read
+        # What a step wrote and nothing can write again, and whether forwards to come may read it.
+        self._written: W | None = None
+        self._read_again = False
+
+    # What stands for weights.
+
+    @abstractmethod
+    def _itself(self, version: int) -> W:
+        """A version, not predicted."""
+
+    @abstractmethod
+    def _for_forward(self, version: int, horizon: int) -> W:
+        """The forward's prediction from a version: the newest, or the one after it."""
+
+    @abstractmethod
+    def _for_backward(self, version: int, horizon: int) -> W:
+        """The backward's prediction from the newest version."""
+
+    # What is computed with.
+
+    def for_forward(self, i: int, j: int) -> W:
+        """What the forward of a microbatch computes with, now."""
+        if self._once:
+            weights = self._for_minibatch(i, j)
+        elif self._reads_newest:
+            weights = self._ahead(self.version, i)
+        else:
+            weights = self._itself(self._read_older(i, j))
+        if self._stashes:
+            self._in_flight[i, j] = weights
+            self._wants[weights] += 1
+        return weights
+
+    def _ahead(self, version: int, i: int) -> W:
+        horizon = self._horizon
+        if horizon is None:
+            horizon = i - version
+        elif self._by_step and version == 0:
+            return self._itself(0)  # no step has written a prediction yet
+        if not horizon and not self._lead:
+            return self._itself(version)
+        return self._for_forward(version, horizon)
+
+    def _for_minibatch(self, i: int, j: int) -> W:
+        """The first microbatch's weights, kept until the last has them."""
+        if self._first is None or self._first[0] != i:
+            if self._first is not None:  # a small minibatch, whose last microbatch did not exist
+                self._release(self._first[1])
+            self._first = i, self._ahead(self.version, i)
+            self._wants[self._first[1]] += 1
+        weights = self._first[1]
+        if j == self._last:
+            self._done_with = weights
+            self._first = None
+        return weights
+
+    def _read_older(self, i: int, j: int) -> int:
+        """The version that a forward reads; what no later one reads need not be kept for it."""
+        if self._reads_entry:
+            version = self._entries.take(i, j)
+            self._oldest = self._entries.following
+        else:
+            version = max(0, i - 1)
+            self._oldest = max(0, i - (j != self._last))
+        return version
+
+    def for_backward(self, i: int, j: int) -> W:
+        """What the backward of a microbatch computes with, now."""
+        if self._by_step and j == self._last:
+            self._read_again = False  # an update comes before the next forward
+        if self._stashes:
+            self._done_with = weights = self._in_flight.pop((i, j))
+            return weights
+        if self._backward_horizon:
+            return self._for_backward(self.version, self._backward_horizon)
+        return self._itself(self.version)
+
+    def settle(self) -> None:
+        """What was asked for last is there; whoever asked will not ask for it again."""
+        weights = self._done_with
+        if weights is not None:
+            self._done_with = None
+            self._release(weights)
+        if not self._reads_newest:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Let go of what no turn to come computes with."""
+
+    def _release(self, weights: W) -> None:
+        self._wants[weights] -= 1
+        if not self._wants[weights]:
+            del self._wants[weights]
+
+    def updated(self) -> None:
+        """An update has been made."""
+        self.version += 1
+        if self._by_step:
+            self._written = self._ahead(self.version, 0)
+            self._read_again = True
+
+    def _is_wanted(self, weights: W) -> bool:
+        """Whether a turn to come computes with them, and they cannot be made again."""
+        return (
+            weights in self._wants
+            or (self._read_again and weights == self._written)
+            or (
+                not self._reads_newest
+                and weights[0] >= self._oldest
+                and weights == self._itself(weights[0])
+            )
+        )
