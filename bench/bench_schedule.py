@@ -10,14 +10,12 @@ from spectrain_ext.schedule import (
     Durations,
     interleave,
     simulate,
-    simulate_repeating,
     streams,
     summarize,
     validate,
 )
 
 STAGES, MINIBATCHES = 64, 10_000
-MANY_STAGES, FEWER_MINIBATCHES = 1024, 2048
 
 
 def classic(stages: int) -> list[int]:
@@ -50,28 +48,10 @@ def test_generate_validate_and_count(benchmark: Any) -> None:
     assert found[0].delays[STAGES - 1] == MINIBATCHES - (STAGES - 1)
 
 
-def test_simulate_by_events(benchmark: Any) -> None:
+def test_simulate(benchmark: Any) -> None:
     def call() -> Any:
         endless = streams("1f1b-async", classic(STAGES))
         durations = Durations.of(STAGES, forward=1, backward=2, activation=0.5, gradient=0.5)
         return summarize(simulate(endless, durations, minibatches=1000))
 
-    measure(benchmark, "simulate, by events", STAGES, 1000, call)
-
-
-def test_simulate_by_levels(benchmark: Any) -> None:
-    def call() -> Any:
-        durations = Durations.of(MANY_STAGES, forward=1, backward=2, activation=0.5, gradient=0.5)
-        return simulate_repeating(
-            "1f1b-async", classic(MANY_STAGES), 1, FEWER_MINIBATCHES, durations
-        )
-
-    measure(benchmark, "simulate 1F1B without a flush", MANY_STAGES, FEWER_MINIBATCHES, call)
-
-
-def test_simulate_a_flush_by_levels(benchmark: Any) -> None:
-    def call() -> Any:
-        durations = Durations.of(MANY_STAGES, forward=1, backward=2, activation=0.5, gradient=0.5)
-        return simulate_repeating("gpipe", [1] * MANY_STAGES, 1, FEWER_MINIBATCHES, durations)
-
-    measure(benchmark, "simulate GPipe", MANY_STAGES, FEWER_MINIBATCHES, call)
+    measure(benchmark, "simulate", STAGES, 1000, call)

@@ -2,10 +2,9 @@
 
 from .actions import Action, Kind, ScheduleError
 from .compute_csv import read_csv, write_csv
-from .counting import Met, read, updates_between, validate
+from .counting import Met, read, validate
 from .generators import FLUSHING, GENERATORS, Generator, find_generator, streams
 from .ledger import Count, Ledger, count_stage, open_ledgers
-from .levels import simulate_repeating
 from .place import Place, Replicas
 from .reading import Backward, Entries, Law, Reader, Reading, Reads, Rules
 from .simulation import (
@@ -52,11 +51,9 @@ __all__ = [
     "read",
     "read_csv",
     "simulate",
-    "simulate_repeating",
     "streams",
     "summarize",
     "turns",
-    "updates_between",
     "validate",
     "write_csv",
 ]
