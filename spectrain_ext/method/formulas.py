@@ -1,4 +1,4 @@
-"""Formulas: how far to predict, how many microbatches to hold, as functions of a stage's place."""
+"""Formulas: how far to predict, and to clip, as functions of a stage's place."""
 
 from __future__ import annotations
 
@@ -53,23 +53,3 @@ def recipe_clip(place: Place) -> float:
 def _rounded(a: int, b: int) -> int:
     """a/b to the nearest whole number, halves up."""
     return (2 * a + b) // (2 * b)
-
-
-def classic_window(k: int, n: int, m: int) -> int:
-    """As many microbatches as it takes until the first one is back."""
-    return n - k
-
-
-def wide_window(k: int, n: int, m: int) -> int:
-    """Enough to hide communication as well, at twice the staleness."""
-    return 2 * (n - k) - 1
-
-
-def all_microbatches(k: int, n: int, m: int) -> int:
-    """GPipe's: a whole minibatch."""
-    return m
-
-
-def flushing_window(k: int, n: int, m: int) -> int:
-    """The classic window, within one minibatch."""
-    return min(n - k, m)

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from spectrain_ext.schedule import FLUSHING, Place, Replicas, find_generator
 
-from . import formulas
-from .value import Method, WindowRule, at_least
+from .value import Method, at_least
 
 #: A window setting: of the method, by name, for all stages, or one per stage.
 Window = Literal["classic", "wide"] | int | Sequence[int] | None
 
-_USUAL: dict[str, WindowRule] = {
-    "gpipe": formulas.all_microbatches,
-    "1f1b": formulas.flushing_window,
+# (ranks from a stage on, per replica of it; its share of microbatches) -> its window. Without
+# replicas the first is N - k; for k = 0 it is PipeDream's NOAM (Narayanan et al., 2019).
+_Rule = Callable[[int, int], int]
+_NAMED: dict[str, _Rule] = {
+    "classic": lambda depth, m: depth,  # as many as it takes until the first one is back
+    "wide": lambda depth, m: 2 * depth - 1,  # hides communication as well, at twice the staleness
 }
-_NAMED: dict[str, WindowRule] = {
-    "classic": formulas.classic_window,
-    "wide": formulas.wide_window,
+_USUAL: dict[str, _Rule] = {
+    "gpipe": lambda depth, m: m,  # a whole minibatch
+    "1f1b": min,  # the classic window, within one minibatch
 }
-
-
-def parse_window(text: str) -> Literal["classic", "wide"] | int | tuple[int, ...]:
-    """A window setting as people write it: a name, a number, or one per stage with commas.
-
-    Raises:
-        ValueError: none of these.
-    """
-    if text == "classic":
-        return "classic"
-    if text == "wide":
-        return "wide"
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(
-            f"expected 'classic', 'wide', a number, or one per stage with commas, got {text!r}"
-        ) from None
-    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def places_of(
@@ -52,46 +35,15 @@ def places_of(
     """The place of every stage, or of each of its replicas, which all have the same.
 
     A replica of stage k has 1/r_k of a minibatch's microbatches. Its window is that of a stage 0 of
-    so many stages as there are ranks from stage k on for each of its replicas, rounded up: for k =
-    0 this is PipeDream's NOAM (Narayanan et al., 2019).
+    so many stages as there are ranks from stage k on for each of its replicas, rounded up.
 
     Raises:
         ValueError: an unknown schedule, a window below 1, or one for a schedule that flushes; or
             replicas that the method cannot have, or that do not divide the microbatches.
         TypeError: a window that is no number.
     """
-    if replicas is not None:
-        _check_replicas(method, replicas, microbatches)
-    try:
-        find_generator(method.schedule)
-    except ValueError as error:
-        raise ValueError(f"method: schedule of {method.name!r}: {error}") from None
-    counts = (1,) * stages if replicas is None else replicas.counts
-    alone = all(r == 1 for r in counts)
-    parts = [microbatches // r for r in counts]
-    # What a named rule is asked for: the stage, the stages, the microbatches.
-    asked = [(k, stages, microbatches) for k in range(stages)]
-    if replicas is not None and not alone:
-        asked = [(0, replicas.depth(k), parts[k]) for k in range(stages)]
-    if window is not None:
-        windows = _given_windows(method, asked, window)
-    else:
-        if method.window is not None:
-            own = method.window
-            windows = [own(k, stages, parts[k]) for k in range(stages)]
-        else:
-            rule = _USUAL.get(method.schedule, formulas.classic_window)
-            windows = [rule(*place) for place in asked]
-        for k, w in enumerate(windows):
-            at_least(method, k, stages, "window", w, 1)
-    if alone:
-        _check_windows(windows)
-    elif method.schedule not in FLUSHING:
-        _check_replicas_windows(windows, counts)
-    return [Place(k, stages, w, parts[k]) for k, w in enumerate(windows)]
-
-
-def _check_replicas(method: Method, replicas: Replicas, microbatches: int) -> None:
+    if replicas is None:
+        replicas = Replicas((1,) * stages)
     replicas.check_microbatches(microbatches)
     if method.forward_reads == "entry" and len(set(replicas.counts)) > 1:
         raise ValueError(
@@ -99,54 +51,65 @@ def _check_replicas(method: Method, replicas: Replicas, microbatches: int) -> No
             "had at its entry, which is counted for as many replicas there as on every other "
             f"stage; expected the same number everywhere, got {list(replicas.counts)}"
         )
+    try:
+        find_generator(method.schedule)
+    except ValueError as error:
+        raise ValueError(f"method: schedule of {method.name!r}: {error}") from None
+    parts = [microbatches // count for count in replicas.counts]
+    asked = [(replicas.depth(k), parts[k]) for k in range(stages)]
+    if window is not None:
+        windows = _given_windows(method, asked, window)
+    else:
+        if method.window is not None:
+            windows = [method.window(k, stages, parts[k]) for k in range(stages)]
+        else:
+            rule = _USUAL.get(method.schedule, _NAMED["classic"])
+            windows = [rule(*of) for of in asked]
+        for k, w in enumerate(windows):
+            at_least(method, k, stages, "window", w, 1)
+    if not (replicas.dealt and method.schedule in FLUSHING):
+        _check_windows(windows, replicas)
+    return [Place(k, stages, w, parts[k]) for k, w in enumerate(windows)]
 
 
-def _check_windows(windows: Sequence[int]) -> None:
-    stages = len(windows)
-    for k in range(stages - 1):
-        if windows[k + 1] > windows[k]:
-            raise ValueError(
-                f"window: stage {k + 1} of {stages} would wait for {windows[k + 1]} microbatches, "
-                f"and stage {k} sends no more than {windows[k]} before a backward: a deadlock"
-            )
-
-
-def _check_replicas_windows(windows: Sequence[int], counts: Sequence[int]) -> None:
-    """No replica may wait for a microbatch that the stage before sends after its own next update.
+def _check_windows(windows: Sequence[int], replicas: Replicas) -> None:
+    """No stage may wait for a microbatch that the stage before sends after its own next update.
 
     Before the backward of a microbatch stage k+1 has begun the forwards of the (w-1)*r after it.
     Stage k has begun w*r, but an update ends a minibatch on all replicas of it: r - 1 less.
     """
+    counts = replicas.counts
     for k in range(len(windows) - 1):
         later, earlier = ((windows[s] - 1) * counts[s] for s in (k + 1, k))
-        if later > earlier:
+        if later <= earlier:
+            continue
+        if not replicas.dealt:
             raise ValueError(
-                f"window: stage {k + 1} of {len(windows)}, {windows[k + 1]} microbatches on each "
-                f"of its {counts[k + 1]} replicas, would wait for more than stage {k} sends before "
-                f"an update, {windows[k]} on each of its {counts[k]}: a deadlock"
+                f"window: stage {k + 1} of {len(windows)} would wait for {windows[k + 1]} "
+                f"microbatches, and stage {k} sends no more than {windows[k]} before a backward: "
+                "a deadlock"
             )
+        raise ValueError(
+            f"window: stage {k + 1} of {len(windows)}, {windows[k + 1]} microbatches on each "
+            f"of its {counts[k + 1]} replicas, would wait for more than stage {k} sends before "
+            f"an update, {windows[k]} on each of its {counts[k]}: a deadlock"
+        )
 
 
-def _given_windows(
-    method: Method, asked: Sequence[tuple[int, int, int]], window: Window
-) -> list[int]:
+def _given_windows(method: Method, asked: Sequence[tuple[int, int]], window: Window) -> list[int]:
     stages = len(asked)
     if method.schedule in FLUSHING:
         raise ValueError(
             f"window: method {method.name!r} finishes every minibatch before the next "
             f"(schedule {method.schedule!r}): there is no window to choose"
         )
-    given: Sequence[object]
     if isinstance(window, str):
         if window not in _NAMED:
             raise ValueError(f"window: expected 'classic', 'wide' or numbers, got {window!r}")
-        given = [_NAMED[window](*place) for place in asked]
-    elif isinstance(window, Sequence):
-        given = window
-        if len(given) != stages:
-            raise ValueError(f"window: expected one per stage ({stages}), got {len(given)}")
-    else:
-        given = [window] * stages
+        return [_NAMED[window](*of) for of in asked]
+    given: Sequence[object] = window if isinstance(window, Sequence) else [window] * stages
+    if len(given) != stages:
+        raise ValueError(f"window: expected one per stage ({stages}), got {len(given)}")
     checked = []
     for k, w in enumerate(given):
         if isinstance(w, bool) or not isinstance(w, int):

@@ -58,7 +58,7 @@ def check(
 
 def check_optimizer(method: Method, rules: Rules, k: int, optimizer: Predicting) -> None:
     """Refuse stage k's optimizer if the method is not defined for it, or cannot predict with it."""
-    if family_of(optimizer) not in method.families:
+    if _family_of(optimizer) not in method.families:
         raise ValueError(
             f"optimizer: stages[{k}] has {type(optimizer).__name__}, and method {method.name!r} is "
             f"defined for {', '.join(method.families)}"
@@ -79,7 +79,7 @@ def check_optimizer(method: Method, rules: Rules, k: int, optimizer: Predicting)
             ) from None
 
 
-def family_of(optimizer: object) -> str:
+def _family_of(optimizer: object) -> str:
     """Which of ``FAMILIES`` an optimizer belongs to, as torch's classes tell."""
     if isinstance(optimizer, torch.optim.NAdam):
         return "nadam"

@@ -2,7 +2,7 @@
 
 from .actions import Action, Kind, ScheduleError
 from .compute_csv import read_csv, write_csv
-from .counting import Met, read, updates_between, validate
+from .counting import Met, read, validate
 from .generators import FLUSHING, GENERATORS, Generator, find_generator, streams
 from .ledger import Count, Ledger, count_stage, open_ledgers
 from .levels import simulate_repeating
@@ -56,7 +56,6 @@ __all__ = [
     "streams",
     "summarize",
     "turns",
-    "updates_between",
     "validate",
     "write_csv",
 ]

@@ -102,28 +102,3 @@ def read(
                 forwards[k][i, j] = reading
             elif kind is not _UPDATE:
                 yield k, Met(i, j, Reading(*forwards[k].pop((i, j))), Reading(*reading))
-
-
-def updates_between(actions: Iterable[Action], first: Action, second: Action) -> int:
-    """The updates that a stage makes after one of its actions and before a later one.
-
-    Args:
-        actions: of the stage, read up to ``second``.
-        first: one of them.
-        second: another, not before the first; an update does not count itself.
-
-    Raises:
-        ValueError: they end without both, or ``second`` comes first.
-    """
-    updates = None
-    for action in actions:
-        if action == first:
-            updates = 0
-        if action == second:
-            if updates is None:
-                raise ValueError(f"second: {second} comes before {first}")
-            return updates
-        if updates is not None and action.kind is _UPDATE and action != first:
-            updates += 1
-    missing = ("first", first) if updates is None else ("second", second)
-    raise ValueError(f"{missing[0]}: the actions have no {missing[1]}")

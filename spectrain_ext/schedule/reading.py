@@ -94,28 +94,27 @@ class Entries:
 
     def take(self, i: int, j: int) -> int:
         """The version of one microbatch; a small minibatch has fewer of them than the schedule."""
-        found = self._next()
-        while found[:2] != (i, j):
-            found = self._next()
-        if not self._known:
+        known = self._known
+        while True:
+            if not known:
+                self._read_on()
+            at_i, at_j, version = known.popleft()
+            if at_i == i and at_j == j:
+                break
+        if not known:
             self._read_on()
-        self.following = self._known[0][2] if self._known else found[2]
-        return found[2]
-
-    def _next(self) -> tuple[int, int, int]:
-        if not self._known:
-            self._read_on()
-        return self._known.popleft()
+        self.following = known[0][2] if known else version
+        return version
 
     def _read_on(self) -> None:
         for kind, i, j in self._actions:
             if kind is Kind.LOAD_FORWARD:
-                self.note(i, j, self._updates)
+                self._known.append((i, j, self._updates))
                 return
             self._updates += kind is Kind.UPDATE
 
 
-#: What stands for weights: a tuple, the version first.
+#: What stands for weights: a tuple of the version and how it is predicted, false if it is not.
 W = TypeVar("W", bound=tuple[Any, ...])
 
 
@@ -260,9 +259,5 @@ class Reader(ABC, Generic[W]):
         return (
             weights in self._wants
             or (self._read_again and weights == self._written)
-            or (
-                not self._reads_newest
-                and weights[0] >= self._oldest
-                and weights == self._itself(weights[0])
-            )
+            or (not self._reads_newest and weights[0] >= self._oldest and not weights[1])
         )

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from .actions import Action, Kind
+from .counting import follow
 from .ledger import open_ledgers
 from .reading import Rules
-from .turns import interleave
 
 #: What a stage computes, and its copies to either neighbour; each lane does one thing at a time.
 Lane = Literal["compute", "to next", "to previous"]
@@ -158,8 +158,7 @@ def simulate(
         raise ValueError(f"durations: expected {n} stages, got {len(durations.forward)}")
     ledgers = open_ledgers(n, rules)
     clocks = [_Clock(k, n, durations) for k in range(n)]
-    for k, run in interleave(actions, minibatches):
-        readings = ledgers[k].enter(run)
+    for k, run, readings in follow(actions, ledgers, minibatches):
         clock = clocks[k]
         next_clock = clocks[k + 1] if k + 1 < n else None
         previous = clocks[k - 1] if k else None
@@ -182,8 +181,6 @@ def simulate(
                 else:
                     neighbour.gradients.append(sent[1])
                     yield Span(k, "to previous", Kind.SEND_GRADIENT, i, j, *sent, None)
-    for ledger in ledgers:
-        ledger.close(minibatches)
 
 
 _Interval = tuple[float, float]

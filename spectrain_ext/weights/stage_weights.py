@@ -60,6 +60,8 @@ class StageWeights:
 
     Attributes:
         peak: what the stage holds at once, as its schedule predicts.
+        versions: of a run: what the working buffer holds, and is to hold. Whoever runs actions asks
+            it for the weights first, so as not to prepare for a load that does nothing.
     """
 
     def __init__(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from spectrain_ext.method import (
     Method,
+    check,
     find_method,
     methods,
     places_of,
@@ -16,6 +18,7 @@ from spectrain_ext.method import (
     second_order,
     xgrad,
 )
+from spectrain_ext.optim import SGD, AdamW
 from spectrain_ext.schedule import Place
 
 
@@ -184,3 +187,32 @@ def test_methods_at_places_that_they_are_not_defined_for():
     for name in ("sync", "gpipe", "1f1b", "xgrad"):
         with pytest.raises(ValueError, match=f"method {name!r} finishes every minibatch before"):
             places_of(find_method(name), 1, 1, "classic")
+
+
+def sgd(**more):
+    return SGD([torch.zeros(1)], lr=0.1, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "more", "match"),
+    [
+        ("spectrain", 4, {}, None),
+        ("spectrain", 4, {"optimizer": sgd(momentum=0.9)}, None),
+        ("spectrain", 4, {"optimizer": sgd()}, r"stages\[0\] under method 'spectrain': .*momentum"),
+        ("vanilla", 4, {"optimizer": sgd()}, None),
+        ("lwp-w", 4, {"optimizer": sgd()}, None),
+        ("spectrain-ema", 2, {"optimizer": AdamW([torch.zeros(1)])}, "AdamW.*defined for sgd"),
+        ("spectrain-ema", 2, {"optimizer": sgd(momentum=0.9)}, "no averaged momentum"),
+        ("xgrad", 2, {}, "at most 1 stage, got 2"),
+        ("pipedream-2bw", 4, {"microbatches": 3}, "at least 4 microbatches"),
+        ("vanilla", 3, {"window": [1, 2, 1]}, "a deadlock"),
+        ("vanilla", 2, {"microbatches": 2, "replicas": (2, 1)}, None),
+        ("vanilla", 2, {"microbatches": 3, "replicas": (2, 1)}, "must divide the 3"),
+    ],
+)
+def test_whether_a_method_can_run_is_known_without_a_pipeline(name, stages, more, match):
+    if match is None:
+        check(name, stages, **more)
+    else:
+        with pytest.raises(ValueError, match=match):
+            check(name, stages, **more)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from itertools import islice
 
 import pytest
 from hypothesis import given
@@ -11,15 +10,12 @@ from hypothesis import strategies as some
 
 from spectrain_ext.schedule import (
     GENERATORS,
-    Action,
-    Kind,
     Met,
     Reading,
     Rules,
     ScheduleError,
     read,
     streams,
-    updates_between,
     validate,
 )
 
@@ -182,26 +178,6 @@ def test_what_a_step_wrote_is_kept_for_all_forwards_of_its_version():
 def test_delays_include_warm_up_and_drain():
     assert counts("1f1b-async", classic(4), 20)[0].delays == {0: 1, 1: 1, 2: 1, 3: 17}
     assert counts("1f1b-async", [7, 5, 3, 1], 20)[1].delays == {0: 1, 1: 1, 2: 1, 3: 1, 4: 16}
-
-
-def test_updates_between_two_actions():
-    def stage():
-        return streams("1f1b-async", classic(4))[1]
-
-    def forward(i):
-        return Action(Kind.LOAD_FORWARD, i)
-
-    def backward(i):
-        return Action(Kind.LOAD_BACKWARD, i)
-
-    assert updates_between(stage(), forward(20), backward(20)) == 2
-    assert updates_between(stage(), forward(1), backward(1)) == 1
-    assert updates_between(stage(), Action(Kind.UPDATE, 3), Action(Kind.UPDATE, 5)) == 1
-    assert updates_between(stage(), forward(5), forward(5)) == 0
-    with pytest.raises(ValueError, match=r"second: load forward weights of minibatch 3.*comes "):
-        updates_between(stage(), forward(9), forward(3))
-    with pytest.raises(ValueError, match="first: the actions have no load backward weights"):
-        updates_between(islice(stage(), 5), backward(0), backward(1))
 
 
 @pytest.mark.parametrize("name", GENERATORS)
