@@ -15,6 +15,7 @@ from spectrain_ext.benchmark.operations import OPERATIONS
 from spectrain_ext.benchmark.report import Report, host_table, markdown
 from spectrain_ext.benchmark.shapes import MODELS
 from spectrain_ext.benchmark.workloads import PRECISIONS, Workload, model, synthetic
+from spectrain_ext.extras import require_matplotlib
 
 from .printable import printable
 
@@ -217,8 +218,6 @@ def _check_output(picture: Path | None, device: str) -> None:
         return
     if picture.suffix not in (".png", ".svg"):
         raise click.BadParameter("expected a .png or an .svg", param_hint="--picture")
-    from spectrain_ext.benchmark.picture import require_matplotlib
-
     try:
         require_matplotlib()
     except ModuleNotFoundError as error:

@@ -29,9 +29,8 @@ from spectrain_ext.experiments.settings import (
 from spectrain_ext.experiments.train_runs import report, train_all
 from spectrain_ext.experiments.workload import build_stages, load_data
 from spectrain_ext.experiments.world import World
-from spectrain_ext.observation import require_tensorboard
+from spectrain_ext.extras import require_matplotlib, require_tensorboard
 from spectrain_ext.schedule import Replicas
-from spectrain_ext.timelines.timeline import require_matplotlib
 
 _POSITIVE = click.IntRange(min=1)
 _COUNT = click.IntRange(min=0)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from spectrain_ext.timelines.timeline import require_matplotlib
+from spectrain_ext.extras import require_matplotlib
 
 from .metric import ACCURACY, Metric
 from .results import MethodResult

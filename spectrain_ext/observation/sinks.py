@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
+from spectrain_ext.extras import require_tensorboard
+
 Record = dict[str, Any]
 
 
@@ -52,10 +54,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path) -> None:
-        require_tensorboard()
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder))
+        self._writer = require_tensorboard().SummaryWriter(str(folder))
 
     def write(self, record: Record) -> None:
         """Add a point to every curve."""
@@ -67,16 +66,6 @@ class TensorBoard:
     def close(self) -> None:
         """Write what is left."""
         self._writer.close()
-
-
-def require_tensorboard() -> None:
-    """Raise ModuleNotFoundError, naming the extra, where TensorBoard cannot be imported."""
-    try:
-        import torch.utils.tensorboard  # noqa: F401
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "tensorboard: it is not installed; pip install 'spectrain_ext[tensorboard]'"
-        ) from error
 
 
 _NO_CURVES = frozenset(("time", "stage", "rank", "minibatch", "minibatches"))

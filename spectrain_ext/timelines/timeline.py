@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from spectrain_ext.extras import require_matplotlib
 from spectrain_ext.schedule import Kind, Span, summarize
 
 
@@ -41,18 +42,6 @@ _ROW, _LOWER_ROW = 0.8, 0.6  # of a stage's blocks; lower where copies are drawn
 _STRIP = 0.17  # of a lane of copies
 _INCH = 72.0  # points
 _NARROWEST = 1.5  # points; blocks that would be narrower widen the picture, as far as it goes
-
-
-def require_matplotlib() -> None:
-    """Raise a ``ModuleNotFoundError`` that names the remedy when matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "the picture needs matplotlib, which is not installed: "
-            "pip install 'spectrain_ext[train]'",
-            name=error.name,
-        ) from error
 
 
 def draw_timeline(

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "spectrain_ext"
 
 #: Each imports only what lies below it; rooms on one floor never import each other.
 FLOORS = (
-    {"_C", "_interpreter", "bounded", "errors", "rng"},
+    {"_C", "_interpreter", "bounded", "errors", "extras", "rng"},
     {"operators", "schedule"},
     {"optim", "method", "transport", "benchmark"},
     {"weights", "timelines", "partitioning"},

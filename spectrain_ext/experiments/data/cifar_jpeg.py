@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from spectrain_ext.extras import require
+
 from .cifar_arrays import CLASSES, SIDE, Arrays
 from .tar import tar_files
 
@@ -23,14 +25,7 @@ def read_tar(path: Path) -> Arrays:
             image of 32x32 pixels or has more than 1 MiB, or there are more than 100,000.
         ModuleNotFoundError: Pillow is not installed; the message names the remedy.
     """
-    try:
-        import PIL.Image  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "images in JPEG files need Pillow, which is not installed: "
-            "pip install 'spectrain_ext[train]'",
-            name=error.name,
-        ) from error
+    require("PIL.Image", "images in JPEG files need Pillow")
     found: dict[str, dict[str, dict[str, np.ndarray[Any, Any]]]] = {"train": {}, "test": {}}
     for count, (member, content) in enumerate(
         tar_files(path, lambda name: _place(name) is not None, largest=_LARGEST), 1
