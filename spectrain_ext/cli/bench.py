@@ -8,13 +8,12 @@ from pathlib import Path
 import click
 import torch
 
-from spectrain_ext.benchmark import compare as comparing
+from spectrain_ext.benchmark import report as reporting
 from spectrain_ext.benchmark import targets
 from spectrain_ext.benchmark.engine import Settings, measure
 from spectrain_ext.benchmark.operations import OPERATIONS
 from spectrain_ext.benchmark.report import Report, host_table, markdown
-from spectrain_ext.benchmark.shapes import MODELS
-from spectrain_ext.benchmark.workloads import PRECISIONS, Workload, model, synthetic
+from spectrain_ext.benchmark.workloads import MODELS, PRECISIONS, Workload, model, synthetic
 from spectrain_ext.extras import require_matplotlib
 
 from .printable import printable
@@ -194,7 +193,7 @@ def tables(report: Report) -> str:
     """The tables of a report, with the machine above them."""
     about = report.environment
     lines = [f"- {name}: {value}" for name, value in about.items()]
-    parts = ["\n".join(lines), markdown(report.rows, copies=True), host_table(report.host_us)]
+    parts = ["\n".join(lines), markdown(report, copies=True), host_table(report.host_us)]
     if report.left_out:
         parts.append("Left out:\n\n" + "\n".join(f"- {line}" for line in report.left_out))
     parts.append(targets.markdown(targets.verdicts(report)))
@@ -225,17 +224,14 @@ def _check_output(picture: Path | None, device: str) -> None:
 
 
 def _compare(before: Report, after: Report, tolerance: float) -> None:
-    changes = comparing.compare(before, after)
+    changes = reporting.compare(before, after)
     if not changes:
         raise click.ClickException("the two runs have no row in common: nothing was compared")
     click.echo()
-    for line in comparing.differences(before, after):
+    for line in reporting.differences(before, after):
         click.echo(f"differs: {printable(line)}", err=True)
-    click.echo(printable(comparing.markdown(changes, tolerance)))
+    click.echo(printable(reporting.changes_table(changes, tolerance)))
     slower = sum(change.regressed(tolerance) for change in changes)
     click.echo(f"\n{slower} of {len(changes)} slower by more than {tolerance:.0%}")
     if slower:
         raise SystemExit(1)
-
-
-__all__ = ["bench", "tables", "workloads"]
