@@ -2,7 +2,6 @@
 
 from .automatic import Partition, partition
 from .cut import Cut, StageEstimate, cut
-from .graph import GraphStage, from_pipe
 from .profile import BlockProfile, Profile, Tie, measure
 from .slices import Slice, cut_at
 from .traced import TracedStage
@@ -10,7 +9,6 @@ from .traced import TracedStage
 __all__ = [
     "BlockProfile",
     "Cut",
-    "GraphStage",
     "Partition",
     "Profile",
     "Slice",
@@ -19,7 +17,6 @@ __all__ = [
     "TracedStage",
     "cut",
     "cut_at",
-    "from_pipe",
     "measure",
     "partition",
 ]

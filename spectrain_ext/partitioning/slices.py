@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from .graph import GraphStage
 from .profile import Tie
 from .traced import TracedStage
 
@@ -30,7 +29,7 @@ class Slice(nn.Sequential):
         """Return the model's name of what is called ``name`` here."""
         index, _, rest = name.partition(".")
         block = self[int(index)]
-        if isinstance(block, (GraphStage, TracedStage)):  # its model is no sequence
+        if isinstance(block, TracedStage):  # its model is no sequence
             return block.full_name(rest)
         return f"{self.first + int(index)}.{rest}"
 

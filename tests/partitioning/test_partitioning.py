@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.distributed.pipelining import SplitPoint
 
 import spectrain_ext as st
-from spectrain_ext.partitioning import BlockProfile, Profile, Slice, cut_at, from_pipe, measure
+from spectrain_ext.partitioning import BlockProfile, Profile, Slice, cut_at, measure
 
 LOSS = nn.functional.mse_loss
 
@@ -290,18 +290,6 @@ def test_splitting_leaves_the_model_as_it_was():
     st.partition(model, 2, EXAMPLE, split_points={"norm": SplitPoint.BEGINNING}, repeats=1)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     assert torch.equal(model(*EXAMPLE), expected)
-
-
-def test_from_a_pipe():
-    model = Skips().eval()
-    pipe = pipeline(copy.deepcopy(model), EXAMPLE, split_spec={"layers.2": SplitPoint.END})
-    stages = from_pipe(pipe)
-    value = EXAMPLE
-    for stage in stages:
-        value = stage(value)
-    torch.testing.assert_close(value, model(*EXAMPLE))
-    with pytest.raises(ValueError, match=r"expected 2 tensors \(x, mask\), got 1"):
-        stages[0](EXAMPLE[0])
 
 
 class Tied(nn.Module):
