@@ -111,7 +111,7 @@ def _sized(model: nn.Module, arguments: tuple[Tensor, ...], name: str) -> list[T
     if size > 1:
         single = tuple(a[:1] if a.dim() and a.shape[0] == size else a for a in arguments)
         program = trace[0][0]
-        if program.fits(single) and not program.accepts(single):
+        if program.misfit(single) is None and program.detour(single) is not None:
             with suppress(RuntimeError, ValueError):  # BatchNorm has reasons to refuse one
                 return [_exported(model, single, name, False), trace]
     return [trace]
