@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .partition import cut_evenly
-from .seeding import seeded
+from .building import cut_evenly, parts_of, seeded
 
 _HEAD_WIDTH = 32
 _STD = 0.02
@@ -90,12 +89,11 @@ def gpt(
             *blocks,
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)),
         ]
-        for layer in layers:
-            for module in layer.modules():
-                if isinstance(module, (nn.Linear, nn.Embedding)):
-                    nn.init.normal_(module.weight, 0.0, _STD)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        for module in parts_of(layers):
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, 0.0, _STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         for block in blocks:
             for added in (block.project, block.mlp[2]):
                 assert isinstance(added, nn.Linear)

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .partition import cut_evenly
-from .seeding import seeded
+from .building import cut_evenly, seeded
 
 
 class LSTMBlock(nn.Module):

@@ -6,8 +6,7 @@ Width 64 has the parameters of ``torchvision.models.vgg16`` in their order, so t
 
 from torch import nn
 
-from .partition import cut_evenly
-from .seeding import seeded
+from .building import cut_evenly, draw_convolutions, seeded
 
 # Convolutions in each of the five groups, and their width as a multiple of the first group's.
 _GROUPS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
@@ -51,12 +50,7 @@ def vgg(
         raise ValueError(f"depth of VGG must be one of {', '.join(map(str, _GROUPS))}, got {depth}")
     with seeded(seed):
         layers = _convolutions(depth, width, channels, batch_norm)
-        for layer in layers:
-            for module in layer.modules():
-                if isinstance(module, nn.Conv2d):
-                    nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-                    assert module.bias is not None
-                    nn.init.zeros_(module.bias)
+        draw_convolutions(layers)
         layers += _head(width, pool, classes, dropout)
     return cut_evenly(layers, stages)
 
