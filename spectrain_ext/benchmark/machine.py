@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "spectrain_ext": build["version"],
         "instruction_set": build["cpu_instruction_set"],
     }
-    for name in ("triton", "cupy-cuda13x", "cupy-cuda12x"):
-        try:
-            info[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    info |= installed("triton", "cupy-cuda13x", "cupy-cuda12x")
     if hasattr(os, "getloadavg"):
         info["load_before"] = round(os.getloadavg()[0], 2)
     if device != "cpu":
@@ -44,6 +41,15 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         info["l2_bytes"] = getattr(p, "L2_cache_size", None)
         info["cuda"] = torch.version.cuda
     return info
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """The versions of those that are."""
+    found = {}
+    for name in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def cores() -> int:

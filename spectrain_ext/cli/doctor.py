@@ -1,6 +1,5 @@
 """``spectrain doctor``: what was built, what this machine has, what is missing and its remedy."""
 
-import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spectrain_ext import _C
+from spectrain_ext.benchmark.machine import cores, installed
 
 BuildInfo = Mapping[str, str | bool | list[str]]
 
@@ -45,17 +45,12 @@ def doctor(brief: bool) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions of the package and of what it meets at run time."""
-    found = {
+    return {
         "spectrain_ext": _C.build_info()["version"],
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
+        **installed("numpy", "scikit-learn", "matplotlib", "cupy-cuda13x", "cupy-cuda12x"),
     }
-    for name in ("numpy", "scikit-learn", "matplotlib", "cupy-cuda13x", "cupy-cuda12x"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def summary(build: BuildInfo) -> str:
@@ -70,8 +65,7 @@ def summary(build: BuildInfo) -> str:
 
 def devices() -> dict[str, str]:
     """Return one line per device that torch can use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = {"cpu": f"{cores} cores to use, torch runs {torch.get_num_threads()} threads"}
+    found = {"cpu": f"{cores()} cores to use, torch runs {torch.get_num_threads()} threads"}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found[f"cuda:{index}"] = (

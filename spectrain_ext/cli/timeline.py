@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import click
 
+from spectrain_ext.experiments.settings import choose_window
 from spectrain_ext.method import methods
-from spectrain_ext.method.choices import Window
 from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
@@ -18,18 +17,6 @@ from .printable import printable
 _POSITIVE = click.IntRange(min=1)
 _TIME = click.FloatRange(min=0.0)
 _SUFFIXES = (".svg", ".png", ".json")
-
-
-def _window(context: click.Context, parameter: click.Parameter, value: str | None) -> Window:
-    if value is None or value in ("classic", "wide"):
-        return cast(Window, value)
-    try:
-        numbers = [int(part) for part in value.split(",")]
-    except ValueError:
-        raise click.BadParameter(
-            f"expected 'classic', 'wide', a number, or one per stage with commas, got {value!r}"
-        ) from None
-    return numbers[0] if len(numbers) == 1 else numbers
 
 
 @click.command(context_settings={"show_default": True})
@@ -44,7 +31,6 @@ def _window(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--microbatches", type=_POSITIVE, default=1, help="Parts of every minibatch.")
 @click.option(
     "--window",
-    callback=_window,
     help="Microbatches in flight: classic, wide, a number, or one per stage with commas.  "
     "[default: the method's]",
 )
@@ -67,7 +53,7 @@ def timeline(
     stages: int,
     minibatches: int,
     microbatches: int,
-    window: Window,
+    window: str | None,
     forward: float,
     backward: float,
     update: float,
@@ -86,38 +72,28 @@ def timeline(
             f"expected a name that ends in {', '.join(_SUFFIXES)}, got {out.name!r}",
             param_hint="'--out'",
         )
+    times = {"forward": forward, "backward": backward, "update": update}
     try:
         if csv is not None:
+            name = printable(csv.name)
             actions = read_csv(csv, microbatches=None if microbatches == 1 else microbatches)
-            durations = Durations.of(
-                len(actions),
-                forward=forward,
-                backward=backward,
-                update=update,
-                activation=communication,
-                gradient=communication,
-            )
-            name, spans = printable(csv.name), list(simulate(actions, durations))
+            copies = {"activation": communication, "gradient": communication}
+            spans = list(simulate(actions, Durations.of(len(actions), **times, **copies)))
         else:
             if method not in methods():
                 raise ValueError(f"there is no method {method!r}; there are {', '.join(methods())}")
-            name, spans = (
-                f"{method}, {stages} stages",
-                list(
-                    simulate_method(
-                        method,
-                        stages,
-                        minibatches,
-                        microbatches=microbatches,
-                        window=window,
-                        forward=forward,
-                        backward=backward,
-                        update=update,
-                        prediction=prediction,
-                        communication=communication,
-                    )
-                ),
+            name = f"{method}, {stages} stages"
+            simulated = simulate_method(
+                method,
+                stages,
+                minibatches,
+                microbatches=microbatches,
+                window=choose_window(window, stages),
+                prediction=prediction,
+                communication=communication,
+                **times,
             )
+            spans = list(simulated)
         if out.suffix == ".json":
             write_trace(out, spans)
         else:
