@@ -20,6 +20,8 @@ from .printable import printable
 
 _QUICK = "quick"
 _COUNTS = (1, 10, 300, 3000)
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_POSITIVE = click.IntRange(min=1)
 _EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
 
 
@@ -43,7 +45,7 @@ _EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
 @click.option(
     "--tensors",
     multiple=True,
-    type=click.IntRange(min=1),
+    type=_POSITIVE,
     metavar="N",
     help="In N tensors instead of the suite's; may be repeated.",
 )
@@ -62,7 +64,7 @@ _EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
     help="May be repeated.",
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu, or a CUDA device.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads on the CPU.")
+@click.option("--threads", type=_POSITIVE, help="Threads on the CPU.")
 @click.option(
     "--compile",
     "with_compile",
@@ -83,23 +85,9 @@ _EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
     help="What tensors may take; default: most of what is free.",
 )
 @click.option("--seconds", type=click.FloatRange(min=0.0), help="No case is begun after this.")
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write everything that was measured.",
-)
-@click.option(
-    "--markdown",
-    "markdown_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the tables.",
-)
-@click.option(
-    "--picture",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw a PNG or SVG; needs matplotlib.",
-)
+@click.option("--json", "json_path", type=_FILE, help="Write everything that was measured.")
+@click.option("--markdown", "markdown_path", type=_FILE, help="Write the tables.")
+@click.option("--picture", type=_FILE, help="Draw a PNG or SVG; needs matplotlib.")
 @click.option(
     "--compare",
     "baseline",
@@ -140,7 +128,10 @@ def bench(
     operations = [op for op in OPERATIONS if only.lower() in op.name.lower()]
     if not operations:
         raise click.BadParameter(f"no operation's name contains {only!r}", param_hint="-k")
-    before = _baseline(baseline)
+    try:
+        before = None if baseline is None else Report.load(baseline)
+    except ValueError as error:
+        raise click.BadParameter(f"{baseline}: {error}", param_hint="--compare") from error
     _check_output(picture, device)
     work = workloads(suite, elements, tensors, models, precisions)
     if threads is not None:
@@ -198,15 +189,6 @@ def tables(report: Report) -> str:
         parts.append("Left out:\n\n" + "\n".join(f"- {line}" for line in report.left_out))
     parts.append(targets.markdown(targets.verdicts(report)))
     return "\n\n".join(parts)
-
-
-def _baseline(path: Path | None) -> Report | None:
-    if path is None:
-        return None
-    try:
-        return Report.load(path)
-    except ValueError as error:
-        raise click.BadParameter(f"{path}: {error}", param_hint="--compare") from error
 
 
 def _check_output(picture: Path | None, device: str) -> None:

@@ -77,19 +77,19 @@ def devices() -> dict[str, str]:
 
 def peer_access() -> Table:
     """Return which CUDA device reaches which other one's memory directly."""
-    count = torch.cuda.device_count()
+    every = range(torch.cuda.device_count())
     table = Table(title="Peer access", title_justify="left")
     table.add_column("from \\ to")
-    for target in range(count):
+    for target in every:
         table.add_column(f"cuda:{target}", justify="center")
-    for source in range(count):
-        cells = [
-            "-"
-            if source == target
-            else ("yes" if torch.cuda.can_device_access_peer(source, target) else "no")
-            for target in range(count)
-        ]
-        table.add_row(f"cuda:{source}", *cells)
+
+    def reaches(source: int, target: int) -> str:
+        if source == target:
+            return "-"
+        return "yes" if torch.cuda.can_device_access_peer(source, target) else "no"
+
+    for source in every:
+        table.add_row(f"cuda:{source}", *(reaches(source, target) for target in every))
     return table
 
 
