@@ -53,14 +53,12 @@ def installed(*packages: str) -> dict[str, str]:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_name() -> str:
-    """What the processor calls itself."""
     path = Path("/proc/cpuinfo")
     fields: dict[str, str] = {}
     if path.exists():
@@ -74,7 +72,6 @@ def cpu_name() -> str:
 
 
 def free_bytes(device: str = "cpu") -> int:
-    """Memory that is free now."""
     if device != "cpu":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])

@@ -30,7 +30,6 @@ class Operation:
 
     @property
     def letters(self) -> str:
-        """The streams it works on."""
         return "".join(sorted(set(self.reads + self.writes)))
 
     @property
@@ -40,7 +39,6 @@ class Operation:
 
     @property
     def adam(self) -> bool:
-        """Whether that is Adam's."""
         return "u" in self.reads
 
     def bytes_moved(self, work: Workload) -> int:

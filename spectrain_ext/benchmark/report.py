@@ -52,7 +52,6 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What makes two rows of two runs comparable."""
         return self.operation, self.workload, self.precision, self.implementation
 
 

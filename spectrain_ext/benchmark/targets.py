@@ -32,7 +32,6 @@ def verdicts(report: Report) -> list[Verdict]:
 
 
 def markdown(found: Iterable[Verdict]) -> str:
-    """A table of targets."""
     met = {None: "not measured", True: "yes", False: "**no**"}
     rows = [[v.what, v.target, v.measured, met[v.met]] for v in found]
     return table("what|target|measured|met", rows)

@@ -46,12 +46,10 @@ class Workload:
 
     @property
     def elements(self) -> int:
-        """Elements of one stream."""
         return sum(map(math.prod, self.shapes))
 
     @property
     def count(self) -> int:
-        """Number of tensors."""
         return len(self.shapes)
 
     def emptied(self) -> Workload:
@@ -153,7 +151,6 @@ MODELS: dict[str, Callable[[], list[Shape]]] = {
 
 
 def model(name: str, precision: Precision = FP32) -> Workload:
-    """The parameter list of a real model."""
     return Workload(name, tuple(MODELS[name]()), precision)
 
 
@@ -170,7 +167,6 @@ class Streams:
     _made: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def __getitem__(self, letter: str) -> list[Tensor]:
-        """The tensors of one stream."""
         if letter not in self._made:
             self._made[letter] = self._make(letter)
         return self._made[letter]
@@ -187,7 +183,6 @@ class Streams:
 
 
 def dtype_of(work: Workload, letter: str) -> torch.dtype:
-    """The dtype of one stream."""
     p = work.precision
     if letter in "op":
         return p.outs

@@ -44,7 +44,6 @@ def doctor(brief: bool) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the package and of what it meets at run time."""
     return {
         "spectrain_ext": _C.build_info()["version"],
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -54,7 +53,6 @@ def versions() -> dict[str, str]:
 
 
 def summary(build: BuildInfo) -> str:
-    """Return in one line what was built."""
     cpu = f"CPU ({_plain(build['cpu_instruction_set'])})"
     if not build["cuda"]:
         return f"spectrain_ext was built for {cpu} only: no CUDA compiler was found or wanted"

@@ -90,7 +90,6 @@ class Meter:
         self.begin()
 
     def begin(self) -> None:
-        """A run begins."""
         self._updates = 0
         self._read_at: dict[tuple[int, int], int] = {}  # updates at a microbatch's forward
         self._records.clear()
@@ -99,12 +98,10 @@ class Meter:
             self._probe.begin()
 
     def end(self) -> None:
-        """The run has ended: so has the window."""
         if self._window.minibatches:
             self._close()
 
     def loss(self, loss: Tensor) -> None:
-        """Of a minibatch."""
         self._window.losses.append(loss)
 
     def handlers(self, given: dict[Kind, Handler]) -> dict[Kind, Handler]:

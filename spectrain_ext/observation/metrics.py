@@ -86,12 +86,10 @@ class Metrics(Observer):
             self._sinks.append(JsonLines(_of_rank(Path(path), self._rank)))
 
     def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
-        """A run begins."""
         for meter in self._meters.values():
             meter.begin()
 
     def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
-        """Count and time a stage's actions."""
         meter = self._meters.get(stage.index)
         if meter is None:
             late = int(stage.device.type == "cuda")
@@ -113,13 +111,11 @@ class Metrics(Observer):
         return Probe(stage.weights, choices, place, self._errors_every)
 
     def result(self, result: Result) -> None:
-        """Note the loss where it was computed."""
         for meter in self._meters.values():
             if meter.stage.targets is not None:
                 meter.loss(result.loss)
 
     def end(self) -> None:
-        """Write what there is."""
         for meter in self._meters.values():
             meter.end()
             self._write(meter, late=0)

@@ -58,7 +58,6 @@ class Trace(Observer):
                 self._origins[device] = time.perf_counter(), event
 
     def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
-        """The handlers of a stage's actions, with a mark before and after each."""
         return marked(stage, handlers, self._records)
 
     def spans(self) -> list[Span]:

@@ -1,9 +1,8 @@
 """Cutting a model into stages: measure its blocks, decide where to cut, make the stages."""
 
-from .automatic import Partition, partition
 from .cut import Cut, StageEstimate, cut
 from .profile import BlockProfile, Profile, Tie, measure
-from .slices import Slice, cut_at
+from .stages import Partition, Slice, cut_at, partition
 from .traced import TracedStage
 
 __all__ = [

@@ -42,7 +42,6 @@ class Port:
         return cls(node.name, source, tuple(_fixed(size) for size in value.shape), value.dtype)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether it has the sizes."""
         sizes = tensor.shape
         return len(self.shape) == len(sizes) and all(
             want is None or want == size for want, size in zip(self.shape, sizes, strict=True)
@@ -95,7 +94,6 @@ class Program:
 
     @property
     def code(self) -> str:
-        """What it does with what it is given."""
         return str(self._module.code)
 
     def __deepcopy__(self, memo: object) -> Program:

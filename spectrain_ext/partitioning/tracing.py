@@ -307,7 +307,6 @@ class _Modes:
                     tensor.requires_grad_(learns)
 
     def now(self) -> list[bool]:
-        """What they are, module by module."""
         return [module.training for module in self._flags]
 
     def set(self, mode: bool) -> None:

@@ -73,7 +73,6 @@ class Arrays:
                 raise ValueError(f"{part} labels: expected some, all from 0 to {CLASSES - 1}")
 
     def fingerprint(self) -> str:
-        """Hash of the content."""
         digest = hashlib.sha256()
         for name in self.NAMES:
             digest.update(np.ascontiguousarray(getattr(self, name)).tobytes())

@@ -18,7 +18,6 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def parts_of(layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """All modules in the layers."""
     return (module for layer in layers for module in layer.modules())
 
 

@@ -18,7 +18,6 @@ class ResidualBlock(nn.Module):
         self.project = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of ``x``'s shape."""
         hidden = torch.relu(self.expand(self.norm(x)))
         return torch.add(x, self.project(hidden))
 

@@ -39,7 +39,6 @@ class Block(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the input to what is computed from it."""
         y = self.body(x)
         joined: Tensor = self.relu(y + (x if self.shortcut is None else self.shortcut(x)))
         return joined
