@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,15 +19,6 @@ class Times:
 
     seconds: list[float] = field(default_factory=list)
     how: str = "clock"
-
-
-class Contestant(Protocol):
-    """Something that can be sampled once."""
-
-    how: str
-
-    def sample(self) -> float:
-        """Seconds of one call."""
 
 
 class OnHost:
@@ -94,6 +85,9 @@ def _capture(calls: Sequence[Call]) -> Any:
         torch.cuda.synchronize()
         return None
     return graph
+
+
+Contestant = OnHost | OnDevice
 
 
 def take_turns(

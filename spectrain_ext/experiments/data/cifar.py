@@ -1,15 +1,16 @@
 """CIFAR-10 (Krizhevsky, 2009): 60,000 photographs of 32x32 pixels in ten classes, from files."""
 
 import hashlib
+import io
 import logging
-import os
-import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from spectrain_ext.experiments.files import write_atomically
 
 from . import cifar_files
 from .cifar_files import Arrays
@@ -113,12 +114,7 @@ def _through_cache(path: Path | None, read: Callable[[], Arrays]) -> Arrays:
     arrays = read()
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".npz")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez(file, **{key: getattr(arrays, key) for key in Arrays.NAMES})
-            os.replace(unfinished, path)
-        except BaseException:
-            os.unlink(unfinished)
-            raise
+        content = io.BytesIO()
+        np.savez(content, **{key: getattr(arrays, key) for key in Arrays.NAMES})
+        write_atomically(path, content.getvalue())
     return arrays
