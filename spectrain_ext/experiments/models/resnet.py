@@ -49,12 +49,11 @@ def resnet(
     *,
     depth: int = 18,
     width: int = 64,
-    channels: int = 3,
     classes: int = 10,
     small_images: bool = False,
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return ResNet as a list of ``stages`` modules on images ``(batch, channels, height, width)``.
+    """Return ResNet as a list of ``stages`` modules on images ``(batch, 3, height, width)``.
 
     Its layers, between which it can be cut, are the stem, every block, and the head.
 
@@ -62,7 +61,6 @@ def resnet(
         stages: parts, at most the number of blocks and 2 (10 for a depth of 18).
         depth: 18 or 34 (basic blocks), 50, 101 or 152 (bottlenecks).
         width: channels of the first group; the original has 64.
-        channels: of an image.
         classes: size of the output ``(batch, classes)``.
         small_images: begin with a 3x3 convolution instead of a 7x7 one of stride 2 and a pooling,
             as the paper does for images of 32 pixels.
@@ -76,7 +74,7 @@ def resnet(
         known = ", ".join(map(str, depths))
         raise ValueError(f"depth of ResNet must be one of {known}, got {depth}")
     with seeded(seed):
-        layers = [_stem(channels, width, small_images)]
+        layers = [_stem(width, small_images)]
         channels = width
         for group, count in enumerate(depths[depth]):
             inside = width * 2**group
@@ -99,11 +97,11 @@ def resnet(
     return cut_evenly(layers, stages)
 
 
-def _stem(channels: int, width: int, small_images: bool) -> nn.Module:
+def _stem(width: int, small_images: bool) -> nn.Module:
     if small_images:
-        return nn.Sequential(*_normalized(channels, width, 3, 1), nn.ReLU(inplace=True))
+        return nn.Sequential(*_normalized(3, width, 3, 1), nn.ReLU(inplace=True))
     pool = nn.MaxPool2d(3, stride=2, padding=1)
-    return nn.Sequential(*_normalized(channels, width, 7, 2), nn.ReLU(inplace=True), pool)
+    return nn.Sequential(*_normalized(3, width, 7, 2), nn.ReLU(inplace=True), pool)
 
 
 def _normalized(channels: int, width: int, size: int, stride: int) -> tuple[nn.Module, nn.Module]:
