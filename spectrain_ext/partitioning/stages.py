@@ -177,7 +177,7 @@ def partition(
             f"profile: expected {len(blocks)} blocks, as the model has, got {len(profile.blocks)}"
         )
     found = cut(
-        Profile(profile.blocks, profile.input_bytes, ties),
+        Profile(profile.blocks, ties),
         n_stages,
         bandwidth=bandwidth,
         memory_limit=memory_limit,
