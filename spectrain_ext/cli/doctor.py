@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 
 import click
@@ -114,76 +114,61 @@ def covers(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
     return False
 
 
-def _build_problems(build: BuildInfo) -> list[tuple[str, str]]:
+def _build_problems(build: BuildInfo) -> Iterator[tuple[str, str]]:
     if not build["cuda"]:
-        return [
-            (
-                "The CUDA half of this package was not built: CPU tensors only.",
-                "with a CUDA toolkit (nvcc on PATH, or CUDA_HOME) reinstall under "
-                "SPECTRAIN_CUDA=1, which makes a missing compiler an error",
-            )
-        ]
+        yield (
+            "The CUDA half of this package was not built: CPU tensors only.",
+            "with a CUDA toolkit (nvcc on PATH, or CUDA_HOME) reinstall under SPECTRAIN_CUDA=1, "
+            "which makes a missing compiler an error",
+        )
+        return
     architectures = build["cuda_architectures"]
     assert isinstance(architectures, list)
-    found = []
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         if not covers(architectures, capability):
             name = ".".join(map(str, capability))
-            found.append(
-                (
-                    f"cuda:{index} has compute capability {name}, which was not built for.",
-                    "reinstall from the sources with SPECTRAIN_ARCHS=native, or where this GPU "
-                    f'cannot be seen with TORCH_CUDA_ARCH_LIST="{name}"',
-                )
+            yield (
+                f"cuda:{index} has compute capability {name}, which was not built for.",
+                "reinstall from the sources with SPECTRAIN_ARCHS=native, or where this GPU cannot "
+                f'be seen with TORCH_CUDA_ARCH_LIST="{name}"',
             )
     if torch.cuda.is_available():
         try:
             _C.require_cuda()
         except RuntimeError as error:
-            found.append(
-                (
-                    f"torch uses CUDA, this package cannot: {error}.",
-                    "update the driver, or build with a CUDA toolkit older than "
-                    f"{_plain(build['cuda_compiler'])}",
-                )
+            yield (
+                f"torch uses CUDA, this package cannot: {error}.",
+                "update the driver, or build with a CUDA toolkit older than "
+                f"{_plain(build['cuda_compiler'])}",
             )
-    return found
 
 
-def _torch_problems() -> list[tuple[str, str]]:
+def _torch_problems() -> Iterator[tuple[str, str]]:
     if torch.version.cuda is None:
         where = ", although the machine has an NVIDIA device" if _has_nvidia_device() else ""
-        return [
-            (
-                f"This torch is a CPU build{where}.",
-                "install a CUDA build of torch 2.10 or newer (with make: TORCH_INDEX=<its index>)",
-            )
-        ]
-    if torch.cuda.is_available():
-        return []
-    if _has_nvidia_device():
-        remedy = (
+        yield (
+            f"This torch is a CPU build{where}.",
+            "install a CUDA build of torch 2.10 or newer (with make: TORCH_INDEX=<its index>)",
+        )
+    elif not torch.cuda.is_available():
+        yield (
+            "torch is a CUDA build but sees no CUDA device.",
             f"the driver may be older than torch's CUDA {torch.version.cuda}: update it, or "
             "install a torch for an older CUDA"
+            if _has_nvidia_device()
+            else "install NVIDIA's driver, check that nvidia-smi works and that "
+            "CUDA_VISIBLE_DEVICES is not empty",
         )
-    else:
-        remedy = (
-            "install NVIDIA's driver, check that nvidia-smi works and that CUDA_VISIBLE_DEVICES "
-            "is not empty"
-        )
-    return [("torch is a CUDA build but sees no CUDA device.", remedy)]
 
 
-def _extra_problems() -> list[tuple[str, str]]:
-    return [
-        (
-            f"{package} is not installed: 'spectrain train' needs it.",
-            "pip install 'spectrain_ext[train]'",
-        )
-        for module, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib"))
-        if find_spec(module) is None
-    ]
+def _extra_problems() -> Iterator[tuple[str, str]]:
+    for module, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")):
+        if find_spec(module) is None:
+            yield (
+                f"{package} is not installed: 'spectrain train' needs it.",
+                "pip install 'spectrain_ext[train]'",
+            )
 
 
 def _has_nvidia_device() -> bool:
