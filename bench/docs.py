@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spectrain_ext.benchmark import targets
-from spectrain_ext.benchmark.report import Report, Row, host_table, microseconds, times_rival
+from spectrain_ext.benchmark.report import Report, Row, host_table, microseconds, table, times_rival
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
@@ -60,11 +60,7 @@ def section(report: Report, folder: str) -> str:
 
 def compact(report: Report) -> str:
     """One line per case: ours, the share of the copy, the fastest rival."""
-    lines = [
-        "| operation | tensors | types | ours, us | IQR | best | of copy | of copy, best "
-        "| fastest rival | its us | times |",
-        "|---|---|---|--:|--:|--:|--:|--:|---|--:|--:|",
-    ]
+    lines = []
 
     def median(row: Row) -> float:
         return row.median_us
@@ -80,8 +76,9 @@ def compact(report: Report) -> str:
             ["", ""] if rival is None else [rival.implementation, microseconds(rival.median_us)]
         )
         cells.append("" if ratio is None else f"{ratio:.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    columns = "operation|tensors|types|>ours, us|>IQR|>best|>of copy|>of copy, best"
+    return table(f"{columns}|fastest rival|>its us|>times", lines)
 
 
 def replaced(text: str, generated: str) -> str:

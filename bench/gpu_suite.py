@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -33,80 +34,42 @@ from gpu.steps import Outcome, run_group
 
 HERE = Path(__file__).resolve().parent
 
-PARTS = (
-    "install",
-    "first",
-    "tests",
-    "small",
-    "stress-methods",
-    "stress-options",
-    "stress-plans",
-    "operators",
-    "probe-build",
-    "probe",
-    "large",
-    "host-cost",
-    "overlap",
-)
+#: Where every part is, in gpu/. Its module is imported where it runs: no part shall fail because
+#: another one's cannot be.
+PARTS = {
+    "install": "install.install",
+    "first": "first.first",
+    "tests": "cuda_tests.run_tests",
+    "small": "small.small",
+    "stress-methods": "stress.stress_methods",
+    "stress-options": "stress.stress_options",
+    "stress-plans": "stress.stress_plans",
+    "operators": "operators.run_operators",
+    "probe-build": "probe.prepare",
+    "probe": "probe.run",
+    "large": "operators.large_launches",
+    "host-cost": "host_cost.host_cost",
+    "overlap": "overlap.traced",
+}
 
 
 def run_part(name: str, record: str, work: Path, until: float, scale: Scale, tests: Path) -> int:
     """Run a part in this process; 1 where one of its cases failed."""
-    # Imported here: no part shall fail because another one's modules cannot be imported.
     light = name in ("install", "tests", "probe-build", "probe")
     cases = Cases(work / f"{record}.json", until, (lambda: None) if light else scale.wait)
-    if name == "install":
-        from gpu.install import install
-
-        install(cases, scale, work)
-    elif name == "tests":
-        from gpu.cuda_tests import run_tests
-
-        run_tests(cases, tests, work)
-    elif name in ("probe-build", "probe"):
-        from gpu import probe
-
-        if name == "probe":
-            probe.run(cases, scale, work)
-        else:
-            probe.prepare(cases, work)
-    else:
+    if not light:
         import torch
 
         torch.set_num_threads(1)
-        _part(name, work)(cases, scale)
+    module, _, function = PARTS[name].partition(".")
+    part: Callable[..., None] = getattr(importlib.import_module(f"gpu.{module}"), function)
+    given: dict[str, tuple[object, ...]] = {
+        "tests": (tests, work),
+        "probe-build": (work,),
+        **dict.fromkeys(("install", "probe", "overlap"), (scale, work)),
+    }
+    part(cases, *given.get(name, (scale,)))
     return int(any(case["status"] in ("failed", "died") for case in cases.data.values()))
-
-
-def _part(name: str, work: Path) -> Callable[[Cases, Scale], None]:
-    if name == "first":
-        from gpu.first import first
-
-        return first
-    if name == "small":
-        from gpu.small import small
-
-        return small
-    if name == "operators":
-        from gpu.operators import run_operators
-
-        return run_operators
-    if name == "large":
-        from gpu.counters import large_launches
-
-        return large_launches
-    if name == "host-cost":
-        from gpu.host_cost import host_cost
-
-        return host_cost
-    if name == "overlap":
-        from gpu.overlap import traced
-
-        return lambda cases, scale: traced(cases, scale, work)
-    from gpu import stress
-
-    found: Callable[[Cases, Scale], None] = getattr(stress, name.replace("-", "_"))
-    return found
 
 
 def suite(out: Path, total_s: float, dry: bool, rehearses: bool, tests: Path) -> int:
@@ -177,9 +140,9 @@ def _after(name: str, results: Results) -> None:
         except Exception as error:
             results.environment["gpu"] = {"error": f"{type(error).__name__}: {error}", "count": 0}
     elif name == "ncu" and (results.work / "ncu.log").exists():
-        from gpu.counters import metrics
+        from gpu.operators import counters
 
-        found = metrics((results.work / "ncu.log").read_text(errors="replace"))
+        found = counters((results.work / "ncu.log").read_text(errors="replace"))
         if found:
             data = {"kernels": {"status": "ok", "result": found}}
             write(results.work / "ncu-metrics.json", json.dumps(data))

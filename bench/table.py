@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Implementations that are this package's own; the others are rivals.
-OURS = ("operator", "Plan")
+from spectrain_ext.benchmark.operations import OURS
+from spectrain_ext.benchmark.report import spread, table
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,8 @@ class Row:
 
 def summarize(group: str, name: str, times_s: Sequence[float]) -> Row:
     """A row from raw times in seconds."""
-    if not times_s:
-        raise ValueError(f"{group}, {name}: no measured times")
-    median = statistics.median(times_s)
-    quarters = statistics.quantiles(times_s, n=4) if len(times_s) > 1 else [median] * 3
-    spread, best = quarters[2] - quarters[0], min(times_s)
-    return Row(group, name, median * 1e6, spread * 1e6, best * 1e6, len(times_s))
+    median, iqr, best = spread(times_s)
+    return Row(group, name, median * 1e6, iqr * 1e6, best * 1e6, len(times_s))
 
 
 def from_pytest_benchmark(data: dict[str, Any]) -> list[Row]:
@@ -64,26 +59,16 @@ def ratio_to_rival(row: Row, group: Sequence[Row]) -> float | None:
 
 def markdown(rows: Iterable[Row]) -> str:
     """A table in Markdown; a ratio that has no meaning is left empty."""
-    lines = [
-        "| what | implementation | median us | IQR us | best us | times rival |",
-        "|---|---|--:|--:|--:|--:|",
-    ]
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
+    lines = []
     for name, group in groups.items():
         for row in group:
             ratio = ratio_to_rival(row, group)
-            lines.append(
-                f"| {name} | {row.name} | {row.median_us:.1f} | {row.iqr_us:.1f} | "
-                f"{row.best_us:.1f} | {'' if ratio is None else format(ratio, '.2f')} |"
-            )
-    return "\n".join(lines)
-
-
-def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Rows as plain dictionaries."""
-    return [asdict(r) for r in rows]
+            figures = [f"{us:.1f}" for us in (row.median_us, row.iqr_us, row.best_us)]
+            lines.append([name, row.name, *figures, "" if ratio is None else f"{ratio:.2f}"])
+    return table("what|implementation|>median us|>IQR us|>best us|>times rival", lines)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,11 @@
-"""Every operator and its rivals on rotating buffers: the largest first, torch.compile last."""
+"""Every operator and its rivals on rotating buffers: the largest first, torch.compile last.
+
+Four large launches for ncu, too, and what it said of them.
+"""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -9,9 +13,17 @@ from typing import Any
 from spectrain_ext.benchmark import operations
 from spectrain_ext.benchmark.engine import Settings, host_overhead, measure
 from spectrain_ext.benchmark.machine import environment
-from spectrain_ext.benchmark.operations import ADAMW_2, SGD_2, STAGE, Operation
+from spectrain_ext.benchmark.operations import (
+    ADAMW_1,
+    ADAMW_2,
+    PREDICT,
+    SGD_2,
+    STAGE,
+    Operation,
+    ours,
+)
 from spectrain_ext.benchmark.report import Report, Row
-from spectrain_ext.benchmark.workloads import BF16, MIXED, Workload, model, synthetic
+from spectrain_ext.benchmark.workloads import BF16, FP32, MIXED, Streams, Workload, model, synthetic
 
 from .cases import Cases
 from .scale import Scale
@@ -84,3 +96,33 @@ def report_of(found: dict[str, Any]) -> Report:
         else:
             report.left_out.append(f"{name}: {case.get('error', case['status'])}")
     return report
+
+
+# For ncu.
+
+
+def large_launches(cases: Cases, scale: Scale) -> None:
+    """One launch of each."""
+    for operation, precision in ((PREDICT, FP32), (SGD_2, FP32), (ADAMW_2, FP32), (ADAMW_1, MIXED)):
+        work = synthetic((1,), scale.large[:1], precision)[0]
+
+        def launch(operation: Any = operation, work: Any = work) -> None:
+            ours(operation, Streams(work, scale.device))["Plan"]()
+            scale.wait()
+
+        cases.run(f"{operation.name}, {work.name}, {precision.name}", launch)
+
+
+def counters(text: str) -> list[dict[str, Any]]:
+    """Kernels and their metrics, in the order of launches, from `ncu --csv --page details`."""
+    lines = text.splitlines()
+    begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    kernels: dict[str, dict[str, Any]] = {}
+    for row in csv.DictReader(lines[begin:]):
+        name = row.get("Metric Name")
+        if not name or not (row.get("ID") or "").isdigit():
+            continue
+        kernel = kernels.setdefault(row["ID"], {"kernel": row.get("Kernel Name"), "metrics": {}})
+        key = f"{name} [{row.get('Metric Unit') or ''}]".replace(" []", "")
+        kernel["metrics"][key] = row.get("Metric Value")
+    return list(kernels.values())

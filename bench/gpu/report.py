@@ -100,7 +100,7 @@ def _operators(part: Part) -> list[str]:
 
     measured = report_of(part)
     lines = ["### Targets", "", targets.markdown(targets.verdicts(measured))]
-    lines += ["", "### Figures", "", operators_table(measured.rows, copies=True)]
+    lines += ["", "### Figures", "", operators_table(measured, copies=True)]
     lines += ["", host_table(measured.host_us)]
     return lines + [f"- not measured: {x}" for x in measured.left_out]
 

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,16 +21,6 @@ class Times:
     how: str = "clock"
 
 
-class Contestant(Protocol):
-    """Something that can be sampled once."""
-
-    how: str
-    estimate: float  # seconds that one sample takes
-
-    def sample(self) -> float:
-        """Seconds of one call."""
-
-
 class OnHost:
     """A call timed by the wall clock, often enough for a sample to last a while."""
 
@@ -40,12 +30,9 @@ class OnHost:
         self._call = call
         call()
         self._repeat = 1
-        first = self.sample()
-        self._repeat = max(1, min(100_000, int(sample_s / max(first, 1e-7))))
-        self.estimate = max(first, 1e-7) * self._repeat
+        self._repeat = _times(sample_s, self.sample(), 100_000)
 
     def sample(self) -> float:
-        """Seconds of one call."""
         call = self._call
         start = time.perf_counter()
         for _ in range(self._repeat):
@@ -67,12 +54,9 @@ class OnDevice:
         self._graph = _capture(calls)
         self.how = "events" if self._graph is None else "graph"
         self._repeat = 1
-        first = self.sample() * len(calls)
-        self._repeat = max(1, min(1000, int(sample_s / max(first, 1e-7))))
-        self.estimate = max(first, 1e-7) * self._repeat
+        self._repeat = _times(sample_s, self.sample() * len(calls), 1000)
 
     def sample(self) -> float:
-        """Seconds of one call."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(self._repeat):
@@ -86,6 +70,11 @@ class OnDevice:
         return float(start.elapsed_time(end)) / 1e3 / self._repeat / len(self._calls)
 
 
+def _times(sample_s: float, once_s: float, most: int) -> int:
+    """How often something is done in one sample."""
+    return max(1, min(most, int(sample_s / max(once_s, 1e-7))))
+
+
 def _capture(calls: Sequence[Call]) -> Any:
     graph: Any = torch.cuda.CUDAGraph()
     try:
@@ -96,6 +85,9 @@ def _capture(calls: Sequence[Call]) -> Any:
         torch.cuda.synchronize()
         return None
     return graph
+
+
+Contestant = OnHost | OnDevice
 
 
 def take_turns(

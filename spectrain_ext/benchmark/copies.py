@@ -1,4 +1,4 @@
-"""The yardstick: plain copies that move as many bytes as an operation has to."""
+"""What operations are held against: plain copies that move as many bytes as they have to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 from spectrain_ext.operators.plan import Plan
 
-from .operations import Call
+from .operations import PREDICT, PREDICT_, Call, Operation
+from .workloads import Streams
 
 #: Larger copies move no faster: both sides are beyond every cache.
 LIMIT = 2**30
@@ -19,18 +20,18 @@ def pair(elements: int, device: str) -> tuple[Tensor, Tensor]:
     return source, torch.zeros_like(source).add_(2.0)
 
 
-def copies(nbytes: int, device: str = "cpu") -> tuple[int, dict[str, Call]]:
-    """Several copies that move about `nbytes` (read and written): the bytes they do move, calls."""
-    elements = max(1, min(nbytes, LIMIT) // 8)
+def copied_bytes(nbytes: int) -> int:
+    """The bytes that copies in place of `nbytes` read and write."""
+    return 8 * max(1, min(nbytes, LIMIT) // 8)
+
+
+def copies(nbytes: int, device: str = "cpu") -> dict[str, Call]:
+    """The yardstick: several copies that move `copied_bytes`."""
+    elements = copied_bytes(nbytes) // 8
     a, b = pair(elements, device)
-    half = elements // 2
-    plan = Plan(a, stashed=b)
     calls: dict[str, Call] = {
         "copy: Tensor.copy_": lambda: b.copy_(a),
-        "copy: two halves": lambda: torch._foreach_copy_(
-            [b[:half], b[half:]], [a[:half], a[half:]]
-        ),
-        "copy: Plan.stash": plan.stash,
+        "copy: Plan.stash": Plan(a, stashed=b).stash,
     }
     if device == "cpu":
         source, target = a.numpy(), b.numpy()
@@ -39,5 +40,17 @@ def copies(nbytes: int, device: str = "cpu") -> tuple[int, dict[str, Call]]:
             target[...] = source
 
         calls["copy: numpy"] = numpy_copy
-        del calls["copy: two halves"]
-    return 8 * elements, calls
+    else:
+        from_, to = a.split(-(-elements // 2)), b.split(-(-elements // 2))
+        calls["copy: two halves"] = lambda: torch._foreach_copy_(to, from_)
+    return calls
+
+
+def references(operation: Operation, s: Streams) -> dict[str, Call]:
+    """A plain copy of the same tensors, which a prediction is held against."""
+    if operation not in (PREDICT, PREDICT_) or s.work.precision.name != "fp32":
+        return {}
+    w, out = s["w"], s["o"]
+    if len(w) > 1:
+        return {"copy_ of the same tensors": lambda: torch._foreach_copy_(out, w)}
+    return {"copy_ of the same tensors": lambda: out[0].copy_(w[0])}

@@ -29,8 +29,7 @@ def device_rivals(operation: Operation, s: Streams) -> dict[str, Call]:
 def _cupy(operation: Operation, s: Streams) -> Call:
     cupy: Any = importlib.import_module("cupy")
     update = f"v = {MOMENTUM}f * v + g; w = w - {LR}f * v; "
-    stepped = "g" in operation.letters
-    body = update if stepped else ""
+    body = update if operation.steps else ""
     targets = "w" if operation is PREDICT_ else "op"[: operation.predictions]
     for steps, target in zip(STEPS, targets, strict=False):
         body += f"{target} = w - {LR * steps}f * v; "
@@ -40,7 +39,7 @@ def _cupy(operation: Operation, s: Streams) -> Call:
         ", ".join(f"float32 {x}" for x in inputs) or "",
         ", ".join(f"float32 {x}" for x in outputs),
         body,
-        f"spectrain_rival_{operation.predictions}_{int(stepped)}_{''.join(outputs)}",
+        f"spectrain_rival_{operation.predictions}_{int(operation.steps)}_{''.join(outputs)}",
     )
     rows = [
         tuple(cupy.asarray(s[x][i].view(-1)) for x in (*inputs, *outputs))
@@ -59,7 +58,7 @@ def _cupy(operation: Operation, s: Streams) -> Call:
 def _triton(operation: Operation, s: Streams) -> Call:
     kernel = importlib.import_module("spectrain_ext.benchmark._triton_kernel").kernel
     w, v = s["w"], s["v"]
-    g = s["g"] if "g" in operation.letters else w
+    g = s["g"] if operation.steps else w
     outs = [s[x] for x in operation.writes if x in "op"]
     if operation is PREDICT_:
         outs = [w]
@@ -82,7 +81,7 @@ def _triton(operation: Operation, s: Streams) -> Call:
                     MOMENTUM,
                     LR * STEPS[0],
                     LR * STEPS[1],
-                    STEP="g" in operation.letters,
+                    STEP=operation.steps,
                     PREDICTIONS=len(outs),
                     BLOCK=block,
                 )

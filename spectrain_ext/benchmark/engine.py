@@ -10,13 +10,13 @@ import torch
 
 from spectrain_ext.operators.plan import Plan
 
-from .clock import Contestant, OnDevice, OnHost, Times, take_turns
-from .copies import LIMIT, copies
+from .clock import Contestant, OnDevice, OnHost, take_turns
+from .copies import LIMIT, copied_bytes, copies, references
 from .device_rivals import device_rivals
 from .machine import environment, free_bytes
-from .operations import LR, MOMENTUM, STEPS, Call, Operation, adam_numbers, applies, ours
+from .operations import PREDICT, SGD_1, STEPS, Call, Operation, adam_numbers, applies, ours
 from .report import Report, Row, spread
-from .rivals import compiled, references, rivals
+from .rivals import compiled, rivals
 from .workloads import Streams, Workload, dtype_of
 
 _COMPILED_TENSORS = 10  # beyond that torch.compile takes minutes
@@ -94,84 +94,51 @@ def _case(
     operation: Operation, work: Workload, settings: Settings, host_us: dict[str, float]
 ) -> list[Row]:
     device, nbytes = settings.device, operation.bytes_moved(work)
-    sets = [Streams(work, device)]
-    if device != "cpu":
-        sets += [Streams(work, device) for _ in range(_sets(operation, work, device) - 1)]
-    tables: list[dict[str, Call]] = []
+    count = 1 if device == "cpu" else _sets(operation, work, device)
+    sets = [Streams(work, device) for _ in range(count)]
+    makers: list[tuple[str, Callable[[Streams], dict[str, Call]]]] = [
+        ("ours", lambda s: ours(operation, s)),
+        ("rival", lambda s: {**rivals(operation, s), **device_rivals(operation, s)}),
+        ("reference", lambda s: references(operation, s)),
+        ("copy", lambda s: copies(nbytes, device)),
+    ]
     kinds: dict[str, str] = {}
-    for s in sets:
-        groups = {
-            "ours": ours(operation, s),
-            "rival": {**rivals(operation, s), **device_rivals(operation, s)},
-            "reference": references(operation, s),
-        }
-        kinds.update({name: kind for kind, calls in groups.items() for name in calls})
-        tables.append({name: call for calls in groups.values() for name, call in calls.items()})
-    compile_s: float | None = None
+    calls: dict[str, list[Call]] = {}
+    for kind, make in makers:
+        for s in sets:
+            for name, call in make(s).items():
+                kinds[name] = kind
+                calls.setdefault(name, []).append(call)
+    compile_s: dict[str, float] = {}
     compiles = work.count <= _COMPILED_TENSORS and work.precision.name != "bf16"
     if settings.compile and compiles:
-        programs, compile_s = compiled(operation, sets)
-        kinds["torch.compile"] = "rival"
-        for table, program in zip(tables, programs, strict=True):
-            table["torch.compile"] = program
-    copied, yardsticks = zip(*(copies(nbytes, device) for _ in sets), strict=True)
-    for table, more in zip(tables, yardsticks, strict=True):
-        table.update(more)
-    kinds.update(dict.fromkeys(yardsticks[0], "copy"))
-    contestants: dict[str, Contestant] = {
-        name: _contestant([table[name] for table in tables], settings) for name in tables[0]
-    }
+        name = "torch.compile"
+        kinds[name] = "rival"
+        calls[name], compile_s[name] = compiled(operation, sets)
+    contestants = {name: _contestant(each, settings) for name, each in calls.items()}
     times = take_turns(contestants, settings.case_s)
-    rows = _rows(operation, work, kinds, times, copied[0], host_us)
-    if compile_s is None:
-        return rows
-    return [
-        Row(**{**asdict(r), "compile_s": compile_s}) if r.implementation == "torch.compile" else r
-        for r in rows
-    ]
-
-
-def _rows(
-    operation: Operation,
-    work: Workload,
-    kinds: dict[str, str],
-    times: dict[str, Times],
-    copied: int,
-    host_us: dict[str, float],
-) -> list[Row]:
-    nbytes = operation.bytes_moved(work)
+    copied = copied_bytes(nbytes)
+    moved = {"copy": copied, "reference": work.elements * 8}
     figures = {name: spread(t.seconds) for name, t in times.items()}
-    copies_ = [name for name, kind in kinds.items() if kind == "copy"]
-    ceiling = max(copied / figures[name][0] for name in copies_)
-    ceiling_best = max(copied / figures[name][2] for name in copies_)
+    yardsticks = [figures[name] for name, kind in kinds.items() if kind == "copy"]
+    ceiling = max(copied / median for median, _, _ in yardsticks)
+    ceiling_best = max(copied / best for _, _, best in yardsticks)
     rows = []
     for name, (median, iqr, best) in figures.items():
-        kind = kinds[name]
-        moved = copied if kind == "copy" else nbytes
-        if kind == "reference":
-            moved = work.elements * 8
-        rows.append(
-            Row(
-                operation.name,
-                work.name,
-                work.precision.name,
-                name,
-                kind,
-                moved,
-                median * 1e6,
-                iqr * 1e6,
-                best * 1e6,
-                len(times[name].seconds),
-                moved / median / 1e9,
-                moved / median / ceiling,
-                moved / best / ceiling_best,
-                host_us.get(name),
-                None,
-                times[name].how,
-                work.elements,
-                work.count,
-            )
+        size = moved.get(kinds[name], nbytes)
+        row = Row(
+            *(operation.name, work.name, work.precision.name, name, kinds[name], size),
+            *(median * 1e6, iqr * 1e6, best * 1e6, len(times[name].seconds)),
+            gb_per_s=size / median / 1e9,
+            share=size / median / ceiling,
+            share_best=size / best / ceiling_best,
+            host_us=host_us.get(name),
+            compile_s=compile_s.get(name),
+            how=times[name].how,
+            elements=work.elements,
+            tensors=work.count,
         )
+        rows.append(row)
     return rows
 
 
@@ -198,35 +165,29 @@ def _contestant(calls: Sequence[Call], settings: Settings) -> Contestant:
 def host_times(operation: Operation, work: Workload, device: str) -> dict[str, float]:
     """Microseconds of a call on as many empty tensors, by implementation."""
     s = Streams(work.emptied(), device)
-    calls = {**ours(operation, s), **rivals(operation, s)}
-    times = take_turns({name: OnHost(call, 2e-4) for name, call in calls.items()}, 0.02)
-    return {name: spread(t.seconds)[0] * 1e6 for name, t in times.items()}
+    return _microseconds({**ours(operation, s), **rivals(operation, s)}, 2e-4, 0.02)
 
 
-def host_overhead(device: str = "cpu", count: int = 300) -> dict[str, float]:
+def host_overhead(device: str = "cpu") -> dict[str, float]:
     """Microseconds of the calls of a plan of empty tensors, and of refreshing its gradients."""
-    lists = [[torch.empty(0, device=device) for _ in range(count)] for _ in range(5)]
-    w, v, u, g, out = lists
-    plan = Plan(w, momentum_buffers=v, grads=g, outs=[out])
-    adam = Plan(w, exp_avgs=v, exp_avg_sqs=u, grads=g, outs=[out])
+    count = 300
+    s = Streams(Workload("empty", ((0,),) * count), device)
     params = [torch.zeros(4, device=device, requires_grad=True) for _ in range(count)]
     for p in params:
         p.grad = torch.zeros_like(p)
     trained = Plan(params, momentum_buffers=[torch.zeros_like(p) for p in params])
+    adam = Plan(s["w"], exp_avgs=s["v"], exp_avg_sqs=s["u"], grads=s["g"], outs=[s["o"]])
     numbers = [adam_numbers()]
+    empty = f"{count} empty tensors"
     calls: dict[str, Call] = {
-        "Plan.predict": lambda: plan.predict(lr=LR, steps=STEPS[0]),
-        "Plan.sgd_step_ + 1 prediction": lambda: plan.sgd_step_(
-            lr=LR, momentum=MOMENTUM, predict=STEPS[:1]
-        ),
-        "Plan.step_adam_ + 1 prediction": lambda: adam.step_adam_(numbers, STEPS[:1]),
-        "Plan.refresh": trained.refresh,
+        f"Plan.predict, {empty}": ours(PREDICT, s)["Plan"],
+        f"Plan.sgd_step_ + 1 prediction, {empty}": ours(SGD_1, s)["Plan"],
+        f"Plan.step_adam_ + 1 prediction, {empty}": lambda: adam.step_adam_(numbers, STEPS[:1]),
+        f"Plan.refresh, {count} gradients": trained.refresh,
     }
-    times = take_turns({name: OnHost(call, 5e-4) for name, call in calls.items()}, 0.3)
-    return {
-        f"{name}, {count} {'gradients' if name == 'Plan.refresh' else 'empty tensors'}": spread(
-            t.seconds
-        )[0]
-        * 1e6
-        for name, t in times.items()
-    }
+    return _microseconds(calls, 5e-4, 0.3)
+
+
+def _microseconds(calls: dict[str, Call], sample_s: float, budget_s: float) -> dict[str, float]:
+    times = take_turns({name: OnHost(call, sample_s) for name, call in calls.items()}, budget_s)
+    return {name: spread(t.seconds)[0] * 1e6 for name, t in times.items()}

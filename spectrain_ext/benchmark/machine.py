@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "spectrain_ext": build["version"],
         "instruction_set": build["cpu_instruction_set"],
     }
-    for name in ("triton", "cupy-cuda13x", "cupy-cuda12x"):
-        try:
-            info[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    info |= installed("triton", "cupy-cuda13x", "cupy-cuda12x")
     if hasattr(os, "getloadavg"):
         info["load_before"] = round(os.getloadavg()[0], 2)
     if device != "cpu":
@@ -46,15 +43,22 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     return info
 
 
+def installed(*packages: str) -> dict[str, str]:
+    """The versions of those that are."""
+    found = {}
+    for name in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 def cores() -> int:
-    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_name() -> str:
-    """What the processor calls itself."""
     path = Path("/proc/cpuinfo")
     fields: dict[str, str] = {}
     if path.exists():
@@ -68,7 +72,6 @@ def cpu_name() -> str:
 
 
 def free_bytes(device: str = "cpu") -> int:
-    """Memory that is free now."""
     if device != "cpu":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from spectrain_ext.operators import functions as st
-from spectrain_ext.operators.numbers import Adam, Sgd
+from spectrain_ext.operators import functions
+from spectrain_ext.operators.numbers import Adam
 from spectrain_ext.operators.plan import Plan
 
 from .workloads import Streams, Workload, dtype_of
@@ -29,8 +30,16 @@ class Operation:
 
     @property
     def letters(self) -> str:
-        """The streams it works on."""
         return "".join(sorted(set(self.reads + self.writes)))
+
+    @property
+    def steps(self) -> bool:
+        """Whether an optimizer's step is part of it."""
+        return "g" in self.reads
+
+    @property
+    def adam(self) -> bool:
+        return "u" in self.reads
 
     def bytes_moved(self, work: Workload) -> int:
         """The fewest bytes: every input read once, every output written once."""
@@ -56,35 +65,14 @@ ADAMW_2 = Operation("AdamW step + 2 predictions", "wvug", "wvuop", 2)
 #: another prediction into the same buffer.
 STAGE = Operation("pipeline stage, one minibatch", "wvgwv", "wvoo", 2)
 
-OPERATIONS = [
-    PREDICT_,
-    PREDICT,
-    STASH,
-    SWAP,
-    STASH_PREDICT,
-    SGD,
-    SGD_1,
-    SGD_2,
-    ADAMW,
-    ADAMW_1,
-    ADAMW_2,
-    STAGE,
-]
+_IN_PLACE = (PREDICT_, STASH, SWAP, STASH_PREDICT)
+OPERATIONS = [PREDICT_, PREDICT, STASH, SWAP, STASH_PREDICT, SGD, SGD_1, SGD_2]
+OPERATIONS += [ADAMW, ADAMW_1, ADAMW_2, STAGE]
 
 
 def applies(operation: Operation, work: Workload) -> bool:
     """Whether an operation is worth a row: in-place forms tell the same in `mixed` as in `fp32`."""
-    return work.precision.name != "mixed" or operation not in (
-        PREDICT_,
-        STASH,
-        SWAP,
-        STASH_PREDICT,
-    )
-
-
-def sgd_numbers() -> Sgd:
-    """What the SGD step is given at every call."""
-    return Sgd(LR, MOMENTUM, 0.0, 0.0, False, False, False, False)
+    return work.precision.name != "mixed" or operation not in _IN_PLACE
 
 
 def adam_numbers() -> Adam:
@@ -92,79 +80,47 @@ def adam_numbers() -> Adam:
     return Adam(ADAM_LR, BETAS, EPS, DECAY, STEP, True)
 
 
-def plan_of(operation: Operation, s: Streams) -> Plan:
-    """A plan with the lists that the operation needs."""
-    adam = "u" in operation.letters
-    letters = operation.letters
-    return Plan(
-        s["w"],
+def ours(operation: Operation, s: Streams) -> dict[str, Call]:
+    """The module-level operator and the plan, on the tensors of `s`."""
+    letters, adam = operation.letters, operation.adam
+    w, ahead = s["w"], STEPS[: operation.predictions]
+    plan = Plan(
+        w,
         momentum_buffers=s["v"] if "v" in letters and not adam else None,
         exp_avgs=s["v"] if adam else None,
         exp_avg_sqs=s["u"] if adam else None,
-        grads=s["g"] if "g" in letters else None,
+        grads=s["g"] if operation.steps else None,
         stashed=s["k"] if "k" in letters else None,
         outs=[s[letter] for letter in "op" if letter in letters],
     )
-
-
-def ours(operation: Operation, s: Streams) -> dict[str, Call]:
-    """The module-level operator and the plan, on the tensors of `s`."""
-    plan = plan_of(operation, s)
-    w, count = s["w"], operation.predictions
-    pairs = [(steps, s[o]) for steps, o in zip(STEPS[:count], "op", strict=False)]
-    calls: tuple[Call | None, Call]
-    if operation is PREDICT_:
-        v = s["v"]
-        calls = (
-            lambda: st.predict_(w, v, lr=LR, steps=STEPS[0]),
-            lambda: plan.predict_(lr=LR, steps=STEPS[0]),
-        )
-    elif operation is PREDICT:
-        v, o = s["v"], s["o"]
-        calls = (
-            lambda: st.predict(w, v, lr=LR, steps=STEPS[0], out=o),
-            lambda: plan.predict(lr=LR, steps=STEPS[0]),
-        )
-    elif operation is STASH:
-        k = s["k"]
-        calls = lambda: st.stash(w, k), plan.stash
-    elif operation is SWAP:
-        k = s["k"]
-        calls = lambda: st.swap_(w, k), plan.swap_
-    elif operation is STASH_PREDICT:
-        v, k = s["v"], s["k"]
-        calls = (
-            lambda: st.stash_predict_(w, k, v, lr=LR, steps=STEPS[0]),
-            lambda: plan.stash_predict_(lr=LR, steps=STEPS[0]),
-        )
-    elif operation is STAGE:
-        calls = None, lambda: _stage(plan)
-    elif "u" in operation.letters:
-        v, u, g = s["v"], s["u"], s["g"]
-        calls = (
-            lambda: st.adam_step_(
-                w,
-                g,
-                v,
-                u,
-                lr=ADAM_LR,
-                step=STEP,
-                betas=BETAS,
-                eps=EPS,
-                weight_decay=DECAY,
-                decoupled_weight_decay=True,
-                predict=pairs,
-            ),
-            lambda: plan.step_adam_([adam_numbers()], STEPS[:count]),
-        )
-    else:
-        v, g = s["v"], s["g"]
-        calls = (
-            lambda: st.sgd_step_(w, g, v, lr=LR, momentum=MOMENTUM, predict=pairs),
-            lambda: plan.sgd_step_(lr=LR, momentum=MOMENTUM, predict=STEPS[:count]),
-        )
-    operator, planned = calls
-    return {**({} if operator is None else {"operator": operator}), "Plan": planned}
+    if operation is STAGE:
+        return {"Plan": lambda: _stage(plan)}
+    if operation.steps:
+        g, v = s["g"], s["v"]
+        pairs = [(steps, s[o]) for steps, o in zip(ahead, "op", strict=False)]
+        if not adam:
+            return {
+                "operator": lambda: functions.sgd_step_(
+                    w, g, v, lr=LR, momentum=MOMENTUM, predict=pairs
+                ),
+                "Plan": lambda: plan.sgd_step_(lr=LR, momentum=MOMENTUM, predict=ahead),
+            }
+        u = s["u"]
+        options: dict[str, Any] = {"lr": ADAM_LR, "step": STEP, "betas": BETAS, "eps": EPS}
+        options |= {"weight_decay": DECAY, "decoupled_weight_decay": True, "predict": pairs}
+        return {
+            "operator": lambda: functions.adam_step_(w, g, v, u, **options),
+            "Plan": lambda: plan.step_adam_([adam_numbers()], ahead),
+        }
+    function, method = getattr(functions, operation.name), getattr(plan, operation.name)
+    lists = [s[letter] for letter in "wkv" if letter in letters]
+    if not ahead:
+        return {"operator": lambda: function(*lists), "Plan": method}
+    steps, out = STEPS[0], {"out": s["o"]} if operation is PREDICT else {}
+    return {
+        "operator": lambda: function(*lists, lr=LR, steps=steps, **out),
+        "Plan": lambda: method(lr=LR, steps=steps),
+    }
 
 
 def _stage(plan: Plan) -> None:

@@ -5,24 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from spectrain_ext.extras import require_matplotlib
+
 from .operations import OURS
 from .report import Report, Row
 
 # Okabe and Ito's colours, distinguishable with any colour vision.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX*<>hp"
-
-
-def require_matplotlib() -> None:
-    """Raise a ``ModuleNotFoundError`` that names the remedy when matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "the picture needs matplotlib, which is not installed: "
-            "pip install 'spectrain_ext[train]'",
-            name=error.name,
-        ) from error
 
 
 def draw(path: Path, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""What a run measured: rows, the machine, and both as JSON and as a table."""
+"""What a run measured: rows and the machine, as JSON and as tables, and against an earlier run."""
 
 from __future__ import annotations
 
@@ -52,13 +52,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What makes two rows of two runs comparable."""
         return self.operation, self.workload, self.precision, self.implementation
-
-    @property
-    def case(self) -> tuple[str, str, str]:
-        """What rivals have in common."""
-        return self.key[:3]
 
 
 @dataclass
@@ -102,7 +96,7 @@ class Report:
         """Rows by what they have in common, in the order they were measured in."""
         found: dict[tuple[str, str, str], list[Row]] = {}
         for row in self.rows:
-            found.setdefault(row.case, []).append(row)
+            found.setdefault(row.key[:3], []).append(row)
         return found
 
 
@@ -129,42 +123,44 @@ def times_rival(row: Row, case: Iterable[Row]) -> float | None:
     return min(rivals) / row.median_us if row.implementation in OURS and rivals else None
 
 
-def markdown(rows: Iterable[Row], *, copies: bool = False) -> str:
-    """A table; the yardstick's own rows only where `copies` is set."""
-    lines = [
-        "| operation | tensors | types | implementation | MB | median us | IQR | best us | GB/s "
-        "| of copy | host us | times rival |",
-        "|---|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    cases: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        cases.setdefault(row.case, []).append(row)
-    for case in cases.values():
+def table(columns: str, rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; columns are parted by bars, and `>` begins one of figures."""
+    names = columns.split("|")
+    lines = [[name.removeprefix(">") for name in names], *rows]
+    written = [f"| {' | '.join(cells)} |" for cells in lines]
+    rule = "|".join("--:" if name.startswith(">") else "---" for name in names)
+    return "\n".join([written[0], f"|{rule}|", *written[1:]])
+
+
+def markdown(report: Report, *, copies: bool = False) -> str:
+    """A table of all rows; the yardstick's own only where `copies` is set."""
+    found = []
+    for case in report.cases().values():
         for row in case:
             if row.kind == "copy" and not copies:
                 continue
-            cells = [
-                row.operation,
-                row.workload,
-                row.precision,
-                row.implementation + ("" if row.compile_s is None else _compiled(row.compile_s)),
-                f"{row.bytes / 1e6:.3g}",
-                microseconds(row.median_us),
-                f"{row.iqr_us / row.median_us:.0%}",
-                microseconds(row.best_us),
-                f"{row.gb_per_s:.1f}",
-                "" if row.share is None else f"{row.share:.0%}",
-                "" if row.host_us is None else microseconds(row.host_us),
-                _number(times_rival(row, case), ".2f"),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            took = "" if row.compile_s is None else f" (compiled in {row.compile_s:.1f} s)"
+            times = times_rival(row, case)
+            found.append(
+                [
+                    *(row.operation, row.workload, row.precision, row.implementation + took),
+                    f"{row.bytes / 1e6:.3g}",
+                    microseconds(row.median_us),
+                    f"{row.iqr_us / row.median_us:.0%}",
+                    microseconds(row.best_us),
+                    f"{row.gb_per_s:.1f}",
+                    "" if row.share is None else f"{row.share:.0%}",
+                    "" if row.host_us is None else microseconds(row.host_us),
+                    "" if times is None else f"{times:.2f}",
+                ]
+            )
+    columns = "operation|tensors|types|implementation|>MB|>median us|>IQR|>best us|>GB/s"
+    return table(f"{columns}|>of copy|>host us|>times rival", found)
 
 
 def host_table(host_us: dict[str, float]) -> str:
     """What calls cost the host."""
-    lines = ["| call | host us |", "|---|--:|"]
-    return "\n".join([*lines, *(f"| {name} | {us:.2f} |" for name, us in host_us.items())])
+    return table("call|>host us", [[name, f"{us:.2f}"] for name, us in host_us.items()])
 
 
 def microseconds(value: float) -> str:
@@ -172,9 +168,56 @@ def microseconds(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _compiled(seconds: float) -> str:
-    return f" (compiled in {seconds:.1f} s)"
+# Two runs, by shares of the copy, which mean the same on machines of different speed.
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+@dataclass(frozen=True)
+class Change:
+    """A row of ours in both runs: the ratio of its shares, new over old; below 1 it got slower."""
+
+    key: tuple[str, str, str, str]
+    before: float
+    after: float
+    ratio: float
+    ratio_best: float
+
+    def regressed(self, tolerance: float) -> bool:
+        """Slower by medians and by best times: noise moves one of them, a regression both."""
+        return max(self.ratio, self.ratio_best) < 1.0 - tolerance
+
+
+def compare(before: Report, after: Report) -> list[Change]:
+    """What both runs measured of this package's own implementations, worst first."""
+    old = {row.key: row for row in before.rows if row.kind == "ours"}
+    changes = []
+    for row in after.rows:
+        was = old.get(row.key)
+        if row.kind != "ours" or was is None:
+            continue
+        if row.share and was.share and row.share_best and was.share_best:
+            ratios = row.share / was.share, row.share_best / was.share_best
+            changes.append(Change(row.key, was.share, row.share, *ratios))
+    return sorted(changes, key=lambda change: max(change.ratio, change.ratio_best))
+
+
+def differences(before: Report, after: Report) -> list[str]:
+    """What differs between the two runs besides the figures."""
+    names = ("device", "gpu", "cpu", "threads", "instruction_set", "torch")
+    pairs = [(name, before.environment.get(name), after.environment.get(name)) for name in names]
+    return [f"{name}: {a} before, {b} now" for name, a, b in pairs if a != b]
+
+
+def changes_table(changes: Iterable[Change], tolerance: float) -> str:
+    """Ratios, worst first."""
+    columns = "operation|tensors|types|implementation|>of copy before|>now|>ratio|>ratio of best|"
+    return table(
+        columns,
+        [
+            [
+                *c.key,
+                *(f"{c.before:.0%}", f"{c.after:.0%}", f"{c.ratio:.2f}", f"{c.ratio_best:.2f}"),
+                "slower" if c.regressed(tolerance) else "",
+            ]
+            for c in changes
+        ],
+    )

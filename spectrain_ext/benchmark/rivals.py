@@ -32,221 +32,203 @@ from .operations import (
 )
 from .workloads import Streams
 
+Tensors = list[Tensor]
+
+_ALPHA = -LR * STEPS[0]
+#: Of the linear law: what the first moment is multiplied by, and the root of the second.
+_ADAM_RATE, _ADAM_ROOT = ADAM_LR / (1.0 - BETAS[0] ** STEP), 1.0 / math.sqrt(1.0 - BETAS[1] ** STEP)
+
 
 def rivals(operation: Operation, s: Streams) -> dict[str, Call]:
     """Name -> call on the tensors of `s`, without compilation."""
-    if operation in (PREDICT_, PREDICT, STASH, SWAP, STASH_PREDICT):
-        return _versions(operation, s)
-    calls = {"fused + torch.add" if operation.predictions else "fused": _composition(operation, s)}
-    mixed = s.work.precision.name != "fp32"
-    if mixed:
-        return {} if s.work.precision.name == "bf16" else calls
-    if operation.predictions:
-        calls["foreach + _foreach"] = _foreach_composition(operation, s)
-    else:
-        calls["foreach"] = _foreach_composition(operation, s)
-    if operation.predictions:
-        calls["per-tensor SpecTrain loop"] = _public_loop(operation, s)
-    else:
-        calls["for loop"] = torch.no_grad()(_optimizer(operation, s, "for loop").step)
-    return calls
-
-
-def references(operation: Operation, s: Streams) -> dict[str, Call]:
-    """A plain copy of the same tensors, which a prediction is held against."""
-    if operation not in (PREDICT, PREDICT_) or s.work.precision.name != "fp32":
-        return {}
-    w, out = s["w"], s["o"]
-    if len(w) > 1:
-        return {"copy_ of the same tensors": lambda: torch._foreach_copy_(out, w)}
-    return {"copy_ of the same tensors": lambda: out[0].copy_(w[0])}
-
-
-def _versions(operation: Operation, s: Streams) -> dict[str, Call]:
-    """Loops over tensors and _foreach, for operations without an optimizer's step."""
-    alpha = -LR * STEPS[0]
-    w = s["w"]
-    same = s.work.precision.name == "fp32"  # _foreach takes one dtype only
-    if operation is PREDICT:
-        v, out = s["v"], s["o"]
-
-        def add_out() -> None:
-            for a, b, c in zip(w, v, out, strict=True):
-                torch.add(a, b, alpha=alpha, out=c)
-
-        def foreach_add() -> None:
-            torch._foreach_copy_(out, w)
-            torch._foreach_add_(out, v, alpha=alpha)
-
-        def public_loop() -> None:
-            for a, b, c in zip(w, v, out, strict=True):
-                c.copy_(a + alpha * b)
-
-        calls: dict[str, Call] = {
-            "torch.add(out=)": add_out,
-            "per-tensor SpecTrain loop": public_loop,
-        }
-        return {**calls, "_foreach": foreach_add} if same else calls
-    if operation is PREDICT_:
-        v = s["v"]
-
-        def add_() -> None:
-            for a, b in zip(w, v, strict=True):
-                a.add_(b, alpha=alpha)
-
-        calls = {"Tensor.add_": add_}
-        if same:
-            calls["_foreach"] = lambda: torch._foreach_add_(w, v, alpha=alpha)
+    types = s.work.precision.name
+    if operation in _VERSIONS:
+        letters, name, loop, foreach = _VERSIONS[operation]
+        lists = [s[letter] for letter in letters]
+        calls: dict[str, Call] = {name: lambda: loop(*lists)}
+        # _foreach takes one dtype only
+        if foreach is not None and (types == "fp32" or operation is STASH):
+            calls["_foreach"] = lambda: foreach(*lists)
         return calls
-    k = s["k"]
-    if operation is STASH:
-
-        def copy() -> None:
-            for a, b in zip(w, k, strict=True):
-                b.copy_(a)
-
-        return {"Tensor.copy_": copy, "_foreach": lambda: torch._foreach_copy_(k, w)}
-    if operation is SWAP:
-
-        def three_copies() -> None:
-            for a, b in zip(w, k, strict=True):
-                c = a.clone()
-                a.copy_(b)
-                b.copy_(c)
-
-        return {"three copies": three_copies}
-    v = s["v"]
-
-    def copy_and_add() -> None:
-        for a, b, c in zip(w, k, v, strict=True):
-            b.copy_(a)
-            a.add_(c, alpha=alpha)
-
-    def foreach_both() -> None:
-        torch._foreach_copy_(k, w)
-        torch._foreach_add_(w, v, alpha=alpha)
-
-    calls = {"Tensor.copy_, add_": copy_and_add}
-    return {**calls, "_foreach": foreach_both} if same else calls
+    ways: dict[str, tuple[str, Callable[[Operation, Streams], Call]]]
+    if operation is PREDICT:
+        ways = {"torch.add(out=)": ("", _added), "per-tensor SpecTrain loop": ("", _looped)}
+        ways |= {"_foreach": ("", _foreach)} if types == "fp32" else {}
+    elif types == "bf16":
+        return {}
+    else:
+        predicts = bool(operation.predictions)
+        ways = {"fused + torch.add" if predicts else "fused": ("fused", _added)}
+        if types == "fp32":
+            ways["foreach + _foreach" if predicts else "foreach"] = "foreach", _foreach
+            ways["per-tensor SpecTrain loop" if predicts else "for loop"] = "for loop", _looped
+    return {name: _after(kind, write, operation, s) for name, (kind, write) in ways.items()}
 
 
-def _optimizer(operation: Operation, s: Streams, kind: str) -> torch.optim.Optimizer:
-    """torch's optimizer on these very tensors, past its first step."""
-    adam = "u" in operation.letters
-    gradients = s["g"] if s["g"][0].dtype == s["w"][0].dtype else s["t"]
+# Without a step and without outputs: over lists of tensors, as torch.compile is given them, too.
+
+
+def _add(w: Tensors, v: Tensors) -> None:
+    for a, b in zip(w, v, strict=True):
+        a.add_(b, alpha=_ALPHA)
+
+
+def _stash(w: Tensors, k: Tensors) -> None:
+    for a, b in zip(w, k, strict=True):
+        b.copy_(a)
+
+
+def _swap(w: Tensors, k: Tensors) -> None:
+    for a, b in zip(w, k, strict=True):
+        c = a.clone()
+        a.copy_(b)
+        b.copy_(c)
+
+
+def _stash_and_add(w: Tensors, k: Tensors, v: Tensors) -> None:
+    for a, b, c in zip(w, k, v, strict=True):
+        b.copy_(a)
+        a.add_(c, alpha=_ALPHA)
+
+
+def _foreach_stash_and_add(w: Tensors, k: Tensors, v: Tensors) -> None:
+    torch._foreach_copy_(k, w)
+    torch._foreach_add_(w, v, alpha=_ALPHA)
+
+
+_Loop = Callable[..., None]
+_VERSIONS: dict[Operation, tuple[str, str, _Loop, _Loop | None]] = {
+    PREDICT_: ("wv", "Tensor.add_", _add, lambda w, v: torch._foreach_add_(w, v, alpha=_ALPHA)),
+    STASH: ("wk", "Tensor.copy_", _stash, lambda w, k: torch._foreach_copy_(k, w)),
+    SWAP: ("wk", "three copies", _swap, None),
+    STASH_PREDICT: ("wkv", "Tensor.copy_, add_", _stash_and_add, _foreach_stash_and_add),
+}
+
+
+# A step of torch's optimizers, and what writes predictions after it.
+
+
+def _after(
+    kind: str, write: Callable[[Operation, Streams], Call], operation: Operation, s: Streams
+) -> Call:
+    if not kind:
+        return write(operation, s)
+    step = _step(operation, s, kind)
+    if not operation.predictions:
+        return torch.no_grad()(step)
+    predict = write(operation, s)
+
+    @torch.no_grad()
+    def run() -> None:
+        step()
+        predict()
+
+    return run
+
+
+def _step(operation: Operation, s: Streams, kind: str) -> Call:
+    """The step of torch's optimizer on these very tensors, past its first."""
+    widened = s["t"] if s["g"][0].dtype != s["w"][0].dtype else None
     params = []
-    for w, g in zip(s["w"], gradients, strict=True):
+    for w, g in zip(s["w"], widened or s["g"], strict=True):
         p = w.detach().requires_grad_()
         p.grad = g
         params.append(p)
     options: dict[str, Any] = {"fused": kind == "fused", "foreach": kind == "foreach"}
-    if not adam:
-        opt: torch.optim.Optimizer = torch.optim.SGD(params, LR, momentum=MOMENTUM, **options)
+    if operation.adam:
+        on_device = s.device != "cpu" and kind != "for loop"
+        opt: torch.optim.Optimizer = torch.optim.AdamW(
+            params, ADAM_LR, BETAS, EPS, DECAY, capturable=on_device, **options
+        )
+        for p, v, u in zip(params, s["v"], s["u"], strict=True):
+            step = torch.tensor(float(STEP - 1), device=s.device if on_device else "cpu")
+            opt.state[p].update(step=step, exp_avg=v, exp_avg_sq=u)
+    else:
+        opt = torch.optim.SGD(params, LR, momentum=MOMENTUM, **options)
         for p, v in zip(params, s["v"], strict=True):
             opt.state[p]["momentum_buffer"] = v
-        return opt
-    cuda = s.device != "cpu"
-    opt = torch.optim.AdamW(
-        params, ADAM_LR, BETAS, EPS, DECAY, capturable=cuda and kind != "for loop", **options
-    )
-    for p, v, u in zip(params, s["v"], s["u"], strict=True):
-        where = s.device if cuda and kind != "for loop" else "cpu"
-        step = torch.tensor(float(STEP - 1), device=where)
-        opt.state[p].update(step=step, exp_avg=v, exp_avg_sq=u)
-    return opt
+    if widened is None:
+        return opt.step
+
+    def widen_and_step() -> None:
+        torch._foreach_copy_(widened, s["g"])
+        opt.step()
+
+    return widen_and_step
 
 
-def _outputs(operation: Operation, s: Streams) -> list[tuple[float, list[Tensor]]]:
+def _outputs(operation: Operation, s: Streams) -> list[tuple[float, Tensors]]:
     """Horizons and where their predictions go; a stage writes both into its working buffer."""
     letters = "oo" if operation is STAGE else "op"
     return [(STEPS[j], s[letters[j]]) for j in range(operation.predictions)]
 
 
-def _composition(operation: Operation, s: Streams) -> Call:
-    """The fused optimizer, then torch.add(out=) (addcdiv for Adam) per prediction and tensor."""
-    step = _optimizer(operation, s, "fused").step
+def _added(operation: Operation, s: Streams) -> Call:
+    """torch.add(out=), for Adam addcdiv, per prediction and tensor."""
     outputs = _outputs(operation, s)
-    w, v, g = s["w"], s["v"], s["g"]
-    widened = s["t"] if g[0].dtype != w[0].dtype else None
-    adam = "u" in operation.letters
-    u = s["u"] if adam else []
-    scratch = [torch.empty_like(x) for x in u] if adam and outputs else []
+    w, v = s["w"], s["v"]
+    u = s["u"] if operation.adam else []
+    scratch = [torch.empty_like(x) for x in u]
 
-    @torch.no_grad()
-    def run() -> None:
-        if widened is not None:
-            torch._foreach_copy_(widened, g)
-        step()
-        if adam and outputs:
-            rate, root = adam_rates()
-            for i, t in enumerate(scratch):
-                torch.sqrt(u[i], out=t).mul_(root).add_(EPS)
-                for steps, out in outputs:
-                    if out[i].dtype == t.dtype:
-                        torch.addcdiv(w[i], v[i], t, value=-rate * steps, out=out[i])
-                    else:  # addcdiv(out=) does not convert
-                        out[i].copy_(torch.addcdiv(w[i], v[i], t, value=-rate * steps))
-            return
+    def add() -> None:
         for steps, out in outputs:
             for i, o in enumerate(out):
                 torch.add(w[i], v[i], alpha=-LR * steps, out=o)
 
-    return run
+    def divide() -> None:
+        for i, t in enumerate(scratch):
+            torch.sqrt(u[i], out=t).mul_(_ADAM_ROOT).add_(EPS)
+            for steps, out in outputs:
+                if out[i].dtype == t.dtype:
+                    torch.addcdiv(w[i], v[i], t, value=-_ADAM_RATE * steps, out=out[i])
+                else:  # addcdiv(out=) does not convert
+                    out[i].copy_(torch.addcdiv(w[i], v[i], t, value=-_ADAM_RATE * steps))
+
+    return divide if u else add
 
 
-def adam_rates() -> tuple[float, float]:
-    """Of the linear law: what the first moment is multiplied by, and the root of the second."""
-    return ADAM_LR / (1.0 - BETAS[0] ** STEP), 1.0 / math.sqrt(1.0 - BETAS[1] ** STEP)
-
-
-def _foreach_composition(operation: Operation, s: Streams) -> Call:
-    """The foreach optimizer, then _foreach operators per prediction."""
-    step = _optimizer(operation, s, "foreach").step
+def _foreach(operation: Operation, s: Streams) -> Call:
+    """_foreach operators per prediction."""
     outputs = _outputs(operation, s)
     w, v = s["w"], s["v"]
-    u = s["u"] if "u" in operation.letters else []
+    u = s["u"] if operation.adam else []
 
-    @torch.no_grad()
-    def run() -> None:
-        step()
-        if u and outputs:
-            rate, root = adam_rates()
-            divisor = torch._foreach_sqrt(u)
-            torch._foreach_mul_(divisor, root)
-            torch._foreach_add_(divisor, EPS)
-            for steps, out in outputs:
-                torch._foreach_copy_(out, w)
-                torch._foreach_addcdiv_(out, v, divisor, value=-rate * steps)
-            return
+    def add() -> None:
         for steps, out in outputs:
             torch._foreach_copy_(out, w)
             torch._foreach_add_(out, v, alpha=-LR * steps)
 
-    return run
+    def divide() -> None:
+        divisor = torch._foreach_sqrt(u)
+        torch._foreach_mul_(divisor, _ADAM_ROOT)
+        torch._foreach_add_(divisor, EPS)
+        for steps, out in outputs:
+            torch._foreach_copy_(out, w)
+            torch._foreach_addcdiv_(out, v, divisor, value=-_ADAM_RATE * steps)
+
+    return divide if u else add
 
 
-def _public_loop(operation: Operation, s: Streams) -> Call:
+def _looped(operation: Operation, s: Streams) -> Call:
     """Tensor by tensor, with temporaries, as public code does it: stash, predict, restore.
 
     With SGD and two predictions 104 bytes per float32 weight, where 28 are needed.
     """
-    step = _optimizer(operation, s, "for loop").step
     outputs = _outputs(operation, s)
     w, v = s["w"], s["v"]
-    u = s["u"] if "u" in operation.letters else []
-    rate, root = adam_rates()
+    u = s["u"] if operation.adam else []
 
-    @torch.no_grad()
     def run() -> None:
-        step()
         for i, weight in enumerate(w):
-            kept = weight.clone()
+            kept = weight.clone() if operation.steps else None
             for steps, out in outputs:
                 if u:
-                    out[i].copy_(weight - (rate * steps) * v[i] / (u[i].sqrt() * root + EPS))
+                    root = u[i].sqrt() * _ADAM_ROOT + EPS
+                    out[i].copy_(weight - (_ADAM_RATE * steps) * v[i] / root)
                 else:
                     out[i].copy_(weight - (LR * steps) * v[i])
-            weight.copy_(kept)
+            if kept is not None:
+                weight.copy_(kept)
 
     return run
 
@@ -285,40 +267,25 @@ def compiled(operation: Operation, sets: Sequence[Streams]) -> tuple[list[Call],
 
 
 def _expression(operation: Operation, horizons: Sequence[float]) -> Any:
-    adam = "u" in operation.letters
-    rate, root = adam_rates()
+    if operation in _VERSIONS:
+        letters, _, loop, _ = _VERSIONS[operation]
+        return lambda s: loop(*(s[letter] for letter in letters))
+    rate = _ADAM_RATE if operation.adam else LR
 
-    def step(s: dict[str, list[Tensor]]) -> None:
+    def run(s: dict[str, Tensors]) -> None:
         for i, w in enumerate(s["w"]):
-            v, g = s["v"][i], s["g"][i].to(w.dtype)
-            outs = [s["op"[j]][i] for j in range(operation.predictions)]
-            if adam:
-                u = s["u"][i]
+            along = v = s["v"][i]
+            if operation.adam:
+                u, g = s["u"][i], s["g"][i].to(w.dtype)
                 w.mul_(1.0 - ADAM_LR * DECAY)
                 v.lerp_(g, 1.0 - BETAS[0])
                 u.mul_(BETAS[1]).addcmul_(g, g, value=1.0 - BETAS[1])
-                ratio = v / (u.sqrt() * root + EPS)
-                w.add_(ratio, alpha=-rate)
-                for steps, out in zip(horizons, outs, strict=False):
-                    out.copy_(w - rate * steps * ratio)
-            else:
-                v.mul_(MOMENTUM).add_(g)
-                w.add_(v, alpha=-LR)
-                for steps, out in zip(horizons, outs, strict=False):
-                    out.copy_(w - LR * steps * v)
+                along = v / (u.sqrt() * _ADAM_ROOT + EPS)
+                w.add_(along, alpha=-rate)
+            elif operation.steps:
+                v.mul_(MOMENTUM).add_(s["g"][i].to(w.dtype))
+                w.add_(v, alpha=-rate)
+            for steps, letter in zip(horizons, "op"[: operation.predictions], strict=False):
+                s[letter][i].copy_(w - rate * steps * along)
 
-    def versions(s: dict[str, list[Tensor]]) -> None:
-        for i, w in enumerate(s["w"]):
-            if operation is SWAP:
-                kept = s["k"][i].clone()
-                s["k"][i].copy_(w)
-                w.copy_(kept)
-                continue
-            if operation in (STASH, STASH_PREDICT):
-                s["k"][i].copy_(w)
-            if operation in (PREDICT_, STASH_PREDICT):
-                w.add_(s["v"][i], alpha=-LR * horizons[0])
-            if operation is PREDICT:
-                s["o"][i].copy_(torch.add(w, s["v"][i], alpha=-LR * horizons[0]))
-
-    return step if "g" in operation.letters else versions
+    return run

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .operations import ADAMW_1, ADAMW_2, OURS
-from .report import Report, Row
+from .report import Report, Row, table
 from .workloads import MIXED, Workload
 
 _LARGE = 2**24  # elements from which caches no longer decide
 _GPU_LARGE = 2**26
+_COMPOSED = "fused + torch.add"
 
 
 @dataclass(frozen=True)
@@ -25,59 +26,49 @@ class Verdict:
 
 def verdicts(report: Report) -> list[Verdict]:
     """Every target that can be checked on the device of the run."""
-    if report.environment.get("device") == "cpu":
-        return [*_on_cpu(report), *_anywhere(report)]
-    return [*_on_gpu(report), *_anywhere(report)]
+    on_cpu = report.environment.get("device") == "cpu"
+    here = _on_cpu(report) if on_cpu else _on_gpu(report)
+    return [*here, *counted(), *_host(report)]
 
 
 def markdown(found: Iterable[Verdict]) -> str:
-    """A table of targets."""
-    lines = ["| what | target | measured | met |", "|---|---|---|---|"]
-    for v in found:
-        met = "not measured" if v.met is None else "yes" if v.met else "**no**"
-        lines.append(f"| {v.what} | {v.target} | {v.measured} | {met} |")
-    return "\n".join(lines)
+    met = {None: "not measured", True: "yes", False: "**no**"}
+    rows = [[v.what, v.target, v.measured, met[v.met]] for v in found]
+    return table("what|target|measured|met", rows)
 
 
 def _on_cpu(report: Report) -> list[Verdict]:
     two, stage = "SGD step + 2 predictions", "pipeline stage, one minibatch"
-    composed = "fused + torch.add"
     return [
-        _faster(report, two, composed, 1.6),
+        _faster(report, two, _COMPOSED, 1.6),
         _faster(report, two, "torch.compile", 1.05),
         _share_of_copy(report, "predict_", 0.95),
         _share_of_copy(report, "predict", 0.95),
-        _faster(report, stage, composed, 1.15),
+        _faster(report, stage, _COMPOSED, 1.15),
     ]
 
 
 def _on_gpu(report: Report) -> list[Verdict]:
     sgd, adam = "SGD step + 2 predictions", "AdamW step + 2 predictions"
-    composed, loop = "fused + torch.add", "per-tensor SpecTrain loop"
-    shares = [
-        row
-        for row in report.rows
-        if row.implementation == "Plan" and row.elements >= _GPU_LARGE and row.share is not None
+    loop = "per-tensor SpecTrain loop"
+    large = [r for r in report.rows if r.implementation == "Plan" and r.elements >= _GPU_LARGE]
+    shares = [(row.share, row.operation) for row in large if row.share is not None]
+    worst, name = min(shares, default=(0.0, ""))
+    return [
+        Verdict(
+            "every operator at 2^26 elements and more, share of the copy",
+            ">= 97 %",
+            f"{worst:.1%} at worst ({name})" if shares else "",
+            worst >= 0.97 if shares else None,
+        ),
+        _faster(report, sgd, _COMPOSED, 1.5),
+        _faster(report, adam, _COMPOSED, 1.9),
+        _faster(report, sgd, "torch.compile", 1.0),
+        _faster(report, adam, "torch.compile", 1.0),
+        _faster(report, sgd, loop, 3.5),
+        _faster(report, sgd, loop, 20.0, lambda r: r.tensors == 300 and r.elements < 2**21),
+        _faster(report, "pipeline stage, one minibatch", _COMPOSED, 1.15),
     ]
-    worst = min(shares, key=lambda row: row.share or 0.0, default=None)
-    large = Verdict(
-        f"every operator at 2^{_GPU_LARGE.bit_length() - 1} elements and more, share of the copy",
-        ">= 97 %",
-        "" if worst is None else f"{worst.share:.1%} at worst ({worst.operation})",
-        None if worst is None else (worst.share or 0.0) >= 0.97,
-    )
-    found = [large, _faster(report, sgd, composed, 1.5), _faster(report, adam, composed, 1.9)]
-    found += [_faster(report, name, "torch.compile", 1.0) for name in (sgd, adam)]
-    found.append(_faster(report, sgd, loop, 3.5))
-    found.append(
-        _faster(report, sgd, loop, 20.0, lambda r: r.tensors == 300 and r.elements < 2**21)
-    )
-    found.append(_faster(report, "pipeline stage, one minibatch", composed, 1.15))
-    return found
-
-
-def _anywhere(report: Report) -> list[Verdict]:
-    return [*counted(), *_host(report)]
 
 
 def counted() -> list[Verdict]:
@@ -87,31 +78,28 @@ def counted() -> list[Verdict]:
     """
     work = Workload("one", ((1,),), MIXED)
     step, more = (op.bytes_per_element(work) for op in (ADAMW_1, ADAMW_2))
-    copy = 2 * MIXED.outs.itemsize
-    found = []
-    for what, extra, limit in (
-        ("with one more output", more - step, 0.08),
-        ("with the copy that a pipeline needs", more - step + copy, 0.22),
-    ):
-        found.append(
-            Verdict(
-                f"extra bytes of prediction in a mixed-precision AdamW step of {step}, {what}",
-                f"<= {limit:.0%}",
-                f"{extra / step:.1%} (counted)",
-                extra / step <= limit,
-            )
+    more -= step
+    copied = more + 2 * MIXED.outs.itemsize
+    cases = (more, 0.08, "one more output"), (copied, 0.22, "the copy that a pipeline needs")
+    return [
+        Verdict(
+            f"extra bytes of prediction in a mixed-precision AdamW step of {step}, with {what}",
+            f"<= {limit:.0%}",
+            f"{extra / step:.1%} (counted)",
+            extra / step <= limit,
         )
-    return found
+        for extra, limit, what in cases
+    ]
 
 
 def _host(report: Report) -> list[Verdict]:
-    found = []
-    for name, us in report.host_us.items():
-        limit = 25.0 if name.startswith("Plan.refresh") else 5.0
-        found.append(
-            Verdict(f"host time, {name}", f"<= {limit:.0f} us", f"{us:.2f} us", us <= limit)
+    limits = {name: 25.0 if "refresh" in name else 5.0 for name in report.host_us}
+    return [
+        Verdict(
+            f"host time, {name}", f"<= {limits[name]:.0f} us", f"{us:.2f} us", us <= limits[name]
         )
-    return found
+        for name, us in report.host_us.items()
+    ]
 
 
 def _is_large(row: Row) -> bool:

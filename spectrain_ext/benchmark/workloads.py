@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .shapes import MODELS, Shape
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,10 @@ class Workload:
 
     @property
     def elements(self) -> int:
-        """Elements of one stream."""
         return sum(map(math.prod, self.shapes))
 
     @property
     def count(self) -> int:
-        """Number of tensors."""
         return len(self.shapes)
 
     def emptied(self) -> Workload:
@@ -87,8 +85,72 @@ def synthetic(
     ]
 
 
+# Parameter lists of real models, from the numbers of their architectures.
+
+
+def resnet50() -> list[Shape]:
+    """ResNet-50 (He et al. 2015) for 1,000 classes: convolutions, batch norms, one linear layer."""
+    shapes: list[Shape] = []
+
+    def convolution(outputs: int, inputs: int, size: int) -> None:
+        shapes.extend([(outputs, inputs, size, size), (outputs,), (outputs,)])
+
+    convolution(64, 3, 7)
+    channels = 64
+    for width, blocks in zip((64, 128, 256, 512), (3, 4, 6, 3), strict=True):
+        for block in range(blocks):
+            convolution(width, channels, 1)
+            convolution(width, width, 3)
+            convolution(4 * width, width, 1)
+            if block == 0:  # the shortcut changes the number of channels
+                convolution(4 * width, channels, 1)
+            channels = 4 * width
+    return [*shapes, (1000, channels), (1000,)]
+
+
+def vgg16() -> list[Shape]:
+    """VGG16 (Simonyan and Zisserman 2014), configuration D, for 224 pixels and 1,000 classes."""
+    shapes: list[Shape] = []
+    channels = 3
+    for width, layers in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(layers):
+            shapes += [(width, channels, 3, 3), (width,)]
+            channels = width
+    for inputs, outputs in ((channels * 7 * 7, 4096), (4096, 4096), (4096, 1000)):
+        shapes += [(outputs, inputs), (outputs,)]
+    return shapes
+
+
+def gpt2() -> list[Shape]:
+    """GPT-2 124M (Radford et al. 2019): 12 layers of 768, embeddings tied to the output."""
+    width, layers, words, positions = 768, 12, 50257, 1024
+    norm: list[Shape] = [(width,), (width,)]
+    shapes: list[Shape] = [(words, width), (positions, width)]
+    for _ in range(layers):
+        shapes += [*norm, (width, 3 * width), (3 * width,), (width, width), (width,)]
+        shapes += [*norm, (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    return shapes + norm
+
+
+def llama_1b() -> list[Shape]:
+    """A Llama-style model of 1.2 billion: 16 layers of 2048, grouped queries, tied embeddings."""
+    width, layers, words, hidden, keys = 2048, 16, 128256, 8192, 512
+    shapes: list[Shape] = [(words, width)]
+    for _ in range(layers):
+        shapes += [(width, width), (keys, width), (keys, width), (width, width)]
+        shapes += [(hidden, width), (hidden, width), (width, hidden), (width,), (width,)]
+    return [*shapes, (width,)]
+
+
+MODELS: dict[str, Callable[[], list[Shape]]] = {
+    "ResNet-50": resnet50,
+    "VGG16": vgg16,
+    "GPT-2 124M": gpt2,
+    "Llama-style 1B": llama_1b,
+}
+
+
 def model(name: str, precision: Precision = FP32) -> Workload:
-    """The parameter list of a real model (`shapes.MODELS`)."""
     return Workload(name, tuple(MODELS[name]()), precision)
 
 
@@ -105,7 +167,6 @@ class Streams:
     _made: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def __getitem__(self, letter: str) -> list[Tensor]:
-        """The tensors of one stream."""
         if letter not in self._made:
             self._made[letter] = self._make(letter)
         return self._made[letter]
@@ -120,14 +181,8 @@ class Streams:
         )
         return [_filled(block, shape) for shape in self.work.shapes]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what was made."""
-        return sum(t.nbytes for tensors in self._made.values() for t in tensors)
-
 
 def dtype_of(work: Workload, letter: str) -> torch.dtype:
-    """The dtype of one stream."""
     p = work.precision
     if letter in "op":
         return p.outs

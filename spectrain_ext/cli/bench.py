@@ -8,18 +8,20 @@ from pathlib import Path
 import click
 import torch
 
-from spectrain_ext.benchmark import compare as comparing
+from spectrain_ext.benchmark import report as reporting
 from spectrain_ext.benchmark import targets
 from spectrain_ext.benchmark.engine import Settings, measure
 from spectrain_ext.benchmark.operations import OPERATIONS
 from spectrain_ext.benchmark.report import Report, host_table, markdown
-from spectrain_ext.benchmark.shapes import MODELS
-from spectrain_ext.benchmark.workloads import PRECISIONS, Workload, model, synthetic
+from spectrain_ext.benchmark.workloads import MODELS, PRECISIONS, Workload, model, synthetic
+from spectrain_ext.extras import require_matplotlib
 
 from .printable import printable
 
 _QUICK = "quick"
 _COUNTS = (1, 10, 300, 3000)
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_POSITIVE = click.IntRange(min=1)
 _EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
 
 
@@ -43,7 +45,7 @@ _EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
 @click.option(
     "--tensors",
     multiple=True,
-    type=click.IntRange(min=1),
+    type=_POSITIVE,
     metavar="N",
     help="In N tensors instead of the suite's; may be repeated.",
 )
@@ -62,7 +64,7 @@ _EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
     help="May be repeated.",
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu, or a CUDA device.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads on the CPU.")
+@click.option("--threads", type=_POSITIVE, help="Threads on the CPU.")
 @click.option(
     "--compile",
     "with_compile",
@@ -83,23 +85,9 @@ _EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
     help="What tensors may take; default: most of what is free.",
 )
 @click.option("--seconds", type=click.FloatRange(min=0.0), help="No case is begun after this.")
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write everything that was measured.",
-)
-@click.option(
-    "--markdown",
-    "markdown_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the tables.",
-)
-@click.option(
-    "--picture",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw a PNG or SVG; needs matplotlib.",
-)
+@click.option("--json", "json_path", type=_FILE, help="Write everything that was measured.")
+@click.option("--markdown", "markdown_path", type=_FILE, help="Write the tables.")
+@click.option("--picture", type=_FILE, help="Draw a PNG or SVG; needs matplotlib.")
 @click.option(
     "--compare",
     "baseline",
@@ -140,7 +128,10 @@ def bench(
     operations = [op for op in OPERATIONS if only.lower() in op.name.lower()]
     if not operations:
         raise click.BadParameter(f"no operation's name contains {only!r}", param_hint="-k")
-    before = _baseline(baseline)
+    try:
+        before = None if baseline is None else Report.load(baseline)
+    except ValueError as error:
+        raise click.BadParameter(f"{baseline}: {error}", param_hint="--compare") from error
     _check_output(picture, device)
     work = workloads(suite, elements, tensors, models, precisions)
     if threads is not None:
@@ -193,20 +184,11 @@ def tables(report: Report) -> str:
     """The tables of a report, with the machine above them."""
     about = report.environment
     lines = [f"- {name}: {value}" for name, value in about.items()]
-    parts = ["\n".join(lines), markdown(report.rows, copies=True), host_table(report.host_us)]
+    parts = ["\n".join(lines), markdown(report, copies=True), host_table(report.host_us)]
     if report.left_out:
         parts.append("Left out:\n\n" + "\n".join(f"- {line}" for line in report.left_out))
     parts.append(targets.markdown(targets.verdicts(report)))
     return "\n\n".join(parts)
-
-
-def _baseline(path: Path | None) -> Report | None:
-    if path is None:
-        return None
-    try:
-        return Report.load(path)
-    except ValueError as error:
-        raise click.BadParameter(f"{path}: {error}", param_hint="--compare") from error
 
 
 def _check_output(picture: Path | None, device: str) -> None:
@@ -217,8 +199,6 @@ def _check_output(picture: Path | None, device: str) -> None:
         return
     if picture.suffix not in (".png", ".svg"):
         raise click.BadParameter("expected a .png or an .svg", param_hint="--picture")
-    from spectrain_ext.benchmark.picture import require_matplotlib
-
     try:
         require_matplotlib()
     except ModuleNotFoundError as error:
@@ -226,17 +206,14 @@ def _check_output(picture: Path | None, device: str) -> None:
 
 
 def _compare(before: Report, after: Report, tolerance: float) -> None:
-    changes = comparing.compare(before, after)
+    changes = reporting.compare(before, after)
     if not changes:
         raise click.ClickException("the two runs have no row in common: nothing was compared")
     click.echo()
-    for line in comparing.differences(before, after):
+    for line in reporting.differences(before, after):
         click.echo(f"differs: {printable(line)}", err=True)
-    click.echo(printable(comparing.markdown(changes, tolerance)))
+    click.echo(printable(reporting.changes_table(changes, tolerance)))
     slower = sum(change.regressed(tolerance) for change in changes)
     click.echo(f"\n{slower} of {len(changes)} slower by more than {tolerance:.0%}")
     if slower:
         raise SystemExit(1)
-
-
-__all__ = ["bench", "tables", "workloads"]

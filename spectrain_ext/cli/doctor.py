@@ -1,9 +1,8 @@
 """``spectrain doctor``: what was built, what this machine has, what is missing and its remedy."""
 
-import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 
 import click
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spectrain_ext import _C
+from spectrain_ext.benchmark.machine import cores, installed
 
 BuildInfo = Mapping[str, str | bool | list[str]]
 
@@ -44,22 +44,15 @@ def doctor(brief: bool) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the package and of what it meets at run time."""
-    found = {
+    return {
         "spectrain_ext": _C.build_info()["version"],
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
+        **installed("numpy", "scikit-learn", "matplotlib", "cupy-cuda13x", "cupy-cuda12x"),
     }
-    for name in ("numpy", "scikit-learn", "matplotlib", "cupy-cuda13x", "cupy-cuda12x"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def summary(build: BuildInfo) -> str:
-    """Return in one line what was built."""
     cpu = f"CPU ({_plain(build['cpu_instruction_set'])})"
     if not build["cuda"]:
         return f"spectrain_ext was built for {cpu} only: no CUDA compiler was found or wanted"
@@ -70,8 +63,7 @@ def summary(build: BuildInfo) -> str:
 
 def devices() -> dict[str, str]:
     """Return one line per device that torch can use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = {"cpu": f"{cores} cores to use, torch runs {torch.get_num_threads()} threads"}
+    found = {"cpu": f"{cores()} cores to use, torch runs {torch.get_num_threads()} threads"}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found[f"cuda:{index}"] = (
@@ -83,19 +75,19 @@ def devices() -> dict[str, str]:
 
 def peer_access() -> Table:
     """Return which CUDA device reaches which other one's memory directly."""
-    count = torch.cuda.device_count()
+    every = range(torch.cuda.device_count())
     table = Table(title="Peer access", title_justify="left")
     table.add_column("from \\ to")
-    for target in range(count):
+    for target in every:
         table.add_column(f"cuda:{target}", justify="center")
-    for source in range(count):
-        cells = [
-            "-"
-            if source == target
-            else ("yes" if torch.cuda.can_device_access_peer(source, target) else "no")
-            for target in range(count)
-        ]
-        table.add_row(f"cuda:{source}", *cells)
+
+    def reaches(source: int, target: int) -> str:
+        if source == target:
+            return "-"
+        return "yes" if torch.cuda.can_device_access_peer(source, target) else "no"
+
+    for source in every:
+        table.add_row(f"cuda:{source}", *(reaches(source, target) for target in every))
     return table
 
 
@@ -122,76 +114,61 @@ def covers(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
     return False
 
 
-def _build_problems(build: BuildInfo) -> list[tuple[str, str]]:
+def _build_problems(build: BuildInfo) -> Iterator[tuple[str, str]]:
     if not build["cuda"]:
-        return [
-            (
-                "The CUDA half of this package was not built: CPU tensors only.",
-                "with a CUDA toolkit (nvcc on PATH, or CUDA_HOME) reinstall under "
-                "SPECTRAIN_CUDA=1, which makes a missing compiler an error",
-            )
-        ]
+        yield (
+            "The CUDA half of this package was not built: CPU tensors only.",
+            "with a CUDA toolkit (nvcc on PATH, or CUDA_HOME) reinstall under SPECTRAIN_CUDA=1, "
+            "which makes a missing compiler an error",
+        )
+        return
     architectures = build["cuda_architectures"]
     assert isinstance(architectures, list)
-    found = []
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         if not covers(architectures, capability):
             name = ".".join(map(str, capability))
-            found.append(
-                (
-                    f"cuda:{index} has compute capability {name}, which was not built for.",
-                    "reinstall from the sources with SPECTRAIN_ARCHS=native, or where this GPU "
-                    f'cannot be seen with TORCH_CUDA_ARCH_LIST="{name}"',
-                )
+            yield (
+                f"cuda:{index} has compute capability {name}, which was not built for.",
+                "reinstall from the sources with SPECTRAIN_ARCHS=native, or where this GPU cannot "
+                f'be seen with TORCH_CUDA_ARCH_LIST="{name}"',
             )
     if torch.cuda.is_available():
         try:
             _C.require_cuda()
         except RuntimeError as error:
-            found.append(
-                (
-                    f"torch uses CUDA, this package cannot: {error}.",
-                    "update the driver, or build with a CUDA toolkit older than "
-                    f"{_plain(build['cuda_compiler'])}",
-                )
+            yield (
+                f"torch uses CUDA, this package cannot: {error}.",
+                "update the driver, or build with a CUDA toolkit older than "
+                f"{_plain(build['cuda_compiler'])}",
             )
-    return found
 
 
-def _torch_problems() -> list[tuple[str, str]]:
+def _torch_problems() -> Iterator[tuple[str, str]]:
     if torch.version.cuda is None:
         where = ", although the machine has an NVIDIA device" if _has_nvidia_device() else ""
-        return [
-            (
-                f"This torch is a CPU build{where}.",
-                "install a CUDA build of torch 2.10 or newer (with make: TORCH_INDEX=<its index>)",
-            )
-        ]
-    if torch.cuda.is_available():
-        return []
-    if _has_nvidia_device():
-        remedy = (
+        yield (
+            f"This torch is a CPU build{where}.",
+            "install a CUDA build of torch 2.10 or newer (with make: TORCH_INDEX=<its index>)",
+        )
+    elif not torch.cuda.is_available():
+        yield (
+            "torch is a CUDA build but sees no CUDA device.",
             f"the driver may be older than torch's CUDA {torch.version.cuda}: update it, or "
             "install a torch for an older CUDA"
+            if _has_nvidia_device()
+            else "install NVIDIA's driver, check that nvidia-smi works and that "
+            "CUDA_VISIBLE_DEVICES is not empty",
         )
-    else:
-        remedy = (
-            "install NVIDIA's driver, check that nvidia-smi works and that CUDA_VISIBLE_DEVICES "
-            "is not empty"
-        )
-    return [("torch is a CUDA build but sees no CUDA device.", remedy)]
 
 
-def _extra_problems() -> list[tuple[str, str]]:
-    return [
-        (
-            f"{package} is not installed: 'spectrain train' needs it.",
-            "pip install 'spectrain_ext[train]'",
-        )
-        for module, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib"))
-        if find_spec(module) is None
-    ]
+def _extra_problems() -> Iterator[tuple[str, str]]:
+    for module, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")):
+        if find_spec(module) is None:
+            yield (
+                f"{package} is not installed: 'spectrain train' needs it.",
+                "pip install 'spectrain_ext[train]'",
+            )
 
 
 def _has_nvidia_device() -> bool:

@@ -16,8 +16,7 @@ from spectrain_ext.experiments.report import report
 from spectrain_ext.experiments.settings import ALL, TrainSettings, settle
 from spectrain_ext.experiments.workload import build_stages, fitting, load_data
 from spectrain_ext.experiments.world import World
-from spectrain_ext.observation import require_tensorboard
-from spectrain_ext.timelines.timeline import require_matplotlib
+from spectrain_ext.extras import require_matplotlib, require_tensorboard
 
 from .once import OnceToldCommand, agreed, joined, logged, told
 from .options import finite, names, numbers

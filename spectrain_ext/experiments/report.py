@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain_ext._C import build_info
+from spectrain_ext.extras import require_matplotlib
 from spectrain_ext.method import find_method
 from spectrain_ext.timelines.method_timeline import draw_method_timelines
-from spectrain_ext.timelines.timeline import require_matplotlib
 
 from .data.batches import count_batches
 from .data.split import Split

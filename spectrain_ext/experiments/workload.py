@@ -21,7 +21,7 @@ from .data.digits import load_digits
 from .data.split import Split
 from .data.text import load_text
 from .models import gpt, residual_lstm, residual_mlp, resnet, vgg
-from .models.partition import cut_evenly
+from .models.building import cut_evenly
 from .settings import TrainSettings, stages_of, window_of
 
 

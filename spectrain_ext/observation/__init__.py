@@ -1,7 +1,6 @@
 """Looks on at a run while it goes on: traces, figures, and where they are written."""
 
 from .metrics import Metrics
-from .sinks import require_tensorboard
 from .trace import Trace
 
-__all__ = ["Metrics", "Trace", "require_tensorboard"]
+__all__ = ["Metrics", "Trace"]

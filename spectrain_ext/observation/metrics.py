@@ -16,7 +16,7 @@ from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.schedule import FLUSHING, Kind, Place, Rules
 from spectrain_ext.weights import rates_of
 
-from .meter import Meter, Window, mean_delay, mean_loss
+from .meter import Meter, Window
 from .probe import Probe
 from .sinks import JsonLines, Record, Sink, TensorBoard
 
@@ -71,6 +71,7 @@ class Metrics(Observer):
             raise ValueError("path: expected a file, or a folder as tensorboard, got neither")
         self._pipe = pipe
         self._every, self._errors_every, self._start = every, errors_every, start
+        self._flushes = pipe.method.schedule in FLUSHING
         self._labels = dict(labels or {})
         self._rank: int | None = getattr(pipe, "rank", None)
         self._meters: dict[int, Meter] = {}
@@ -84,42 +85,36 @@ class Metrics(Observer):
             self._sinks.append(JsonLines(_of_rank(Path(path), self._rank)))
 
     def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
-        """A run begins."""
         for meter in self._meters.values():
             meter.begin()
 
     def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
-        """Count and time a stage's actions."""
         meter = self._meters.get(stage.index)
         if meter is None:
-            meter = Meter(stage, self._probe_of(stage), self._every, self._start)
+            late = int(stage.device.type == "cuda")
+            meter = Meter(
+                stage,
+                self._probe_of(stage),
+                self._every,
+                self._start,
+                lambda meter: self._write(meter, late),
+            )
             self._meters[stage.index] = meter
-        watched = meter.handlers(handlers)
-        update = watched[Kind.UPDATE]
-
-        def update_and_write(i: int, j: int) -> None:
-            update(i, j)
-            if meter.full:
-                self._write(meter, late=int(stage.device.type == "cuda"))
-
-        return {**watched, Kind.UPDATE: update_and_write}
+        return meter.handlers(handlers)
 
     def _probe_of(self, stage: Stage) -> Probe | None:
-        place = self._place_of(stage)
-        flushes = self._pipe.method.schedule in FLUSHING
-        if stage.weights is None or self._errors_every is None or flushes:
+        if stage.weights is None or self._errors_every is None or self._flushes:
             return None
+        place = self._place_of(stage)
         rules = rules_at(self._pipe.method, place)
         return Probe(stage.weights, rules, place, self._errors_every)
 
     def result(self, result: Result) -> None:
-        """Note the loss where it was computed."""
         for meter in self._meters.values():
             if meter.stage.targets is not None:
                 meter.loss(result.loss)
 
     def end(self) -> None:
-        """Write what there is."""
         for meter in self._meters.values():
             meter.end()
             self._write(meter, late=0)
@@ -148,7 +143,6 @@ class Metrics(Observer):
         seconds = max(window.ended - window.began, 1e-9)
         busy = window.busy()
         place = self._place_of(stage)
-        flushes = self._pipe.method.schedule in FLUSHING
         return {
             **self._labels,
             "time": window.ended,
@@ -162,14 +156,14 @@ class Metrics(Observer):
             "bubble": max(0.0, 1 - sum(busy.values()) / seconds),
             "busy": busy,
             "staleness": {
-                "scheduled": 0 if flushes else delay(place),
-                "mean": mean_delay(window.delays),
+                "scheduled": 0 if self._flushes else delay(place),
+                "mean": window.mean_delay(),
                 "max": max(window.delays, default=None),
             },
-            "prediction_error": None if window.errors is None else window.errors.prediction,
-            "staleness_error": None if window.errors is None else window.errors.staleness,
+            "prediction_error": window.errors and window.errors.prediction,
+            "staleness_error": window.errors and window.errors.staleness,
             "lr": None if stage.weights is None else list(rates_of(stage.weights.optimizer)),
-            "loss": mean_loss(window.losses),
+            "loss": window.mean_loss(),
         }
 
 

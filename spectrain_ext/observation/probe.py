@@ -56,7 +56,6 @@ class Probe:
         self._kept: _Kept | None = None
 
     def begin(self) -> None:
-        """A run begins: nothing is in flight."""
         self._kept = None
 
     def forward(self, i: int, j: int, updates: int) -> None:

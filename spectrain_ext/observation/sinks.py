@@ -6,19 +6,11 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from spectrain_ext.extras import require_tensorboard
 
 Record = dict[str, Any]
-
-
-class Sink(Protocol):
-    """Takes records."""
-
-    def write(self, record: Record) -> None:
-        """Take one."""
-
-    def close(self) -> None:
-        """Let go of the file."""
 
 
 class JsonLines:
@@ -36,11 +28,9 @@ class JsonLines:
                 self._file.write(b"\n")
 
     def write(self, record: Record) -> None:
-        """Append a line; a number that is not finite becomes null, which JSON can hold."""
         self._file.write(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -52,33 +42,19 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path) -> None:
-        require_tensorboard()
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder))
+        self._writer = require_tensorboard().SummaryWriter(str(folder))
 
     def write(self, record: Record) -> None:
-        """Add a point to every curve."""
         for name, value in _numbers(record):
             self._writer.add_scalar(
                 f"stage{record['stage']}/{name}", value, record["minibatch"], record["time"]
             )
 
     def close(self) -> None:
-        """Write what is left."""
         self._writer.close()
 
 
-def require_tensorboard() -> None:
-    """Raise ModuleNotFoundError, naming the extra, where TensorBoard cannot be imported."""
-    try:
-        import torch.utils.tensorboard  # noqa: F401
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "tensorboard: it is not installed; pip install 'spectrain_ext[tensorboard]'"
-        ) from error
-
-
+Sink = JsonLines | TensorBoard
 _NO_CURVES = frozenset(("time", "stage", "rank", "minibatch", "minibatches"))
 
 

@@ -10,23 +10,12 @@ import torch
 
 from spectrain_ext.pipeline.observer import Handler, Observer
 from spectrain_ext.schedule import Action, Kind, Lane, Rules, Span, open_ledgers
-from spectrain_ext.transport import CudaStream, Stream
+
+from .marks import WORK, Mark, Record, marked
 
 if TYPE_CHECKING:
     from spectrain_ext.pipeline.stage import Stage
 
-Mark = float | torch.cuda.Event
-
-_LANES: dict[Kind, Lane] = {
-    Kind.LOAD_FORWARD: "compute",
-    Kind.FORWARD: "compute",
-    Kind.LOSS: "compute",
-    Kind.LOAD_BACKWARD: "compute",
-    Kind.BACKWARD: "compute",
-    Kind.UPDATE: "compute",
-    Kind.SEND_ACTIVATION: "to next",
-    Kind.SEND_GRADIENT: "to previous",
-}
 _TURNS = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE))
 
 
@@ -45,7 +34,7 @@ class Trace(Observer):
     ranges = True
 
     def __init__(self) -> None:
-        self._records: list[tuple[int, Action, Mark, Mark]] = []
+        self._records: list[Record] = []
         self._rules: Sequence[Rules] = ()
         self._wall = 0.0  # what a clock on the wall is ahead of the marks
         self._origins: dict[torch.device, tuple[float, torch.cuda.Event]] = {}
@@ -69,22 +58,7 @@ class Trace(Observer):
                 self._origins[device] = time.perf_counter(), event
 
     def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
-        """The handlers of a stage's actions, with a mark before and after each."""
-        return {
-            kind: self._watched(stage, kind, handler) if kind in _LANES else handler
-            for kind, handler in handlers.items()
-        }
-
-    def _watched(self, stage: Stage, kind: Kind, handler: Handler) -> Handler:
-        stream = stream_of(stage, kind)
-        records, k = self._records, stage.index
-
-        def watched(i: int, j: int) -> None:
-            start = mark(stream)
-            handler(i, j)
-            records.append((k, Action(kind, i, j), start, mark(stream)))
-
-        return watched
+        return marked(stage, handlers, self._records)
 
     def spans(self) -> list[Span]:
         """What was recorded, each stage's in order, in seconds from the first action's start.
@@ -92,30 +66,29 @@ class Trace(Observer):
         Waits for CUDA devices. After a run that failed: what ended before.
         """
         ledgers = open_ledgers(len(self._rules), self._rules)
-        readings: list[tuple[int | None, int]] = []
-        for k, action, _, _ in self._records:
-            if action.kind in _TURNS:
-                readings += ledgers[k].enter([action])
-            else:
-                readings.append((None, 0))
         found: list[Span] = []
         lane_ends: dict[tuple[int, Lane], float] = {}
-        first = min((self._seconds(record[2]) for record in self._records), default=0.0)
-        for (k, action, start, end), reading in zip(self._records, readings, strict=True):
-            lane = _LANES[action.kind]
+        first = self._first()
+        for k, kind, i, j, start, end in self._records:
+            lane = WORK[kind][0]
+            action = Action(kind, i, j)
+            turn = ledgers[k].enter([action]) if kind in _TURNS else [(None, 0)]
             # An event on an idle stream happens at once, although what comes after it has to wait
             # for the stage's computation.
             free = max(lane_ends.get((k, lane), 0.0), lane_ends.get((k, "compute"), 0.0))
             begun = max(self._seconds(start) - first, free)
             ended = max(self._seconds(end) - first, begun)
             lane_ends[k, lane] = ended
-            found.append(Span(k, lane, *action, begun, ended, *reading))
+            found.append(Span(k, lane, *action, begun, ended, *turn[0]))
         return found
 
     @property
     def origin(self) -> float:
         """When the first action started, in seconds since 1970, for ``write_trace``."""
-        return self._wall + min((self._seconds(record[2]) for record in self._records), default=0.0)
+        return self._wall + self._first()
+
+    def _first(self) -> float:
+        return min((self._seconds(start) for *_, start, _ in self._records), default=0.0)
 
     def _seconds(self, mark: Mark) -> float:
         if isinstance(mark, float):
@@ -123,42 +96,3 @@ class Trace(Observer):
         at, origin = self._origins[mark.device]
         mark.synchronize()
         return at + float(origin.elapsed_time(mark)) / 1000.0
-
-
-def stream_of(stage: Stage, kind: Kind) -> Stream:
-    """The stream that an action is issued to."""
-    edge = {Kind.SEND_ACTIVATION: stage.to_next, Kind.SEND_GRADIENT: stage.to_previous}.get(kind)
-    if edge is not None:
-        return edge.stream
-    loads = kind in (Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD, Kind.UPDATE)
-    return stage.predict if loads else stage.compute
-
-
-def mark(stream: Stream) -> Mark:
-    """Now, on the CPU; on CUDA, the moment when the stream has done what it was given so far."""
-    if not isinstance(stream, CudaStream):
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    stream.record(event)
-    return event
-
-
-def seconds_between(marks: Sequence[tuple[Mark, Mark]]) -> float:
-    """The sum of the times between pairs of marks in order; waits until the last has been passed.
-
-    An event on an idle stream happens at once: of what overlaps there, the later part counts.
-    """
-    total = 0.0
-    before: torch.cuda.Event | None = None
-    for start, end in marks:
-        if isinstance(start, float) or isinstance(end, float):
-            assert isinstance(start, float) and isinstance(end, float)
-            total += end - start
-            continue
-        end.synchronize()
-        taken = float(start.elapsed_time(end))
-        if before is not None:
-            taken = min(taken, float(before.elapsed_time(end)))
-        total += max(0.0, taken) / 1000.0
-        before = end
-    return total

@@ -1,16 +1,13 @@
 """Cutting a model into stages: measure its blocks, decide where to cut, make the stages."""
 
-from .automatic import Partition, partition
 from .cut import Cut, StageEstimate, cut
-from .graph import GraphStage, from_pipe
 from .profile import BlockProfile, Profile, Tie, measure
-from .slices import Slice, cut_at
+from .stages import Partition, Slice, cut_at, partition
 from .traced import TracedStage
 
 __all__ = [
     "BlockProfile",
     "Cut",
-    "GraphStage",
     "Partition",
     "Profile",
     "Slice",
@@ -19,7 +16,6 @@ __all__ = [
     "TracedStage",
     "cut",
     "cut_at",
-    "from_pipe",
     "measure",
     "partition",
 ]

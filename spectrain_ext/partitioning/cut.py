@@ -120,20 +120,17 @@ def cut(
     places = _places(profile, n_stages)
     costs = _Costs(profile, n_stages, bandwidth, weight_copies, window)
 
-    def within(start: int, end: int, k: int) -> bool:
-        limit = limits[k]
-        return limit is None or costs.memory(start, end, k) <= limit
-
     def slowest(start: int, end: int, k: int) -> float:
-        return costs.seconds(start, end) if within(start, end, k) else _NEVER
+        within = costs.memory(start, end, k) <= limits[k]
+        return costs.seconds(start, end) if within else _NEVER
 
     best, _ = _search(places, n_stages, slowest, max)
     if best == _NEVER:
         raise ValueError(_too_little_memory(costs, places, limits, n_stages))
 
     def unevenness(start: int, end: int, k: int) -> float:
-        seconds = costs.seconds(start, end)
-        return seconds**2 if seconds <= best and within(start, end, k) else _NEVER
+        seconds = slowest(start, end, k)
+        return seconds**2 if seconds <= best else _NEVER
 
     _, ends = _search(places, n_stages, unevenness, lambda a, b: a + b)
     starts = (0, *ends[:-1])
@@ -238,14 +235,12 @@ def _places(profile: Profile, n: int) -> list[int]:
     return [0, *inner, blocks]
 
 
-def _limits(memory_limit: int | Sequence[int] | None, n: int) -> list[int | None]:
-    if memory_limit is None:
-        return [None] * n
-    if isinstance(memory_limit, Sequence):
-        if len(memory_limit) != n:
-            raise ValueError(f"memory_limit: expected one per stage ({n}), got {len(memory_limit)}")
-        return list(memory_limit)
-    return [memory_limit] * n
+def _limits(memory_limit: int | Sequence[int] | None, n: int) -> list[float]:
+    if not isinstance(memory_limit, Sequence):
+        return [_NEVER if memory_limit is None else memory_limit] * n
+    if len(memory_limit) != n:
+        raise ValueError(f"memory_limit: expected one per stage ({n}), got {len(memory_limit)}")
+    return list(memory_limit)
 
 
 def _counts(given: int | StageCount, n: int, name: str) -> list[int]:
@@ -256,10 +251,9 @@ def _counts(given: int | StageCount, n: int, name: str) -> list[int]:
     return counts
 
 
-def _too_little_memory(costs: _Costs, places: list[int], limits: list[int | None], n: int) -> str:
+def _too_little_memory(costs: _Costs, places: list[int], limits: list[float], n: int) -> str:
     def needed(start: int, end: int, k: int) -> float:
-        limit = limits[k]
-        return 0.0 if limit is None else costs.memory(start, end, k) / max(limit, 1)
+        return costs.memory(start, end, k) / max(limits[k], 1)
 
     share, ends = _search(places, n, needed, max)
     return (

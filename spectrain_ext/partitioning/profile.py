@@ -61,12 +61,10 @@ class Profile:
 
     Attributes:
         blocks: in the order of the model.
-        input_bytes: of what the first block is given.
         ties: blocks that share something.
     """
 
     blocks: tuple[BlockProfile, ...]
-    input_bytes: int = 0
     ties: tuple[Tie, ...] = ()
 
 
@@ -97,7 +95,6 @@ def measure(
     if repeats < 1:
         raise ValueError(f"repeats: expected at least 1, got {repeats}")
     value = _checked(example_input, "example_input")
-    input_bytes = _bytes(value)
     found: list[BlockProfile] = []
     devices = {t.device.index for b in blocks for t in b.parameters() if t.device.type == "cuda"}
     cuda = sorted(index for index in devices if index is not None)
@@ -106,7 +103,7 @@ def measure(
             with _untouched(block):
                 profile, value = _measured(block, value, index, repeats)
             found.append(profile)
-    return Profile(tuple(found), input_bytes, ties)
+    return Profile(tuple(found), ties)
 
 
 def _measured(

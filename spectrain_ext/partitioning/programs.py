@@ -36,11 +36,16 @@ class Port:
 
     @classmethod
     def of(cls, node: fx.Node) -> Port:
-        """Of a node that stands for a tensor."""
         value = node.meta["val"]
         stack = list(node.meta.get("nn_module_stack", {}).values())
         source = (stack[-1][0] if stack else "", str(node.target))
         return cls(node.name, source, tuple(_fixed(size) for size in value.shape), value.dtype)
+
+    def takes(self, tensor: Tensor) -> bool:
+        sizes = tensor.shape
+        return len(self.shape) == len(sizes) and all(
+            want is None or want == size for want, size in zip(self.shape, sizes, strict=True)
+        )
 
     def __str__(self) -> str:
         sizes = ", ".join("*" if size is None else str(size) for size in self.shape)
@@ -52,10 +57,10 @@ class Program:
 
     Args:
         module: takes the inputs, then the state; holds no tensors.
-        state: what the model calls the parameters and module buffers that it takes.
-        tensors: those, as they were when it was traced.
+        state: the parameters and module buffers that it takes, by what the model calls them, as
+            they were when it was traced.
+        given: what it was traced with.
         inputs: what enters.
-        outputs: what leaves.
         single: whether the one output leaves as a tensor, not as a tuple.
         guards: raises AssertionError where other sizes than those traced would have taken another
             way through the model's Python; None where nothing depends on that.
@@ -66,32 +71,29 @@ class Program:
     def __init__(
         self,
         module: fx.GraphModule,
-        state: tuple[str, ...],
-        tensors: tuple[Tensor, ...],
+        state: dict[str, Tensor],
+        given: Sequence[Tensor],
         inputs: tuple[Port, ...],
-        outputs: tuple[Port, ...],
         single: bool,
         guards: nn.Module | None,
-        device: torch.device,
     ) -> None:
-        self.state = state
+        tensors = list(state.values()) or given
+        self.state = tuple(state)
         self.inputs = inputs
-        self.outputs = outputs
         self._module = module
         self._single = single
         self._guards = guards
-        self._dtypes = [t.dtype for t in tensors] or [port.dtype for port in inputs]
+        self._dtypes = [t.dtype for t in tensors]
         constants = list(_constants(module))
         # whether the graph names types, so that it holds for those only
         self._types = any(isinstance(c, torch.dtype) and c.is_floating_point for c in constants)
-        self._device = device
+        self._device = tensors[0].device if tensors else torch.device("cpu")
         self._moved: dict[torch.device, fx.GraphModule] | None = None
         if any(isinstance(c, torch.device) for c in constants) or _autocasts(module):
-            self._moved = {device: module}
+            self._moved = {self._device: module}
 
     @property
     def code(self) -> str:
-        """What it does with what it is given."""
         return str(self._module.code)
 
     def __deepcopy__(self, memo: object) -> Program:
@@ -103,19 +105,30 @@ class Program:
             "where it is needed"
         )
 
-    def fits(self, given: Sequence[Tensor]) -> bool:
-        """Whether it was traced for tensors of these sizes."""
-        return len(given) == len(self.inputs) and all(
-            _fit(port.shape, tensor) for port, tensor in zip(self.inputs, given, strict=True)
-        )
+    def misfit(self, given: Sequence[Tensor]) -> str | None:
+        """Why it was not traced for tensors of these sizes."""
+        if len(given) != len(self.inputs):
+            names = ", ".join(port.name for port in self.inputs)
+            return f"expected {len(self.inputs)} tensors ({names}), got {len(given)}"
+        for port, tensor in zip(self.inputs, given, strict=True):
+            if not port.takes(tensor):
+                return (
+                    f"expected {port}, got shape {tuple(tensor.shape)}; what the model did with "
+                    "the sizes of example_input is fixed: cut it with one of such sizes"
+                )
+        return None
 
-    def accepts(self, given: Sequence[Tensor]) -> bool:
-        """The same, and whether these sizes take the way through the model that was traced."""
-        try:
-            self._check_sizes(given)
-        except ValueError:
-            return False
-        return True
+    def detour(self, given: Sequence[Tensor]) -> str | None:
+        """Why tensors that fit take another way through the model than the one traced."""
+        if self._guards is not None:
+            try:
+                self._guards(*given)
+            except AssertionError as error:
+                return (
+                    f"{error}, got shapes {[tuple(t.shape) for t in given]}; the model does "
+                    "something else there than with example_input: cut it with one of such sizes"
+                )
+        return None
 
     def __call__(self, given: Sequence[Tensor], state: Sequence[Tensor]) -> Any:
         """Compute the outputs.
@@ -124,42 +137,21 @@ class Program:
             ValueError: another number of tensors, or sizes, than it was traced for.
             TypeError: the state's dtypes have changed, and the graph names the old ones.
         """
-        self._check_sizes(given)
+        why = self.misfit(given) or self.detour(given)
+        if why is not None:
+            raise ValueError(why)
         tensors = state or given
-        if self._types:
-            self._check_dtypes(tensors)
-        module = self._module
-        if self._moved is not None:
-            module = self._on(tensors[0].device) if tensors else module
-        made = module(*given, *state)
-        return made[0] if self._single else made
-
-    def _check_sizes(self, given: Sequence[Tensor]) -> None:
-        if len(given) != len(self.inputs):
-            names = ", ".join(port.name for port in self.inputs)
-            raise ValueError(f"expected {len(self.inputs)} tensors ({names}), got {len(given)}")
-        for port, tensor in zip(self.inputs, given, strict=True):
-            if not _fit(port.shape, tensor):
-                raise ValueError(
-                    f"expected {port}, got shape {tuple(tensor.shape)}; what the model did with "
-                    "the sizes of example_input is fixed: cut it with one of such sizes"
-                )
-        if self._guards is not None:
-            try:
-                self._guards(*given)
-            except AssertionError as error:
-                raise ValueError(
-                    f"{error}, got shapes {[tuple(t.shape) for t in given]}; the model does "
-                    "something else there than with example_input: cut it with one of such sizes"
-                ) from None
-
-    def _check_dtypes(self, tensors: Sequence[Tensor]) -> None:
-        for tensor, dtype in zip(tensors, self._dtypes, strict=True):
+        for tensor, dtype in zip(tensors, self._dtypes, strict=True) if self._types else ():
             if tensor.dtype != dtype:
                 raise TypeError(
                     f"expected {dtype} as when the model was cut, got {tensor.dtype}; what its "
                     "code said about dtypes is fixed: convert the model before it is cut"
                 )
+        module = self._module
+        if self._moved is not None and tensors:
+            module = self._on(tensors[0].device)
+        made = module(*given, *state)
+        return made[0] if self._single else made
 
     def _on(self, device: torch.device) -> fx.GraphModule:
         """The graph for a device that the stage has been moved to."""
@@ -193,7 +185,8 @@ def programs_of(exported: ExportedProgram) -> list[tuple[Program, dict[str, Tens
     Raises:
         ValueError: something else than tensors is passed between stages, or returned.
     """
-    return _Cutter(exported).programs()
+    cutter = _Cutter(exported)
+    return [cutter.program(k) for k in range(cutter.stages)]
 
 
 class _Cutter:
@@ -206,19 +199,19 @@ class _Cutter:
         self._returned: list[fx.Node] = []
         self._home: dict[fx.Node, int] = {}  # stage that makes a value; -1: the model's input
         self._stages: list[list[fx.Node]] = [[]]
-        self._order: dict[fx.Node, int] = {}
-        for index, node in enumerate(self._module.graph.nodes):
-            self._order[node] = index
+        for node in self._module.graph.nodes:
             self._place(node)
         if not self._stages[-1] and len(self._stages) > 1:
             self._stages.pop()
         spec = exported.call_spec.out_spec
-        flat = spec is not None and all(child.is_leaf() for child in spec.children())
-        self._single = spec is not None and spec.is_leaf()
-        if not self._single and not (flat and spec is not None and spec.type in (tuple, list)):
+        assert spec is not None
+        self._single = spec.is_leaf()
+        flat = all(child.is_leaf() for child in spec.children())
+        if not self._single and not (flat and spec.type in (tuple, list)):
             raise ValueError("split_points: the model returns something else than tensors")
-        self._needs = [self._needed(k) for k in range(len(self._stages))]
-        for k in range(len(self._stages)):
+        self.stages = len(self._stages)
+        self._needs = [self._needed(k) for k in range(self.stages)]
+        for k in range(self.stages):
             self._need_sizes(k)
 
     def _place(self, node: fx.Node) -> None:
@@ -245,7 +238,7 @@ class _Cutter:
 
     def _needed(self, k: int) -> set[fx.Node]:
         users = [given for node in self._stages[k] for given in node.all_input_nodes]
-        if k == len(self._stages) - 1:
+        if k == self.stages - 1:
             for value in self._returned:
                 if not isinstance(value, fx.Node) or not _is_tensor(value):
                     raise ValueError(
@@ -288,15 +281,10 @@ class _Cutter:
         if k == 0:
             return self._inputs
         later = set().union(*self._needs[k:])
-        return sorted((n for n in later if self._home[n] < k), key=self._order.__getitem__)
+        return sorted(n for n in later if self._home[n] < k)
 
-    # Programs.
-
-    def programs(self) -> list[tuple[Program, dict[str, Tensor]]]:
-        return [self._program(k) for k in range(len(self._stages))]
-
-    def _program(self, k: int) -> tuple[Program, dict[str, Tensor]]:
-        last = k == len(self._stages) - 1
+    def program(self, k: int) -> tuple[Program, dict[str, Tensor]]:
+        last = k == self.stages - 1
         arrives = self._arriving(k)
         leaves = self._returned if last else self._arriving(k + 1)
         if not leaves:
@@ -338,19 +326,13 @@ class _Cutter:
             value(node)
         graph.output(tuple(value(node) for node in leaves))
         graph.lint()
-        if state:
-            device = next(iter(state.values())).device
-        else:
-            device = arrives[0].meta["val"].device if arrives else torch.device("cpu")
         program = Program(
             fx.GraphModule(bodies, graph),
-            tuple(state),
-            tuple(state.values()),
+            state,
+            [node.meta["val"] for node in arrives],
             tuple(map(Port.of, arrives)),
-            tuple(map(Port.of, leaves)),
             self._single if last else len(leaves) == 1,
             self._guards if k == 0 else None,
-            device,
         )
         return program, state
 
@@ -374,13 +356,6 @@ def _fixed(size: int | torch.SymInt) -> int | None:
         return size
     expression = size.node.expr
     return int(expression) if expression.is_number else None
-
-
-def _fit(shape: tuple[int | None, ...], tensor: Tensor) -> bool:
-    sizes = tensor.shape
-    return len(shape) == len(sizes) and all(
-        want is None or want == size for want, size in zip(shape, sizes, strict=True)
-    )
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -113,7 +113,7 @@ class TracedStage(nn.Module):
         if isinstance(graphs, str):
             raise RuntimeError(f"forward: {graphs}")
         for graph in graphs[:-1]:
-            if graph.program.fits(given):
+            if graph.program.misfit(given) is None:
                 return graph(given)
         return graphs[-1](given)
 
@@ -159,171 +159,154 @@ def split(
     arguments = example_input if isinstance(example_input, tuple) else (example_input,)
     before = {modules[n] for n, point in points.items() if point is SplitPoint.BEGINNING}
     after = {modules[n] for n, point in points.items() if point is SplitPoint.END}
-    found = traces(model, arguments, before, after)
-    return _assembled(model, found)
+    return _Assembly(model, traces(model, arguments, before, after)).stages()
 
 
 # Stages out of traces.
 
 
-def _assembled(model: nn.Module, found: dict[Mode, list[Trace] | str]) -> list[nn.Module]:
-    given = next(iter(found.values()))  # the model as it is comes first
-    assert not isinstance(given, str)
-    first = given[-1]
-    names = _names(model)
-    _check_ties(first, names)
-    users: dict[int, set[int]] = {}
-    modes: dict[Mode, list[Trace] | str] = {}
-    for mode, graphs in found.items():
-        if not isinstance(graphs, str):
-            why = _unfit(graphs[-1], first, users, names)
-            graphs = why or _usable(graphs, names)
-        modes[mode] = graphs
-        for trace in graphs if not isinstance(graphs, str) else ():
-            for k, (_, state) in enumerate(trace):
-                for tensor in state.values():
-                    users.setdefault(id(tensor), set()).add(k)
-    for number in names:
-        users.setdefault(number, {_home(number, users, names, len(first))})
-    return [_stage(k, model, modes, users, names) for k in range(len(first))]
+class _Assembly:
+    """A model, its traces, and which stages use its tensors, by their ids.
 
+    Args:
+        model: the model.
+        found: per mode its traces, the model as it is first.
+    """
 
-def _stage(
-    k: int,
-    model: nn.Module,
-    modes: dict[Mode, list[Trace] | str],
-    users: dict[int, set[int]],
-    names: dict[int, list[str]],
-) -> TracedStage:
-    part = State()
-    persistent = _persistent(model)
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    where: dict[int, tuple[nn.Module, str]] = {}
-    for number in names:  # in the model's order
-        if k in users[number]:
-            for name in names[number]:
-                slot = _put(part, name, tensors[number], persistent.get(name, True))
-                where.setdefault(number, slot)
-    constants = 0
+    def __init__(self, model: nn.Module, found: dict[Mode, list[Trace] | str]) -> None:
+        self._model = model
+        self._names: dict[int, list[str]] = {}  # all of every parameter and module buffer
+        self._tensors: dict[int, Tensor] = {}
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ):
+            self._names.setdefault(id(tensor), []).append(name)
+            self._tensors[id(tensor)] = tensor
+        self._transient = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, owner in model.named_modules(remove_duplicate=False)
+            for name in owner._non_persistent_buffers_set
+        }
+        given = next(iter(found.values()))
+        assert not isinstance(given, str)
+        self._first = given[-1]
+        self._check_ties()
+        self._users: dict[int, set[int]] = {}
+        self._modes: dict[Mode, list[Trace] | str] = {}
+        for mode, graphs in found.items():
+            if not isinstance(graphs, str):
+                graphs = self._unfit(graphs[-1]) or self._usable(graphs)
+            self._modes[mode] = graphs
+            for trace in graphs if not isinstance(graphs, str) else ():
+                for k, (_, state) in enumerate(trace):
+                    for tensor in state.values():
+                        self._users.setdefault(id(tensor), set()).add(k)
+        for number in self._names:
+            self._users.setdefault(number, {self._home(number)})
 
-    def bound(program: Program, state: dict[str, Tensor]) -> _Bound:
-        nonlocal constants
-        slots = []
-        for name in program.state:
-            tensor = state[name]
-            if id(tensor) not in where:
-                # A constant of the code: nobody's state, but it moves with the stage.
-                where[id(tensor)] = _put(part, f"_constants.{constants}", tensor, False)
-                constants += 1
-            slots.append(where[id(tensor)])
-        return _Bound(program, tuple(slots))
+    def stages(self) -> list[nn.Module]:
+        return [self._stage(k) for k in range(len(self._first))]
 
-    kept: _Modes = {
-        mode: graphs if isinstance(graphs, str) else tuple(bound(*trace[k]) for trace in graphs)
-        for mode, graphs in modes.items()
-    }
-    return TracedStage(part, kept, model.training, (None, True) not in kept)
+    def _stage(self, k: int) -> TracedStage:
+        part = State()
+        where: dict[int, tuple[nn.Module, str]] = {}
+        for number, names in self._names.items():  # in the model's order
+            if k in self._users[number]:
+                for name in names:
+                    slot = _put(part, name, self._tensors[number], name not in self._transient)
+                    where.setdefault(number, slot)
+        constants = 0
 
+        def bound(program: Program, state: dict[str, Tensor]) -> _Bound:
+            nonlocal constants
+            for tensor in state.values():
+                if id(tensor) not in where:
+                    # A constant of the code: nobody's state, but it moves with the stage.
+                    where[id(tensor)] = _put(part, f"_constants.{constants}", tensor, False)
+                    constants += 1
+            return _Bound(program, tuple(where[id(state[name])] for name in program.state))
 
-def _names(model: nn.Module) -> dict[int, list[str]]:
-    """All names of every parameter and module buffer, by its id."""
-    found: dict[int, list[str]] = {}
-    for name, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        found.setdefault(id(tensor), []).append(name)
-    return found
+        kept: _Modes = {
+            mode: graphs if isinstance(graphs, str) else tuple(bound(*trace[k]) for trace in graphs)
+            for mode, graphs in self._modes.items()
+        }
+        return TracedStage(part, kept, self._model.training, (None, True) not in kept)
 
+    def _check_ties(self) -> None:
+        """Raise ValueError if stages share a parameter."""
+        used: dict[int, int] = {}
+        for k, (_, state) in enumerate(self._first):
+            for name, tensor in state.items():
+                first = used.setdefault(id(tensor), k)
+                if first != k and isinstance(tensor, nn.Parameter):
+                    # The graph has one name for all of them.
+                    there, *others = self._names.get(id(tensor), [name])
+                    raise ValueError(
+                        f"split_points: parameter {there!r} of stage {first} and "
+                        f"{[*others, there][0]!r} of stage {k} are one; tied weights must be on "
+                        "one stage, move the split"
+                    )
 
-def _persistent(model: nn.Module) -> dict[str, bool]:
-    """Whether a module buffer is in a state_dict."""
-    return {
-        f"{prefix}.{name}" if prefix else name: name not in owner._non_persistent_buffers_set
-        for prefix, owner in model.named_modules(remove_duplicate=False)
-        for name in owner._buffers
-    }
+    def _home(self, number: int) -> int:
+        """Where a tensor belongs that no graph uses: where its neighbours in the model are."""
+        path = self._names[number][0].split(".")[:-1]
+        while path:
+            prefix = ".".join(path) + "."
+            near = [
+                k
+                for other, there in self._users.items()
+                for k in there
+                if any(name.startswith(prefix) for name in self._names.get(other, ()))
+            ]
+            if near:
+                return max(near)
+            path.pop()
+        return len(self._first) - 1
 
+    def _usable(self, graphs: list[Trace]) -> list[Trace]:
+        """Leave out that of a single sample where a stage could not tell that there is one."""
+        *single, many = graphs
+        return [trace for trace in single if self._told_apart(trace, many)] + [many]
 
-def _check_ties(trace: Trace, names: dict[int, list[str]]) -> None:
-    """Raise ValueError if stages share a parameter."""
-    used: dict[int, int] = {}
-    for k, (_, state) in enumerate(trace):
-        for name, tensor in state.items():
-            first = used.setdefault(id(tensor), k)
-            if first != k and isinstance(tensor, nn.Parameter):
-                # The graph has one name for all of them.
-                there, *others = names.get(id(tensor), [name])
-                raise ValueError(
-                    f"split_points: parameter {there!r} of stage {first} and "
-                    f"{[*others, there][0]!r} of stage {k} are one; tied weights must be on one "
-                    "stage, move the split"
-                )
+    def _told_apart(self, single: Trace, many: Trace) -> bool:
+        if len(single) != len(many):
+            return False
+        for (one, state), (other, others) in zip(single, many, strict=True):
+            its, theirs = [*map(id, state.values())], [*map(id, others.values())]
+            told = any(None in port.shape for port in other.inputs)
+            if not (
+                _alike(one.inputs, other.inputs, False)
+                and self._names.keys() & its <= set(theirs)
+                and (told or (one.code == other.code and its == theirs))
+            ):
+                return False
+        return True
 
-
-def _home(number: int, users: dict[int, set[int]], names: dict[int, list[str]], stages: int) -> int:
-    """Where a tensor belongs that no graph uses: where its neighbours in the model are."""
-    path = names[number][0].split(".")[:-1]
-    while path:
-        prefix = ".".join(path) + "."
-        near = [
-            k
-            for other, there in users.items()
-            for k in there
-            if any(name.startswith(prefix) for name in names.get(other, ()))
-        ]
-        if near:
-            return max(near)
-        path.pop()
-    return stages - 1
-
-
-def _usable(graphs: list[Trace], names: dict[int, list[str]]) -> list[Trace]:
-    """Leave out that of a single sample where a stage could not tell that there is one."""
-    *single, many = graphs
-    return [trace for trace in single if _told_apart(trace, many, names)] + [many]
-
-
-def _told_apart(single: Trace, many: Trace, names: dict[int, list[str]]) -> bool:
-    return len(single) == len(many) and all(
-        _alike(one.inputs, other.inputs, False)
-        and names.keys() & map(id, state.values()) <= set(map(id, others.values()))
-        and (
-            any(None in port.shape for port in other.inputs)
-            or (
-                one.code == other.code and [*map(id, state.values())] == [*map(id, others.values())]
-            )
-        )
-        for (one, state), (other, others) in zip(single, many, strict=True)
-    )
-
-
-def _unfit(
-    trace: Trace, first: Trace, users: dict[int, set[int]], names: dict[int, list[str]]
-) -> str | None:
-    """Why it cannot take the place of the first, one stage at a time."""
-    mode = trace.mode
-    if len(trace) != len(first):
-        return (
-            f"{mode} the model has {len(trace)} stages, and {len(first)} {first.mode}; cut at "
-            "submodules that it calls in both, or evaluate the whole model"
-        )
-    for k, ((program, state), (other, _)) in enumerate(zip(trace, first, strict=True)):
-        here, there = program.inputs, other.inputs
-        if not _alike(here, there):
+    def _unfit(self, trace: Trace) -> str | None:
+        """Why it cannot take the place of the first, one stage at a time."""
+        mode, first = trace.mode, self._first
+        if len(trace) != len(first):
             return (
-                f"{mode} stage {k} takes {', '.join(map(str, here))}, and {first.mode} "
-                f"{', '.join(map(str, there))}; cut where both are alike, or evaluate the whole "
-                "model"
+                f"{mode} the model has {len(trace)} stages, and {len(first)} {first.mode}; cut at "
+                "submodules that it calls in both, or evaluate the whole model"
             )
-        for tensor in state.values():
-            elsewhere = users.get(id(tensor), {k})
-            if k not in elsewhere and id(tensor) in names:
+        for k, ((program, state), (other, _)) in enumerate(zip(trace, first, strict=True)):
+            here, there = program.inputs, other.inputs
+            if not _alike(here, there):
                 return (
-                    f"{mode} {names[id(tensor)][0]!r} belongs to stage {k}, otherwise to stage "
-                    f"{min(elsewhere)}; move the split, or evaluate the whole model"
+                    f"{mode} stage {k} takes {', '.join(map(str, here))}, and {first.mode} "
+                    f"{', '.join(map(str, there))}; cut where both are alike, or evaluate the "
+                    "whole model"
                 )
-    return None
+            for number in map(id, state.values()):
+                elsewhere = self._users.get(number, {k})
+                if k not in elsewhere and number in self._names:
+                    return (
+                        f"{mode} {self._names[number][0]!r} belongs to stage {k}, otherwise to "
+                        f"stage {min(elsewhere)}; move the split, or evaluate the whole model"
+                    )
+        return None
 
 
 def _alike(here: Sequence[Port], there: Sequence[Port], sizes: bool = True) -> bool:

@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from types import MethodType
 from typing import Any
 
@@ -111,7 +111,7 @@ def _sized(model: nn.Module, arguments: tuple[Tensor, ...], name: str) -> list[T
     if size > 1:
         single = tuple(a[:1] if a.dim() and a.shape[0] == size else a for a in arguments)
         program = trace[0][0]
-        if program.fits(single) and not program.accepts(single):
+        if program.misfit(single) is None and program.detour(single) is not None:
             with suppress(RuntimeError, ValueError):  # BatchNorm has reasons to refuse one
                 return [_exported(model, single, name, False), trace]
     return [trace]
@@ -277,37 +277,33 @@ class _Modes:
             or type(module).eval is not nn.Module.eval
             or not {"train", "eval"}.isdisjoint(vars(module))
         ]
-        self._kept: dict[Tensor, tuple[str, Tensor, bool]] = {}
+        names = {
+            tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
+        self._kept = {
+            tensor: (names[tensor], tensor.detach().clone(), tensor.requires_grad)
+            for module in self._own
+            for tensor in (*module.parameters(), *module.buffers())
+        }
 
     def __enter__(self) -> None:
-        names = {
-            tensor: name
-            for named in (self._model.named_parameters(), self._model.named_buffers())
-            for name, tensor in named
-        }
-        for module in self._own:
-            for tensor in (*module.parameters(), *module.buffers()):
-                copied = tensor.detach().clone()
-                self._kept.setdefault(tensor, (names[tensor], copied, tensor.requires_grad))
+        pass
 
     def __exit__(self, *_: object) -> None:
-        with ExitStack() as stack:
-            stack.callback(self._restore)
+        try:
             if self._own:
                 self._model.train(self._flags[self._model])
-
-    def _restore(self) -> None:
-        for module, training in self._flags.items():
-            module.training = training
-        with torch.no_grad():
-            for tensor, (_, before, learns) in self._kept.items():
-                if not torch.equal(tensor, before):
-                    tensor.data.copy_(before)
-                if tensor.requires_grad != learns:
-                    tensor.requires_grad_(learns)
+        finally:
+            for module, training in self._flags.items():
+                module.training = training
+            with torch.no_grad():
+                for tensor, (_name, before, learns) in self._kept.items():
+                    if not torch.equal(tensor, before):
+                        tensor.data.copy_(before)
+                    if tensor.requires_grad != learns:
+                        tensor.requires_grad_(learns)
 
     def now(self) -> list[bool]:
-        """What they are, module by module."""
         return [module.training for module in self._flags]
 
     def set(self, mode: bool) -> None:

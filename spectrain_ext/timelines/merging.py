@@ -1,6 +1,6 @@
 """Merging: the traces of several ranks as one, on one time axis.
 
-python -m spectrain_ext.report.merging OUT.json RANK0.json RANK1.json ...
+python -m spectrain_ext.timelines.merging OUT.json RANK0.json RANK1.json ...
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from spectrain_ext.extras import require_matplotlib
 from spectrain_ext.schedule import Kind, Span, summarize
 
 
@@ -40,19 +41,6 @@ _COMPUTED = (Kind.FORWARD, Kind.BACKWARD)
 _ROW, _LOWER_ROW = 0.8, 0.6  # of a stage's blocks; lower where copies are drawn in between
 _STRIP = 0.17  # of a lane of copies
 _INCH = 72.0  # points
-_NARROWEST = 1.5  # points; blocks that would be narrower widen the picture, as far as it goes
-
-
-def require_matplotlib() -> None:
-    """Raise a ``ModuleNotFoundError`` that names the remedy when matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "the picture needs matplotlib, which is not installed: "
-            "pip install 'spectrain_ext[train]'",
-            name=error.name,
-        ) from error
 
 
 def draw_timeline(
@@ -203,11 +191,14 @@ def write_trace(
         origin: ``Trace.origin``, which ``merge_traces`` needs to put the files of several ranks
             side by side.
     """
-    lanes: dict[tuple[int, str], int] = {}
+    lanes: set[tuple[int, str]] = set()
     events: list[dict[str, object]] = []
+
+    def name(what: str, arguments: dict[str, object], stage: int, **more: int) -> None:
+        events.append({"name": what, "ph": "M", "pid": stage, "args": arguments, **more})
+
     for span in spans:
-        thread = lanes.setdefault((span.stage, span.lane), _LANES.index(span.lane))
-        of = f"{span.minibatch}.{span.microbatch}"
+        lanes.add((span.stage, span.lane))
         arguments: dict[str, object] = {
             "minibatch": span.minibatch,
             "microbatch": span.microbatch,
@@ -216,23 +207,21 @@ def write_trace(
             arguments |= {"version": span.version, "predicted ahead": span.horizon}
         events.append(
             {
-                "name": f"{span.kind.value} {of}",
+                "name": f"{span.kind.value} {span.minibatch}.{span.microbatch}",
                 "cat": span.kind.value,
                 "ph": "X",
                 "pid": span.stage,
-                "tid": thread,
+                "tid": _LANES.index(span.lane),
                 "ts": span.start * microseconds,
                 "dur": (span.end - span.start) * microseconds,
                 "args": arguments,
             }
         )
     for stage in sorted({stage for stage, _ in lanes}):
-        events.append(_named("process_name", f"stage {stage}", stage))
-        events.append(
-            {"name": "process_sort_index", "ph": "M", "pid": stage, "args": {"sort_index": stage}}
-        )
-    for (stage, lane), thread in sorted(lanes.items()):
-        events.append(_named("thread_name", lane, stage) | {"tid": thread})
+        name("process_name", {"name": f"stage {stage}"}, stage)
+        name("process_sort_index", {"sort_index": stage}, stage)
+    for stage, lane in sorted(lanes):
+        name("thread_name", {"name": lane}, stage, tid=_LANES.index(lane))
     document: dict[str, object] = {"traceEvents": events, "displayTimeUnit": "ms"}
     if origin is not None:
         document["baseTimeNanoseconds"] = round(origin * 1e9)  # the key that torch.profiler uses
@@ -240,7 +229,3 @@ def write_trace(
 
 
 _LANES = ("compute", "to next", "to previous")
-
-
-def _named(what: str, name: str, stage: int) -> dict[str, object]:
-    return {"name": what, "ph": "M", "pid": stage, "args": {"name": name}}

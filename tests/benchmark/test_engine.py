@@ -12,10 +12,10 @@ import torch
 from spectrain_ext.benchmark import clock, engine, rivals
 from spectrain_ext.benchmark import copies as copying
 from spectrain_ext.benchmark.operations import OPERATIONS, STAGE, Operation, applies, ours
-from spectrain_ext.benchmark.shapes import MODELS
 from spectrain_ext.benchmark.workloads import (
     FP32,
     MIXED,
+    MODELS,
     PRECISIONS,
     Precision,
     Streams,
@@ -124,8 +124,8 @@ def test_an_operation_changes_what_it_writes_and_nothing_else() -> None:
 def test_copies_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = copying.pair(100, "cpu")
     monkeypatch.setattr(copying, "pair", lambda elements, device: (a, b))
-    nbytes, calls = copying.copies(800)
-    assert nbytes == 800 and not torch.equal(a, b)
+    calls = copying.copies(800)
+    assert copying.copied_bytes(800) == 800 and not torch.equal(a, b)
     calls[name]()
     assert torch.equal(a, b)
 
@@ -133,7 +133,7 @@ def test_copies_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 class Fake:
     """A contestant whose samples are known."""
 
-    how, estimate = "clock", 0.0
+    how = "clock"
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log

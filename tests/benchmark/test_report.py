@@ -11,8 +11,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from spectrain_ext.benchmark import compare, targets
-from spectrain_ext.benchmark.report import Report, Row, markdown, spread, times_rival
+from spectrain_ext.benchmark import targets
+from spectrain_ext.benchmark.report import (
+    Report,
+    Row,
+    changes_table,
+    compare,
+    differences,
+    markdown,
+    spread,
+    times_rival,
+)
 from spectrain_ext.cli.bench import workloads
 from spectrain_ext.cli.group import main
 
@@ -77,10 +86,10 @@ def test_a_table_holds_ratios_of_ours_and_leaves_out_copies() -> None:
     rows.append(row("copy: numpy", 1.0, "copy"))
     assert times_rival(rows[0], rows) == pytest.approx(2.0)
     assert times_rival(rows[1], rows) is None and times_rival(rows[0], rows[:1]) is None
-    lines = markdown(rows).splitlines()
+    lines = markdown(report(*rows)).splitlines()
     assert len(lines) == 5 and lines[2].endswith("| 2.00 |")
     assert "fast (compiled in 1.5 s)" in lines[4]
-    assert "copy: numpy" in markdown(rows, copies=True)
+    assert "copy: numpy" in markdown(report(*rows), copies=True)
 
 
 class TestCompare:
@@ -91,23 +100,23 @@ class TestCompare:
             row("operator", 3.0, share_best=0.5),  # noise: the best is as good as it was
             row("_foreach", 9.0, "rival"),
         )
-        changes = compare.compare(before, after)
+        changes = compare(before, after)
         assert [c.key[3] for c in changes] == ["Plan", "operator"]
         assert changes[0].ratio == pytest.approx(2 / 3)
         assert [c.regressed(0.15) for c in changes] == [True, False]
         assert not changes[0].regressed(0.5)
-        assert "| 0.67 | 0.67 | slower |" in compare.markdown(changes, 0.15)
+        assert "| 0.67 | 0.67 | slower |" in changes_table(changes, 0.15)
 
     def test_a_machine_twice_as_slow_is_no_regression(self) -> None:
         """Its copies are, too: shares stay."""
         before = report(row("Plan", 2.0, share=0.9, share_best=0.9))
         after = report(row("Plan", 4.0, share=0.9, share_best=0.9))
-        assert not compare.compare(before, after)[0].regressed(0.01)
+        assert not compare(before, after)[0].regressed(0.01)
 
     def test_differences_are_named(self) -> None:
         other = report()
         other.environment["threads"] = 2
-        assert compare.differences(report(), other) == ["threads: 1 before, 2 now"]
+        assert differences(report(), other) == ["threads: 1 before, 2 now"]
 
 
 class TestTargets:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain_ext.experiments.data import cifar_jpeg
+from spectrain_ext.experiments.data import cifar_files
 from spectrain_ext.experiments.data.batches import training_batches
 from spectrain_ext.experiments.data.cifar import load_cifar10
 from spectrain_ext.experiments.data.images import augment, normalize
@@ -262,7 +262,7 @@ def test_a_kept_file_saves_the_decoding(tmp_path: Path, monkeypatch: pytest.Monk
     def refuse(path: Path) -> None:
         raise AssertionError(f"{path} is read again")
 
-    monkeypatch.setattr(cifar_jpeg, "read_tar", refuse)
+    monkeypatch.setattr(cifar_files, "read_images", refuse)
     load_cifar10(path, cache=tmp_path / "cache")
     with pytest.raises(AssertionError, match="read again"):
         load_cifar10(path)

@@ -12,7 +12,7 @@ import tracemalloc
 
 import pytest
 
-from spectrain_ext.experiments.data import cifar_jpeg, tar
+from spectrain_ext.experiments.data import cifar_files, tar
 from spectrain_ext.experiments.data.cifar import load_cifar10
 from spectrain_ext.experiments.data.tar import tar_files
 from spectrain_ext.experiments.data.text import load_text
@@ -162,7 +162,7 @@ def test_an_image_of_many_pixels_is_not_decoded(tmp_path):
 
 def test_more_images_than_the_data_set_has(tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image")
-    monkeypatch.setattr(cifar_jpeg, "_MOST", 3)
+    monkeypatch.setattr(cifar_files, "_MOST_IMAGES", 3)
     buffer = io.BytesIO()
     image.new("RGB", (32, 32)).save(buffer, "JPEG")
     jpegs(tmp_path / "cifar.tar", buffer.getvalue(), 4)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from spectrain_ext.experiments.models import residual_mlp
-from spectrain_ext.experiments.models.partition import cut_evenly
+from spectrain_ext.experiments.models.building import cut_evenly
 from spectrain_ext.experiments.models.residual_mlp import ResidualBlock
 
 

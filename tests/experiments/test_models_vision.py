@@ -12,53 +12,38 @@ Build = Callable[..., list[nn.Module]]
 
 # parameters of torchvision's models with 1,000 classes, from its documentation
 SIZES = {
-    ("vgg", 11, False): 132_863_336,
-    ("vgg", 16, False): 138_357_544,
-    ("vgg", 16, True): 138_365_992,
-    ("vgg", 19, True): 143_678_248,
-    ("resnet", 18, None): 11_689_512,
-    ("resnet", 34, None): 21_797_672,
-    ("resnet", 50, None): 25_557_032,
-    ("resnet", 101, None): 44_549_160,
-    ("resnet", 152, None): 60_192_808,
+    ("vgg", 16): 138_365_992,
+    ("vgg", 19): 143_678_248,
+    ("resnet", 18): 11_689_512,
+    ("resnet", 34): 21_797_672,
+    ("resnet", 50): 25_557_032,
+    ("resnet", 101): 44_549_160,
+    ("resnet", 152): 60_192_808,
 }
 
 
-def _build(name: str, depth: int, batch_norm: bool | None, stages: int) -> list[nn.Module]:
-    if name == "resnet":
-        return resnet(stages, depth=depth, classes=1000)
-    assert batch_norm is not None
-    return vgg(stages, depth=depth, classes=1000, batch_norm=batch_norm)
+def _build(name: str, depth: int, stages: int) -> list[nn.Module]:
+    build = resnet if name == "resnet" else vgg
+    return build(stages, depth=depth, classes=1000)
 
 
-@pytest.mark.parametrize(
-    ("name", "depth", "batch_norm"), list(SIZES), ids=lambda value: str(value).lower()
-)
-def test_width_64_has_the_published_number_of_parameters(
-    name: str, depth: int, batch_norm: bool | None
-) -> None:
+@pytest.mark.parametrize(("name", "depth"), list(SIZES), ids=lambda value: str(value).lower())
+def test_width_64_has_the_published_number_of_parameters(name: str, depth: int) -> None:
     with torch.device("meta"):
-        stages = _build(name, depth, batch_norm, 3)
+        stages = _build(name, depth, 3)
     count = sum(p.numel() for stage in stages for p in stage.parameters())
-    assert count == SIZES[name, depth, batch_norm]
+    assert count == SIZES[name, depth]
 
 
 @pytest.mark.parametrize(
-    ("name", "depth", "batch_norm", "stages"),
-    [
-        ("vgg", 11, False, 3),
-        ("vgg", 16, True, 16),
-        ("resnet", 18, None, 10),
-        ("resnet", 50, None, 4),
-    ],
-    ids=["vgg11", "vgg16-bn", "resnet18", "resnet50"],
+    ("name", "depth", "stages"),
+    [("vgg", 11, 3), ("vgg", 16, 16), ("resnet", 18, 10), ("resnet", 50, 4)],
+    ids=["vgg11", "vgg16", "resnet18", "resnet50"],
 )
-def test_torchvisions_weights_give_torchvisions_outputs(
-    name: str, depth: int, batch_norm: bool | None, stages: int
-) -> None:
+def test_torchvisions_weights_give_torchvisions_outputs(name: str, depth: int, stages: int) -> None:
     models = pytest.importorskip("torchvision.models", exc_type=(ImportError, RuntimeError))
-    theirs = getattr(models, f"{name}{depth}{'_bn' if batch_norm else ''}")().eval()
-    ours = nn.Sequential(*_build(name, depth, batch_norm, stages)).eval()
+    theirs = getattr(models, f"{name}{depth}{'_bn' if name == 'vgg' else ''}")().eval()
+    ours = nn.Sequential(*_build(name, depth, stages)).eval()
     weights = theirs.state_dict()
     assert len(weights) == len(ours.state_dict())
     ours.load_state_dict(dict(zip(ours.state_dict(), weights.values(), strict=True)))
@@ -69,7 +54,6 @@ def test_torchvisions_weights_give_torchvisions_outputs(
 
 SMALL = [
     pytest.param(vgg, 11, {"depth": 11, "width": 4, "pool": 1}, id="vgg"),
-    pytest.param(vgg, 13, {"depth": 13, "width": 2, "pool": 1, "batch_norm": False}, id="no-bn"),
     pytest.param(resnet, 10, {"width": 4, "small_images": True}, id="resnet"),
     pytest.param(resnet, 18, {"depth": 50, "width": 2}, id="bottleneck"),
 ]
@@ -124,7 +108,7 @@ def test_the_head_of_vgg_passes_on_what_the_originals_does(width: int, pool: int
     """Weights of a standard deviation of 0.01 would leave next to nothing of a narrow one."""
     torch.manual_seed(0)
     features = torch.randn(256, 8 * width, 1, 1).relu()
-    head = nn.Sequential(*vgg(16, width=width, pool=pool, dropout=0.0)[13:])
+    head = nn.Sequential(*vgg(16, width=width, pool=pool)[13:]).eval()
     # the original's: fan-ins of 25,088 (49 copies of 512), 4,096 and 4,096
     gain = 512**0.5 * 49 * 0.01 / 7 * (4096**0.5 * 0.01) ** 2 / 2**1.5
     assert head(features).std().item() == pytest.approx(gain, rel=0.5)

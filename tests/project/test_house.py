@@ -19,7 +19,7 @@ PACKAGE = ROOT / "spectrain_ext"
 
 #: Each imports only what lies below it; rooms on one floor never import each other.
 FLOORS = (
-    {"_C", "_interpreter", "errors", "files", "rng"},
+    {"_C", "_interpreter", "errors", "extras", "files", "rng"},
     {"operators", "schedule"},
     {"optim", "method", "transport", "benchmark"},
     {"weights", "timelines", "partitioning"},

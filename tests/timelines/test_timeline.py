@@ -185,8 +185,8 @@ def test_the_command_with_a_file(tmp_path):
     [
         (["--method", "nope"], "there is no method 'nope'; there are sync, gpipe"),
         (["--window", "1,2"], "--window"),
-        (["--window", "many"], "expected 'classic', 'wide', a number"),
-        (["--window", "0"], "expected at least 1 for stage 0"),
+        (["--window", "many"], "expected classic, wide, a number"),
+        (["--window", "0"], "4 stages, at least 1 each, got '0'"),
         (["--stages", "2", "--window", "1,2"], "a deadlock"),
         (["--method", "xgrad"], "at most 1"),
         (["-o", "t.gif"], "ends in .svg, .png, .json, got 't.gif'"),

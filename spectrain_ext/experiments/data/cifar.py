@@ -1,9 +1,8 @@
 """CIFAR-10 (Krizhevsky, 2009): 60,000 photographs of 32x32 pixels in ten classes, from files."""
 
 import hashlib
+import io
 import logging
-import os
-import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import cifar_jpeg, cifar_pickle
-from .cifar_arrays import Arrays
+from spectrain_ext.files import replace_file
+
+from . import cifar_files
+from .cifar_files import Arrays
 from .images import normalize
 from .split import Split
 
@@ -45,16 +46,14 @@ def load_cifar10(path: Path, *, cache: Path | None = None) -> Split:
         ModuleNotFoundError: JPEG files, but no Pillow; the message names the remedy.
     """
     source = _find(path)
-    if source.is_dir():
-        arrays = cifar_pickle.read_folder(source)
-        fingerprint = arrays.fingerprint()
-    elif source.name.startswith("cifar-10-python."):
-        arrays = cifar_pickle.read_tar(source)
+    if source.is_dir() or source.name.startswith("cifar-10-python."):
+        read = cifar_files.read_folder if source.is_dir() else cifar_files.read_archive
+        arrays = read(source)
         fingerprint = arrays.fingerprint()
     else:
         fingerprint = _digest(source)
         kept = None if cache is None else cache / f"cifar10-{fingerprint[:16]}.npz"
-        arrays = _through_cache(kept, lambda: cifar_jpeg.read_tar(source))
+        arrays = _through_cache(kept, lambda: cifar_files.read_images(source))
     name = "CIFAR-10 (JPEG)" if arrays.lossy else "CIFAR-10"
     train, test = (
         torch.randperm(len(labels), generator=torch.Generator().manual_seed(_ORDER_SEED))
@@ -82,11 +81,11 @@ def _digest(path: Path) -> str:
 
 
 def _find(path: Path) -> Path:
-    if path.is_file() or path.name == cifar_pickle.FOLDER:
+    if path.is_file() or path.name == cifar_files.FOLDER:
         return path
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such file or folder; expected {_FORMATS}")
-    for known in (path / cifar_pickle.FOLDER, path / cifar_pickle.ARCHIVE):
+    for known in (path / cifar_files.FOLDER, path / cifar_files.ARCHIVE):
         if known.exists():
             return known
     found = sorted(
@@ -115,12 +114,7 @@ def _through_cache(path: Path | None, read: Callable[[], Arrays]) -> Arrays:
     arrays = read()
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".npz")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez(file, **{key: getattr(arrays, key) for key in Arrays.NAMES})
-            os.replace(unfinished, path)
-        except BaseException:
-            os.unlink(unfinished)
-            raise
+        content = io.BytesIO()
+        np.savez(content, **{key: getattr(arrays, key) for key in Arrays.NAMES})
+        replace_file(path, content.getvalue())
     return arrays

@@ -2,6 +2,8 @@
 
 import torch
 
+from spectrain_ext.extras import require
+
 from .split import Split
 
 _TRAIN_SAMPLES = 1437
@@ -16,14 +18,9 @@ def load_digits() -> Split:
     Raises:
         ModuleNotFoundError: scikit-learn is not installed; the message names the remedy.
     """
-    try:
-        from sklearn import datasets
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "the digits data set comes with scikit-learn, which is not installed: "
-            "pip install 'spectrain_ext[train]'",
-            name=error.name,
-        ) from error
+    require("sklearn", "the digits data set comes with scikit-learn")
+    from sklearn import datasets
+
     bunch = datasets.load_digits()
     # through lists, because torch may have been built without NumPy support
     inputs = torch.tensor(bunch.data.tolist(), dtype=torch.float32).div_(16).sub_(0.3)

@@ -46,7 +46,6 @@ class Split:
 
     @property
     def features(self) -> int:
-        """Number of values in one input."""
         return self.train_inputs[0].numel()
 
     def first(self, train_samples: int | None, test_samples: int | None) -> "Split":

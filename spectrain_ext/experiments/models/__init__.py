@@ -1,7 +1,7 @@
 """Models that the command line trains, as lists of pipeline stages."""
 
+from .building import cut_evenly
 from .gpt import gpt
-from .partition import cut_evenly
 from .residual_lstm import residual_lstm
 from .residual_mlp import ResidualBlock, residual_mlp
 from .resnet import resnet

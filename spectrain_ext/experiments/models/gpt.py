@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .partition import cut_evenly
-from .seeding import seeded
+from .building import cut_evenly, parts_of, seeded
 
 _HEAD_WIDTH = 32
 _STD = 0.02
@@ -27,7 +26,7 @@ class TokenEmbedding(nn.Module):
 class TransformerBlock(nn.Module):
     """``x + attention(LayerNorm(x))``, then ``x + MLP(LayerNorm(x))``."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width)
@@ -37,12 +36,11 @@ class TransformerBlock(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
         )
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(batch, length, width)`` to the same shape; no position sees a later one."""
-        x = x + self.dropout(self.project(self._attend(self.attention_norm(x))))
-        return torch.add(x, self.dropout(self.mlp(self.mlp_norm(x))))
+        x = x + self.project(self._attend(self.attention_norm(x)))
+        return torch.add(x, self.mlp(self.mlp_norm(x)))
 
     def _attend(self, x: Tensor) -> Tensor:
         parts = self.query_key_value(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -58,8 +56,6 @@ def gpt(
     context: int,
     width: int = 128,
     depth: int = 6,
-    heads: int | None = None,
-    dropout: float = 0.0,
     seed: int = 0,
 ) -> list[nn.Module]:
     """Return the model as a list of ``stages`` modules: int64 tokens to logits of the next one.
@@ -71,31 +67,28 @@ def gpt(
         stages: parts, at most ``depth + 2``.
         vocabulary: number of tokens.
         context: longest sequence, in tokens.
-        width: of the residual, a multiple of ``heads``.
+        width: of the residual; the attention has one head per 32.
         depth: number of blocks.
-        heads: of the attention; None: one per 32 of width.
-        dropout: of what the attention and the MLP add.
         seed: decides the initial weights.
 
     Raises:
         ValueError: a width that cannot be divided among the heads, or more stages than layers.
     """
-    heads = max(1, width // _HEAD_WIDTH) if heads is None else heads
+    heads = max(1, width // _HEAD_WIDTH)
     if width % heads:
         raise ValueError(f"width must be a multiple of the {heads} heads, got {width}")
     with seeded(seed):
-        blocks = [TransformerBlock(width, heads, dropout) for _ in range(depth)]
+        blocks = [TransformerBlock(width, heads) for _ in range(depth)]
         layers = [
             TokenEmbedding(vocabulary, context, width),
             *blocks,
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)),
         ]
-        for layer in layers:
-            for module in layer.modules():
-                if isinstance(module, (nn.Linear, nn.Embedding)):
-                    nn.init.normal_(module.weight, 0.0, _STD)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        for module in parts_of(layers):
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, 0.0, _STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         for block in blocks:
             for added in (block.project, block.mlp[2]):
                 assert isinstance(added, nn.Linear)

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .partition import cut_evenly
-from .seeding import seeded
+from .building import cut_evenly, seeded
 
 
 class LSTMBlock(nn.Module):
@@ -16,7 +15,6 @@ class LSTMBlock(nn.Module):
         self.lstm = nn.LSTM(width, width, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, length, width)`` to the same shape."""
         # cuDNN keeps a copy of the weights for the backward, which would then not see those that a
         # method puts in place for it.
         with torch.backends.cudnn.flags(enabled=False):

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .partition import cut_evenly
-from .seeding import seeded
+from .building import cut_evenly, seeded
 
 _BLOCKS = 6
 
@@ -19,7 +18,6 @@ class ResidualBlock(nn.Module):
         self.project = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of ``x``'s shape."""
         hidden = torch.relu(self.expand(self.norm(x)))
         return torch.add(x, self.project(hidden))
 

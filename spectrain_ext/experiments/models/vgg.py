@@ -1,13 +1,12 @@
-"""VGG (arXiv 1409.1556), with or without batch normalization, in torchvision's architecture.
+"""VGG (arXiv 1409.1556) with batch normalization, in torchvision's architecture.
 
 Written out because torchvision has it in one width only, and works with one build of torch only.
-Width 64 has the parameters of ``torchvision.models.vgg16`` in their order, so that its weights fit.
+Width 64 has the parameters of ``torchvision.models.vgg16_bn`` in their order: its weights fit.
 """
 
 from torch import nn
 
-from .partition import cut_evenly
-from .seeding import seeded
+from .building import cut_evenly, draw_convolutions, seeded
 
 # Convolutions in each of the five groups, and their width as a multiple of the first group's.
 _GROUPS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
@@ -20,14 +19,11 @@ def vgg(
     *,
     depth: int = 16,
     width: int = 64,
-    channels: int = 3,
     classes: int = 10,
-    batch_norm: bool = True,
     pool: int = 7,
-    dropout: float = 0.5,
     seed: int = 0,
 ) -> list[nn.Module]:
-    """Return VGG as a list of ``stages`` modules on images ``(batch, channels, height, width)``.
+    """Return VGG as a list of ``stages`` modules on images ``(batch, 3, height, width)``.
 
     Its layers, between which it can be cut, are a convolution with all that follows it, and a
     Linear with what follows it: ``depth`` layers.
@@ -36,12 +32,9 @@ def vgg(
         stages: parts, at most ``depth``.
         depth: 11, 13, 16 or 19 layers with weights.
         width: channels of the first group; the original has 64.
-        channels: of an image.
         classes: size of the output ``(batch, classes)``.
-        batch_norm: normalize after every convolution, as ``vgg16_bn`` does.
         pool: height and width that the head sees. The original's 7 suits images of 224 pixels; of
             images of 32 pixels one by one is left, of which 7 by 7 would hold 49 copies.
-        dropout: of the head's two hidden layers.
         seed: decides the initial weights: torchvision's distributions, scaled with width and pool.
 
     Raises:
@@ -50,33 +43,27 @@ def vgg(
     if depth not in _GROUPS:
         raise ValueError(f"depth of VGG must be one of {', '.join(map(str, _GROUPS))}, got {depth}")
     with seeded(seed):
-        layers = _convolutions(depth, width, channels, batch_norm)
-        for layer in layers:
-            for module in layer.modules():
-                if isinstance(module, nn.Conv2d):
-                    nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-                    assert module.bias is not None
-                    nn.init.zeros_(module.bias)
-        layers += _head(width, pool, classes, dropout)
+        layers = _convolutions(depth, width)
+        draw_convolutions(layers)
+        layers += _head(width, pool, classes)
     return cut_evenly(layers, stages)
 
 
-def _convolutions(depth: int, width: int, channels: int, batch_norm: bool) -> list[nn.Module]:
+def _convolutions(depth: int, width: int) -> list[nn.Module]:
     layers: list[nn.Module] = []
+    channels = 3
     for count, multiple in zip(_GROUPS[depth], _MULTIPLES, strict=True):
         for position in range(count):
             layer: list[nn.Module] = [nn.Conv2d(channels, multiple * width, 3, padding=1)]
             channels = multiple * width
-            if batch_norm:
-                layer.append(nn.BatchNorm2d(channels))
-            layer.append(nn.ReLU(inplace=True))
+            layer += [nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
             if position == count - 1:
                 layer.append(nn.MaxPool2d(2))
             layers.append(nn.Sequential(*layer))
     return layers
 
 
-def _head(width: int, pool: int, classes: int, dropout: float) -> list[nn.Module]:
+def _head(width: int, pool: int, classes: int) -> list[nn.Module]:
     hidden = _HIDDEN * width
     # 0.01 in the original. Fewer inputs, or one instead of 49 copies, get larger weights, so that
     # the sums stay as large as they are there: narrow ones would not begin to learn.
@@ -92,9 +79,9 @@ def _head(width: int, pool: int, classes: int, dropout: float) -> list[nn.Module
             nn.Flatten(),
             linears[0],
             nn.ReLU(inplace=True),
-            nn.Dropout(dropout),
+            nn.Dropout(),
         ),
-        nn.Sequential(linears[1], nn.ReLU(inplace=True), nn.Dropout(dropout)),
+        nn.Sequential(linears[1], nn.ReLU(inplace=True), nn.Dropout()),
         linears[2],
     ]
 

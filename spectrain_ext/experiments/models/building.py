@@ -1,0 +1,45 @@
+"""What the models have in common: their initial weights are the seed's, and they are cut evenly."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from spectrain_ext.rng import TURN
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, torch draws on the CPU what ``seed`` gives; afterwards its state is what it was."""
+    with TURN, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def parts_of(layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    return (module for layer in layers for module in layer.modules())
+
+
+def draw_convolutions(layers: Iterable[nn.Module]) -> None:
+    """Draw the weights of convolutions as torchvision does."""
+    for module in parts_of(layers):
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def cut_evenly(layers: Sequence[nn.Module], stages: int) -> list[nn.Module]:
+    """Return ``stages`` contiguous groups of ``layers`` whose lengths differ by at most one.
+
+    A group of one layer is that layer itself, a longer one an ``nn.Sequential``.
+
+    Raises:
+        ValueError: there are fewer layers than stages, or no stage at all.
+    """
+    if not 1 <= stages <= len(layers):
+        raise ValueError(f"stages must be between 1 and the {len(layers)} layers, got {stages}")
+    ends = [(k + 1) * len(layers) // stages for k in range(stages)]
+    groups = [layers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return [group[0] if len(group) == 1 else nn.Sequential(*group) for group in groups]
