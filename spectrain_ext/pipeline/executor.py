@@ -17,7 +17,7 @@ from spectrain_ext.schedule import Action, Kind, Place, find_generator
 from spectrain_ext.transport import (
     Buffer,
     Edge,
-    Entrance,
+    Sender,
     Stream,
     Transit,
     Value,
@@ -412,7 +412,7 @@ class Executor:
         self._extent.add([part.share for part in parts])
         return parts
 
-    def _hand_in(self, edge: Entrance | None, value: Value) -> None:
+    def _hand_in(self, edge: Sender | None, value: Value) -> None:
         """Send a side of the batch where it is used, if that is in this process."""
         if edge is None:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -125,6 +125,34 @@ def _keeps_the_host(tensor: Tensor | None) -> bool:
     return not tensor.is_pinned()
 
 
+class Sender(Protocol):
+    """Where a stage's messages go; ``target``: the device that they are packed on, or copied to."""
+
+    stream: Stream
+    target: torch.device
+
+    def send(self, message: Message, source: Buffer, *ready: Event) -> Event:
+        """Send the message, after ``ready``; returns the event that it has been read."""
+
+
+class Receiver(Protocol):
+    """Where a stage's messages come from, in the order in which they were sent."""
+
+    stream: Stream
+
+    def receive(self) -> Slot:
+        """The next message, to be used on the receiver's stream from here on until ``free``."""
+
+    def free(self, slot: Slot) -> None:
+        """The receiver's stream will not use the message after what it has been given so far."""
+
+    def reset(self) -> None:
+        """Forget all messages: all have been freed, or what was issued has been waited for."""
+
+    def free_storage(self) -> None:
+        """Free the receive buffers, outside of a run."""
+
+
 class Edge:
     """A directed edge with a copy stream and a ring of buffers that live on the receiver's device.
 
@@ -213,7 +241,6 @@ class Edge:
         return self._received < self._sent
 
     def receive(self) -> Slot:
-        """The next message, to be used on the receiver's stream from here on until ``free``."""
         assert self.has(), "nothing has arrived"
         slot = self._ring[self._received % len(self._ring)]
         self._received += 1
@@ -221,18 +248,15 @@ class Edge:
         return slot
 
     def free(self, slot: Slot) -> None:
-        """The receiver's stream will not use the message after what it has been given so far."""
         self._receiver.record(slot.free)
         slot.message = None
 
     def reset(self) -> None:
-        """Forget all messages: all have been freed, or what was issued has been waited for."""
         for slot in self._ring:
             slot.message = None
         self._sent = self._received = 0
 
     def free_storage(self) -> None:
-        """Free the receive buffers, outside of a run."""
         for slot in self._ring:
             slot.clear()
 
