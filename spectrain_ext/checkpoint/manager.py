@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from spectrain_ext.bounded import read_bounded
 from spectrain_ext.errors import CheckpointError
-from spectrain_ext.pipeline.executor import Result
+from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
 

@@ -1,53 +1,62 @@
-"""RankEdges: the edges of one rank to its neighbours, of which a microbatch has one each."""
+"""DistributedEdges: the edges of one rank to its neighbours, of which a microbatch has one each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from spectrain_ext.pipeline.stage import Stage
-from spectrain_ext.schedule import Kind, Place, Replicas
+from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.transport import Buffer, Message
 
 from .board import Board
-from .fans import FanIn, FanOut
 from .inlet import Inlet
 from .link import Header
 from .neighbours import Neighbours
 from .outlet import Outlet
 
+_Part = TypeVar("_Part")
 
-class RankEdges:
+
+class Ends(NamedTuple):
+    """The ends that one microbatch uses; None where there is no neighbour."""
+
+    inputs: Inlet | None
+    targets: Inlet | None
+    gradients: Inlet | None
+    to_next: Outlet | None
+    to_previous: Outlet | None
+
+
+class DistributedEdges:
     """This rank's ends of its edges, by the rank at the other end.
 
     The rank's l-th microbatch of a minibatch is microbatch replica + l * replicas of all.
 
     Args:
-        stage: the rank's stage; its edges to neighbours are set.
+        stage: the rank's stage.
         places: the places of all stages' replicas.
-        replicas: of every stage.
+        seats: the replicas of all stages.
         links: the groups that the edges go by.
         board: what the ranks know of each other.
 
     Attributes:
-        replica: which of its stage's this rank is.
-        count: how many there are.
-        replicas: as given.
         from_previous, from_next, to_previous, to_next: the ends.
+        now: those of the microbatch whose turn it is; the stage uses them.
     """
 
     def __init__(
         self,
         stage: Stage,
         places: list[Place],
-        replicas: Replicas,
+        seats: Replicas,
         links: Neighbours,
         board: Board,
     ) -> None:
         self._stage = stage
-        self.replicas = replicas
-        self.replica = replicas.seat(board.rank)[1]
-        self.count = replicas.counts[stage.index]
+        self._seats = seats
+        self._replica = seats.seat(board.rank)[1]
+        self._count = seats.counts[stage.index]
         self.from_previous: dict[int, Inlet] = {}
         self.from_next: dict[int, Inlet] = {}
         self.to_previous: dict[int, Outlet] = {}
@@ -65,16 +74,12 @@ class RankEdges:
                 self.from_previous[rank] = Inlet(link, device, receiver, depth, board)
             for rank, link in links.to_previous.items():
                 self.to_previous[rank] = Outlet(link, device, depth, board)
-            stage.inputs = _only(self.from_previous) or FanIn(self.from_previous)
-            stage.to_previous = _only(self.to_previous) or FanOut(self.to_previous)
         if links.from_next:
             depth = places[stage.index].window + 1
             for rank, link in links.from_next.items():
                 self.from_next[rank] = Inlet(link, device, receiver, depth, board)
             for rank, link in links.to_next.items():
                 self.to_next[rank] = Outlet(link, device, depth, board)
-            stage.gradients = _only(self.from_next) or FanIn(self.from_next)
-            stage.to_next = _only(self.to_next) or FanOut(self.to_next)
         # Stage 0 has no more minibatches in flight than microbatches.
         depth = places[0].window + 1
         for link in links.from_first.values():
@@ -87,8 +92,8 @@ class RankEdges:
             self._targets_from[rank] = Inlet(link, device, receiver, depth, board)
         for rank, link in links.targets_to.items():
             self._targets_to[rank] = Outlet(link, device, depth, board)
-        if self._targets_from:
-            stage.targets = _only(self._targets_from) or FanIn(self._targets_from)
+        self._ends = [self._at(j) for j in range(places[stage.index].microbatches)]
+        self._set(self._ends[0])
 
     def inlets(self) -> Iterator[Inlet]:
         """All that something may arrive at."""
@@ -105,56 +110,41 @@ class RankEdges:
 
     # Whose turn it is: the neighbour that runs the same microbatch.
 
-    def microbatch(self, j: int) -> int:
-        """Which of all microbatches of its minibatch this rank's j-th one is."""
-        return self.replica + j * self.count
+    def _at(self, j: int) -> Ends:
+        runs, k, n = self._seats.runs, self._stage.index, self._replica + j * self._count
+        return Ends(
+            self.from_previous[runs(k - 1, n)] if self.from_previous else None,
+            self._targets_from[runs(0, n)] if self._targets_from else None,
+            self.from_next[runs(k + 1, n)] if self.from_next else None,
+            self.to_next[runs(k + 1, n)] if self.to_next else None,
+            self.to_previous[runs(k - 1, n)] if self.to_previous else None,
+        )
 
-    def input(self, j: int) -> Inlet:
-        """Where the activation of the j-th microbatch arrives; ``stage.inputs`` is it."""
-        inputs = self._stage.inputs
-        if isinstance(inputs, FanIn):
-            rank = self.replicas.runs(self._stage.index - 1, self.microbatch(j))
-            return inputs.choose(rank)
-        assert isinstance(inputs, Inlet)
-        return inputs
+    def turn(self, j: int) -> int:
+        """Have the stage use the edges of its j-th microbatch; returns which of all that is."""
+        if self._seats.dealt:
+            self._set(self._ends[j])
+        return self._replica + j * self._count
 
-    def gradient(self, j: int) -> Inlet:
-        """Where the gradient of the j-th microbatch arrives; ``stage.gradients`` is it."""
-        gradients = self._stage.gradients
-        if isinstance(gradients, FanIn):
-            rank = self.replicas.runs(self._stage.index + 1, self.microbatch(j))
-            return gradients.choose(rank)
-        assert isinstance(gradients, Inlet)
-        return gradients
+    def _set(self, ends: Ends) -> None:
+        stage, self.now = self._stage, ends
+        if ends.inputs is not None:
+            stage.inputs = ends.inputs
+        if ends.targets is not None:
+            stage.targets = ends.targets
+        stage.gradients = ends.gradients
+        stage.to_next, stage.to_previous = ends.to_next, ends.to_previous
 
-    def output(self, kind: Kind, j: int) -> Outlet:
-        """Where the j-th microbatch's activation or gradient goes; the stage sends there."""
-        stage = self._stage
-        forward = kind is Kind.SEND_ACTIVATION
-        out = stage.to_next if forward else stage.to_previous
-        if isinstance(out, FanOut):
-            neighbour = stage.index + (1 if forward else -1)
-            return out.choose(self.replicas.runs(neighbour, self.microbatch(j)))
-        assert isinstance(out, Outlet)
-        return out
-
-    # Targets, where the first stage sends them to the last.
-
-    def target(self, j: int) -> Inlet | None:
-        """Where the target of the j-th microbatch arrives; None: from the caller."""
-        if not self._targets_from:
-            return None
-        targets = self._stage.targets
-        if isinstance(targets, FanIn):
-            return targets.choose(self.replicas.runs(0, self.microbatch(j)))
-        assert isinstance(targets, Inlet)
-        return targets
+    def dealt(self, parts: list[_Part]) -> list[_Part]:
+        """Those of a minibatch's parts that are this rank's."""
+        return parts[self._replica :: self._count]
 
     def target_outlet(self, j: int) -> Outlet | None:
         """Where the target of the j-th microbatch goes; None: it stays here, or is not wanted."""
         if not self._targets_to:
             return None
-        return self._targets_to[self.replicas.runs(self.replicas.stages - 1, self.microbatch(j))]
+        number = self._replica + j * self._count
+        return self._targets_to[self._seats.runs(self._seats.stages - 1, number)]
 
     # What rank 0 says to the other replicas of stage 0.
 
@@ -209,11 +199,3 @@ class RankEdges:
             *self._targets_to.values(),
         ):
             outlet.flush()
-
-
-_End = TypeVar("_End", Inlet, Outlet)
-
-
-def _only(ends: dict[int, _End]) -> _End | None:
-    """The one of a neighbour without replicas; None if there are several."""
-    return next(iter(ends.values())) if len(ends) == 1 else None

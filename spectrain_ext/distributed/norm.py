@@ -1,4 +1,4 @@
-"""RankNorm: the norm of a gradient whose parts are in several processes."""
+"""DistributedNorm: the norm of a gradient whose parts are in several processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .board import Board
 _WHAT = "the norms of all ranks' gradients"
 
 
-class RankNorm(GlobalNorm):
+class DistributedNorm(GlobalNorm):
     """Every rank gives its stage's norm and hears all others', over gloo: the host waits for it.
 
     Replicas have added up their gradients by then and give the same norm, which counts once.

@@ -1,6 +1,6 @@
 """Runs all stages of a pipeline in one process."""
 
-from .executor import Result
+from .losses import Result
 from .observer import Observer
 from .pipeline import Pipeline
 

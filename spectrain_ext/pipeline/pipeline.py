@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,9 @@ from .arguments import (
     make_scheduler,
     max_norms_of,
 )
-from .clipping import GlobalNorm
-from .executor import Executor, Result
+from .executor import Executor
+from .losses import Result
+from .neighbourhood import LocalNeighbourhood, Neighbourhood
 from .observer import Observer
 from .recomputing import RecomputingStage
 from .stage import Stage
@@ -45,6 +46,21 @@ if TYPE_CHECKING:
 
 
 _logger = logging.getLogger(__name__)
+
+
+class Options(NamedTuple):
+    """How the stages of a pipeline are trained, as ``Pipeline`` describes it."""
+
+    optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer]
+    loss_fn: Callable[..., Tensor]
+    method: Method
+    scheduler: Callable[[PredictingOptimizer], LRScheduler] | None
+    microbatches: int
+    window: Window
+    clip_norm: float | None
+    clip_scope: Literal["stage", "global"]
+    master_dtype: torch.dtype | None
+    recompute: bool
 
 
 class Pipeline(nn.Module):
@@ -124,54 +140,43 @@ class Pipeline(nn.Module):
         master_dtype: torch.dtype | None = None,
         recompute: bool = False,
     ) -> None:
+        options = Options(
+            optimizer,
+            loss_fn,
+            find_method(method),
+            scheduler,
+            microbatches,
+            window,
+            clip_norm,
+            clip_scope,
+            master_dtype,
+            recompute,
+        )
+        modules = checked_stages(stages)
+        self._assemble(modules, devices, options, LocalNeighbourhood(len(modules)))
+
+    def _assemble(
+        self,
+        modules: list[nn.Module],
+        devices: Sequence[torch.device | str | int] | None,
+        options: Options,
+        around: Neighbourhood,
+    ) -> None:
+        """Make the stages of this process, and what runs them in this neighbourhood."""
         super().__init__()
         # Everything is checked before anything is moved.
-        modules = checked_stages(stages)
-        chosen = find_method(method)
+        chosen, first = options.method, around.first
         places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
-        check_microbatches(microbatches)
-        first, count = self._span(len(modules))
-        all_places = self._make_places(chosen, count, microbatches, window)
+        check_microbatches(options.microbatches)
+        all_places = places_of(
+            chosen, around.seats.stages, options.microbatches, options.window, around.seats
+        )
         stage_places = all_places[first : first + len(modules)]
-        choices = [choices_at(chosen, place) for place in stage_places]
-        max_norms = max_norms_of(chosen, stage_places, clip_norm, clip_scope)
-        check_master_dtype(master_dtype)
-        check_recompute(recompute)
-        check_loss_fn(loss_fn)
-        for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
-            if not callable(given) and not (name == "scheduler" and given is None):
-                raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
-        optimizers = [make_optimizer(optimizer, m, k) for k, m in enumerate(modules, first)]
-        for k, opt in enumerate(optimizers):
-            if opt is not None:
-                check_family(opt, first + k, chosen)
-                check_can_predict(opt, first + k, chosen, choices[k])
-        futures = [
-            ComingRates(opt, scheduler) if opt is not None and chosen.future_rates else None
-            for opt in optimizers
-        ]
-        schedulers = [
-            make_scheduler(scheduler, opt, k, chosen) for k, opt in enumerate(optimizers, first)
-        ]
-        for future, real in zip(futures, schedulers, strict=True):
-            if future is not None:
-                future.follow(real)
-
-        weights = [
-            None
-            if made is None
-            else StageWeights(
-                modules[k],
-                made,
-                schedulers[k],
-                choices[k],
-                (all_places[0], stage_places[k]),
-                chosen.schedule,
-                futures[k],
-                master_dtype,
-            )
-            for k, made in enumerate(optimizers)
-        ]
+        max_norms = max_norms_of(chosen, stage_places, options.clip_norm, options.clip_scope)
+        check_master_dtype(options.master_dtype)
+        check_recompute(options.recompute)
+        check_loss_fn(options.loss_fn)
+        weights = _weights_of(modules, first, all_places, options)
         try:
             for module, place, held in zip(modules, places, weights, strict=True):
                 if devices is not None:
@@ -184,16 +189,17 @@ class Pipeline(nn.Module):
             self.devices = tuple(places)
             self.places = tuple(stage_places)
             self._weights = weights
-            # Not here, lest a loss function that is a module becomes a part of the model.
-            norm = self._make_norm(count) if clip_scope == "global" else None
-            kind = RecomputingStage if recompute else Stage
+            norm = around.norm() if options.clip_scope == "global" else None
+            kind = RecomputingStage if options.recompute else Stage
             own = [
                 kind(k, module, place, held, max_norm, norm)
                 for k, (module, place, held, max_norm) in enumerate(
                     zip(modules, places, weights, max_norms, strict=True), first
                 )
             ]
-            self._executor = self._make_executor(own, loss_fn, all_places, norm)
+            # Not here, lest a loss function that is a module becomes a part of the model.
+            around.connect(own, all_places, chosen, options.loss_fn, norm)
+            self._executor = Executor(own, all_places, chosen.schedule, around)
             self._executor.follow_caller()
         except BaseException:
             for held in weights:
@@ -207,27 +213,6 @@ class Pipeline(nn.Module):
         for held in weights:
             if held is not None:
                 held.optimizer.order_by(self._executor.callers_turn)
-
-    def _span(self, given: int) -> tuple[int, int]:
-        """The index of the first stage that was given, and the number of all stages."""
-        return 0, given
-
-    def _make_places(
-        self, method: Method, stages: int, microbatches: int, window: Window
-    ) -> list[Place]:
-        return places_of(method, stages, microbatches, window)
-
-    def _make_norm(self, stages: int) -> GlobalNorm:
-        return GlobalNorm(stages)
-
-    def _make_executor(
-        self,
-        stages: list[Stage],
-        loss_fn: Callable[..., Tensor],
-        places: list[Place],
-        norm: GlobalNorm | None,
-    ) -> Executor:
-        return Executor(stages, loss_fn, places, self.method.schedule, norm)
 
     # Training.
 
@@ -449,6 +434,48 @@ class Pipeline(nn.Module):
                 weights.unbind()
         self._executor.free_rings()
         self._executor.follow_caller()
+
+
+def _weights_of(
+    modules: Sequence[nn.Module], first: int, all_places: Sequence[Place], options: Options
+) -> list[StageWeights | None]:
+    """The weights of each stage, with their optimizer and scheduler; None if it has none."""
+    optimizer, scheduler, chosen = options.optimizer, options.scheduler, options.method
+    for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if not callable(given) and not (name == "scheduler" and given is None):
+            raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
+    stage_places = all_places[first : first + len(modules)]
+    choices = [choices_at(chosen, place) for place in stage_places]
+    optimizers = [make_optimizer(optimizer, m, k) for k, m in enumerate(modules, first)]
+    for k, opt in enumerate(optimizers):
+        if opt is not None:
+            check_family(opt, first + k, chosen)
+            check_can_predict(opt, first + k, chosen, choices[k])
+    futures = [
+        ComingRates(opt, scheduler) if opt is not None and chosen.future_rates else None
+        for opt in optimizers
+    ]
+    schedulers = [
+        make_scheduler(scheduler, opt, k, chosen) for k, opt in enumerate(optimizers, first)
+    ]
+    for future, real in zip(futures, schedulers, strict=True):
+        if future is not None:
+            future.follow(real)
+    return [
+        None
+        if made is None
+        else StageWeights(
+            modules[k],
+            made,
+            schedulers[k],
+            choices[k],
+            (all_places[0], stage_places[k]),
+            chosen.schedule,
+            futures[k],
+            options.master_dtype,
+        )
+        for k, made in enumerate(optimizers)
+    ]
 
 
 def _mend_before(pipe: Pipeline, *_: object) -> None:

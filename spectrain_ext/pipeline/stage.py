@@ -17,6 +17,7 @@ from spectrain_ext.weights.versions import Content
 
 from .clipping import GlobalNorm, clip, gradient_norm
 from .cursor import Cursor, Extent
+from .observer import Handler
 from .tape import Entry, Tape, activation, check_dependence, check_loss, differentiate, value_of
 
 
@@ -85,13 +86,27 @@ class Stage:
         self._extent: Extent
         self.forget()
 
+    def handlers(self) -> dict[Kind, Handler]:
+        """What runs each kind of action; of ``PULL`` and ``LOSS`` the neighbourhood knows."""
+        return {
+            Kind.LOAD_FORWARD: self.load_forward,
+            Kind.RECEIVE_ACTIVATION: self.receive_activation,
+            Kind.FORWARD: self.forward,
+            Kind.SEND_ACTIVATION: self.send_activation,
+            Kind.LOAD_BACKWARD: self.load_backward,
+            Kind.RECEIVE_GRADIENT: self.receive_gradient,
+            Kind.BACKWARD: self.backward,
+            Kind.SEND_GRADIENT: self.send_gradient,
+            Kind.UPDATE: self.update,
+        }
+
     # A run.
 
     def begin(self, cursor: Cursor, extent: Extent) -> None:
         """Start a run with the weights that the module holds."""
         self.cursor = cursor
         self._extent = extent
-        self.drop()
+        self.forget()
         if self.weights is not None:
             for stream in (self.compute, self.predict):
                 stream.lend(self.weights.buffers())
@@ -114,16 +129,6 @@ class Stage:
         # The gradients of the input, and what stands for their memory.
         self._outgoing: tuple[tuple[Tensor | None, ...], Buffer] | None = None
         self._gave: int | None = None  # minibatch whose norm the other stages know
-
-    def drop(self) -> None:
-        """Forget what is in flight; nothing is, or the streams have been waited for."""
-        self.forget()
-        for edge in self.edges():
-            edge.reset()
-
-    def edges(self) -> list[Receiver]:
-        """The edges that end here."""
-        return [e for e in (self.inputs, self.gradients, self.targets) if e is not None]
 
     # Weights.
 

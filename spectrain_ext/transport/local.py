@@ -140,6 +140,9 @@ class Receiver(Protocol):
 
     stream: Stream
 
+    def has(self, i: int = 0, j: int = 0) -> bool:
+        """Whether the next message has been sent: that of microbatch j of minibatch i."""
+
     def receive(self) -> Slot:
         """The next message, to be used on the receiver's stream from here on until ``free``."""
 
@@ -236,7 +239,7 @@ class Edge:
         self._receiver.record(slot.free)
         return slot.room.tensors
 
-    def has(self) -> bool:
+    def has(self, i: int = 0, j: int = 0) -> bool:
         """Whether the next message has been sent; its copy may still be under way."""
         return self._received < self._sent
 

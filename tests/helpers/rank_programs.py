@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from spectrain_ext.distributed import neighbours
-from spectrain_ext.distributed import pipeline as rank_pipeline
+from spectrain_ext.distributed import neighbourhood, neighbours
 from spectrain_ext.distributed.board import Board
 from spectrain_ext.distributed.fingerprint import Fingerprint
 from spectrain_ext.distributed.inlet import Inlet
@@ -57,11 +56,11 @@ def travelling(way):
     real = dist.new_group
     with ExitStack() as patches:
         if way == "staged":
-            patches.enter_context(patch.object(rank_pipeline, "open_links", staged))
+            patches.enter_context(patch.object(neighbourhood, "open_links", staged))
         if way == "apart":
             patches.enter_context(patch.object(neighbours.dist, "new_group", new_group))
             patches.enter_context(
-                patch.object(rank_pipeline, "backend_of_bodies", lambda *_: "nccl")
+                patch.object(neighbourhood, "backend_of_bodies", lambda *_: "nccl")
             )
         yield
 
