@@ -78,9 +78,8 @@ class Board:
         self._patience = max(3 * self.interval, timeout / 2)
         # A call blocks its connection: the watch's calls must not wait for the other's.
         self._patient_store = store  # ranks may start minutes apart
-        self._store, self._talking_store = (
-            connection(store, min(timeout, grace)) for _ in range(2)
-        )
+        self._store = connection(store, min(timeout, grace))
+        self._talking_store = connection(store, min(timeout, grace))
         self._watch = Watch(self)  # of a run; another one for every run
         if self._store.check([f"{_BEFORE_RUNS[0]}/{rank}"]):
             raise RuntimeError(

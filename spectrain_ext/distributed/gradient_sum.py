@@ -14,7 +14,7 @@ from spectrain_ext.transport import Buffer, Stream
 from spectrain_ext.weights.flat import Flat
 
 from .board import Board
-from .neighbours import Circle
+from .links import Circle
 
 # A gradient goes in about this many pieces, of sizes that are worth a collective of their own.
 PIECES = 8

@@ -17,8 +17,8 @@ from spectrain_ext.transport.streams import Buffer, Stream, callers_stream, new_
 
 from .board import Board
 from .fingerprint import Fingerprint
-from .layout import Layout
-from .link import (
+from .links import Link
+from .wire import (
     DATA,
     END,
     ENDLESS,
@@ -29,7 +29,7 @@ from .link import (
     TAG_LAYOUT,
     FlatMemory,
     Header,
-    Link,
+    Layout,
 )
 
 _CPU = torch.device("cpu")

@@ -30,9 +30,9 @@ from .equal_start import check_equal_start
 from .fingerprint import Fingerprint
 from .gradient_sum import GradientSum
 from .inlet import Inlet
-from .link import Header
-from .neighbours import backend_of_bodies, open_host_group, open_links
+from .links import Traffic, backend_of_bodies, open_host_group, open_links
 from .norm import DistributedNorm
+from .wire import Header
 
 
 class DistributedNeighbourhood:
@@ -110,13 +110,14 @@ class DistributedNeighbourhood:
             optimizer = None if stage.weights is None else stage.weights.optimizer
             check_equal_start(self._store, board.rank, seats, stage.module, optimizer)
             stage.random = StageRandom(stage.index, stage.device, self.replica)
+        targets_first = self._settings["targets_from"] == "first"
         self._links = links = open_links(
             self._group,
             stage.device,
             board.timeout,
             bool(self._settings["dynamic_shapes"]),
             seats,
-            self._settings["targets_from"] == "first",
+            targets_first,
             backend_of_bodies(self._store, board.rank, seats.ranks, stage.device),
         )
         if isinstance(norm, DistributedNorm):
@@ -126,11 +127,11 @@ class DistributedNeighbourhood:
         self._batch = Buffer("the caller's batch")
         depth = place.window + place.microbatches
         self._inputs = self._targets = None
-        if not links.from_previous:
+        if not links.into[Traffic.ACTIVATIONS]:
             name = "edge batch -> 0"
             self._inputs = Edge(name, None, stage.device, stage.compute, depth)
             stage.inputs = self._inputs
-        if not links.from_next and not links.targets_from:
+        if not links.into[Traffic.GRADIENTS] and not links.into[Traffic.TARGETS]:
             name = "edge batch -> loss"
             self._targets = Edge(name, None, stage.device, stage.compute, depth)
             stage.targets = self._targets
@@ -146,7 +147,7 @@ class DistributedNeighbourhood:
         self._losses = Losses(stage, loss_fn, len(places), held)
         self.results = self._losses.results
         # whether another rank's part of a batch comes from a batch of its own
-        apart = seats.stages > 1 and not (links.targets_to or links.targets_from)
+        apart = seats.stages > 1 and not targets_first
         self._compares = apart or seats.counts[0] > 1
         board.begin()
 
@@ -307,7 +308,7 @@ class DistributedNeighbourhood:
             else:
                 for part in self._take_batch(i, header):
                     hand_in(self._targets, part.target, self._batch)
-        if self._edges.to_next:
+        if self._edges.now.to_next is not None:
             self._batch_of[i, j] = header.batch
         elif self._targets is not None:  # each microbatch: replicas of the first stage may differ
             _check_batch(i, self._known[i].batch, header.batch)
@@ -329,10 +330,10 @@ class DistributedNeighbourhood:
         if self._extent.minibatches is None:
             return
         if not self._told_end:
-            self._edges.end_batches()
+            self._edges.end(Traffic.BATCHES, Traffic.TARGETS)
             self._told_end = True
         if not self._said_end and self._extent.minibatches == self._forwarded:
-            self._edges.end_forward()
+            self._edges.end(Traffic.ACTIVATIONS)
             self._said_end = True
 
     # Losses. Without replicas the minibatch's goes along with its last gradient, as it is. With
@@ -366,7 +367,7 @@ class DistributedNeighbourhood:
         return True
 
     def _pass_on(self, i: int, j: int, loss: float) -> None:
-        if self._edges.to_previous:
+        if self._edges.now.to_previous is not None:
             self._part_of[i, j] = loss
 
     def _label_gradient(self, i: int, j: int) -> bool:
@@ -408,7 +409,7 @@ class DistributedNeighbourhood:
     def _updated(self, i: int, j: int) -> None:
         del self._known[i]
         loss = self._loss_of.pop(i, nan)
-        if self._edges.to_next:
+        if self._edges.now.to_next is not None:
             shared = torch.tensor(loss, dtype=torch.float64) if self._share_loss else None
             self.results.append(Result(i, shared))
         self._say_result(i)

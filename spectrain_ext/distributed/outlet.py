@@ -16,8 +16,8 @@ from spectrain_ext.transport.local import Message
 from spectrain_ext.transport.streams import Buffer, Event, Stream, callers_stream, new_stream
 
 from .board import Board
-from .layout import Layout
-from .link import (
+from .links import Link
+from .wire import (
     DATA,
     END,
     ENDLESS,
@@ -27,7 +27,7 @@ from .link import (
     TAG_LAYOUT,
     FlatMemory,
     Header,
-    Link,
+    Layout,
 )
 
 _CPU = torch.device("cpu")

@@ -164,7 +164,7 @@ def scaled_apart(rank, ranks, replicas, method, device):
     )
     losses = [result.loss.item() for result in pipe.run(data(9))]
     links = pipe._executor._around._links
-    link, *_ = (links.from_previous or links.to_next).values()
+    link, *_ = (link for ends in links.into.values() for link in ends.values())
     state = {name: t.cpu() for name, t in next(pipe.children()).state_dict().items()}
     return dist.get_backend(link.device), link.staged, losses, state
 
