@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from spectrain_ext.method import Method, find_method
+from spectrain_ext.method import Method
 from spectrain_ext.optim import PredictingOptimizer
-from spectrain_ext.pipeline.arguments import checked_stages
 from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.observer import Observer
-from spectrain_ext.pipeline.pipeline import Options, Pipeline
+from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Replicas
 
 from .board import Board
@@ -132,10 +131,12 @@ class DistributedPipeline(Pipeline):
                 group, store, board, seats, dynamic_shapes, share_loss, targets_from
             )
             self.replicas, self.replica = seats.counts, around.replica
-            options = Options(
+            super().__init__(
+                [stage],
                 optimizer,
                 loss_fn,
-                find_method(method),
+                method,
+                None if device is None else [device],
                 scheduler,
                 microbatches,
                 window,
@@ -143,9 +144,8 @@ class DistributedPipeline(Pipeline):
                 clip_scope,
                 master_dtype,
                 recompute,
+                around=around,
             )
-            devices = None if device is None else [device]
-            self._assemble(checked_stages([stage]), devices, options, around)
         except BaseException as error:
             board.turn_away(error)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,21 +48,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-class Options(NamedTuple):
-    """How the stages of a pipeline are trained, as ``Pipeline`` describes it."""
-
-    optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer]
-    loss_fn: Callable[..., Tensor]
-    method: Method
-    scheduler: Callable[[PredictingOptimizer], LRScheduler] | None
-    microbatches: int
-    window: Window
-    clip_norm: float | None
-    clip_scope: Literal["stage", "global"]
-    master_dtype: torch.dtype | None
-    recompute: bool
-
-
 class Pipeline(nn.Module):
     """Trains a model that is cut into stages, with several minibatches in flight, in one process.
 
@@ -96,6 +81,7 @@ class Pipeline(nn.Module):
             other weights there than in the forward, this is another method; where it has not, it
             is slower, and smaller. Dropout is drawn again as it was, running statistics are not
             updated again.
+        around: what the stages are connected to; None: one another, all of them are here.
 
     Attributes:
         method: the Method.
@@ -139,44 +125,29 @@ class Pipeline(nn.Module):
         clip_scope: Literal["stage", "global"] = "stage",
         master_dtype: torch.dtype | None = None,
         recompute: bool = False,
+        *,
+        around: Neighbourhood | None = None,
     ) -> None:
-        options = Options(
-            optimizer,
-            loss_fn,
-            find_method(method),
-            scheduler,
-            microbatches,
-            window,
-            clip_norm,
-            clip_scope,
-            master_dtype,
-            recompute,
-        )
-        modules = checked_stages(stages)
-        self._assemble(modules, devices, options, LocalNeighbourhood(len(modules)))
-
-    def _assemble(
-        self,
-        modules: list[nn.Module],
-        devices: Sequence[torch.device | str | int] | None,
-        options: Options,
-        around: Neighbourhood,
-    ) -> None:
-        """Make the stages of this process, and what runs them in this neighbourhood."""
         super().__init__()
         # Everything is checked before anything is moved.
-        chosen, first = options.method, around.first
+        modules = checked_stages(stages)
+        chosen = find_method(method)
+        around = around or LocalNeighbourhood(len(modules))
+        first, seats = around.first, around.seats
         places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
-        check_microbatches(options.microbatches)
-        all_places = places_of(
-            chosen, around.seats.stages, options.microbatches, options.window, around.seats
-        )
+        check_microbatches(microbatches)
+        all_places = places_of(chosen, seats.stages, microbatches, window, seats)
         stage_places = all_places[first : first + len(modules)]
-        max_norms = max_norms_of(chosen, stage_places, options.clip_norm, options.clip_scope)
-        check_master_dtype(options.master_dtype)
-        check_recompute(options.recompute)
-        check_loss_fn(options.loss_fn)
-        weights = _weights_of(modules, first, all_places, options)
+        max_norms = max_norms_of(chosen, stage_places, clip_norm, clip_scope)
+        check_master_dtype(master_dtype)
+        check_recompute(recompute)
+        check_loss_fn(loss_fn)
+        for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if not callable(given) and not (name == "scheduler" and given is None):
+                raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
+        weights = _weights_of(
+            modules, optimizer, scheduler, chosen, (all_places[0], stage_places), master_dtype
+        )
         try:
             for module, place, held in zip(modules, places, weights, strict=True):
                 if devices is not None:
@@ -189,8 +160,8 @@ class Pipeline(nn.Module):
             self.devices = tuple(places)
             self.places = tuple(stage_places)
             self._weights = weights
-            norm = around.norm() if options.clip_scope == "global" else None
-            kind = RecomputingStage if options.recompute else Stage
+            norm = around.norm() if clip_scope == "global" else None
+            kind = RecomputingStage if recompute else Stage
             own = [
                 kind(k, module, place, held, max_norm, norm)
                 for k, (module, place, held, max_norm) in enumerate(
@@ -198,7 +169,7 @@ class Pipeline(nn.Module):
                 )
             ]
             # Not here, lest a loss function that is a module becomes a part of the model.
-            around.connect(own, all_places, chosen, options.loss_fn, norm)
+            around.connect(own, all_places, chosen, loss_fn, norm)
             self._executor = Executor(own, all_places, chosen.schedule, around)
             self._executor.follow_caller()
         except BaseException:
@@ -437,14 +408,20 @@ class Pipeline(nn.Module):
 
 
 def _weights_of(
-    modules: Sequence[nn.Module], first: int, all_places: Sequence[Place], options: Options
+    modules: Sequence[nn.Module],
+    optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
+    scheduler: Callable[[PredictingOptimizer], LRScheduler] | None,
+    chosen: Method,
+    places: tuple[Place, Sequence[Place]],
+    master_dtype: torch.dtype | None,
 ) -> list[StageWeights | None]:
-    """The weights of each stage, with their optimizer and scheduler; None if it has none."""
-    optimizer, scheduler, chosen = options.optimizer, options.scheduler, options.method
-    for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if not callable(given) and not (name == "scheduler" and given is None):
-            raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
-    stage_places = all_places[first : first + len(modules)]
+    """The weights of each stage, with what trains them; None where there is nothing to train.
+
+    Args:
+        places: stage 0's, and those of these stages.
+    """
+    place_0, stage_places = places
+    first = stage_places[0].stage
     choices = [choices_at(chosen, place) for place in stage_places]
     optimizers = [make_optimizer(optimizer, m, k) for k, m in enumerate(modules, first)]
     for k, opt in enumerate(optimizers):
@@ -469,10 +446,10 @@ def _weights_of(
             made,
             schedulers[k],
             choices[k],
-            (all_places[0], stage_places[k]),
+            (place_0, stage_places[k]),
             chosen.schedule,
             futures[k],
-            options.master_dtype,
+            master_dtype,
         )
         for k, made in enumerate(optimizers)
     ]
