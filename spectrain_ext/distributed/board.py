@@ -148,7 +148,6 @@ class Board:
         self._doing, self._since = what, monotonic()
 
     def action(self) -> str:
-        """What this rank does, in words."""
         return " ".join(map(str, self._doing))
 
     @contextmanager
@@ -284,7 +283,6 @@ class Board:
     # Waiting.
 
     def check(self) -> None:
-        """Raise RankError if it is known that a rank has failed."""
         if self.cause is not None:
             self._raise(self.cause, None, 0.0)
 
@@ -358,7 +356,6 @@ class Board:
         self._lost_any(what, error)
 
     def fail(self, reason: str) -> None:
-        """Tell all ranks that this one has failed."""
         self._agree(Cause(self.rank, reason))
         self._stay()
 

@@ -87,7 +87,6 @@ class DistributedEdges:
         self._use(self._ends[0])
 
     def inlets(self) -> Iterator[Inlet]:
-        """All that something may arrive at."""
         for inlets in self.into.values():
             yield from inlets.values()
 
@@ -140,7 +139,6 @@ class DistributedEdges:
         return None
 
     def tell_of_batch(self, known: Header) -> None:
-        """There is a batch, and what is known of it."""
         for outlet in self.out[Traffic.BATCHES].values():
             outlet.label(known)
             outlet.send(Message((), False), Buffer("nothing"), self._stage.computed)
@@ -148,7 +146,6 @@ class DistributedEdges:
     # A run.
 
     def begin(self) -> None:
-        """Listen for the messages of a run."""
         for inlet in self.inlets():
             inlet.begin()
 

@@ -103,12 +103,10 @@ class GradientSum:
     # A run.
 
     def begin(self) -> None:
-        """Listen to autograd."""
         for p in self._params:
             self._handles.append(p.register_post_accumulate_grad_hook(self._on_gradient))
 
     def end(self) -> None:
-        """Listen no more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -239,7 +239,6 @@ class Inlet:
         return bool(self._arrived) or self._error is not None
 
     def receive(self) -> Arrived:
-        """The next message, to be used on the receiver's stream from here on until ``free``."""
         self.wait()
         _, layout, nbytes, slot = self._arrived.popleft()
         assert layout is not None
@@ -269,7 +268,6 @@ class Inlet:
             self._board.lost(self.link.sender, self.link.name, error)
 
     def free(self, slot: Slot) -> None:
-        """The receiver's stream will not use the message after what it has been given so far."""
         assert isinstance(slot, Arrived)
         self._receiver.record(slot.free)
         slot.message = None

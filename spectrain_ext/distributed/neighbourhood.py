@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from math import nan
 
@@ -14,9 +14,8 @@ from torch.distributed.distributed_c10d import Store
 
 from spectrain_ext.method import Method
 from spectrain_ext.pipeline.batch import Microbatch, hand_in, samples_of, shares_of, split
-from spectrain_ext.pipeline.clipping import GlobalNorm
 from spectrain_ext.pipeline.cursor import Extent
-from spectrain_ext.pipeline.losses import Losses, Result
+from spectrain_ext.pipeline.losses import Losses, LossFn, Result
 from spectrain_ext.pipeline.neighbourhood import Ready, Work
 from spectrain_ext.pipeline.observer import Handler, Observer, watched
 from spectrain_ext.pipeline.stage import Stage
@@ -55,6 +54,7 @@ class DistributedNeighbourhood:
         dynamic_shapes: whether later messages may be larger than the first.
         share_loss: whether every rank gets the losses.
         targets_from: where the last stage's ranks take targets from.
+        clip_scope: whose gradient is clipped as one.
     """
 
     results: deque[Result]
@@ -68,6 +68,7 @@ class DistributedNeighbourhood:
         dynamic_shapes: bool,
         share_loss: bool,
         targets_from: str,
+        clip_scope: str,
     ) -> None:
         self.seats = seats
         self.first, self.replica = seats.seat(board.rank)
@@ -76,23 +77,17 @@ class DistributedNeighbourhood:
             "dynamic_shapes": dynamic_shapes,
             "share_loss": share_loss,
             "targets_from": targets_from,
+            "clip_scope": clip_scope,
         }
+        self.norm = DistributedNorm(seats, board) if clip_scope == "global" else None
         self._share_loss = share_loss
 
-    def norm(self) -> GlobalNorm:
-        return DistributedNorm(self.seats, self._board)
-
     def connect(
-        self,
-        stages: list[Stage],
-        places: list[Place],
-        method: Method,
-        loss_fn: Callable[..., Tensor],
-        norm: GlobalNorm | None,
+        self, stages: list[Stage], places: list[Place], method: Method, loss_fn: LossFn
     ) -> None:
         """Meet the other ranks, and open the edges to some of them; every rank calls it."""
         (stage,), board, seats, place = stages, self._board, self.seats, places[self.first]
-        self._stage, self._norm = stage, norm
+        self._stage = stage
         self._microbatches = places[0].microbatches * seats.counts[0]
         board.meet(
             {
@@ -103,7 +98,6 @@ class DistributedNeighbourhood:
                 "window": [each.window for each in places],
                 "device": stage.device.type,
                 **self._settings,
-                "clip_scope": "stage" if norm is None else "global",
             }
         )
         if seats.dealt:
@@ -120,8 +114,8 @@ class DistributedNeighbourhood:
             targets_first,
             backend_of_bodies(self._store, board.rank, seats.ranks, stage.device),
         )
-        if isinstance(norm, DistributedNorm):
-            norm.connect(open_host_group(self._group, board.timeout))
+        if self.norm is not None:
+            self.norm.connect(open_host_group(self._group, board.timeout))
 
         self._edges = DistributedEdges(stage, places, seats, links, board)
         self._batch = Buffer("the caller's batch")
@@ -188,8 +182,8 @@ class DistributedNeighbourhood:
     def end(self) -> None:
         if self._sum is not None:
             self._sum.end()
-        if self._norm is not None:
-            self._norm.reset()
+        if self.norm is not None:
+            self.norm.reset()
         self._losses.end()
 
     def work_of(self, stage: Stage, trace: Observer | None) -> Work:
@@ -199,7 +193,6 @@ class DistributedNeighbourhood:
             Kind.SEND_ACTIVATION: self._label_activation,
             Kind.LOSS: self._expect_target,
             Kind.RECEIVE_GRADIENT: self._expect_gradient,
-            Kind.BACKWARD: self._expect_sum,
             Kind.SEND_GRADIENT: self._label_gradient,
             Kind.UPDATE: self._add_up,
         }
@@ -209,10 +202,8 @@ class DistributedNeighbourhood:
             Kind.LOSS: self._computed_loss,
             Kind.UPDATE: self._updated,
         }
-        if self._sum is None:
-            del before[Kind.BACKWARD]
-        else:
-            after[Kind.BACKWARD] = self._send_sum
+        if self._sum is not None:
+            before[Kind.BACKWARD], after[Kind.BACKWARD] = self._expect_sum, self._send_sum
         found = watched(trace, stage, handlers)
         return {
             kind: (self._begins(kind, before.get(kind)), _followed(handler, after.get(kind)))
@@ -231,7 +222,6 @@ class DistributedNeighbourhood:
         return begins
 
     def _is_last(self, i: int, j: int) -> bool:
-        """Whether it is the minibatch's last microbatch on this rank."""
         return j == len(self._extent.shares[i]) - 1
 
     # Batches, and what is heard of them.
@@ -402,7 +392,7 @@ class DistributedNeighbourhood:
             self._loss_of[i] = total
             if loss is not None:
                 self.results.append(Result(i, torch.full_like(loss, total)))
-        if self._norm is not None:
+        if self.norm is not None:
             stage.give_norm(i)
         return True
 

@@ -107,7 +107,6 @@ class Outlet:
         )
 
     def send(self, message: Message, source: Buffer, *ready: Event) -> Event:
-        """Send the message, after ``ready``; returns the event that it has been read."""
         opens = self._first is None
         kind, text = self._kind_of(message)
         _, layout, number, nbytes = kind
@@ -184,7 +183,6 @@ class Outlet:
         return self._capacity
 
     def end(self) -> None:
-        """Say that the run has no more messages."""
         slot = self._slot()
         header = (self._sent, END, *[0] * (HEADER - 2))
         self._sent += 1
@@ -277,11 +275,5 @@ class Outlet:
             self._board.lost(self.link.receiver, self.link.name, error)
 
     def flush(self) -> None:
-        """Wait until everything has been sent."""
         for slot in self._ring:
             self._wait(slot)
-
-    def free_storage(self) -> None:
-        """Free the buffers, outside of a run."""
-        for memory in (*self._ring, self._packed):
-            memory.clear()

@@ -128,7 +128,7 @@ class DistributedPipeline(Pipeline):
         try:
             seats = Replicas.of(replicas, self.ranks)
             around = DistributedNeighbourhood(
-                group, store, board, seats, dynamic_shapes, share_loss, targets_from
+                group, store, board, seats, dynamic_shapes, share_loss, targets_from, clip_scope
             )
             self.replicas, self.replica = seats.counts, around.replica
             super().__init__(

@@ -57,7 +57,6 @@ class TensorLayout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
         elements = 1
         for size in self.shape:
             elements *= size
@@ -116,7 +115,6 @@ class Layout(NamedTuple):
         ]
 
     def message(self, tensors: list[Tensor | None]) -> Message:
-        """The message that these tensors make."""
         flags = tuple(tensor is not None and tensor.differentiable for tensor in self.tensors)
         return Message(tuple(tensors), self.single, flags)
 
@@ -184,10 +182,6 @@ class FlatMemory:
     header: NDArray[np.int64]
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Have no memory."""
         self.frame = self.bytes = torch.empty(0, dtype=torch.uint8)
         self._layout: Layout | None = None
         self._views: list[Tensor | None] = []

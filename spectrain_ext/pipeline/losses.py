@@ -13,6 +13,8 @@ from spectrain_ext.transport import Buffer, Transit, callers_stream
 from .cursor import Extent
 from .stage import Stage
 
+LossFn = Callable[..., Tensor]
+
 
 @dataclass(frozen=True, slots=True, init=False)
 class Result:
@@ -76,7 +78,7 @@ class Losses:
     def __init__(
         self,
         last: Stage,
-        loss_fn: Callable[..., Tensor],
+        loss_fn: LossFn,
         depth: int,
         held: dict[int, Tensor] | None = None,
     ) -> None:

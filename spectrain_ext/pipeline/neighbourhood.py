@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from torch import Tensor
-
 from spectrain_ext.method import Method
 from spectrain_ext.schedule import Kind, Place, Replicas
 from spectrain_ext.transport import Buffer, Edge, Receiver
@@ -16,7 +14,7 @@ from spectrain_ext.transport import Buffer, Edge, Receiver
 from .batch import hand_in, split
 from .clipping import GlobalNorm
 from .cursor import Extent
-from .losses import Losses, Result
+from .losses import Losses, LossFn, Result
 from .observer import Handler, Observer, watched
 from .stage import Stage
 
@@ -32,6 +30,7 @@ class Neighbourhood(Protocol):
     Attributes:
         first: the index of the first stage of this process.
         seats: the replicas of all stages.
+        norm: where the stages put their gradients' norms together; None: each has its own.
         results: that wait for the caller.
     """
 
@@ -39,16 +38,11 @@ class Neighbourhood(Protocol):
     seats: Replicas
     results: deque[Result]
 
-    def norm(self) -> GlobalNorm:
-        """Where the stages put their gradients' norms together; asked for before ``connect``."""
+    @property
+    def norm(self) -> GlobalNorm | None: ...
 
     def connect(
-        self,
-        stages: list[Stage],
-        places: list[Place],
-        method: Method,
-        loss_fn: Callable[..., Tensor],
-        norm: GlobalNorm | None,
+        self, stages: list[Stage], places: list[Place], method: Method, loss_fn: LossFn
     ) -> None:
         """Give the stages of this process their edges; ``places`` are those of all stages."""
 
@@ -79,20 +73,13 @@ class LocalNeighbourhood:
 
     results: deque[Result]
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, clip_scope: str) -> None:
         self.first = 0
         self.seats = Replicas((1,) * stages)
-
-    def norm(self) -> GlobalNorm:
-        return GlobalNorm(self.seats.stages)
+        self.norm = GlobalNorm(stages) if clip_scope == "global" else None
 
     def connect(
-        self,
-        stages: list[Stage],
-        places: list[Place],
-        method: Method,
-        loss_fn: Callable[..., Tensor],
-        norm: GlobalNorm | None,
+        self, stages: list[Stage], places: list[Place], method: Method, loss_fn: LossFn
     ) -> None:
         """Make the edges: batch -> stage 0, neighbours in both directions, batch -> loss.
 
@@ -103,7 +90,6 @@ class LocalNeighbourhood:
         """
         first, last = stages[0], stages[-1]
         self._microbatches = places[0].microbatches
-        self._norm = norm
         self._batch = Buffer("the caller's batch")
         self._losses = Losses(last, loss_fn, len(places))
         self.results = self._losses.results
@@ -137,7 +123,7 @@ class LocalNeighbourhood:
         waits: dict[Kind, Ready] = {Kind.RECEIVE_ACTIVATION: stage.inputs.has}
         if stage.gradients is not None:
             waits[Kind.RECEIVE_GRADIENT] = stage.gradients.has
-        if (norm := self._norm) is not None:
+        if (norm := self.norm) is not None:
 
             def all_gave(i: int, j: int) -> bool:
                 stage.give_norm(i)
@@ -166,6 +152,6 @@ class LocalNeighbourhood:
     def close(self) -> None: ...
 
     def end(self) -> None:
-        if self._norm is not None:
-            self._norm.reset()
+        if self.norm is not None:
+            self.norm.reset()
         self._losses.end()

@@ -132,7 +132,7 @@ class Pipeline(nn.Module):
         # Everything is checked before anything is moved.
         modules = checked_stages(stages)
         chosen = find_method(method)
-        around = around or LocalNeighbourhood(len(modules))
+        around = around or LocalNeighbourhood(len(modules), clip_scope)
         first, seats = around.first, around.seats
         places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
         check_microbatches(microbatches)
@@ -145,9 +145,10 @@ class Pipeline(nn.Module):
         for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if not callable(given) and not (name == "scheduler" and given is None):
                 raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
-        weights = _weights_of(
-            modules, optimizer, scheduler, chosen, (all_places[0], stage_places), master_dtype
-        )
+        weights = [
+            _weights_of(module, optimizer, scheduler, chosen, (all_places[0], place), master_dtype)
+            for module, place in zip(modules, stage_places, strict=True)
+        ]
         try:
             for module, place, held in zip(modules, places, weights, strict=True):
                 if devices is not None:
@@ -160,16 +161,15 @@ class Pipeline(nn.Module):
             self.devices = tuple(places)
             self.places = tuple(stage_places)
             self._weights = weights
-            norm = around.norm() if clip_scope == "global" else None
             kind = RecomputingStage if recompute else Stage
             own = [
-                kind(k, module, place, held, max_norm, norm)
+                kind(k, module, place, held, max_norm, around.norm)
                 for k, (module, place, held, max_norm) in enumerate(
                     zip(modules, places, weights, max_norms, strict=True), first
                 )
             ]
             # Not here, lest a loss function that is a module becomes a part of the model.
-            around.connect(own, all_places, chosen, loss_fn, norm)
+            around.connect(own, all_places, chosen, loss_fn)
             self._executor = Executor(own, all_places, chosen.schedule, around)
             self._executor.follow_caller()
         except BaseException:
@@ -408,51 +408,25 @@ class Pipeline(nn.Module):
 
 
 def _weights_of(
-    modules: Sequence[nn.Module],
+    module: nn.Module,
     optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
     scheduler: Callable[[PredictingOptimizer], LRScheduler] | None,
     chosen: Method,
-    places: tuple[Place, Sequence[Place]],
+    places: tuple[Place, Place],
     master_dtype: torch.dtype | None,
-) -> list[StageWeights | None]:
-    """The weights of each stage, with what trains them; None where there is nothing to train.
-
-    Args:
-        places: stage 0's, and those of these stages.
-    """
-    place_0, stage_places = places
-    first = stage_places[0].stage
-    choices = [choices_at(chosen, place) for place in stage_places]
-    optimizers = [make_optimizer(optimizer, m, k) for k, m in enumerate(modules, first)]
-    for k, opt in enumerate(optimizers):
-        if opt is not None:
-            check_family(opt, first + k, chosen)
-            check_can_predict(opt, first + k, chosen, choices[k])
-    futures = [
-        ComingRates(opt, scheduler) if opt is not None and chosen.future_rates else None
-        for opt in optimizers
-    ]
-    schedulers = [
-        make_scheduler(scheduler, opt, k, chosen) for k, opt in enumerate(optimizers, first)
-    ]
-    for future, real in zip(futures, schedulers, strict=True):
-        if future is not None:
-            future.follow(real)
-    return [
-        None
-        if made is None
-        else StageWeights(
-            modules[k],
-            made,
-            schedulers[k],
-            choices[k],
-            (place_0, stage_places[k]),
-            chosen.schedule,
-            futures[k],
-            master_dtype,
-        )
-        for k, made in enumerate(optimizers)
-    ]
+) -> StageWeights | None:
+    """A stage's weights and what trains them, at its place after stage 0's; None: it has none."""
+    k, choices = places[1].stage, choices_at(chosen, places[1])
+    opt = make_optimizer(optimizer, module, k)
+    if opt is None:
+        return None
+    check_family(opt, k, chosen)
+    check_can_predict(opt, k, chosen, choices)
+    future = ComingRates(opt, scheduler) if chosen.future_rates else None
+    real = make_scheduler(scheduler, opt, k, chosen)
+    if future is not None:
+        future.follow(real)
+    return StageWeights(module, opt, real, choices, places, chosen.schedule, future, master_dtype)
 
 
 def _mend_before(pipe: Pipeline, *_: object) -> None:

@@ -124,7 +124,6 @@ class Stage:
         self._in_transit.reset()
 
     def forget(self) -> None:
-        """Have nothing in flight."""
         self._tapes: dict[tuple[int, int], Tape] = {}
         # The gradients of the input, and what stands for their memory.
         self._outgoing: tuple[tuple[Tensor | None, ...], Buffer] | None = None
@@ -133,12 +132,10 @@ class Stage:
     # Weights.
 
     def load_forward(self, i: int, j: int) -> None:
-        """Have the weights of the microbatch's forward in the module."""
         if self.weights is not None:
             self._load(self.weights, self.weights.for_forward(i, j))
 
     def load_backward(self, i: int, j: int) -> None:
-        """Have the weights of the microbatch's backward in the module."""
         if self.weights is not None:
             self._load(self.weights, self.weights.for_backward(i, j))
 
@@ -171,7 +168,6 @@ class Stage:
         return True
 
     def update(self, i: int, j: int) -> None:
-        """Clip the gradient, step the optimizer."""
         weights = self.weights
         if weights is None:
             return
@@ -200,7 +196,6 @@ class Stage:
     # Forward.
 
     def receive_activation(self, i: int, j: int) -> None:
-        """Take the input, or the batch, as it arrives."""
         self._received = self.inputs.receive()
 
     @property
@@ -212,7 +207,6 @@ class Stage:
         return next(sizes, 0)
 
     def forward(self, i: int, j: int) -> None:
-        """Compute the output."""
         slot = self._received
         message = slot.message
         assert message is not None
@@ -272,7 +266,6 @@ class Stage:
         self.peak = max(self.peak, len(self._tapes))
 
     def send_activation(self, i: int, j: int) -> None:
-        """Copy the output to the next stage."""
         assert self.to_next is not None
         tape = self._tapes[i, j]
         self.to_next.send(tape.message, tape.buffer, self.computed)
@@ -300,12 +293,10 @@ class Stage:
     # Backward.
 
     def receive_gradient(self, i: int, j: int) -> None:
-        """Take the gradient of the output as it arrives."""
         assert self.gradients is not None
         self._received = self.gradients.receive()
 
     def backward(self, i: int, j: int) -> None:
-        """Compute the gradients of weights and input."""
         tape = self._tapes.pop((i, j))
         arrived = tape.target if self.gradients is None else self._received
         self._differentiate(i, j, tape, arrived)
@@ -343,7 +334,6 @@ class Stage:
         self._outgoing = gradients, outgoing
 
     def send_gradient(self, i: int, j: int) -> None:
-        """Copy the gradient of the input to the previous stage."""
         assert self.to_previous is not None
         assert self._outgoing is not None
         gradients, buffer = self._outgoing

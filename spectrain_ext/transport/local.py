@@ -40,7 +40,6 @@ class Message(NamedTuple):
     differentiable: tuple[bool, ...] = ()
 
     def without_gradient(self) -> Message:
-        """The same message, with no gradient wanted back."""
         return Message(self.tensors, self.single, (False,) * len(self.tensors))
 
 
@@ -104,7 +103,6 @@ class Slot:
         return base.as_strided(to.shape, to.stride()).copy_(tensor)
 
     def clear(self) -> None:
-        """Free the memory."""
         self.room = _NO_ROOM
         self.staging = {}
 
@@ -189,7 +187,6 @@ class Edge:
         self._sent = self._received = 0
 
     def send(self, message: Message, source: Buffer, *ready: Event) -> Event:
-        """Copy the message over, after ``ready``; returns the event that it has been read."""
         slot = self._ring[self._sent % len(self._ring)]
         assert slot.message is None, f"{slot.buffer.name} is in use"
         tensors = self._fitted(slot, message.tensors)
@@ -282,7 +279,6 @@ class Transit:
             self._let_go()
 
     def reset(self) -> None:
-        """Let go of everything."""
         while self._held:
             self._let_go()
 
