@@ -127,10 +127,8 @@ class Board:
         """What every rank says on coming to the next of ``_BEFORE_RUNS``."""
         where = _BEFORE_RUNS[self._come_to]
         self._come_to += 1
-        self._store.set(f"{where}/{self.rank}", json.dumps(mine))
-        keys = [f"{where}/{r}" for r in range(self.ranks)]
-        self._patient_store.wait(keys)
-        found = [json.loads(text) for text in self._patient_store.multi_get(keys)]
+        texts = gathered(self._patient_store, where, self.rank, self.ranks, json.dumps(mine))
+        found = [json.loads(text) for text in texts]
         for r, theirs in enumerate(found):
             if "failed" in theirs:
                 raise RankError(self.rank, where, r, f"{where}: {theirs['failed']}")
@@ -425,6 +423,15 @@ class Board:
     def _lives(self, rank: int) -> bool:
         """Whether the rank has been heard of just now, even if its own thread is stuck."""
         return monotonic() - self._watch.beats[rank].heard < 3 * self.interval
+
+
+def gathered(store: Store, what: str, rank: int, ranks: int, mine: str) -> list[bytes]:
+    """What every rank says, by rank; all wait for one another."""
+    store.set(f"{what}/{rank}", mine)
+    keys = [f"{what}/{r}" for r in range(ranks)]
+    store.wait(keys)
+    found: list[bytes] = store.multi_get(keys)
+    return found
 
 
 def _described(error: BaseException) -> str:

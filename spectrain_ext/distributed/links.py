@@ -16,6 +16,8 @@ from torch.distributed.distributed_c10d import Store
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
 
+from .board import gathered
+
 _CPU = torch.device("cpu")
 
 
@@ -105,10 +107,7 @@ def backend_of_bodies(store: Store, rank: int, ranks: int, device: torch.device)
         ranks: their number.
         device: of this rank's stage.
     """
-    store.set(f"gpu/{rank}", _gpu(device))
-    keys = [f"gpu/{r}" for r in range(ranks)]
-    store.wait(keys)
-    gpus = store.multi_get(keys)
+    gpus = gathered(store, "gpu", rank, ranks, _gpu(device))
     return "nccl" if all(gpus) and len(set(gpus)) == ranks else "gloo"
 
 
@@ -149,16 +148,8 @@ def open_links(
         targets: whether the first stage sends them to the last.
         bodies: what they go by, the same on all ranks: ``"nccl"``, which leaves them on the GPU, or
             ``"gloo"``.
-
-    Raises:
-        ValueError: the group has not all ranks of the default group.
     """
     ranks = dist.get_process_group_ranks(group)
-    if len(ranks) != dist.get_world_size():
-        raise ValueError(
-            f"group: expected all {dist.get_world_size()} ranks of the default group, got "
-            f"{len(ranks)}"
-        )
     me = dist.get_rank(group)
     seats = Replicas((1,) * len(ranks)) if replicas is None else replicas
     found = Links({what: {} for what in Traffic}, {what: {} for what in Traffic})

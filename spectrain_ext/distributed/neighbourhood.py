@@ -24,13 +24,12 @@ from spectrain_ext.schedule import Kind, Place, Replicas
 from spectrain_ext.transport import Buffer, Edge, Receiver
 
 from .board import Board
+from .collectives import DistributedNorm, GradientSum
 from .edges import DistributedEdges
 from .equal_start import check_equal_start
 from .fingerprint import Fingerprint
-from .gradient_sum import GradientSum
 from .inlet import Inlet
 from .links import Traffic, backend_of_bodies, open_host_group, open_links
-from .norm import DistributedNorm
 from .wire import Header
 
 

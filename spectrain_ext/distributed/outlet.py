@@ -6,7 +6,6 @@ import threading
 from queue import SimpleQueue
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -99,12 +98,7 @@ class Outlet:
 
     def label(self, header: Header) -> None:
         """What to say of the messages that follow."""
-        self._label = (
-            header.parts,
-            int(np.float64(header.value).view(np.int64)),
-            header.batch.input,
-            header.batch.target,
-        )
+        self._label = header.numbers()
 
     def send(self, message: Message, source: Buffer, *ready: Event) -> Event:
         opens = self._first is None

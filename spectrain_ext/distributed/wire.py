@@ -46,6 +46,14 @@ class Header(NamedTuple):
     batch: Fingerprint = Fingerprint()
     end: bool = False
 
+    def numbers(self) -> tuple[int, int, int, int]:
+        """As they travel."""
+        return self.parts, int(np.float64(self.value).view(np.int64)), *self.batch
+
+    @staticmethod
+    def read(parts: int, value: int, given: int, target: int) -> Header:
+        return Header(parts, float(np.int64(value).view(np.float64)), Fingerprint(given, target))
+
 
 class TensorLayout(NamedTuple):
     """One tensor of a message: shape, strides of a dense tensor, dtype, is its gradient wanted."""
