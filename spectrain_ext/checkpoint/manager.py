@@ -16,7 +16,7 @@ import torch.distributed as dist
 from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import partial, read_bounded, remove, replace_file
-from spectrain_ext.pipeline.executor import Result
+from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
 

@@ -46,7 +46,6 @@ class Beat(NamedTuple):
 
     @staticmethod
     def read(text: bytes, heard: float) -> Beat:
-        """What a board wrote."""
         said = json.loads(text)
         waits = None
         if said["waits"] is not None:

@@ -1,33 +1,50 @@
-"""Board: where the ranks of one pipeline tell each other what they do, and which of them failed."""
+"""Board: where the ranks of one pipeline tell each other what they do, and which of them failed.
+
+Three threads of a process use it during a run: the rank's own, and the two of its ``Watch``. A name
+is read without a lock, and what is more than one value is replaced as a whole:
+
+    what                        is written by                          under ``changed``
+    doing, since                the rank's own thread, by the action
+    waits                       the rank's own thread, around a wait   in ``wait``
+    failure, lenient, phase     the rank's own thread
+    cause                       whoever hears of it first, once        always
+    watch.beats, watch.rounds   the talking thread, by the heartbeat   always
+    watch.must_end_by           who learns the cause                   always
+    watch.asking                the talking thread
+    watch.hurried, parting      the rank's own thread, at the end
+
+``changed`` is notified of causes and beats, and by other threads of whatever ``wait`` waits for.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from functools import partial
 from math import inf
 from time import monotonic
+from typing import NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
 from spectrain_ext.errors import RankError, StageError
 
-from .blame import Beat, Cause, most_silent, seconds_stuck, suspect
+from .blame import Cause, most_silent, seconds_stuck, suspect
+from .watch import FAILED, Watch, connection
 
-_FAILED = "failed"
+#: Where the ranks wait for one another before their first run: in ``meet``, and in ``begin``.
+_BEFORE_RUNS = ("meeting", "starting")
 
 
 class Board:
     """One rank's side of the board: a store that all ranks read and write.
 
-    During a run a thread of its own tells the others what this rank does and hears what they do
-    (their heartbeats), so that no wait outlasts its deadline and all ranks agree on the first
-    cause. Once it knows of a failure the rank's own thread has ``grace`` to raise it; a thread that
-    is stuck elsewhere cannot, and the process is ended from here.
+    During a run its ``Watch`` tells the others what this rank does and hears what they do, so that
+    no wait outlasts its deadline and all ranks agree on the first cause. Once it knows of a failure
+    the rank's own thread has ``grace`` to raise it; a thread that is stuck elsewhere cannot, and
+    the process is ended from there.
 
     Args:
         store: the store; connections of the board's own are made from it.
@@ -35,10 +52,13 @@ class Board:
         ranks: their number.
         timeout: seconds that a wait may take.
         grace: seconds that a rank may take to end once it knows that another has failed.
-        end: ends the process; it is given the report.
 
     Attributes:
+        rank, ranks, timeout, grace: as given.
         changed: notified by whoever fulfils what ``wait`` waits for.
+        interval: seconds between two heartbeats.
+        waits: what this rank waits for: another (None: all), what comes from there, and since when.
+        cause: of a failure, the first one.
 
     Raises:
         RuntimeError: the store still has what this rank said in an earlier start.
@@ -51,44 +71,32 @@ class Board:
         ranks: int,
         timeout: float,
         grace: float = 5.0,
-        end: Callable[[str], None] | None = None,
     ) -> None:
         self.rank, self.ranks, self.timeout, self.grace = rank, ranks, timeout, grace
         self.changed = threading.Condition()
-        self._end = end or _end_process
-        self._interval = min(max(timeout / 20, 0.02), 1.0)
-        self._patience = max(3 * self._interval, timeout / 2)
-        patience = timedelta(seconds=min(timeout, grace))
-        # A call blocks its connection: the thread's calls must not wait for the other's.
-        self._store, self._threads_store = _connection(store), _connection(store)
+        self.interval = min(max(timeout / 20, 0.02), 1.0)
+        self._patience = max(3 * self.interval, timeout / 2)
+        # A call blocks its connection: the watch's calls must not wait for the other's.
         self._patient_store = store  # ranks may start minutes apart
-        for connection in (self._store, self._threads_store):
-            connection.set_timeout(patience)
-        if self._store.check([f"settings/{rank}"]):
+        self._store = connection(store, min(timeout, grace))
+        self._talking_store = connection(store, min(timeout, grace))
+        self._watch = Watch(self)  # of a run; another one for every run
+        if self._store.check([f"{_BEFORE_RUNS[0]}/{rank}"]):
             raise RuntimeError(
                 "the process group's store has outlived a restart, and still has what this rank "
                 "said before; give init_process_group a store whose prefix is "
                 "TORCHELASTIC_RESTART_COUNT, as docs/checkpoints.md does"
             )
         if rank == 0:
-            self._store.set(_FAILED, "")
-        self._keys = [f"beat/{r}" for r in range(ranks)]
-        self._came = self._opened = False  # in ``meet``, in ``begin``
-        self._beats: list[Beat] = []
-        self._said = 0
+            self._store.set(FAILED, "")
+        self._come_to = 0  # of ``_BEFORE_RUNS``
         self._phase = 0  # twice the number of finished runs, one more between the two
         self._doing: tuple[object, ...] = ("starting",)
+        self._since = monotonic()
         self._failure = ""  # of this rank within ``together``, which the others may not have
         self._lenient = False  # whether ranks may be waited for as long as they get on
-        self._since = monotonic()
-        self._waits: tuple[int | None, str, float] | None = None  # rank None: all others
-        self._cause: Cause | None = None
-        self._asking: float | None = None  # since when the thread waits for the store
-        self._wake = threading.Event()
-        self._hurried: float | None = None  # since when
-        self._parting = False
-        self._over = threading.Event()  # of the run
-        self._must_end_by: float | None = None
+        self.waits: tuple[int | None, str, float] | None = None
+        self.cause: Cause | None = None
 
     def meet(self, settings: dict[str, object]) -> None:
         """Wait for all ranks, and check that all were given the same.
@@ -97,16 +105,8 @@ class Board:
             RankError: another has failed before it came here.
             ValueError: another was given something else; names the rank and the setting.
         """
-        mine = json.dumps(settings)
-        self._came = True
-        self._store.set(f"settings/{self.rank}", mine)
-        keys = [f"settings/{r}" for r in range(self.ranks)]
-        self._patient_store.wait(keys)
-        for r, text in enumerate(self._patient_store.multi_get(keys)):
-            theirs = json.loads(text)
-            if "failed" in theirs:
-                raise RankError(self.rank, "meeting", r, f"meeting: {theirs['failed']}")
-            for name, value in json.loads(mine).items():
+        for r, theirs in enumerate(self._gather(settings)):
+            for name, value in json.loads(json.dumps(settings)).items():
                 if theirs.get(name) != value:
                     raise ValueError(
                         f"{name}: rank {self.rank} has {value!r} and rank {r} has "
@@ -121,20 +121,23 @@ class Board:
         Raises:
             RankError: another has failed in that.
         """
-        self._opened = True
-        self._store.set(f"opened/{self.rank}", "")
-        keys = [f"opened/{r}" for r in range(self.ranks)]
-        self._patient_store.wait(keys)
-        for r, reason in enumerate(self._patient_store.multi_get(keys)):
-            if reason:
-                raise RankError(self.rank, "starting", r, f"starting: {reason.decode()}")
+        self._gather({})
+
+    def _gather(self, mine: dict[str, object]) -> list[dict[str, object]]:
+        """What every rank says on coming to the next of ``_BEFORE_RUNS``."""
+        where = _BEFORE_RUNS[self._come_to]
+        self._come_to += 1
+        texts = gathered(self._patient_store, where, self.rank, self.ranks, json.dumps(mine))
+        found = [json.loads(text) for text in texts]
+        for r, theirs in enumerate(found):
+            if "failed" in theirs:
+                raise RankError(self.rank, where, r, f"{where}: {theirs['failed']}")
+        return found
 
     def turn_away(self, error: BaseException) -> None:
         """Tell those who wait in ``meet`` or ``begin`` that this rank does not come."""
-        if not self._came:
-            self._store.set(f"settings/{self.rank}", json.dumps({"failed": _described(error)}))
-        elif not self._opened:
-            self._store.set(f"opened/{self.rank}", _described(error))
+        for where in _BEFORE_RUNS[self._come_to :][:1]:
+            self._store.set(f"{where}/{self.rank}", json.dumps({"failed": _described(error)}))
 
     # What this rank does.
 
@@ -143,7 +146,6 @@ class Board:
         self._doing, self._since = what, monotonic()
 
     def action(self) -> str:
-        """What this rank does, in words."""
         return " ".join(map(str, self._doing))
 
     @contextmanager
@@ -156,40 +158,26 @@ class Board:
         Raises:
             RuntimeError: an earlier run has failed.
         """
-        if self._cause is not None:
+        if self.cause is not None:
             raise RuntimeError(
-                f"run: an earlier run of this pipeline has failed (rank {self._cause.rank}, "
-                f"{self._cause.reason}), and what was in flight is lost; start the processes again"
+                f"run: an earlier run of this pipeline has failed (rank {self.cause.rank}, "
+                f"{self.cause.reason}), and what was in flight is lost; start the processes again"
             )
         self.doing("beginning a run")
         self._failure = ""
         self._lenient = False
-        self._beats = [Beat(b"", monotonic()) for _ in range(self.ranks)]
-        self._asking = self._must_end_by = None
-        self._hurried, self._parting = None, False
-        self._over = over = threading.Event()
-        threads = [
-            threading.Thread(target=self._watch, args=(over,), name="spectrain board", daemon=True),
-            threading.Thread(target=self._guard, args=(over,), name="spectrain guard", daemon=True),
-        ]
-        for thread in threads:
-            thread.start()
+        self._watch = watch = Watch(self)
+        watch.start(self._talking_store)
         try:
             yield
             self._finish()
-        except GeneratorExit:  # the caller has left the loop, the run has been drained
-            self._finish()
-            raise
         except BaseException as error:
             if not isinstance(error, RankError):
                 what = str(error) if isinstance(error, StageError) else _described(error)
                 self.fail(f"{self.action()}: {what}")
             raise
         finally:
-            over.set()
-            self._wake.set()
-            for thread in threads:
-                thread.join(self.grace)
+            watch.stop()
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -210,7 +198,7 @@ class Board:
             with self.run():
                 self.doing(what)
                 self._lenient = True
-                self._waits = None, what, monotonic()
+                self.waits = None, what, monotonic()
                 try:
                     yield
                 except ConnectionError as error:
@@ -219,7 +207,7 @@ class Board:
                     failure = error
                     self._failure = f"{what}: {_described(error)}"
                 finally:
-                    self._waits = None
+                    self.waits = None
         except RankError as report:
             if failure is not None:
                 raise report from failure
@@ -230,7 +218,7 @@ class Board:
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
         """Inside, this rank waits for nobody, although it is within ``together``."""
-        waits, self._waits = self._waits, None
+        waits, self.waits = self.waits, None
         before = self._doing
         self.doing(what)
         try:
@@ -238,7 +226,7 @@ class Board:
         finally:
             self.doing(*before)
             if waits is not None:
-                self._waits = *waits[:2], monotonic()
+                self.waits = *waits[:2], monotonic()
 
     def _finish(self) -> None:
         """Wait for all ranks to finish the run: then nobody misses one that has gone home.
@@ -246,29 +234,55 @@ class Board:
         Rank 0 may keep the store, and leaves when all others have heard that all have finished.
         """
         self.doing(self._failure or "ending the run")
-        self._hurried = monotonic()
-        self._wake.set()
+        watch = self._watch
+        watch.hurry()
+
+        def come(rank: int, phase: int) -> bool:
+            return watch.beats[rank].phase >= phase
+
         for needed in range(2 if self.rank == 0 else 1):
             self._phase += 1
             goal = self._phase
             for r in range(self.ranks):
-                if r != self.rank and (needed == 0 or self._beats[r].phase < goal):
-                    self._wait_for_phase(r, goal)
+                if r != self.rank and (needed == 0 or watch.beats[r].phase < goal):
+                    self.wait(partial(come, r, goal), r, f"rank {r} to end the run")
         if self.rank != 0:
-            self._parting = True
+            watch.parting = True
             self._phase += 1
-            said = self._said
-            self.wait(lambda: self._said > said + 1, 0, "the store")
+            rounds = watch.rounds
+            self.wait(lambda: watch.rounds > rounds + 1, 0, "the store")
 
-    def _wait_for_phase(self, rank: int, phase: int) -> None:
-        self.wait(lambda: self._beats[rank].phase >= phase, rank, f"rank {rank} to end the run")
+    # What its watch asks.
+
+    def beat(self) -> dict[str, object]:
+        """What the others are told."""
+        now, waits = monotonic(), None if self._failure else self.waits
+        return {
+            "phase": self._phase,
+            "doing": self.action(),
+            "busy": now - self._since,
+            "waits": None if waits is None else waits[:2],
+        }
+
+    def overdue(self) -> Cause | None:
+        """Of a wait that the rank's own thread does not end: it cannot, or is about to."""
+        waits, late = self.waits, self.timeout + 2 * self.interval
+        if waits is None or monotonic() - waits[2] <= late or self._stuck() <= late:
+            return None
+        return self._suspect(waits[0])
+
+    def last_words(self) -> str:
+        """Why this process is ended."""
+        cause, waits = self.cause or self.without_store(), self.waits
+        what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
+        report = RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited)
+        return f"{report}; this rank did not end by itself within {self.grace:.0f} s"
 
     # Waiting.
 
     def check(self) -> None:
-        """Raise RankError if it is known that a rank has failed."""
-        if self._cause is not None:
-            self._raise(self._cause, None, 0.0)
+        if self.cause is not None:
+            self._raise(self.cause, None, 0.0)
 
     def wait(self, ready: Callable[[], bool], peer: int, what: str) -> None:
         """Wait until ``ready()``, which is asked again whenever ``changed`` is notified.
@@ -285,15 +299,15 @@ class Board:
             if ready():
                 return
             began = monotonic()
-            self._waits = (peer, what, began)
-            while not ready() and self._cause is None:
+            self.waits = (peer, what, began)
+            while not ready() and self.cause is None:
                 left = began + self.timeout - monotonic()
                 if left <= 0 and (left := self.timeout - self._stuck()) <= 0:
                     break
                 self.changed.wait(left)
-            cause = None if ready() else self._cause
+            cause = None if ready() else self.cause
             if ready():
-                self._waits = None
+                self.waits = None
                 return
         waited = monotonic() - began
         self._raise(cause or self._agree(self._suspect(peer)), what, waited)
@@ -306,39 +320,33 @@ class Board:
             peer: whom it waits for, None: all others.
             what: is waited on, for the report.
         """
-        self._waits = (peer, what, monotonic())
+        self.waits = (peer, what, monotonic())
         yield
-        self._waits = None
+        self.waits = None
 
-    def lost(self, peer: int, what: str, error: BaseException) -> None:
+    def lost(self, peer: int, what: str, error: BaseException) -> NoReturn:
         """Raise RankError: the connection that ``what`` came by has broken."""
-        since = self._waits[2] if self._waits is not None else monotonic()
-        reason = f"{self._beats[peer]}: its connection was closed without a word"
-        cause = self._agree(Cause(peer, reason))
-        try:
-            self._raise(cause, what, monotonic() - since)
-        except RankError as report:
-            raise report from error
+        since = self.waits[2] if self.waits is not None else monotonic()
+        self._raise(self._agree(self._closed(peer)), what, monotonic() - since, error)
 
-    def _lost_any(self, what: str, error: BaseException) -> None:
+    def _closed(self, rank: int) -> Cause:
+        return Cause(rank, f"{self._watch.beats[rank]}: its connection was closed without a word")
+
+    def _lost_any(self, what: str, error: BaseException) -> NoReturn:
         """Raise RankError: a connection to one of the others has broken, nobody says which.
 
         Who lives is heard of once per interval; whoever has gone is not.
         """
         since = monotonic()
         with self.changed:
-            self.changed.wait_for(lambda: self._cause is not None, 4 * self._interval)
-        rank, silent = most_silent(self._beats, self.rank)
-        if silent > 2 * self._interval:
-            cause = Cause(rank, f"{self._beats[rank]}: its connection was closed without a word")
-        else:
-            cause = Cause(self.rank, f"{self.action()}: {_described(error)}")
-        try:
-            self._raise(self._agree(cause), what, monotonic() - since)
-        except RankError as report:
-            raise report from error
+            self.changed.wait_for(lambda: self.cause is not None, 4 * self.interval)
+        rank, silent = most_silent(self._watch.beats, self.rank)
+        cause = Cause(self.rank, f"{self.action()}: {_described(error)}")
+        if silent > 2 * self.interval:
+            cause = self._closed(rank)
+        self._raise(self._agree(cause), what, monotonic() - since, error)
 
-    def lost_one_of(self, peers: Iterable[int], what: str, error: BaseException) -> None:
+    def lost_one_of(self, peers: Iterable[int], what: str, error: BaseException) -> NoReturn:
         """Raise RankError: a connection to one of these ranks has broken."""
         others = [peer for peer in peers if peer != self.rank]
         if len(others) == 1:
@@ -346,67 +354,60 @@ class Board:
         self._lost_any(what, error)
 
     def fail(self, reason: str) -> None:
-        """Tell all ranks that this one has failed."""
         self._agree(Cause(self.rank, reason))
         self._stay()
 
-    def _raise(self, cause: Cause, what: str | None, waited: float) -> None:
+    def _raise(
+        self, cause: Cause, what: str | None, waited: float, error: BaseException | None = None
+    ) -> NoReturn:
         self._stay()
-        raise RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited)
+        raise RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited) from error
 
     # The first cause.
 
     def _agree(self, mine: Cause) -> Cause:
         """Put a cause on the board; returns the one that was there first."""
         with self.changed:
-            if self._cause is not None:
-                return self._cause
-            self._must_end_by = monotonic() + self.grace
-        silent = self._silence()
-        if silent is None:
-            try:
-                said = self._store.compare_set(_FAILED, "", json.dumps(mine))
-                mine = Cause.read(said) or mine
-            except (RuntimeError, ValueError):  # the store has gone with the rank that kept it
-                mine = self._without_store()
+            if self.cause is not None:
+                return self.cause
+            self._watch.must_end_by = monotonic() + self.grace
+        asking = self._watch.asking
+        if asking is not None and monotonic() - asking > self.grace / 4:
+            mine = self.without_store()  # which answers within milliseconds, or has stopped
         else:
-            mine = silent
-        self._learn(mine)
+            try:
+                said = self._store.compare_set(FAILED, "", json.dumps(mine))
+                mine = Cause.read(said) or mine
+            except (RuntimeError, ValueError):  # it has gone with the rank that kept it
+                mine = self.without_store()
+        self.learn(mine)
         return mine
 
-    def _learn(self, cause: Cause) -> None:
+    def learn(self, cause: Cause) -> None:
         with self.changed:
-            if self._cause is None:
-                self._cause = cause
-                self._must_end_by = monotonic() + self.grace
+            if self.cause is None:
+                self.cause = cause
+                self._watch.must_end_by = monotonic() + self.grace
             self.changed.notify_all()
-        self._wake.set()
+        self._watch.wake.set()
 
-    def _silence(self) -> Cause | None:
-        """The store answers within milliseconds, or its keeper has stopped."""
-        asking = self._asking
-        if asking is not None and monotonic() - asking > self.grace / 4:
-            return self._without_store()
-        return None
-
-    def _without_store(self) -> Cause:
-        last = self._beats[0] if self._beats else "before its first run"
-        return Cause(0, f"{last}: the store that it keeps does not answer")
+    def without_store(self) -> Cause:
+        return Cause(0, f"{self._watch.beats[0]}: the store that it keeps does not answer")
 
     def _suspect(self, peer: int | None) -> Cause:
         if self._failure:
             return Cause(self.rank, self._failure)
-        return suspect(self._beats, self.rank, peer, self._patience)
+        return suspect(self._watch.beats, self.rank, peer, self._patience)
 
     def _stuck(self) -> float:
         """Seconds since whoever keeps the others waiting has got on; infinity where none may."""
         if not self._lenient or self._failure:
             return inf
-        return seconds_stuck(self._beats, self.rank, self._patience)
+        return seconds_stuck(self._watch.beats, self.rank, self._patience)
 
     def _stay(self) -> None:
         """Rank 0 may keep the store: it stays until all that still live have read the cause."""
-        cause = self._cause
+        cause = self.cause
         if self.rank != 0 or cause is None:
             return
         until = monotonic() + self.grace / 2
@@ -415,113 +416,23 @@ class Board:
                 missing = [r for r in range(1, self.ranks) if not self._store.check([f"seen/{r}"])]
                 if not any(r != cause.rank or self._lives(r) for r in missing):
                     return
-                self._wake.wait(self._interval / 4)
+                self._watch.wake.wait(self.interval / 4)
         except RuntimeError:
             pass
 
     def _lives(self, rank: int) -> bool:
         """Whether the rank has been heard of just now, even if its own thread is stuck."""
-        return bool(self._beats) and monotonic() - self._beats[rank].heard < 3 * self._interval
-
-    # The threads.
-
-    def _watch(self, over: threading.Event) -> None:
-        """Talk with the others; a store whose keeper has stopped lets this wait for ever."""
-        store = self._threads_store
-        try:
-            while not over.is_set():
-                self._asking = monotonic()
-                self._say(store)
-                self._hear(store)
-                self._keep_deadline(store)
-                if self._cause is not None:
-                    store.set(f"seen/{self.rank}", "1")
-                self._asking = None
-                self._pause()
-        except (RuntimeError, ValueError):
-            if self._parting:  # rank 0 has heard what it waits for, and left before its answer came
-                with self.changed:
-                    self._said += 2
-                    self.changed.notify_all()
-            elif not over.is_set():
-                self._learn(self._without_store())
-
-    def _guard(self, over: threading.Event) -> None:
-        """Keep the deadlines when all other threads are stuck."""
-        while not over.wait(self._interval):
-            asking = self._asking
-            if asking is not None and monotonic() - asking > self.timeout + 2 * self._interval:
-                self._learn(self._without_store())
-            if self._must_end_by is not None and monotonic() > self._must_end_by:
-                self._leave()
-                return
-
-    def _keep_deadline(self, store: Store) -> None:
-        """Of a wait that the rank's own thread does not end: it cannot, or is about to."""
-        waits = self._waits
-        if waits is None or self._cause is not None:
-            return
-        late = self.timeout + 2 * self._interval
-        if monotonic() - waits[2] > late and self._stuck() > late:
-            mine = self._suspect(waits[0])
-            said = store.compare_set(_FAILED, "", json.dumps(mine))
-            self._learn(Cause.read(said) or mine)
-
-    def _pause(self) -> None:
-        pause = self._interval
-        if self._hurried is not None and self._cause is None:
-            # Less often where others take long: every 2 ms would take a core's time from them.
-            pause = min(pause, max(0.002, (monotonic() - self._hurried) / 20))
-        self._wake.wait(pause)
-        self._wake.clear()
-
-    def _say(self, store: Store) -> None:
-        now, waits = monotonic(), None if self._failure else self._waits
-        beat = {
-            "count": self._said,
-            "phase": self._phase,
-            "doing": self.action(),
-            "busy": now - self._since,
-            "waits": None if waits is None else waits[:2],
-        }
-        store.set(f"beat/{self.rank}", json.dumps(beat))
-
-    def _hear(self, store: Store) -> None:
-        known = [
-            r for r in range(self.ranks) if self._beats[r].text or store.check([self._keys[r]])
-        ]
-        *texts, failed = store.multi_get([*(self._keys[r] for r in known), _FAILED])
-        now = monotonic()
-        with self.changed:
-            for r, text in zip(known, texts, strict=True):
-                if text != self._beats[r].text:
-                    self._beats[r] = Beat.read(text, now)
-            self._said += 1
-            self.changed.notify_all()
-        cause = Cause.read(failed)
-        if cause is not None and self._cause is None:
-            self._learn(cause)
-
-    def _leave(self) -> None:
-        """End the process: its own thread has not ended the run in time."""
-        cause = self._cause or self._without_store()
-        waits = self._waits
-        what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
-        report = RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited)
-        self._end(f"{report}; this rank did not end by itself within {self.grace:.0f} s")
+        return monotonic() - self._watch.beats[rank].heard < 3 * self.interval
 
 
-def _connection(store: Store) -> Store:
-    """A connection of its own to the same store."""
-    made: Store = store.clone()  # type: ignore[attr-defined]
-    return made
+def gathered(store: Store, what: str, rank: int, ranks: int, mine: str) -> list[bytes]:
+    """What every rank says, by rank; all wait for one another."""
+    store.set(f"{what}/{rank}", mine)
+    keys = [f"{what}/{r}" for r in range(ranks)]
+    store.wait(keys)
+    found: list[bytes] = store.multi_get(keys)
+    return found
 
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _end_process(report: str) -> None:
-    sys.stderr.write(report + "\n")
-    sys.stderr.flush()
-    os._exit(1)

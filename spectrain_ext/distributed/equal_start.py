@@ -12,6 +12,8 @@ from torch.distributed.distributed_c10d import Store
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.schedule import Replicas
 
+from .board import gathered
+
 _OPTION = "the optimizer's "
 
 
@@ -39,11 +41,9 @@ def check_equal_start(
     """
     mine = _digests(module, optimizer)
     text = json.dumps(mine)
-    store.set(f"start/{rank}", hashlib.sha256(text.encode()).hexdigest())
     store.set(f"start of keys/{rank}", text)
-    keys = [f"{what}/{r}" for what in ("start", "start of keys") for r in range(replicas.ranks)]
-    store.wait(keys)
-    wholes = store.multi_get(keys[: replicas.ranks])
+    whole = hashlib.sha256(text.encode()).hexdigest()
+    wholes = gathered(store, "start", rank, replicas.ranks, whole)
     for k in range(replicas.stages):
         first, *others = replicas.ranks_of(k)
         for other in others:

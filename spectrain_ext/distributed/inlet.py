@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,9 +15,8 @@ from spectrain_ext.transport.local import Slot
 from spectrain_ext.transport.streams import Buffer, Stream, callers_stream, new_stream
 
 from .board import Board
-from .fingerprint import Fingerprint
-from .layout import Layout
-from .link import (
+from .links import Link
+from .wire import (
     DATA,
     END,
     ENDLESS,
@@ -29,7 +27,7 @@ from .link import (
     TAG_LAYOUT,
     FlatMemory,
     Header,
-    Link,
+    Layout,
 )
 
 _CPU = torch.device("cpu")
@@ -87,10 +85,9 @@ class Inlet:
         self._board = board
         self._thread = new_stream(f"receiving thread of {link.name}", _CPU)
         thread = self._thread if link.staged else None
-        self._slots = [
+        self._free = deque(  # in the order in which messages will use them
             Arrived(f"{link.name}, slot {q}", self.stream, receiver, thread) for q in range(depth)
-        ]
-        self._free = deque(self._slots)  # in the order in which messages will use them
+        )
         self._layouts: list[Layout] = []
         self._capacity: int | None = None  # of every body, once that is known
         self._heard = 0
@@ -124,13 +121,13 @@ class Inlet:
         """The next header, and its body if the host receives it."""
         slot = None
         if self._capacity is None:
-            header = torch.empty(HEADER, dtype=torch.int64)
-            self._fill(header, TAG_HEADER)
-            fields = header.tolist()
+            alone = torch.empty(HEADER, dtype=torch.int64)
+            self._fill(alone, TAG_HEADER)
+            fields = alone.tolist()
         else:
             slot = self._next_slot()
             fields = slot.landing.header.tolist()
-        sequence, kind, parts, value, given, target, number, length, nbytes = fields
+        sequence, kind, *label, number, length, nbytes = fields
         if sequence != self._heard or kind not in (DATA, END):
             raise ValueError(
                 f"expected message {self._heard}, got one that says it is {sequence} of kind {kind}"
@@ -140,8 +137,7 @@ class Inlet:
             if slot is not None:
                 self._recycle(slot)
             return _Next(Header(0, end=True))
-        of_batch = Fingerprint(given, target)
-        label = Header(parts, float(np.int64(value).view(np.float64)), of_batch)
+        header = Header.read(*label)
         if length:
             text = torch.empty(length, dtype=torch.uint8)
             self._fill(text, TAG_LAYOUT)
@@ -150,7 +146,7 @@ class Inlet:
         if layout.places()[1] > nbytes:
             raise ValueError(f"the peer announced {layout} and sends {nbytes} bytes")
         if not self.link.by_host:  # the rank's own thread issues device work
-            return _Next(label, layout, nbytes)
+            return _Next(header, layout, nbytes)
         if slot is None:
             if self.link.framed:
                 with self._board.changed:
@@ -160,7 +156,7 @@ class Inlet:
             slot = self._next_slot(nbytes)
         if self.link.staged:
             self._load(slot, nbytes)
-        return _Next(label, layout, nbytes, slot)
+        return _Next(header, layout, nbytes, slot)
 
     def _load(self, slot: Arrived, nbytes: int) -> None:
         """Copy what has landed to the device, and wait for that."""
@@ -212,7 +208,7 @@ class Inlet:
 
     # The rank's own thread.
 
-    def has(self) -> bool:
+    def has(self, i: int = 0, j: int = 0) -> bool:
         """Whether the next message, or the end, has arrived."""
         return bool(self._arrived)
 
@@ -239,7 +235,6 @@ class Inlet:
         return bool(self._arrived) or self._error is not None
 
     def receive(self) -> Arrived:
-        """The next message, to be used on the receiver's stream from here on until ``free``."""
         self.wait()
         _, layout, nbytes, slot = self._arrived.popleft()
         assert layout is not None
@@ -269,7 +264,6 @@ class Inlet:
             self._board.lost(self.link.sender, self.link.name, error)
 
     def free(self, slot: Slot) -> None:
-        """The receiver's stream will not use the message after what it has been given so far."""
         assert isinstance(slot, Arrived)
         self._receiver.record(slot.free)
         slot.message = None

@@ -6,7 +6,6 @@ import threading
 from queue import SimpleQueue
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,8 +15,8 @@ from spectrain_ext.transport.local import Message
 from spectrain_ext.transport.streams import Buffer, Event, Stream, callers_stream, new_stream
 
 from .board import Board
-from .layout import Layout
-from .link import (
+from .links import Link
+from .wire import (
     DATA,
     END,
     ENDLESS,
@@ -27,7 +26,7 @@ from .link import (
     TAG_LAYOUT,
     FlatMemory,
     Header,
-    Link,
+    Layout,
 )
 
 _CPU = torch.device("cpu")
@@ -99,15 +98,9 @@ class Outlet:
 
     def label(self, header: Header) -> None:
         """What to say of the messages that follow."""
-        self._label = (
-            header.parts,
-            int(np.float64(header.value).view(np.int64)),
-            header.batch.input,
-            header.batch.target,
-        )
+        self._label = header.numbers()
 
     def send(self, message: Message, source: Buffer, *ready: Event) -> Event:
-        """Send the message, after ``ready``; returns the event that it has been read."""
         opens = self._first is None
         kind, text = self._kind_of(message)
         _, layout, number, nbytes = kind
@@ -184,7 +177,6 @@ class Outlet:
         return self._capacity
 
     def end(self) -> None:
-        """Say that the run has no more messages."""
         slot = self._slot()
         header = (self._sent, END, *[0] * (HEADER - 2))
         self._sent += 1
@@ -277,11 +269,5 @@ class Outlet:
             self._board.lost(self.link.receiver, self.link.name, error)
 
     def flush(self) -> None:
-        """Wait until everything has been sent."""
         for slot in self._ring:
             self._wait(slot)
-
-    def free_storage(self) -> None:
-        """Free the buffers, outside of a run."""
-        for memory in (*self._ring, self._packed):
-            memory.clear()

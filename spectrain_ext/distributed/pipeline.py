@@ -12,21 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from spectrain_ext.method import Method, places_of
+from spectrain_ext.method import Method
 from spectrain_ext.optim import PredictingOptimizer
-from spectrain_ext.pipeline.clipping import GlobalNorm
-from spectrain_ext.pipeline.executor import Executor, Result
+from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
-from spectrain_ext.pipeline.stage import Stage
-from spectrain_ext.rng import StageRandom
-from spectrain_ext.schedule import Place, Replicas
+from spectrain_ext.schedule import Replicas
 
 from .board import Board
-from .equal_start import check_equal_start
-from .executor import RankExecutor
-from .neighbours import backend_of_bodies, open_host_group, open_links
-from .norm import RankNorm
+from .neighbourhood import DistributedNeighbourhood
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -125,19 +119,18 @@ class DistributedPipeline(Pipeline):
         self.rank = dist.get_rank(group)
         self.ranks = len(members)
         self.timeout = timeout
-        self._group = group
-        self._settings = (timeout, dynamic_shapes, share_loss)
         self._targets_from = targets_from
         # All ranks make their pipelines in one order: the count names this one.
         prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
         _made[members] += 1
         store = PrefixStore(prefix, _get_default_store())
-        self._store = store
-        self._board = Board(store, self.rank, self.ranks, timeout)
+        self._board = board = Board(store, self.rank, self.ranks, timeout)
         try:
-            self._seats = Replicas.of(replicas, self.ranks)
-            self.replicas = self._seats.counts
-            self._stage, self.replica = self._seats.seat(self.rank)
+            seats = Replicas.of(replicas, self.ranks)
+            around = DistributedNeighbourhood(
+                group, store, board, seats, dynamic_shapes, share_loss, targets_from, clip_scope
+            )
+            self.replicas, self.replica = seats.counts, around.replica
             super().__init__(
                 [stage],
                 optimizer,
@@ -151,63 +144,11 @@ class DistributedPipeline(Pipeline):
                 clip_scope,
                 master_dtype,
                 recompute,
+                around=around,
             )
         except BaseException as error:
-            self._board.turn_away(error)
+            board.turn_away(error)
             raise
-
-    def _span(self, given: int) -> tuple[int, int]:
-        return self._stage, self._seats.stages
-
-    def _make_places(
-        self, method: Method, stages: int, microbatches: int, window: Window
-    ) -> list[Place]:
-        return places_of(method, stages, microbatches, window, self._seats)
-
-    def _make_norm(self, stages: int) -> GlobalNorm:
-        return RankNorm(self._seats, self._board)
-
-    def _make_executor(
-        self,
-        stages: list[Stage],
-        loss_fn: Callable[..., Tensor],
-        places: list[Place],
-        norm: GlobalNorm | None,
-    ) -> Executor:
-        timeout, dynamic, share_loss = self._settings
-        device = stages[0].device
-        self._board.meet(
-            {
-                "replicas": list(self.replicas),
-                "method": self.method.name,
-                "schedule": self.method.schedule,
-                "microbatches": places[0].microbatches * self.replicas[0],
-                "window": [place.window for place in places],
-                "device": device.type,
-                "dynamic_shapes": dynamic,
-                "share_loss": share_loss,
-                "targets_from": self._targets_from,
-                "clip_scope": "stage" if norm is None else "global",
-            }
-        )
-        if self._seats.dealt:
-            module, weights = stages[0].module, self._weights[0]
-            optimizer = None if weights is None else weights.optimizer
-            check_equal_start(self._store, self.rank, self._seats, module, optimizer)
-            stages[0].random = StageRandom(stages[0].index, device, self.replica)
-        first = self._targets_from == "first"
-        bodies = backend_of_bodies(self._store, self.rank, self.ranks, device)
-        links = open_links(self._group, device, timeout, dynamic, self._seats, first, bodies)
-        if isinstance(norm, RankNorm):
-            norm.connect(open_host_group(self._group, timeout))
-        else:
-            norm = None
-        schedule = self.method.schedule
-        executor = RankExecutor(
-            stages[0], loss_fn, places, schedule, self._board, links, share_loss, norm, self._seats
-        )
-        self._board.begin()
-        return executor
 
     def run(
         self, batches: Iterable[object] | None = None, *, trace: Observer | None = None
@@ -237,8 +178,8 @@ class DistributedPipeline(Pipeline):
 
         After a failure the pipeline cannot run again.
         """
-        last = self._seats.stages - 1 if self._targets_from == "last" else 0
-        if self._stage not in (0, last):
+        last = len(self.replicas) - 1 if self._targets_from == "last" else 0
+        if self.first_stage not in (0, last):
             batches = ()
         if batches is None:
             first = "the first" if last == 0 else "the first and the last"

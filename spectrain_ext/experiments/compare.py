@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.method import find_method
 from spectrain_ext.observation.metrics import Metrics
-from spectrain_ext.pipeline.executor import Result
+from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from .data.batches import count_batches, training_batches

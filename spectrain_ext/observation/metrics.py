@@ -21,7 +21,7 @@ from .probe import Probe
 from .sinks import JsonLines, Record, Sink, TensorBoard
 
 if TYPE_CHECKING:
-    from spectrain_ext.pipeline.executor import Result
+    from spectrain_ext.pipeline.losses import Result
 
 
 class Metrics(Observer):

@@ -135,7 +135,6 @@ def _check_native(device: torch.device, where: str) -> None:
 
 
 def check_microbatches(microbatches: object) -> None:
-    """Refuse what is no positive number."""
     if isinstance(microbatches, bool) or not isinstance(microbatches, int):
         raise TypeError(f"microbatches: expected an int, got {type(microbatches).__name__}")
     if microbatches < 1:
@@ -145,7 +144,6 @@ def check_microbatches(microbatches: object) -> None:
 def max_norms_of(
     method: Method, places: Sequence[Place], clip_norm: float | None, clip_scope: str
 ) -> list[float | None]:
-    """What each stage's gradient is clipped to."""
     if clip_scope not in ("stage", "global"):
         raise ValueError(f"clip_scope: expected 'stage' or 'global', got {clip_scope!r}")
     if clip_scope == "global" and method.schedule not in FLUSHING:
@@ -186,7 +184,6 @@ def check_master_dtype(master_dtype: object) -> None:
 
 
 def check_recompute(recompute: object) -> None:
-    """Refuse what is neither True nor False."""
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute: expected a bool, got {type(recompute).__name__}")
 
@@ -228,12 +225,12 @@ def make_optimizer(
 
 def make_scheduler(
     factory: Callable[[PredictingOptimizer], LRScheduler] | None,
-    optimizer: PredictingOptimizer | None,
+    optimizer: PredictingOptimizer,
     k: int,
     method: Method,
 ) -> LRScheduler | None:
     """The scheduler of stage k, None if there is nothing to schedule."""
-    if factory is None or optimizer is None:
+    if factory is None:
         return None
     made = factory(optimizer)
     needed = [

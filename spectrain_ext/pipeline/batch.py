@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spectrain_ext.transport import Value
+from spectrain_ext.transport import Buffer, Sender, Value, callers_stream
+
+from .tape import activation
 
 
 class Microbatch(NamedTuple):
@@ -66,6 +68,25 @@ def shares_of(samples: int, parts: int) -> list[float]:
 def samples_of(parts: list[Microbatch]) -> int:
     """The samples of a minibatch that ``split`` has cut; 0 of one that it has not."""
     return sum(_size(part.input) for part in parts) if len(parts) > 1 else 0
+
+
+def hand_in(edge: Sender | None, value: Value, batch: Buffer) -> None:
+    """Send a side of the caller's batch where it is used, if that is in this process."""
+    if edge is None:
+        return
+    tensors = value if isinstance(value, tuple) else (value,)
+    callers = {tensor.device: callers_stream(tensor.device) for tensor in tensors}
+    given = []
+    for caller in callers.values():
+        caller.writes(batch)
+        given.append(caller.event())
+        caller.record(given[-1])
+    read = edge.send(activation(value).without_gradient(), batch, *given)
+    # From host to device nobody waits: the call has read pageable memory when it returns, and
+    # torch's allocator keeps pinned memory until it has been read.
+    for device, caller in callers.items():
+        if device.type != "cpu" or edge.target.type == "cpu":
+            caller.wait(read)
 
 
 def _value(value: object, where: str) -> Value:

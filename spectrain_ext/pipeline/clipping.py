@@ -55,7 +55,6 @@ class GlobalNorm:
         self._given[stage] = norm, buffer, stream
 
     def complete(self, i: int) -> bool:
-        """Whether all stages have given theirs."""
         return i == self._minibatch and len(self._given) == self._stages
 
     def take(self, i: int, stream: Stream, device: torch.device) -> Tensor:
@@ -72,6 +71,5 @@ class GlobalNorm:
         return total
 
     def reset(self) -> None:
-        """Forget what was given."""
         self._minibatch = None
         self._given = {}

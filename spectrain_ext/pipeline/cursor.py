@@ -71,5 +71,4 @@ class Cursor:
         return self._head
 
     def advance(self) -> None:
-        """Go past the head."""
         self._head = next(self._actions, None)

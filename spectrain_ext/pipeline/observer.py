@@ -11,7 +11,7 @@ from torch.autograd import profiler
 from spectrain_ext.schedule import Kind, Rules
 
 if TYPE_CHECKING:
-    from .executor import Result
+    from .losses import Result
     from .stage import Stage
 
 Handler = Callable[[int, int], None]

@@ -36,8 +36,9 @@ from .arguments import (
     make_scheduler,
     max_norms_of,
 )
-from .clipping import GlobalNorm
-from .executor import Executor, Result
+from .executor import Executor
+from .losses import Result
+from .neighbourhood import LocalNeighbourhood, Neighbourhood
 from .observer import Observer
 from .recomputing import RecomputingStage
 from .stage import Stage
@@ -82,6 +83,7 @@ class Pipeline(nn.Module):
             other weights there than in the forward, this is another method; where it has not, it
             is slower, and smaller. Dropout is drawn again as it was, running statistics are not
             updated again.
+        around: what the stages are connected to; None: one another, all of them are here.
 
     Attributes:
         method: the Method.
@@ -125,17 +127,19 @@ class Pipeline(nn.Module):
         clip_scope: Literal["stage", "global"] = "stage",
         master_dtype: torch.dtype | None = None,
         recompute: bool = False,
+        *,
+        around: Neighbourhood | None = None,
     ) -> None:
         super().__init__()
         # Everything is checked before anything is moved.
         modules = checked_stages(stages)
         chosen = find_method(method)
+        around = around or LocalNeighbourhood(len(modules), clip_scope)
+        first, seats = around.first, around.seats
         places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
         check_microbatches(microbatches)
-        first, count = self._span(len(modules))
-        all_places = self._make_places(chosen, count, microbatches, window)
+        all_places = places_of(chosen, seats.stages, microbatches, window, seats)
         stage_places = all_places[first : first + len(modules)]
-        rules = [rules_at(chosen, place) for place in stage_places]
         max_norms = max_norms_of(chosen, stage_places, clip_norm, clip_scope)
         check_master_dtype(master_dtype)
         check_recompute(recompute)
@@ -143,35 +147,9 @@ class Pipeline(nn.Module):
         for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if not callable(given) and not (name == "scheduler" and given is None):
                 raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
-        optimizers = [make_optimizer(optimizer, m, k) for k, m in enumerate(modules, first)]
-        for k, opt in enumerate(optimizers):
-            if opt is not None:
-                check_optimizer(chosen, rules[k], first + k, opt)
-        futures = [
-            ComingRates(opt, scheduler) if opt is not None and chosen.future_rates else None
-            for opt in optimizers
-        ]
-        schedulers = [
-            make_scheduler(scheduler, opt, k, chosen) for k, opt in enumerate(optimizers, first)
-        ]
-        for future, real in zip(futures, schedulers, strict=True):
-            if future is not None:
-                future.follow(real)
-
         weights = [
-            None
-            if made is None
-            else StageWeights(
-                modules[k],
-                made,
-                schedulers[k],
-                rules[k],
-                (all_places[0], stage_places[k]),
-                chosen.schedule,
-                futures[k],
-                master_dtype,
-            )
-            for k, made in enumerate(optimizers)
+            _weights_of(module, optimizer, scheduler, chosen, (all_places[0], place), master_dtype)
+            for module, place in zip(modules, stage_places, strict=True)
         ]
         try:
             for module, place, held in zip(modules, places, weights, strict=True):
@@ -185,16 +163,16 @@ class Pipeline(nn.Module):
             self.devices = tuple(places)
             self.places = tuple(stage_places)
             self._weights = weights
-            # Not here, lest a loss function that is a module becomes a part of the model.
-            norm = self._make_norm(count) if clip_scope == "global" else None
             kind = RecomputingStage if recompute else Stage
             own = [
-                kind(k, module, place, held, max_norm, norm)
+                kind(k, module, place, held, max_norm, around.norm)
                 for k, (module, place, held, max_norm) in enumerate(
                     zip(modules, places, weights, max_norms, strict=True), first
                 )
             ]
-            self._executor = self._make_executor(own, loss_fn, all_places, norm)
+            # Not here, lest a loss function that is a module becomes a part of the model.
+            around.connect(own, all_places, chosen, loss_fn)
+            self._executor = Executor(own, all_places, chosen.schedule, around)
             self._executor.follow_caller()
         except BaseException:
             for held in weights:
@@ -208,27 +186,6 @@ class Pipeline(nn.Module):
         for held in weights:
             if held is not None:
                 held.optimizer.order_by(self._executor.callers_turn)
-
-    def _span(self, given: int) -> tuple[int, int]:
-        """The index of the first stage that was given, and the number of all stages."""
-        return 0, given
-
-    def _make_places(
-        self, method: Method, stages: int, microbatches: int, window: Window
-    ) -> list[Place]:
-        return places_of(method, stages, microbatches, window)
-
-    def _make_norm(self, stages: int) -> GlobalNorm:
-        return GlobalNorm(stages)
-
-    def _make_executor(
-        self,
-        stages: list[Stage],
-        loss_fn: Callable[..., Tensor],
-        places: list[Place],
-        norm: GlobalNorm | None,
-    ) -> Executor:
-        return Executor(stages, loss_fn, places, self.method.schedule, norm)
 
     # Training.
 
@@ -450,6 +407,27 @@ class Pipeline(nn.Module):
                 weights.unbind()
         self._executor.free_rings()
         self._executor.follow_caller()
+
+
+def _weights_of(
+    module: nn.Module,
+    optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
+    scheduler: Callable[[PredictingOptimizer], LRScheduler] | None,
+    chosen: Method,
+    places: tuple[Place, Place],
+    master_dtype: torch.dtype | None,
+) -> StageWeights | None:
+    """A stage's weights and what trains them, at its place after stage 0's; None: it has none."""
+    k, rules = places[1].stage, rules_at(chosen, places[1])
+    opt = make_optimizer(optimizer, module, k)
+    if opt is None:
+        return None
+    check_optimizer(chosen, rules, k, opt)
+    future = ComingRates(opt, scheduler) if chosen.future_rates else None
+    real = make_scheduler(scheduler, opt, k, chosen)
+    if future is not None:
+        future.follow(real)
+    return StageWeights(module, opt, real, rules, places, chosen.schedule, future, master_dtype)
 
 
 def _mend_before(pipe: Pipeline, *_: object) -> None:

@@ -54,7 +54,6 @@ class RecomputingStage(Stage):
         self._states[i, j] = states
 
     def loss(self, i: int, j: int, loss_fn: Callable[..., Tensor]) -> Tensor:
-        """Compute the loss of a microbatch on the last stage; returns it detached."""
         tape, target = self._with_target(i, j)
         compute = self.compute
         writes = (tape.target.buffer, tape.buffer)
@@ -101,7 +100,6 @@ class RecomputingStage(Stage):
         tape.buffer = Buffer("activations")  # of the second time
 
     def end(self) -> None:
-        """Put the true weights back into the module."""
         try:
             self._restore_buffers()
             self.compute.record(self.computed)
@@ -110,7 +108,6 @@ class RecomputingStage(Stage):
         self._sent.reset()
 
     def forget(self) -> None:
-        """Have nothing in flight."""
         super().forget()
         self._states = {}
         self._sent = Transit(self.compute, 1)

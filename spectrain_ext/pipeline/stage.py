@@ -17,6 +17,7 @@ from spectrain_ext.weights.versions import Content, Versions
 
 from .clipping import GlobalNorm, clip, gradient_norm
 from .cursor import Cursor, Extent
+from .observer import Handler
 from .tape import Entry, Tape, activation, check_dependence, check_loss, differentiate, value_of
 
 
@@ -85,13 +86,27 @@ class Stage:
         self._extent: Extent
         self.forget()
 
+    def handlers(self) -> dict[Kind, Handler]:
+        """What runs each kind of action; of ``PULL`` and ``LOSS`` the neighbourhood knows."""
+        return {
+            Kind.LOAD_FORWARD: self.load_forward,
+            Kind.RECEIVE_ACTIVATION: self.receive_activation,
+            Kind.FORWARD: self.forward,
+            Kind.SEND_ACTIVATION: self.send_activation,
+            Kind.LOAD_BACKWARD: self.load_backward,
+            Kind.RECEIVE_GRADIENT: self.receive_gradient,
+            Kind.BACKWARD: self.backward,
+            Kind.SEND_GRADIENT: self.send_gradient,
+            Kind.UPDATE: self.update,
+        }
+
     # A run.
 
     def begin(self, cursor: Cursor, extent: Extent) -> None:
         """Start a run with the weights that the module holds."""
         self.cursor = cursor
         self._extent = extent
-        self.drop()
+        self.forget()
         if self.weights is not None:
             for stream in (self.compute, self.predict):
                 stream.lend(self.weights.buffers())
@@ -109,31 +124,18 @@ class Stage:
         self._in_transit.reset()
 
     def forget(self) -> None:
-        """Have nothing in flight."""
         self._tapes: dict[tuple[int, int], Tape] = {}
         # The gradients of the input, and what stands for their memory.
         self._outgoing: tuple[tuple[Tensor | None, ...], Buffer] | None = None
         self._gave: int | None = None  # minibatch whose norm the other stages know
 
-    def drop(self) -> None:
-        """Forget what is in flight; nothing is, or the streams have been waited for."""
-        self.forget()
-        for edge in self.edges():
-            edge.reset()
-
-    def edges(self) -> list[Receiver]:
-        """The edges that end here."""
-        return [e for e in (self.inputs, self.gradients, self.targets) if e is not None]
-
     # Weights.
 
     def load_forward(self, i: int, j: int) -> None:
-        """Have the weights of the microbatch's forward in the module."""
         if self.weights is not None:
             self._load(self.weights.versions, self.weights.versions.for_forward(i, j))
 
     def load_backward(self, i: int, j: int) -> None:
-        """Have the weights of the microbatch's backward in the module."""
         if self.weights is not None:
             self._load(self.weights.versions, self.weights.versions.for_backward(i, j))
 
@@ -166,7 +168,6 @@ class Stage:
         return True
 
     def update(self, i: int, j: int) -> None:
-        """Clip the gradient, step the optimizer."""
         weights = self.weights
         if weights is None:
             return
@@ -195,7 +196,6 @@ class Stage:
     # Forward.
 
     def receive_activation(self, i: int, j: int) -> None:
-        """Take the input, or the batch, as it arrives."""
         self._received = self.inputs.receive()
 
     @property
@@ -207,7 +207,6 @@ class Stage:
         return next(sizes, 0)
 
     def forward(self, i: int, j: int) -> None:
-        """Compute the output."""
         slot = self._received
         message = slot.message
         assert message is not None
@@ -267,7 +266,6 @@ class Stage:
         self.peak = max(self.peak, len(self._tapes))
 
     def send_activation(self, i: int, j: int) -> None:
-        """Copy the output to the next stage."""
         assert self.to_next is not None
         tape = self._tapes[i, j]
         self.to_next.send(tape.message, tape.buffer, self.computed)
@@ -295,12 +293,10 @@ class Stage:
     # Backward.
 
     def receive_gradient(self, i: int, j: int) -> None:
-        """Take the gradient of the output as it arrives."""
         assert self.gradients is not None
         self._received = self.gradients.receive()
 
     def backward(self, i: int, j: int) -> None:
-        """Compute the gradients of weights and input."""
         tape = self._tapes.pop((i, j))
         arrived = tape.target if self.gradients is None else self._received
         self._differentiate(i, j, tape, arrived)
@@ -338,7 +334,6 @@ class Stage:
         self._outgoing = gradients, outgoing
 
     def send_gradient(self, i: int, j: int) -> None:
-        """Copy the gradient of the input to the previous stage."""
         assert self.to_previous is not None
         assert self._outgoing is not None
         gradients, buffer = self._outgoing

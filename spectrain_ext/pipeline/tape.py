@@ -16,12 +16,10 @@ class Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
-        """The value, in the same memory."""
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """The gradient as it is."""
         return gradient
 
 

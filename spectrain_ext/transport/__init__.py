@@ -1,7 +1,6 @@
 """How tensors get from stage to stage, and what orders their use."""
 
-from .base import Entrance, Receiver, Sender
-from .local import Edge, Message, Slot, Transit, Value
+from .local import Edge, Message, Receiver, Sender, Slot, Transit, Value
 from .streams import (
     Buffer,
     CudaStream,
@@ -17,7 +16,6 @@ __all__ = [
     "Buffer",
     "CudaStream",
     "Edge",
-    "Entrance",
     "Event",
     "Message",
     "Receiver",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ class Message(NamedTuple):
     differentiable: tuple[bool, ...] = ()
 
     def without_gradient(self) -> Message:
-        """The same message, with no gradient wanted back."""
         return Message(self.tensors, self.single, (False,) * len(self.tensors))
 
 
@@ -104,7 +103,6 @@ class Slot:
         return base.as_strided(to.shape, to.stride()).copy_(tensor)
 
     def clear(self) -> None:
-        """Free the memory."""
         self.room = _NO_ROOM
         self.staging = {}
 
@@ -123,6 +121,37 @@ def _keeps_the_host(tensor: Tensor | None) -> bool:
     if tensor is None or tensor.device.type != "cpu" or tensor.nbytes <= TAKEN_AT_ONCE:
         return False
     return not tensor.is_pinned()
+
+
+class Sender(Protocol):
+    """Where a stage's messages go; ``target``: the device that they are packed on, or copied to."""
+
+    stream: Stream
+    target: torch.device
+
+    def send(self, message: Message, source: Buffer, *ready: Event) -> Event:
+        """Send the message, after ``ready``; returns the event that it has been read."""
+
+
+class Receiver(Protocol):
+    """Where a stage's messages come from, in the order in which they were sent."""
+
+    stream: Stream
+
+    def has(self, i: int = 0, j: int = 0) -> bool:
+        """Whether the next message has been sent: that of microbatch j of minibatch i."""
+
+    def receive(self) -> Slot:
+        """The next message, to be used on the receiver's stream from here on until ``free``."""
+
+    def free(self, slot: Slot) -> None:
+        """The receiver's stream will not use the message after what it has been given so far."""
+
+    def reset(self) -> None:
+        """Forget all messages: all have been freed, or what was issued has been waited for."""
+
+    def free_storage(self) -> None:
+        """Free the receive buffers, outside of a run."""
 
 
 class Edge:
@@ -158,7 +187,6 @@ class Edge:
         self._sent = self._received = 0
 
     def send(self, message: Message, source: Buffer, *ready: Event) -> Event:
-        """Copy the message over, after ``ready``; returns the event that it has been read."""
         slot = self._ring[self._sent % len(self._ring)]
         assert slot.message is None, f"{slot.buffer.name} is in use"
         tensors = self._fitted(slot, message.tensors)
@@ -208,12 +236,11 @@ class Edge:
         self._receiver.record(slot.free)
         return slot.room.tensors
 
-    def has(self) -> bool:
+    def has(self, i: int = 0, j: int = 0) -> bool:
         """Whether the next message has been sent; its copy may still be under way."""
         return self._received < self._sent
 
     def receive(self) -> Slot:
-        """The next message, to be used on the receiver's stream from here on until ``free``."""
         assert self.has(), "nothing has arrived"
         slot = self._ring[self._received % len(self._ring)]
         self._received += 1
@@ -221,18 +248,15 @@ class Edge:
         return slot
 
     def free(self, slot: Slot) -> None:
-        """The receiver's stream will not use the message after what it has been given so far."""
         self._receiver.record(slot.free)
         slot.message = None
 
     def reset(self) -> None:
-        """Forget all messages: all have been freed, or what was issued has been waited for."""
         for slot in self._ring:
             slot.message = None
         self._sent = self._received = 0
 
     def free_storage(self) -> None:
-        """Free the receive buffers, outside of a run."""
         for slot in self._ring:
             slot.clear()
 
@@ -255,7 +279,6 @@ class Transit:
             self._let_go()
 
     def reset(self) -> None:
-        """Let go of everything."""
         while self._held:
             self._let_go()
 

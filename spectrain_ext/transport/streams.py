@@ -30,16 +30,27 @@ class Event(Protocol):
         """Block the host until the point is reached."""
 
 
-class Stream(Protocol):
-    """A queue of work, which is issued inside ``with stream.using(...)``."""
+class Stream:
+    """A queue of work, which is issued inside ``with stream.using(...)``.
+
+    What a kind of stream has no use for is left as it is here: it does nothing.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
     def using(
         self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> AbstractContextManager[object]:
         """Inside, it is the current stream of its devices, for work that uses these buffers."""
+        return self
 
     def event(self) -> Event:
         """An event to record on this stream, for repeated use."""
+        raise NotImplementedError
 
     def record(self, event: Event) -> None:
         """Set the event to the end of the work issued so far."""
@@ -71,54 +82,21 @@ class HostEvent:
 
     __slots__ = ()
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    def synchronize(self) -> None: ...
 
 
-class HostStream:
-    """The CPU as a stream: work is done as it is issued."""
+class HostStream(Stream):
+    """The CPU as a stream: work is done as it is issued, and no use is checked."""
 
     __slots__ = ()
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def using(
-        self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
-    ) -> AbstractContextManager[object]:
-        """Not checked."""
-        return self
-
     def event(self) -> Event:
-        """An event of the CPU."""
         return HostEvent()
-
-    def record(self, event: Event) -> None:
-        """Nothing to note."""
 
     def wait(self, event: Event) -> None:
         """Block for another device's event; the CPU's own have happened."""
         if type(event) is not HostEvent:
             event.synchronize()
-
-    def reads(self, buffer: Buffer) -> None:
-        """Not checked."""
-
-    def writes(self, buffer: Buffer) -> None:
-        """Not checked."""
-
-    def may_read(self, buffer: Buffer) -> None:
-        """Not checked."""
-
-    def lend(self, tensors: Iterable[Tensor]) -> None:
-        """Nothing to note."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def leave(self) -> None:
-        """It is always current."""
 
 
 class CheckedEvent:
@@ -133,7 +111,7 @@ class CheckedEvent:
         _merge(self._done, self.seen)
 
 
-class CheckedStream:
+class CheckedStream(Stream):
     """The CPU as a stream that knows no other order than that of its events (vector clocks).
 
     A use of a buffer that events do not order after the conflicting use of it on another stream
@@ -161,7 +139,6 @@ class CheckedStream:
             buffer.written = (self, self._tick())
 
     def event(self) -> CheckedEvent:
-        """An event that carries a clock."""
         return CheckedEvent(self._done)
 
     def record(self, event: Event) -> None:
@@ -191,15 +168,9 @@ class CheckedStream:
         """The last write is known here; that somebody reads is not noted."""
         self._check(buffer, "may read", "written", buffer.written)
 
-    def lend(self, tensors: Iterable[Tensor]) -> None:
-        """Not checked: which memory is used again, the CPU does not show."""
-
     def synchronize(self) -> None:
         """Let all that is issued from here on, on any stream, follow this stream's work."""
         _merge(self._done, self._seen)
-
-    def leave(self) -> None:
-        """It is never current."""
 
     def _tick(self) -> int:
         self._seen[self] += 1
@@ -226,7 +197,7 @@ def _merge(clock: _Clock, other: _Clock) -> None:
         clock[stream] = max(time, clock.get(stream, 0))
 
 
-class CudaStream:
+class CudaStream(Stream):
     """Streams of one or two CUDA devices that act as one.
 
     A copy between two devices runs on the source's current stream and waits for the target's, so
@@ -244,12 +215,6 @@ class CudaStream:
     def __exit__(self, *_: object) -> None:
         self._entered.close()
 
-    def using(
-        self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
-    ) -> AbstractContextManager[object]:
-        """Not checked."""
-        return self
-
     def event(self) -> Event:
         """An event without timing, which is the cheap kind."""
         event: Event = torch.cuda.Event()
@@ -266,15 +231,6 @@ class CudaStream:
             for stream in self._streams:
                 stream.wait_event(event)
 
-    def reads(self, buffer: Buffer) -> None:
-        """Not checked."""
-
-    def writes(self, buffer: Buffer) -> None:
-        """Not checked."""
-
-    def may_read(self, buffer: Buffer) -> None:
-        """Not checked."""
-
     def lend(self, tensors: Iterable[Tensor]) -> None:
         """Have the allocator that they came from wait for these streams as well."""
         for tensor in tensors:
@@ -282,7 +238,6 @@ class CudaStream:
                 tensor.record_stream(stream)
 
     def synchronize(self) -> None:
-        """Block the host until the work issued so far has been done."""
         for stream in self._streams:
             stream.synchronize()
 

@@ -10,7 +10,7 @@ from helpers import rank_programs
 from helpers.ranks import Ranks, run_ranks
 
 from spectrain_ext.distributed.blame import Beat, Cause, suspect
-from spectrain_ext.distributed.layout import Layout
+from spectrain_ext.distributed.wire import Layout
 from spectrain_ext.transport import Message
 
 pytestmark = pytest.mark.processes

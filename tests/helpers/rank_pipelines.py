@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import spectrain_ext as st
-from spectrain_ext.distributed import pipeline as rank_pipeline
+from spectrain_ext.distributed import neighbourhood
 from spectrain_ext.timelines.timeline import write_trace
 
 WIDTH = 6
@@ -163,8 +163,8 @@ def scaled_apart(rank, ranks, replicas, method, device):
         share_loss=True,
     )
     losses = [result.loss.item() for result in pipe.run(data(9))]
-    links = pipe._executor._links
-    link, *_ = (links.from_previous or links.to_next).values()
+    links = pipe._executor._around._links
+    link, *_ = (link for ends in links.into.values() for link in ends.values())
     state = {name: t.cpu() for name, t in next(pipe.children()).state_dict().items()}
     return dist.get_backend(link.device), link.staged, losses, state
 
@@ -229,14 +229,14 @@ def small(rank, ranks, method="vanilla", make=optimizer, **settings):
 
 def opening(rank, ranks, culprit):
     """One rank has its edges and fails before the others know of it."""
-    real = rank_pipeline.open_links
+    real = neighbourhood.open_links
 
     def fails(*given):
         real(*given)
         raise ArithmeticError("planned")
 
     if rank == culprit:
-        rank_pipeline.open_links = fails
+        neighbourhood.open_links = fails
     small(rank, ranks)
 
 

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from spectrain_ext.distributed import neighbours
-from spectrain_ext.distributed import pipeline as rank_pipeline
+from spectrain_ext.distributed import links as links_module
+from spectrain_ext.distributed import neighbourhood
 from spectrain_ext.distributed.board import Board
 from spectrain_ext.distributed.fingerprint import Fingerprint
 from spectrain_ext.distributed.inlet import Inlet
-from spectrain_ext.distributed.link import Header
-from spectrain_ext.distributed.neighbours import Neighbours, open_links
+from spectrain_ext.distributed.links import Links, Traffic, open_links
 from spectrain_ext.distributed.outlet import Outlet
+from spectrain_ext.distributed.wire import Header
 from spectrain_ext.transport import Message, callers_stream, checked_streams
 from spectrain_ext.transport.streams import Buffer, CheckedStream
 
@@ -42,14 +42,15 @@ def travelling(way):
     """
 
     def staged(*given):
-        return Neighbours(
-            *(
-                {rank: link._replace(staged=True) for rank, link in part.items()}
-                if isinstance(part, dict)
-                else part
-                for part in open_links(*given)
-            )
+        links = open_links(*given)
+        parts = (
+            {
+                what: {rank: link._replace(staged=True) for rank, link in ends.items()}
+                for what, ends in part.items()
+            }
+            for part in (links.into, links.out)
         )
+        return Links(*parts, links.circle)
 
     def new_group(*given, backend, device_id, **more):
         return real(*given, backend="gloo", **more)
@@ -57,11 +58,11 @@ def travelling(way):
     real = dist.new_group
     with ExitStack() as patches:
         if way == "staged":
-            patches.enter_context(patch.object(rank_pipeline, "open_links", staged))
+            patches.enter_context(patch.object(neighbourhood, "open_links", staged))
         if way == "apart":
-            patches.enter_context(patch.object(neighbours.dist, "new_group", new_group))
+            patches.enter_context(patch.object(links_module.dist, "new_group", new_group))
             patches.enter_context(
-                patch.object(rank_pipeline, "backend_of_bodies", lambda *_: "nccl")
+                patch.object(neighbourhood, "backend_of_bodies", lambda *_: "nccl")
             )
         yield
 
@@ -77,7 +78,7 @@ def ends_of(rank, ranks, depth=3, dynamic=False, timeout=30.0, staged=False):
     told = board(rank, ranks, timeout)
     links = open_links(None, CPU, timeout, dynamic)
     stream = callers_stream(CPU)
-    (link,) = (links.from_previous if rank else links.to_next).values()
+    (link,) = (links.into if rank else links.out)[Traffic.ACTIVATIONS].values()
     link = link._replace(staged=staged)
     end = Inlet(link, CPU, stream, depth, told) if rank else Outlet(link, CPU, depth, told)
     return told, end
@@ -197,9 +198,11 @@ def chain(rank, ranks, fault, culprit, timeout, grace):
     told = board(rank, ranks, timeout, grace)
     links = open_links(None, CPU, timeout, False)
     if rank:
-        inlet = Inlet(links.from_previous[rank - 1], CPU, callers_stream(CPU), 3, told)
+        inlet = Inlet(links.into[Traffic.ACTIVATIONS][rank - 1], CPU, callers_stream(CPU), 3, told)
         inlet.begin()
-    outlet = Outlet(links.to_next[rank + 1], CPU, 3, told) if rank < ranks - 1 else None
+    outlet = (
+        Outlet(links.out[Traffic.ACTIVATIONS][rank + 1], CPU, 3, told) if rank < ranks - 1 else None
+    )
     with told.run():
         for n in range(1000000):
             told.doing("F", n)

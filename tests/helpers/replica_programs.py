@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import spectrain_ext as st
-from spectrain_ext.distributed import gradient_sum
+from spectrain_ext.distributed import collectives
 from spectrain_ext.schedule import Kind
 
 WIDTH = 5
@@ -191,7 +191,7 @@ def failing(rank, ranks, trial):
 
 def overlap(rank, ranks):
     """In which order a backward and the all-reduces of its buckets come, for one minibatch."""
-    gradient_sum.LEAST_BYTES = 1
+    collectives.LEAST_BYTES = 1
     events = []
     part = stages(1, layers=6)[0]
     pipe = make(rank, [2], part=part, microbatches=4)

@@ -14,6 +14,7 @@ import torch
 from helpers.pipeline_cases import batches, close, float64, losses, mse, sgd, tanh_stages  # noqa: F401
 
 import spectrain_ext as st
+from spectrain_ext.pipeline.batch import hand_in
 from spectrain_ext.transport import streams
 
 HOST = torch.device("cpu")
@@ -109,7 +110,8 @@ class Disguised:
 
     def __init__(self, monkeypatch, places):
         self.places = places
-        for module in ("pipeline.stage", "pipeline.executor", "transport.local"):
+        rooms = {"pipeline": ("stage", "executor", "batch", "losses"), "transport": ("local",)}
+        for module in (f"{room}.{file}" for room, files in rooms.items() for file in files):
             name = f"spectrain_ext.{module}"
             for function in ("new_stream", "callers_stream"):
                 if function in vars(__import__(name, fromlist=["x"])):
@@ -206,14 +208,14 @@ def test_every_device_of_a_batch_is_ordered(log, monkeypatch):
     """Not only that of its first tensor."""
     Disguised(monkeypatch, [ZERO])
     pipe = st.Pipeline(tanh_stages(1), sgd(), mse)
-    executor = pipe._executor
+    around = pipe._executor._around
     by_device = {HOST: streams.HostStream(), ONE: streams.callers_stream(ONE)}
-    monkeypatch.setattr("spectrain_ext.pipeline.executor.callers_stream", by_device.__getitem__)
+    monkeypatch.setattr("spectrain_ext.pipeline.batch.callers_stream", by_device.__getitem__)
     del log[:]
     host, other = torch.ones(2), torch.ones(2).as_subclass(Elsewhere)
-    executor._hand_in(executor._inputs, (host, other))
+    hand_in(around._inputs, (host, other), around._batch)
     current = torch.cuda.current_stream(ONE)
-    copies = executor._inputs.stream._streams[0]
+    copies = around._inputs.stream._streams[0]
     kinds = [entry[:2] for entry in log]
     first, last = kinds.index(("record", current)), kinds.index(("enter", copies))
     assert first < kinds.index(("wait", copies)) < last

@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spectrain_ext.distributed import neighbours
+from spectrain_ext.distributed import links as links_module
+from spectrain_ext.distributed.links import Traffic
 from spectrain_ext.method import find_method, places_of
 from spectrain_ext.schedule import Kind, Replicas, find_generator, turns
 
@@ -72,7 +73,7 @@ def opened(monkeypatch):
             monkeypatch.setattr(dist, "new_group", new_group)
             for what in ("send", "recv", "all_reduce"):
                 monkeypatch.setattr(dist, what, use(what))
-            links = neighbours.open_links(None, CPU, 1.0, False, replicas, targets, bodies)
+            links = links_module.open_links(None, CPU, 1.0, False, replicas, targets, bodies)
             found.append((links, uses))
         return found
 
@@ -84,8 +85,8 @@ def test_a_group_is_first_used_as_it_will_be(opened, bodies):
     for counts, targets in itertools.product([(1, 1), (2, 3), (2, 1, 4)], [False, True]):
         for rank, (links, uses) in enumerate(opened(counts, bodies, targets)):
             expected = []
-            for into in links[:-1]:
-                for link in into.values():
+            for ends in (*links.into.values(), *links.out.values()):
+                for link in ends.values():
                     assert (link.host is link.device) == (bodies == "gloo")
                     use = ("send", link.receiver) if link.sender == rank else ("recv", link.sender)
                     for group in {link.host, link.device}:
@@ -114,12 +115,12 @@ def trains(counts, links, rank, minibatches=2):
         forward = kind is Kind.FORWARD
         before, after = (k - 1, k + 1) if forward else (k + 1, k - 1)
         if 0 <= before < len(counts):
-            into = links.from_previous if forward else links.from_next
+            into = links.into[Traffic.ACTIVATIONS if forward else Traffic.GRADIENTS]
             group = into[replicas.runs(before, j)].device
             yield "take", group  # its header, by gloo
             yield "meet", (MESSAGE, group)
         if 0 <= after < len(counts):
-            out = links.to_next if forward else links.to_previous
+            out = links.out[Traffic.ACTIVATIONS if forward else Traffic.GRADIENTS]
             group = out[replicas.runs(after, j)].device
             yield "post", group
             yield "meet", (MESSAGE, group)
@@ -199,7 +200,7 @@ def test_the_groups_stand_by_themselves(monkeypatch):
     monkeypatch.setattr(dist, "new_group", new_group)
     for backend in ("gloo", "nccl"):
         with pytest.raises(ArithmeticError):
-            neighbours._group([0], True, backend, CPU, 1.0, neighbours._sum)
+            links_module._group([0], True, backend, CPU, 1.0, links_module._sum)
     assert seen == [("gloo", None, None), ("nccl", CPU, None)]
     assert default.WORLD.bound_device_id == torch.device("cuda", 0)
 
@@ -220,5 +221,5 @@ def test_nccl_is_for_ranks_with_a_gpu_each(gpus, expected, monkeypatch):
     for rank, gpu in enumerate(gpus):
         store.set(f"gpu/{rank}", gpu)
     for rank, gpu in enumerate(gpus):
-        monkeypatch.setattr(neighbours, "_gpu", lambda _, gpu=gpu: gpu)
-        assert neighbours.backend_of_bodies(store, rank, len(gpus), CPU) == expected
+        monkeypatch.setattr(links_module, "_gpu", lambda _, gpu=gpu: gpu)
+        assert links_module.backend_of_bodies(store, rank, len(gpus), CPU) == expected

@@ -1,4 +1,4 @@
-"""GradientSum: adds a stage's gradients up over its replicas while the backward still runs."""
+"""What ranks put together: gradients of a stage's replicas, norms of all stages' gradients."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from spectrain_ext.pipeline.clipping import GlobalNorm
+from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport import Buffer, Stream
 from spectrain_ext.weights.flat import Flat
 
 from .board import Board
-from .neighbours import Circle
+from .links import Circle
 
 # A gradient goes in about this many pieces, of sizes that are worth a collective of their own.
 PIECES = 8
 LEAST_BYTES = 2**20
 MOST_BYTES = 25 * 2**20
+
+_GRADIENTS = "the gradients of the stage's other replicas"
+_NORMS = "the norms of all ranks' gradients"
 
 
 class _Pending:
@@ -103,12 +108,10 @@ class GradientSum:
     # A run.
 
     def begin(self) -> None:
-        """Listen to autograd."""
         for p in self._params:
             self._handles.append(p.register_post_accumulate_grad_hook(self._on_gradient))
 
     def end(self) -> None:
-        """Listen no more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -162,13 +165,13 @@ class GradientSum:
         under_way = [bucket.pending for bucket in self._buckets if bucket.pending is not None]
         under_way.append(self._all_reduce(tail, self._circle.host))
         # Where the rank can hear of failures; for NCCL the stream waits, below.
-        self._board.wait(lambda: all(p.done for p in under_way), self._peer, _WHAT)
+        self._board.wait(lambda: all(p.done for p in under_way), self._peer, _GRADIENTS)
         try:
             with stream.using(writes=(self._gradients,)):
                 for pending in under_way:
                     pending.work.wait()
         except RuntimeError as error:
-            self._board.lost_one_of(self._circle.ranks, _WHAT, error)
+            self._board.lost_one_of(self._circle.ranks, _GRADIENTS, error)
         for bucket in self._buckets:
             bucket.pending = None
         total, *have = tail.tolist()
@@ -182,12 +185,9 @@ class GradientSum:
         try:
             work = dist.all_reduce(tensor, group=group, async_op=True)
         except RuntimeError as error:
-            self._board.lost_one_of(self._circle.ranks, _WHAT, error)
+            self._board.lost_one_of(self._circle.ranks, _GRADIENTS, error)
         assert work is not None
         return _Pending(work, self._board.changed, group is self._circle.host)
-
-
-_WHAT = "the gradients of the stage's other replicas"
 
 
 def _parts(params: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -202,3 +202,41 @@ def _parts(params: Sequence[Tensor]) -> list[list[Tensor]]:
         if sum(q.nbytes for q in part) >= enough:
             done.append(open_.pop(p.dtype))
     return [*done, *open_.values()]
+
+
+class DistributedNorm(GlobalNorm):
+    """Every rank gives its stage's norm and hears all others', over gloo: the host waits for it.
+
+    Replicas have added up their gradients by then and give the same norm, which counts once.
+
+    Args:
+        replicas: of every stage.
+        board: names a failure.
+    """
+
+    def __init__(self, replicas: Replicas, board: Board) -> None:
+        super().__init__(replicas.stages)
+        self._replicas = replicas
+        self._ranks = board.ranks
+        self._board = board
+        self._group: dist.ProcessGroup | None = None
+
+    def connect(self, group: dist.ProcessGroup) -> None:
+        """Go by this group of all ranks, of gloo."""
+        self._group = group
+
+    def give(self, i: int, stage: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
+        """This stage's own norm of minibatch i; returns when all have given theirs."""
+        super().give(i, stage, norm, buffer, stream)
+        with stream.using(reads=(buffer,)):
+            own = norm.to("cpu", torch.float64)
+        gathered = [torch.empty((), dtype=torch.float64) for _ in range(self._ranks)]
+        with self._board.blocked(None, _NORMS):
+            try:
+                dist.all_gather(gathered, own, group=self._group)
+            except RuntimeError as error:  # which does not say whose connection has broken
+                self._board.lost_one_of(range(self._ranks), _NORMS, error)
+        for k in range(self._replicas.stages):
+            if k != stage:
+                found = gathered[self._replicas.ranks_of(k)[0]]
+                super().give(i, k, found, Buffer(f"gradient norm of stage {k}"), stream)

@@ -1,4 +1,4 @@
-"""Neighbours: the links and groups of one rank, which all ranks make in one order."""
+"""Links: the groups that one rank sends and receives by, which all ranks make in one order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,56 @@ from torch.distributed.distributed_c10d import Store
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
 
-from .link import Link
+from .board import gathered
 
 _CPU = torch.device("cpu")
+
+
+class Traffic(Enum):
+    """What goes by a link."""
+
+    ACTIVATIONS = "activations"  # to the next stage
+    GRADIENTS = "gradients"  # to the previous stage
+    BATCHES = "batches"  # what is known of them, from rank 0 to the other replicas of stage 0
+    TARGETS = "targets"  # from the first stage to the last, where the caller asks for that
+
+
+class Link(NamedTuple):
+    """What two processes have in common for one direction.
+
+    Attributes:
+        name: of the edge, for reports.
+        sender: the sending rank, within the pipeline.
+        receiver: the receiving one.
+        peer: the other process's rank in the default group.
+        host: a gloo group of the two.
+        device: the group that bodies go by: the same, or one of NCCL.
+        dynamic: whether later messages may be larger than the first.
+        staged: whether the stages are on devices that gloo cannot reach: bodies are copied to the
+            CPU's memory before they are sent, and from there where they arrive.
+    """
+
+    name: str
+    sender: int
+    receiver: int
+    peer: int
+    host: dist.ProcessGroup
+    device: dist.ProcessGroup
+    dynamic: bool
+    staged: bool = False
+
+    @property
+    def by_host(self) -> bool:
+        """Whether bodies travel in the CPU's memory."""
+        return self.device is self.host
+
+    @property
+    def framed(self) -> bool:
+        """Whether, once the edge is open, a header and its body are one piece of a known size.
+
+        That halves the calls and the waits of a message.
+        """
+        return self.by_host and not self.dynamic
 
 
 class Circle(NamedTuple):
@@ -35,28 +83,16 @@ class Circle(NamedTuple):
     device: dist.ProcessGroup
 
 
-class Neighbours(NamedTuple):
-    """The links of one rank by the rank at their other end; empty where there is no neighbour.
+class Links(NamedTuple):
+    """The links of one rank, by what they are for and the rank at their other end.
 
     Attributes:
-        from_previous, to_previous: those to the stage before.
-        from_next, to_next: those to the stage after.
-        from_first: on the replicas of stage 0, what its first replica says of batches.
-        to_replicas: the same on that one.
-        targets_from: on the ranks of the last stage, where targets come from; empty if from the
-            caller.
-        targets_to: the same on those of the first stage.
+        into, out: those that it receives and sends by; of each traffic, be it none.
         circle: the replicas of this rank's stage; None if it has one.
     """
 
-    from_previous: dict[int, Link]
-    to_previous: dict[int, Link]
-    from_next: dict[int, Link]
-    to_next: dict[int, Link]
-    from_first: dict[int, Link]
-    to_replicas: dict[int, Link]
-    targets_from: dict[int, Link]
-    targets_to: dict[int, Link]
+    into: dict[Traffic, dict[int, Link]]
+    out: dict[Traffic, dict[int, Link]]
     circle: Circle | None = None
 
 
@@ -71,10 +107,7 @@ def backend_of_bodies(store: Store, rank: int, ranks: int, device: torch.device)
         ranks: their number.
         device: of this rank's stage.
     """
-    store.set(f"gpu/{rank}", _gpu(device))
-    keys = [f"gpu/{r}" for r in range(ranks)]
-    store.wait(keys)
-    gpus = store.multi_get(keys)
+    gpus = gathered(store, "gpu", rank, ranks, _gpu(device))
     return "nccl" if all(gpus) and len(set(gpus)) == ranks else "gloo"
 
 
@@ -95,7 +128,7 @@ def open_links(
     replicas: Replicas | None = None,
     targets: bool = False,
     bodies: str = "gloo",
-) -> Neighbours:
+) -> Links:
     """Make the groups of all directed edges that end or begin at this rank, and use each once.
 
     One group per directed edge: the two directions would otherwise wait for each other. All ranks
@@ -115,19 +148,11 @@ def open_links(
         targets: whether the first stage sends them to the last.
         bodies: what they go by, the same on all ranks: ``"nccl"``, which leaves them on the GPU, or
             ``"gloo"``.
-
-    Raises:
-        ValueError: the group has not all ranks of the default group.
     """
     ranks = dist.get_process_group_ranks(group)
-    if len(ranks) != dist.get_world_size():
-        raise ValueError(
-            f"group: expected all {dist.get_world_size()} ranks of the default group, got "
-            f"{len(ranks)}"
-        )
     me = dist.get_rank(group)
     seats = Replicas((1,) * len(ranks)) if replicas is None else replicas
-    found = Neighbours({}, {}, {}, {}, {}, {}, {}, {})
+    found = Links({what: {} for what in Traffic}, {what: {} for what in Traffic})
     staged = bodies == "gloo" and device.type == "cuda"
 
     def groups(
@@ -139,9 +164,7 @@ def open_links(
         by_device = _group(chosen, mine, bodies, device, timeout, use) if bodies != "gloo" else host
         return None if host is None or by_device is None else (host, by_device)
 
-    def link(
-        sender: int, receiver: int, out: dict[int, Link], into: dict[int, Link], of: str = ""
-    ) -> None:
+    def link(sender: int, receiver: int, what: Traffic) -> None:
         def message(made: dist.ProcessGroup, on: torch.device) -> None:
             if me == sender:
                 dist.send(torch.zeros(1, device=on), ranks[receiver], group=made)
@@ -151,20 +174,20 @@ def open_links(
         two = groups((sender, receiver), message)
         if two is None:
             return
-        other = receiver if sender == me else sender
-        name = f"edge {sender} -> {receiver}{of}"
+        ends, other = (found.out, receiver) if sender == me else (found.into, sender)
+        name = f"edge {sender} -> {receiver}{' of targets' * (what is Traffic.TARGETS)}"
         made = Link(name, sender, receiver, ranks[other], *two, dynamic, staged)
-        (out if sender == me else into)[other] = made
+        ends[what][other] = made
 
     for a, b in seats.edges():
-        link(a, b, found.to_next, found.from_previous)
-        link(b, a, found.to_previous, found.from_next)
+        link(a, b, Traffic.ACTIVATIONS)
+        link(b, a, Traffic.GRADIENTS)
     first, *others = seats.ranks_of(0)
     for other in others:
-        link(first, other, found.to_replicas, found.from_first)
+        link(first, other, Traffic.BATCHES)
     if targets and seats.stages > 1:
         for a, b in seats.pairs(0, seats.stages - 1):
-            link(a, b, found.targets_to, found.targets_from, " of targets")
+            link(a, b, Traffic.TARGETS)
     circle = None
     for k in range(seats.stages):
         members = seats.ranks_of(k)

@@ -1,17 +1,58 @@
-"""Layout: what a message looks like, and where its tensors lie in one flat piece of memory."""
+"""What goes over a link: headers, layouts, and messages in one flat piece of memory each."""
 
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spectrain_ext.transport.local import Message
 
+from .fingerprint import Fingerprint
+
+# A header, as int64: sequence number, its kind, parts of the minibatch, the bits of a float64 that
+# travels along, the two of the batch's fingerprint, number of the layout, its bytes as text (0 if
+# it has been announced), bytes of the body.
+HEADER = 9
+# Bytes before a body that travels in one piece with its header: whole alignment units.
+HEAD = 256
+DATA, END = 1, 2
+# The same two ranks use the same group: what a message is for.
+TAG_HEADER, TAG_LAYOUT, TAG_BODY = 1, 2, 3
+# gloo cannot be interrupted, and a wait that times out breaks its connection: the threads that
+# wait are ended with the process, and deadlines are the board's.
+ENDLESS = timedelta(days=365)
 # Every tensor begins on a boundary of this many bytes.
 _ALIGNMENT = 256
+
+
+class Header(NamedTuple):
+    """What precedes a message.
+
+    Attributes:
+        parts: microbatches of its minibatch.
+        value: a number that travels along.
+        batch: what minibatch it is of; not with gradients.
+        end: there is no message: the run has no more of them.
+    """
+
+    parts: int
+    value: float = 0.0
+    batch: Fingerprint = Fingerprint()
+    end: bool = False
+
+    def numbers(self) -> tuple[int, int, int, int]:
+        """As they travel."""
+        return self.parts, int(np.float64(self.value).view(np.int64)), *self.batch
+
+    @staticmethod
+    def read(parts: int, value: int, given: int, target: int) -> Header:
+        return Header(parts, float(np.int64(value).view(np.float64)), Fingerprint(given, target))
 
 
 class TensorLayout(NamedTuple):
@@ -24,7 +65,6 @@ class TensorLayout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
         elements = 1
         for size in self.shape:
             elements *= size
@@ -83,7 +123,6 @@ class Layout(NamedTuple):
         ]
 
     def message(self, tensors: list[Tensor | None]) -> Message:
-        """The message that these tensors make."""
         flags = tuple(tensor is not None and tensor.differentiable for tensor in self.tensors)
         return Message(tuple(tensors), self.single, flags)
 
@@ -137,6 +176,40 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         tensors = ", ".join("nothing" if t is None else str(t) for t in self.tensors)
         return tensors if self.single else f"({tensors})"
+
+
+class FlatMemory:
+    """A flat piece of memory for a message, and the tensors of the layout that it last had.
+
+    Attributes:
+        frame: all of it: room for a header, then the body.
+        bytes: the body.
+        header: the header's numbers; only where the memory is the CPU's.
+    """
+
+    header: NDArray[np.int64]
+
+    def __init__(self) -> None:
+        self.frame = self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._layout: Layout | None = None
+        self._views: list[Tensor | None] = []
+
+    def fit(self, nbytes: int, device: torch.device, pinned: bool = False) -> None:
+        """Have a body of at least so many bytes; pinned: that a GPU copies beside the host."""
+        if self.frame.numel() < HEAD + nbytes or self.frame.device != device:
+            self.frame = torch.empty(
+                HEAD + nbytes, dtype=torch.uint8, device=device, pin_memory=pinned
+            )
+            self.bytes = self.frame[HEAD:]
+            self._layout = None
+            if device.type == "cpu":
+                self.header = self.frame[: 8 * HEADER].view(torch.int64).numpy()
+
+    def views(self, layout: Layout) -> list[Tensor | None]:
+        """The tensors of a layout in the body."""
+        if self._layout != layout:
+            self._layout, self._views = layout, layout.views(self.bytes)
+        return self._views
 
 
 def _dense(tensor: Tensor) -> tuple[int, ...]:

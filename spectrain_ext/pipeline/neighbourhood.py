@@ -1,0 +1,157 @@
+"""Neighbourhood: what is around the stages of a process, which is one another and the caller."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from spectrain_ext.method import Method
+from spectrain_ext.schedule import Kind, Place, Replicas
+from spectrain_ext.transport import Buffer, Edge, Receiver
+
+from .batch import hand_in, split
+from .clipping import GlobalNorm
+from .cursor import Extent
+from .losses import Losses, LossFn, Result
+from .observer import Handler, Observer, watched
+from .stage import Stage
+
+Ready = Callable[[int, int], bool]
+#: Of each kind of action: whether what it waits for has come, None: it waits for nothing; and what
+#: runs it.
+Work = dict[Kind, tuple[Ready | None, Handler]]
+
+
+class Neighbourhood(Protocol):
+    """What an executor is given: what its stages are connected to, and what an action waits for.
+
+    Attributes:
+        first: the index of the first stage of this process.
+        seats: the replicas of all stages.
+        norm: where the stages put their gradients' norms together; None: each has its own.
+        results: that wait for the caller.
+    """
+
+    first: int
+    seats: Replicas
+    results: deque[Result]
+
+    @property
+    def norm(self) -> GlobalNorm | None: ...
+
+    def connect(
+        self, stages: list[Stage], places: list[Place], method: Method, loss_fn: LossFn
+    ) -> None:
+        """Give the stages of this process their edges; ``places`` are those of all stages."""
+
+    def edges(self) -> Iterable[Receiver]:
+        """All edges that end in this process."""
+
+    def run(self) -> AbstractContextManager[None]:
+        """Inside, a run takes place."""
+
+    def begin(self, batches: Iterator[object], extent: Extent) -> None:
+        """The stages have begun a run."""
+
+    def work_of(self, stage: Stage, trace: Observer | None) -> Work:
+        """What a stage does in the run."""
+
+    def leave(self) -> None:
+        """The caller has left the run: begin no minibatch that has not begun."""
+
+    def close(self) -> None:
+        """The stages have finished their actions."""
+
+    def end(self) -> None:
+        """Forget the run; may be repeated."""
+
+
+class LocalNeighbourhood:
+    """All stages of a pipeline, in one process."""
+
+    results: deque[Result]
+
+    def __init__(self, stages: int, clip_scope: str) -> None:
+        self.first = 0
+        self.seats = Replicas((1,) * stages)
+        self.norm = GlobalNorm(stages) if clip_scope == "global" else None
+
+    def connect(
+        self, stages: list[Stage], places: list[Place], method: Method, loss_fn: LossFn
+    ) -> None:
+        """Make the edges: batch -> stage 0, neighbours in both directions, batch -> loss.
+
+        A ring has one slot more than its sender may have microbatches in flight. By the time a slot
+        is written again, the sender has then heard of the end of the backward that read it, and
+        whatever that backward passed on in the same memory has been copied. A batch comes in as a
+        whole: there its other microbatches have slots as well.
+        """
+        first, last = stages[0], stages[-1]
+        self._microbatches = places[0].microbatches
+        self._batch = Buffer("the caller's batch")
+        self._losses = Losses(last, loss_fn, len(places))
+        self.results = self._losses.results
+
+        def edge(a: Stage | None, b: Stage, name: str, depth: int) -> Edge:
+            made = Edge(name, None if a is None else a.device, b.device, b.compute, depth)
+            self._edges.append(made)
+            return made
+
+        self._edges: list[Edge] = []
+        depth = places[0].window + self._microbatches
+        first.inputs = self._inputs = edge(None, first, "edge batch -> 0", depth)
+        last.targets = self._targets = edge(None, last, "edge batch -> loss", depth)
+        for a, b, place in zip(stages, stages[1:], places, strict=False):
+            depth = place.window + 1
+            a.to_next = b.inputs = edge(a, b, f"edge {a.index} -> {b.index}", depth)
+            b.to_previous = a.gradients = edge(b, a, f"edge {b.index} -> {a.index}", depth)
+
+    def edges(self) -> Iterable[Receiver]:
+        return self._edges
+
+    def run(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin(self, batches: Iterator[object], extent: Extent) -> None:
+        self._batches, self._extent = batches, extent
+        self._losses.begin(extent)
+
+    def work_of(self, stage: Stage, trace: Observer | None) -> Work:
+        handlers = {**stage.handlers(), Kind.PULL: self._pull, Kind.LOSS: self._losses.loss}
+        waits: dict[Kind, Ready] = {Kind.RECEIVE_ACTIVATION: stage.inputs.has}
+        if stage.gradients is not None:
+            waits[Kind.RECEIVE_GRADIENT] = stage.gradients.has
+        if (norm := self.norm) is not None:
+
+            def all_gave(i: int, j: int) -> bool:
+                stage.give_norm(i)
+                return norm.complete(i)
+
+            waits[Kind.UPDATE] = all_gave
+        found = watched(trace, stage, handlers)
+        return {kind: (waits.get(kind), handler) for kind, handler in found.items()}
+
+    def _pull(self, i: int, j: int) -> None:
+        """Take the caller's next batch and make the run longer, or end it if there is none."""
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._extent.stop()
+            return
+        parts = split(batch, i, self._microbatches)
+        self._extent.add([part.share for part in parts])
+        for part in parts:
+            hand_in(self._inputs, part.input, self._batch)
+            hand_in(self._targets, part.target, self._batch)
+
+    def leave(self) -> None:
+        self._extent.stop()
+
+    def close(self) -> None: ...
+
+    def end(self) -> None:
+        if self.norm is not None:
+            self.norm.reset()
+        self._losses.end()
