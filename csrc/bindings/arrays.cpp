@@ -36,59 +36,21 @@ bool has_internal_overlap(const Borrowed& b) {
   return false;
 }
 
-// What reads `.grad` of a type: the C function behind its attribute; null where there is none.
-// Calling it saves the attribute's lookup, 15 of 80 ns; the rest is torch's own.
-PyGetSetDef* grad_getter_of(PyTypeObject* type) {
-  static PyTypeObject* last_type = nullptr;  // guarded by the GIL
-  static PyGetSetDef* last_getter = nullptr;
-  if (type == last_type) return last_getter;
-  PyGetSetDef* getter = nullptr;
-  if (type->tp_getattro == PyObject_GenericGetAttr) {
-    PyObject* found = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "grad");
-    if (found == nullptr) {
-      dismiss_error();
-    } else if (Py_IS_TYPE(found, &PyGetSetDescr_Type)) {
-      getter = reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset;
-    }
-    Py_XDECREF(found);  // the type, which is kept, owns it
-  }
-  Py_INCREF(type);
-  Py_XDECREF(reinterpret_cast<PyObject*>(last_type));
-  last_type = type;
-  last_getter = getter;
-  return getter;
-}
-
-py::object gradient_of(py::handle param) {
-  static PyObject* const name = PyUnicode_InternFromString("grad");
-  const PyGetSetDef* getter = grad_getter_of(Py_TYPE(param.ptr()));
-  PyObject* grad = getter != nullptr ? getter->get(param.ptr(), getter->closure)
-                                     : PyObject_GetAttr(param.ptr(), name);
-  if (grad == nullptr) {
-    dismiss_error();
-    return py::none();
-  }
-  return py::reinterpret_steal<py::object>(grad);
-}
-
 }  // namespace
 
-Arrays::Arrays(std::vector<ArrayList> lists, const std::vector<int>& groups, bool single)
+Arrays::Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool single)
     : single_(single), params_(lists.at(0).arrays), params_name_(lists.at(0).name) {
   const size_t n = params_.size();
   std::vector<int64_t> sizes(n);
   loans_.consumer = first();
   Column params{std::vector<void*>(n), std::vector<DType>(n)};
   for (size_t i = 0; i < n; ++i) {
-    const Place place{params_name_, static_cast<py::ssize_t>(i), single_, lists[0].writes};
+    const Place place = place_of(params_name_, i, lists[0].writes);
     const Borrowed b = borrow(params_[i], place, loans_);
-    if (i == 0) {
-      device_ = b.device;
-      device_text_ = b.device_text();
-    }
+    if (i == 0) device_ = b.device;
     if (!(b.device == device_)) {
-      throw py::value_error(place.text() + ": expected all tensors on " + device_text_ +
-                            ", the device of " + params_name_ + "[0], got " + b.device_text());
+      throw py::value_error(place.text() + ": expected all tensors on " + device_.text() +
+                            ", the device of " + params_name_ + "[0], got " + b.device.text());
     }
     if (!is_dense(b)) {
       throw py::value_error(place.text() + ": expected a dense layout without gaps, got shape " +
@@ -103,9 +65,8 @@ Arrays::Arrays(std::vector<ArrayList> lists, const std::vector<int>& groups, boo
     params.dtype[i] = b.dtype;
   }
   if (!groups.empty() && groups.size() != n) throw py::value_error("groups: one per tensor");
-  std::vector<uint16_t> group_of(n, 0);  // _lists.py has checked the values
-  std::copy(groups.begin(), groups.end(), group_of.begin());
-  plan = std::make_unique<Plan>(device_, std::move(sizes), std::move(group_of));
+  if (groups.empty()) groups.resize(n, 0);
+  plan = std::make_unique<Plan>(device_, std::move(sizes), std::move(groups));
   plan->params = std::move(params);
   // Before anything of a prediction list is known, its place: columns do not move afterwards.
   for (const ArrayList& list : lists) {
@@ -125,7 +86,7 @@ Arrays::Arrays(std::vector<ArrayList> lists, const std::vector<int>& groups, boo
     }
     Column* column = column_of(list.role, &outs);
     for (size_t i = 0; i < n; ++i) {
-      const Place place{list.name, static_cast<py::ssize_t>(i), single_, list.writes};
+      const Place place = place_of(list.name, i, list.writes);
       const Borrowed b = borrow(list.arrays[i], place, loans_);
       check(b, place, list.role, i);
       column->at.push_back(b.data);
@@ -162,7 +123,7 @@ Column* Arrays::column_of(Role role, size_t* outs) const {
 }
 
 std::string Arrays::describe(const UnsupportedTypes& error) const {
-  const Place place{params_name_, static_cast<py::ssize_t>(error.item), single_};
+  const Place place = place_of(params_name_, error.item);
   return place.text() + ": no kernel takes " + name_of(error.key.w) + " weights with " +
          name_of(error.key.g) + " gradients, " + name_of(error.key.s) + " state and " +
          name_of(error.key.o) + " outputs together";
@@ -174,7 +135,7 @@ bool Arrays::has(Role role) const {
 }
 
 void Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) const {
-  const Place param{params_name_, place.index, single_};
+  const Place param = place_of(params_name_, place.index);
   const Layout& layout = layouts_[i];
   // State may be wider than 16-bit parameters; gradients and outputs narrower than float32 ones.
   const bool state = role == Role::momentum || role == Role::second;
@@ -190,8 +151,8 @@ void Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) c
                           ", the dtype of " + param.text() + ", got " + name_of(b.dtype));
   }
   if (!(b.device == device_)) {
-    throw py::value_error(place.text() + ": expected a tensor on " + device_text_ + ", like " +
-                          param.text() + ", got " + b.device_text());
+    throw py::value_error(place.text() + ": expected a tensor on " + device_.text() + ", like " +
+                          param.text() + ", got " + b.device.text());
   }
   const int64_t* shape = extents_.data() + layout.at;
   const int64_t* strides = shape + layout.ndim;
@@ -257,17 +218,15 @@ void Arrays::check_overlap() {
 }
 
 py::value_error Arrays::overlap(size_t list, size_t i, size_t other_list, size_t j) const {
-  return py::value_error(
-      Place{kept_[list].name, static_cast<py::ssize_t>(i), single_}.text() +
-      ": expected memory of its own, got an overlap with " +
-      Place{kept_[other_list].name, static_cast<py::ssize_t>(j), single_}.text());
+  return py::value_error(place_of(kept_[list].name, i).text() +
+                         ": expected memory of its own, got an overlap with " +
+                         place_of(kept_[other_list].name, j).text());
 }
 
 // That nothing of `others`, which a call writes, lies in the memory of what it only reads.
 void Arrays::check_apart(const Borrowed& b, const Place& place,
                          const std::vector<Written>& others) const {
-  const auto* begin = static_cast<const char*>(b.data);
-  const char* end = begin + b.size * size_of(b.dtype);
+  const char *begin = b.begin(), *end = b.end();
   auto next = std::upper_bound(others.begin(), others.end(), begin,
                                [](const char* at, const Written& w) { return at < w.begin; });
   if (next != others.begin() && std::prev(next)->end > begin) --next;
@@ -275,142 +234,8 @@ void Arrays::check_apart(const Borrowed& b, const Place& place,
   const std::string& name = &others == &writable_gradients_ ? grads_name_ : kept_[next->list].name;
   throw py::value_error(place.text() +
                         ": expected memory that the step does not write, got an overlap with " +
-                        Place{name, static_cast<py::ssize_t>(next->index), single_}.text());
+                        place_of(name, next->index).text());
 }
-
-void Arrays::check_rounding() const {
-  for (size_t i = 0; i < params_.size(); ++i) {
-    const DType dtype = plan->params.dtype[i];
-    if (dtype == DType::bfloat16) continue;
-    throw py::value_error(
-        "rounding_seed: expected bfloat16 weights, which are rounded stochastically, got " +
-        std::string(name_of(dtype)) + " in " +
-        Place{params_name_, static_cast<py::ssize_t>(i), single_}.text());
-  }
-}
-
-void Arrays::check_gradients_writable() {
-  if (gradients_writable_) return;
-  std::vector<Written> spans;
-  Loans loans{first(), {}};
-  for (size_t i = 0; i < grads_.size(); ++i) {
-    const py::handle grad = PyTuple_GET_ITEM(grads_.ptr(), static_cast<py::ssize_t>(i));
-    if (grad.is_none()) continue;
-    const Borrowed b =
-        borrow(grad, {grads_name_, static_cast<py::ssize_t>(i), single_, true}, loans);
-    const auto* begin = static_cast<const char*>(b.data);
-    if (b.size > 0) spans.push_back({begin, begin + b.size * size_of(b.dtype), 0, i});
-  }
-  std::stable_sort(spans.begin(), spans.end(),
-                   [](const Written& a, const Written& b) { return a.begin < b.begin; });
-  for (size_t k = 1; k < spans.size(); ++k) {
-    if (spans[k].begin >= spans[k - 1].end) continue;
-    const auto [first, second] = std::minmax(spans[k - 1].index, spans[k].index);
-    throw py::value_error(Place{grads_name_, static_cast<py::ssize_t>(second), single_}.text() +
-                          ": is set to zero, expected memory of its own, got an overlap with " +
-                          Place{grads_name_, static_cast<py::ssize_t>(first), single_}.text());
-  }
-  writable_gradients_ = std::move(spans);
-  gradients_writable_ = true;
-}
-
-const float* Arrays::scalar(py::handle array, const std::string& name, bool zero_grad,
-                            Loans& loans) const {
-  if (array.is_none() || params_.empty()) return nullptr;
-  const Place place{name, 0, true};
-  const Borrowed b = borrow(array, place, loans);
-  if (b.dtype != DType::float32 || b.size != 1) {
-    throw py::value_error(name + ": expected one element of float32, got " + name_of(b.dtype) +
-                          " of shape " + b.shape_text());
-  }
-  if (!(b.device == device_)) {
-    throw py::value_error(name + ": expected an array on " + device_text_ + ", the device of " +
-                          params_name_ + ", got " + b.device_text());
-  }
-  check_apart(b, place, written_);
-  if (zero_grad) check_apart(b, place, writable_gradients_);
-  return static_cast<const float*>(b.data);
-}
-
-Column Arrays::borrow_gradients(const py::tuple& grads, Loans& loans) const {
-  if (grads.size() != params_.size()) {
-    throw py::value_error(grads_name_ + ": expected as many tensors as " + params_name_ + ", " +
-                          std::to_string(params_.size()) + ", got " + std::to_string(grads.size()));
-  }
-  Column column{std::vector<void*>(grads.size(), nullptr), plan->params.dtype};
-  static char empty;  // stands for the address of an empty gradient, which is null, but not None
-  for (size_t i = 0; i < grads.size(); ++i) {
-    const py::handle grad = PyTuple_GET_ITEM(grads.ptr(), static_cast<py::ssize_t>(i));
-    if (grad.is_none()) continue;
-    const Place place{grads_name_, static_cast<py::ssize_t>(i), single_};
-    // Whether it is a negative view takes two thirds of the time to ask: once of each array.
-    const bool known = i < grads_.size() &&
-                       PyTuple_GET_ITEM(grads_.ptr(), static_cast<py::ssize_t>(i)) == grad.ptr();
-    Borrowed b = borrow(grad, place, loans, !known);
-    if (known && b.data != plan->grads.at[i]) b = borrow(grad, place, loans);
-    check(b, place, Role::grads, i);
-    column.at[i] = b.data != nullptr ? b.data : &empty;
-    column.dtype[i] = b.dtype;
-    if (column.at[i] != plan->grads.at[i] || column.dtype[i] != plan->grads.dtype[i]) {
-      check_apart(b, place, written_);
-    }
-  }
-  return column;
-}
-
-void Arrays::check_pinned(const Column& column) const {
-  for (size_t i = 0; i < column.at.size(); ++i) {
-    if (column.at[i] == plan->grads.at[i]) continue;
-    throw std::runtime_error(
-        Place{grads_name_, static_cast<py::ssize_t>(i), single_}.text() +
-        ": this plan's step was captured in a CUDA graph, which reads the gradient at its old "
-        "address; keep gradients in place (zero_grad(set_to_none=False)), or make a new Plan");
-  }
-}
-
-py::tuple Arrays::parameter_gradients() const {
-  py::tuple grads(params_.size());
-  for (size_t i = 0; i < params_.size(); ++i) {
-    py::object grad = from_parameter_[i] ? gradient_of(params_[i]) : py::object(grads_[i]);
-    PyTuple_SET_ITEM(grads.ptr(), static_cast<py::ssize_t>(i), grad.release().ptr());
-  }
-  return grads;
-}
-
-void Arrays::take_gradients(const py::tuple& grads) {
-  Loans loans{first(), {}};
-  Column column = borrow_gradients(grads, loans);
-  if (plan->gradients_pinned()) check_pinned(column);
-  grads_ = grads;
-  gradient_loans_ = std::move(loans);
-  gradients_known_ = true;
-  gradients_writable_ = false;
-  gradient_watch_ = Watch();
-  gradient_uses_ = 0;
-  if (column.at != plan->grads.at || column.dtype != plan->grads.dtype) {
-    plan->grads = std::move(column);
-    plan->gradients_changed();
-  }
-}
-
-void Arrays::set_gradients(const py::tuple& grads, bool follow) {
-  take_gradients(grads);
-  for (size_t i = 0; i < params_.size(); ++i) {
-    from_parameter_[i] = follow && (grads[i].is_none() || gradient_of(params_[i]).is(grads[i]));
-  }
-}
-
-// The addresses stay, and the tables made of them: gradients that come back to them cost no others.
-void Arrays::forget_gradients() {
-  if (plan->gradients_pinned()) check_pinned({std::vector<void*>(params_.size()), {}});
-  grads_ = py::tuple();
-  gradient_loans_ = {first(), {}};
-  gradients_known_ = false;
-  gradients_writable_ = false;
-  gradient_watch_ = Watch();
-}
-
-void Arrays::refresh() { take_gradients(parameter_gradients()); }
 
 void Arrays::keep(bool watch) {
   plan->keep_tables = true;
@@ -437,41 +262,11 @@ void Arrays::check_in_place(Roles roles) {
     const std::optional<size_t> i = watch.moved();
     if (!i) continue;
     throw std::runtime_error(
-        Place{kept_[list].name, static_cast<py::ssize_t>(*i), single_}.text() +
+        place_of(kept_[list].name, *i).text() +
         ": its memory is not where it was when the plan was made (p.data = ..., .to(), .double(), "
         "set_(), resize_() or share_memory() since); make a new Plan");
   }
   if (watching_ && roles.has(Role::grads)) check_gradients_in_place();
-}
-
-// Gradients live shorter: a watch is worth its making (0.6 us each) from their second use on.
-void Arrays::check_gradients_in_place() {
-  std::optional<size_t> moved;
-  if (++gradient_uses_ > 2) {
-    moved = gradient_watch_.moved();
-  } else {
-    Loans none{first(), {}};
-    for (size_t i = 0; i < grads_.size() && !moved; ++i) {
-      const py::handle grad = PyTuple_GET_ITEM(grads_.ptr(), static_cast<py::ssize_t>(i));
-      if (grad.is_none() || plan->size_of_item(i) == 0 || !may_move(grad)) continue;
-      const Place place{grads_name_, static_cast<py::ssize_t>(i), single_};
-      const Borrowed b = borrow(grad, place, none, false);
-      if (b.data != plan->grads.at[i] || b.dtype != plan->grads.dtype[i]) moved = i;
-    }
-  }
-  if (moved) {
-    throw std::runtime_error(Place{grads_name_, static_cast<py::ssize_t>(*moved), single_}.text() +
-                             ": its memory is not where it was when the plan was given it; call "
-                             "refresh() after what moved it");
-  }
-  if (gradient_uses_ != 2) return;
-  Watch watch;
-  for (size_t i = 0; i < grads_.size(); ++i) {
-    if (!grads_[i].is_none() && plan->size_of_item(i) > 0) {
-      watch.add(grads_[i], plan->grads.at[i], i);
-    }
-  }
-  gradient_watch_ = std::move(watch);
 }
 
 }  // namespace spectrain

@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "borrow.h"
@@ -13,8 +14,8 @@
 
 namespace spectrain {
 
-enum class Role : int { params = 0, momentum = 1, grads = 2, stashed = 3, out = 4, second = 5 };
-constexpr int kRoles = 6;
+// What a list is to the plan.
+enum class Role { params, momentum, grads, stashed, out, second };
 
 // Which lists a call reads or writes.
 class Roles {
@@ -32,6 +33,10 @@ class Roles {
   unsigned bits_ = 0;
 };
 
+inline py::handle item(const py::tuple& of, size_t i) {
+  return PyTuple_GET_ITEM(of.ptr(), static_cast<py::ssize_t>(i));
+}
+
 // One argument: a sequence of arrays, as long as the parameters.
 struct ArrayList {
   Role role;
@@ -45,7 +50,7 @@ struct ArrayList {
 class Arrays {
  public:
   // `groups`: the parameter group of every tensor; empty: all in group 0.
-  Arrays(std::vector<ArrayList> lists, const std::vector<int>& groups, bool single);
+  Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool single);
 
   // Replaces the gradients (entries may be None). On an error the old ones stay. `follow`: see
   // refresh(), which else reads these again.
@@ -62,14 +67,8 @@ class Arrays {
   // That the lists are where they were found; throws the RuntimeError that names the array.
   void check_in_place(Roles roles);
 
-  // The element of an array of one float32 on the plan's device that a step reads; null for None.
-  // `zero_grad`: the step writes the gradients, too, which have been checked for that.
-  const float* scalar(py::handle array, const std::string& name, bool zero_grad,
-                      Loans& loans) const;
-  // That all parameters are bfloat16, which stochastic rounding is for.
-  void check_rounding() const;
-  // That a call may write the gradients: each is writable and has memory of its own.
-  void check_gradients_writable();
+  // The options of a step, by name: those of StepOptions in lists.py. None is an absent one.
+  StepOptions options(const py::dict& given, Loans& loans);
 
   bool has(Role role) const;
   // What an operation that no kernel exists for was asked to do, in the arguments' names.
@@ -92,10 +91,21 @@ class Arrays {
     const char *begin, *end;
     size_t list, index;
   };
+  Place place_of(const std::string& name, size_t i, bool writes = false) const {
+    return {name, i, single_, writes};
+  }
   void check(const Borrowed& b, const Place& place, Role role, size_t i) const;
   Column* column_of(Role role, size_t* outs) const;
   void check_overlap();
   py::value_error overlap(size_t list, size_t i, size_t other_list, size_t j) const;
+  // The element of an array of one float32 on the plan's device that a step reads; null for None.
+  // `zero_grad`: the step writes the gradients, too, which have been checked for that.
+  const float* scalar(py::handle array, const std::string& name, bool zero_grad,
+                      Loans& loans) const;
+  // That all parameters are bfloat16, which stochastic rounding is for.
+  void check_rounding() const;
+  // That a call may write the gradients: each is writable and has memory of its own.
+  void check_gradients_writable();
   Column borrow_gradients(const py::tuple& grads, Loans& loans) const;
   void check_gradients_in_place();
   void check_apart(const Borrowed& b, const Place& place, const std::vector<Written>& others) const;
@@ -115,7 +125,6 @@ class Arrays {
   std::vector<Layout> layouts_;
   std::vector<int64_t> extents_;
   Device device_;
-  std::string device_text_;
   py::tuple grads_;
   std::vector<bool> from_parameter_;  // gradient i is params[i].grad
   bool gradients_known_ = false;

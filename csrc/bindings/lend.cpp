@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "exchange.h"
+
 namespace spectrain {
 namespace {
 
@@ -193,22 +195,6 @@ bool lend_cuda_array(py::handle array, const Place& place, Loans& loans, Borrowe
   return true;
 }
 
-// Whether an array is CuPy's, or of a class derived from that.
-bool is_cupy(py::handle array) {
-  PyObject* bases = Py_TYPE(array.ptr())->tp_mro;
-  for (const py::handle base : py::reinterpret_borrow<py::tuple>(bases)) {
-    const auto* type = reinterpret_cast<PyTypeObject*>(base.ptr());
-    const py::object module =
-        type->tp_dict != nullptr
-            ? py::reinterpret_borrow<py::object>(PyDict_GetItemString(type->tp_dict, "__module__"))
-            : py::object();
-    if (!module || !py::isinstance<py::str>(module)) continue;
-    const auto name = module.cast<std::string>();
-    if (name == "cupy" || name.rfind("cupy.", 0) == 0) return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 Borrowed lend(py::handle array, const Place& place, Loans& loans) {
@@ -218,23 +204,6 @@ Borrowed lend(py::handle array, const Place& place, Loans& loans) {
     return b;
   }
   throw py::type_error(place.text() + ": expected a tensor, got " + type_name(array));
-}
-
-bool current_stream_of(py::handle array, int device, void** stream) {
-  if (array.is_none()) return false;
-  py::object handle;
-  if (is_cupy(array)) {
-    const py::object current = py::module_::import("cupy").attr("cuda").attr("get_current_stream");
-    handle = current(device).attr("ptr");
-  } else {
-    const py::object described_by = attribute(array, "__cuda_array_interface__");
-    if (attribute(array, "__dlpack__") || !described_by) return false;
-    const py::dict interface = described_by;
-    if (!interface.contains("stream") || interface["stream"].is_none()) return false;
-    handle = interface["stream"];
-  }
-  *stream = reinterpret_cast<void*>(handle.cast<uintptr_t>());
-  return true;
 }
 
 }  // namespace spectrain

@@ -3,9 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <optional>
-
 #include "arrays.h"
+#include "exchange.h"
 #include "kernels/cuda/launch.h"
 #include "memory.h"
 #include "numbers.h"
@@ -14,21 +13,13 @@
 namespace spectrain {
 namespace {
 
-// grad_scale, found_inf, clip_factor: an array of one element each, or None; zero_grad;
-// rounding_seed. None stands for all absent: taking a tuple apart costs a tenth of a small step.
-using PyOptions =
-    std::optional<std::tuple<py::object, py::object, py::object, bool, std::optional<uint64_t>>>;
-
-// Inputs: address, type, on CUDA, device index, name. Constants. Instructions: a, b, operation.
-using PyInput = std::tuple<uintptr_t, int, bool, int, std::string>;
-using PyProgram = std::tuple<std::vector<PyInput>, std::vector<double>,
-                             std::vector<std::tuple<uint16_t, uint16_t, int>>>;
+// Role, name in errors, whether the call writes it, arrays.
+using PyList = std::tuple<Role, std::string, bool, py::tuple>;
 
 class PyPlan {
  public:
-  PyPlan(const std::vector<std::tuple<int, std::string, bool, py::tuple>>& lists,
-         const std::vector<int>& groups, bool single)
-      : arrays_(array_lists(lists), groups, single) {
+  PyPlan(const std::vector<PyList>& lists, std::vector<uint16_t> groups, bool single)
+      : arrays_(array_lists(lists), std::move(groups), single) {
     const Device device = arrays_.plan->device();
     if (device.cuda) arrays_.plan->allocate = allocator(device.index);
   }
@@ -99,7 +90,7 @@ class PyPlan {
   }
 
   void sgd_step_(py::handle given, bool with_momentum, py::handle first_step,
-                 py::handle given_predictions, const PyOptions& given_options, py::handle stream,
+                 py::handle given_predictions, const py::dict& options, py::handle stream,
                  py::handle with_program) {
     const Turn turn(turns_);
     if (with_momentum) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
@@ -110,15 +101,15 @@ class PyPlan {
     for (Setting& s : settings) s.first_step = first;
     std::vector<Plan::Prediction> wanted = checked_predictions(given_predictions);
     Loans loans{arrays_.first(), {}};
-    const Plan::StepOptions options = checked_options(given_options, loans);
+    const StepOptions told = arrays_.options(options, loans);
     Roles roles{Role::params, Role::grads};
     if (with_momentum) roles.add(Role::momentum);
     if (!wanted.empty()) roles.add(Role::out);
     run(roles, stream, with_program, [&](Plan& plan, void* s) {
-      plan.sgd_step_(std::move(settings), flags, with_momentum, std::move(wanted), options, s);
+      plan.sgd_step_(std::move(settings), flags, with_momentum, std::move(wanted), told, s);
     });
   }
-  void adam_step_(py::handle given, py::handle given_predictions, const PyOptions& given_options,
+  void adam_step_(py::handle given, py::handle given_predictions, const py::dict& options,
                   py::handle stream, py::handle with_program) {
     const Turn turn(turns_);
     need_state(true);
@@ -126,11 +117,11 @@ class PyPlan {
     std::vector<Setting> settings = checked_settings(given);
     std::vector<Plan::Prediction> wanted = checked_predictions(given_predictions);
     Loans loans{arrays_.first(), {}};
-    const Plan::StepOptions options = checked_options(given_options, loans);
+    const StepOptions told = arrays_.options(options, loans);
     Roles roles = state(true).add(Role::grads);
     if (!wanted.empty()) roles.add(Role::out);
     run(roles, stream, with_program, [&](Plan& plan, void* s) {
-      plan.adam_step_(std::move(settings), std::move(wanted), options, s);
+      plan.adam_step_(std::move(settings), std::move(wanted), told, s);
     });
   }
 
@@ -161,18 +152,14 @@ class PyPlan {
   }
 
  private:
-  static std::vector<ArrayList> array_lists(
-      const std::vector<std::tuple<int, std::string, bool, py::tuple>>& lists) {
+  static std::vector<ArrayList> array_lists(const std::vector<PyList>& lists) {
     std::vector<ArrayList> result;
     result.reserve(lists.size());
     for (const auto& [role, name, writes, arrays] : lists) {
-      const bool first = result.empty();
-      if (role < 0 || role >= kRoles || (static_cast<Role>(role) == Role::params) != first) {
-        throw py::value_error(name + ": expected role 0 of the first list and 1 to " +
-                              std::to_string(kRoles - 1) + " of the others, got " +
-                              std::to_string(role));
+      if ((role == Role::params) != result.empty()) {
+        throw py::value_error(name + ": expected the parameters in the first list, and there only");
       }
-      result.push_back({static_cast<Role>(role), name, writes, arrays});
+      result.push_back({role, name, writes, arrays});
     }
     if (result.empty()) throw py::value_error("lists: expected at least the parameters");
     return result;
@@ -222,17 +209,6 @@ class PyPlan {
     return wanted;
   }
 
-  Plan::StepOptions checked_options(const PyOptions& given, Loans& loans) {
-    if (!given) return {};
-    const auto& [grad_scale, found_inf, clip_factor, zero_grad, seed] = *given;
-    if (seed) arrays_.check_rounding();
-    if (zero_grad) arrays_.check_gradients_writable();
-    const Gate gate{arrays_.scalar(found_inf, "found_inf", zero_grad, loans),
-                    arrays_.scalar(grad_scale, "grad_scale", zero_grad, loans),
-                    arrays_.scalar(clip_factor, "clip_factor", zero_grad, loans)};
-    return {gate, seed ? Rounding::seeded(*seed) : Rounding{}, zero_grad};
-  }
-
   void need(Role role, const char* name, const char* why) const {
     if (!arrays_.has(role)) throw py::value_error(std::string(name) + ": " + why);
   }
@@ -279,41 +255,14 @@ class PyPlan {
     return {flags.begin(), flags.end()};
   }
 
-  static Program program(const Plan& plan, const PyProgram& given) {
-    Program result;
-    std::tie(std::ignore, result.constants, std::ignore) = given;
-    for (const auto& [at, type, cuda, index, name] : std::get<0>(given)) {
-      if (!(Device{cuda, index} == plan.device())) {
-        const auto text = [](bool on_cuda, int i) {
-          return on_cuda ? "cuda:" + std::to_string(i) : std::string("cpu");
-        };
-        throw py::value_error(name + ": expected a number on " +
-                              text(plan.device().cuda, plan.device().index) +
-                              ", where the weights are, got one on " + text(cuda, index));
-      }
-      if (at == 0 || type < 0 || type > static_cast<int>(InputType::int64)) {
-        throw py::value_error(name + ": expected one element in memory");
-      }
-      result.inputs.push_back({reinterpret_cast<const void*>(at), static_cast<InputType>(type)});
-    }
-    size_t known = result.inputs.size() + result.constants.size();  // registers
-    for (const auto& [a, b, code] : std::get<2>(given)) {
-      if (a >= known || b >= known || code < 0 || code > static_cast<int>(Opcode::power)) {
-        throw py::value_error("program: expected operations on registers known by then");
-      }
-      result.code.push_back({a, b, static_cast<Opcode>(code)});
-      ++known;
-    }
-    return result;
-  }
-
   template <class F>
   void run(Roles roles, py::handle stream, py::handle with_program, F&& f) {
     Plan& plan = *arrays_.plan;
     if (plan.size() == 0) return;
     arrays_.check_in_place(roles);
     plan.program = {};
-    if (!with_program.is_none()) plan.program = program(plan, with_program.cast<PyProgram>());
+    if (!with_program.is_none())
+      plan.program = program(plan.device(), with_program.cast<PyProgram>());
     void* handle = nullptr;
     if (plan.device().cuda) handle = resolve_stream(stream, arrays_.first(), plan.device().index);
     try {
@@ -327,70 +276,6 @@ class PyPlan {
   Arrays arrays_;
   Turns turns_;
 };
-
-Watch watch(const py::tuple& tensors) {
-  Watch result;
-  const std::string name = "tensors";
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    Loans loans{tensors[i], {}};
-    const Place place{name, static_cast<py::ssize_t>(i), false};
-    const Borrowed b = borrow(tensors[i], place, loans);
-    result.add(tensors[i], b.size > 0 ? b.data : nullptr, i);
-  }
-  return result;
-}
-
-// Whether nested lists and tuples hold nothing but Python's own numbers.
-bool all_plain(py::handle value) {
-  PyObject* p = value.ptr();
-  if (PyFloat_CheckExact(p) || PyLong_Check(p)) return true;
-  if (!PyTuple_Check(p) && !PyList_Check(p)) return false;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(p); ++i) {
-    if (!all_plain(PySequence_Fast_GET_ITEM(p, i))) return false;
-  }
-  return true;
-}
-
-// Whether `now` is still what `seen` was noted of it. There a tuple stands for a list, a tuple or
-// the values of a dict, a dict for what these keys of a dict lead to (None: to nothing), a number
-// or a string for its value and whatever else for itself. No Python code runs.
-bool same(PyObject* now, PyObject* seen) {
-  if (now == seen) return true;
-  if (PyTuple_Check(seen)) {
-    const Py_ssize_t n = PyTuple_GET_SIZE(seen);
-    if (PyDict_Check(now)) {
-      if (PyDict_GET_SIZE(now) != n) return false;
-      PyObject* value = nullptr;
-      Py_ssize_t at = 0;
-      for (Py_ssize_t i = 0; PyDict_Next(now, &at, nullptr, &value); ++i) {
-        if (!same(value, PyTuple_GET_ITEM(seen, i))) return false;
-      }
-      return true;
-    }
-    if (!PyTuple_Check(now) && !PyList_Check(now)) return false;
-    if (PySequence_Fast_GET_SIZE(now) != n) return false;
-    for (Py_ssize_t i = 0; i < n; ++i) {
-      if (!same(PySequence_Fast_GET_ITEM(now, i), PyTuple_GET_ITEM(seen, i))) return false;
-    }
-    return true;
-  }
-  if (PyDict_Check(seen)) {
-    if (!PyDict_Check(now)) return false;
-    PyObject *key = nullptr, *expected = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(seen, &at, &key, &expected);) {
-      PyObject* found = PyDict_GetItemWithError(now, key);
-      if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-      if (!same(found == nullptr ? Py_None : found, expected)) return false;
-    }
-    return true;
-  }
-  if (Py_TYPE(now) != Py_TYPE(seen)) return false;
-  if (PyFloat_CheckExact(now)) return PyFloat_AS_DOUBLE(now) == PyFloat_AS_DOUBLE(seen);
-  if (!PyLong_CheckExact(now) && !PyUnicode_CheckExact(now)) return false;
-  const int equal = PyObject_RichCompareBool(now, seen, Py_EQ);
-  if (equal < 0) throw py::error_already_set();
-  return equal == 1;
-}
 
 py::dict build_info() {
   py::dict info;
@@ -416,6 +301,35 @@ int require_cuda() {
   return count;
 }
 
+// What Python has to know of the native half, by the names that errors and formulas need.
+void export_constants(py::module_& m) {
+  py::enum_<Role>(m, "Role")
+      .value("PARAMS", Role::params)
+      .value("MOMENTUM", Role::momentum)
+      .value("GRADS", Role::grads)
+      .value("STASHED", Role::stashed)
+      .value("OUT", Role::out)
+      .value("SECOND", Role::second);
+  py::enum_<Opcode>(m, "Opcode")
+      .value("ADD", Opcode::add)
+      .value("SUBTRACT", Opcode::subtract)
+      .value("MULTIPLY", Opcode::multiply)
+      .value("DIVIDE", Opcode::divide)
+      .value("POWER", Opcode::power);
+  py::enum_<InputType>(m, "InputType")
+      .value("FLOAT32", InputType::float32)
+      .value("FLOAT64", InputType::float64)
+      .value("INT64", InputType::int64);
+  m.attr("MAX_GROUPS") = kMaxGroups;
+  m.attr("MAX_REGISTERS") = kMaxRegisters;
+  m.attr("MAX_TERMS") = kMaxTerms;
+  m.attr("TERM") = py::tuple(py::cast(names_of_numbers<Term>()));
+  std::vector<std::string> setting = names_of_numbers<Setting>();
+  setting.push_back("step");
+  m.attr("SETTING") = py::tuple(py::cast(setting));
+  m.def("placeholder", &placeholder, py::arg("register"));
+}
+
 }  // namespace
 }  // namespace spectrain
 
@@ -423,11 +337,11 @@ PYBIND11_MODULE(_C, m) {
   namespace py = pybind11;
   using spectrain::PyPlan;
   m.doc() = "Native half of spectrain_ext: validates arrays, resolves streams, launches kernels.";
+  spectrain::export_constants(m);
   const auto stream = py::arg("stream");
   const auto program = py::arg("program") = py::none();
   py::class_<PyPlan>(m, "Plan")
-      .def(py::init<const std::vector<std::tuple<int, std::string, bool, py::tuple>>&,
-                    const std::vector<int>&, bool>(),
+      .def(py::init<const std::vector<spectrain::PyList>&, std::vector<uint16_t>, bool>(),
            py::arg("lists"), py::arg("groups"), py::arg("single"))
       .def("predict_", &PyPlan::predict_, py::arg("terms"), py::arg("eps"), stream, program)
       .def("predict", &PyPlan::predict, py::arg("terms"), py::arg("eps"), py::arg("out"), stream,
@@ -454,7 +368,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("n_groups", &PyPlan::n_groups)
       .def("last_launch", &PyPlan::last_launch);
   py::class_<spectrain::Watch>(m, "Watch")
-      .def(py::init(&spectrain::watch), py::arg("tensors"))
+      .def(py::init<const py::tuple&>(), py::arg("tensors"))
       .def("in_place", [](const spectrain::Watch& watch) { return !watch.moved(); });
   m.def("all_plain", &spectrain::all_plain, py::arg("numbers"));
   m.def(

@@ -14,29 +14,45 @@ namespace spectrain {
 
 namespace py = pybind11;
 
-// Calls `take` with every item of a sequence, which lives as long as that takes.
-template <class F>
-void each(py::handle sequence, F&& take) {
-  const auto items = py::reinterpret_steal<py::object>(
-      PySequence_Fast(sequence.ptr(), "expected a sequence of numbers"));
-  if (!items) throw py::error_already_set();
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
-    take(py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(items.ptr(), i)));
+// The items of a sequence one after the other, each of which lives as long as it is used.
+class Items {
+ public:
+  explicit Items(py::handle sequence)
+      : items_(py::reinterpret_steal<py::object>(
+            PySequence_Fast(sequence.ptr(), "expected a sequence of numbers"))) {
+    if (!items_) throw py::error_already_set();
   }
-}
-
-// The same of a tuple of a known length; `take` gets the index as well.
-template <class F>
-void each_of(size_t n, py::handle sequence, F&& take) {
-  size_t found = 0;
-  each(sequence, [&](const py::object& item) {
-    if (found < n) take(found, item);
-    ++found;
-  });
-  if (found != n) {
+  // Of a known length.
+  Items(py::handle sequence, size_t n) : Items(sequence) {
+    const auto found = static_cast<size_t>(PySequence_Fast_GET_SIZE(items_.ptr()));
+    if (found == n) return;
     throw py::type_error("expected " + std::to_string(n) + " entries, got " +
                          std::to_string(found));
   }
+  // A list may become shorter while an item of it is read.
+  bool more() const { return at_ < PySequence_Fast_GET_SIZE(items_.ptr()); }
+  py::object next() {
+    if (!more()) throw py::type_error("the sequence became shorter");
+    return py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(items_.ptr(), at_++));
+  }
+
+ private:
+  py::object items_;
+  Py_ssize_t at_ = 0;
+};
+
+// What each_number() of setting.h calls the numbers.
+template <class T>
+std::vector<std::string> names_of_numbers() {
+  std::vector<std::string> names;
+  T numbers;
+  each_number(numbers, [&](const char* name, double&) { names.push_back(name); });
+  return names;
+}
+template <class T>
+size_t count_of_numbers() {
+  static const size_t count = names_of_numbers<T>().size();
+  return count;
 }
 
 inline double number(py::handle value) {
@@ -47,57 +63,88 @@ inline double number(py::handle value) {
 
 inline std::vector<double> numbers(py::handle sequence) {
   std::vector<double> result;
-  each(sequence, [&](py::handle value) { result.push_back(number(value)); });
+  for (Items items(sequence); items.more();) result.push_back(number(items.next()));
   return result;
 }
 
 inline Term term(py::handle given) {
-  Term t;
-  double* const fields[] = {&t.keep, &t.momentum, &t.gradient, &t.root};
-  each_of(4, given, [&](size_t i, py::handle value) { *fields[i] = number(value); });
-  return t;
+  Term result;
+  Items items(given, count_of_numbers<Term>());
+  each_number(result, [&](const char*, double& x) { x = number(items.next()); });
+  return result;
 }
 
 // Of every group.
 inline Plan::Terms terms(py::handle groups) {
   Plan::Terms result;
-  each(groups, [&](py::handle group) {
-    result.emplace_back();
-    each(group, [&](py::handle t) { result.back().push_back(term(t)); });
-  });
+  for (Items group(groups); group.more();) {
+    std::vector<Term>& of_group = result.emplace_back();
+    for (Items items(group.next()); items.more();) of_group.push_back(term(items.next()));
+  }
   return result;
 }
 
-// Of every group: sign, weight_decay, decay, gain, decay2, eps, step.
+// Of every group: its numbers, and the step.
 inline std::vector<Setting> settings(py::handle groups) {
   std::vector<Setting> result;
-  each(groups, [&](py::handle group) {
+  for (Items group(groups); group.more();) {
     Setting& s = result.emplace_back();
-    double* const fields[] = {&s.sign, &s.weight_decay, &s.decay, &s.gain, &s.decay2, &s.eps};
-    each_of(7, group, [&](size_t i, py::handle value) {
-      if (i < 6) {
-        *fields[i] = number(value);
-      } else {
-        s.step = term(value);
-      }
-    });
-  });
+    Items items(group.next(), count_of_numbers<Setting>() + 1);
+    each_number(s, [&](const char*, double& x) { x = number(items.next()); });
+    s.step = term(items.next());
+  }
   return result;
 }
 
 // Pairs: the index of the output, and the terms.
 inline std::vector<Plan::Prediction> predictions(py::handle given) {
   std::vector<Plan::Prediction> result;
-  each(given, [&](py::handle pair) {
-    Plan::Prediction& prediction = result.emplace_back();
-    each_of(2, pair, [&](size_t i, py::handle part) {
-      if (i == 0) {
-        prediction.out = part.cast<size_t>();
-      } else {
-        prediction.terms = terms(part);
-      }
-    });
-  });
+  for (Items pairs(given); pairs.more();) {
+    Items pair(pairs.next(), 2);
+    const auto out = pair.next().cast<size_t>();
+    result.push_back({out, terms(pair.next())});
+  }
+  return result;
+}
+
+// Whether nested lists and tuples hold nothing but Python's own numbers.
+inline bool all_plain(py::handle value) {
+  PyObject* p = value.ptr();
+  if (PyFloat_CheckExact(p) || PyLong_Check(p)) return true;
+  if (!PyTuple_Check(p) && !PyList_Check(p)) return false;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(p); ++i) {
+    if (!all_plain(PySequence_Fast_GET_ITEM(p, i))) return false;
+  }
+  return true;
+}
+
+// Inputs: address, type, on CUDA, device index, name. Constants. Instructions: a, b, operation.
+using PyInput = std::tuple<uintptr_t, InputType, bool, int, std::string>;
+using PyProgram = std::tuple<std::vector<PyInput>, std::vector<double>,
+                             std::vector<std::tuple<uint16_t, uint16_t, Opcode>>>;
+
+// Of numbers in memory of that device.
+inline Program program(const Device& device, const PyProgram& given) {
+  const auto& [inputs, constants, code] = given;
+  Program result;
+  result.constants = constants;
+  for (const auto& [at, type, cuda, index, name] : inputs) {
+    const Device found{cuda, index};
+    if (!(found == device)) {
+      throw py::value_error(name + ": expected a number on " + device.text() +
+                            ", where the weights are, got one on " + found.text());
+    }
+    if (at == 0) throw py::value_error(name + ": expected one element in memory");
+    result.inputs.push_back({reinterpret_cast<const void*>(at), type});
+  }
+  size_t known = result.inputs.size() + result.constants.size();  // registers
+  for (const auto& [a, b, operation] : code) {
+    if (a >= known || b >= known) {
+      throw py::value_error("program: expected operations on registers known by then");
+    }
+    result.code.push_back({a, b, operation});
+    ++known;
+  }
   return result;
 }
 

@@ -4,6 +4,8 @@
 
 #include <stdexcept>
 
+#include "borrow.h"
+
 namespace spectrain {
 namespace {
 
@@ -48,6 +50,15 @@ bool is_torch_tensor(py::handle array) {
 
 }  // namespace
 
+Watch::Watch(const py::tuple& tensors) {
+  const std::string name = "tensors";
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    Loans loans{tensors[i], {}};
+    const Borrowed b = borrow(tensors[i], {name, i, false}, loans);
+    add(tensors[i], b.size > 0 ? b.data : nullptr, i);
+  }
+}
+
 void Watch::add(py::handle array, const void* at, size_t index) {
   if (!is_torch_tensor(array)) return;
   const TorchAbi& torch = torch_abi();
@@ -79,6 +90,44 @@ Watch::~Watch() {
     if (tensor.storage != nullptr) torch_abi().delete_handle(tensor.storage);
     if (tensor.handle != nullptr) torch_abi().delete_handle(tensor.handle);
   }
+}
+
+bool same(PyObject* now, PyObject* seen) {
+  if (now == seen) return true;
+  if (PyTuple_Check(seen)) {
+    const Py_ssize_t n = PyTuple_GET_SIZE(seen);
+    if (PyDict_Check(now)) {
+      if (PyDict_GET_SIZE(now) != n) return false;
+      PyObject* value = nullptr;
+      Py_ssize_t at = 0;
+      for (Py_ssize_t i = 0; PyDict_Next(now, &at, nullptr, &value); ++i) {
+        if (!same(value, PyTuple_GET_ITEM(seen, i))) return false;
+      }
+      return true;
+    }
+    if (!PyTuple_Check(now) && !PyList_Check(now)) return false;
+    if (PySequence_Fast_GET_SIZE(now) != n) return false;
+    for (Py_ssize_t i = 0; i < n; ++i) {
+      if (!same(PySequence_Fast_GET_ITEM(now, i), PyTuple_GET_ITEM(seen, i))) return false;
+    }
+    return true;
+  }
+  if (PyDict_Check(seen)) {
+    if (!PyDict_Check(now)) return false;
+    PyObject *key = nullptr, *expected = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(seen, &at, &key, &expected);) {
+      PyObject* found = PyDict_GetItemWithError(now, key);
+      if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+      if (!same(found == nullptr ? Py_None : found, expected)) return false;
+    }
+    return true;
+  }
+  if (Py_TYPE(now) != Py_TYPE(seen)) return false;
+  if (PyFloat_CheckExact(now)) return PyFloat_AS_DOUBLE(now) == PyFloat_AS_DOUBLE(seen);
+  if (!PyLong_CheckExact(now) && !PyUnicode_CheckExact(now)) return false;
+  const int equal = PyObject_RichCompareBool(now, seen, Py_EQ);
+  if (equal < 0) throw py::error_already_set();
+  return equal == 1;
 }
 
 }  // namespace spectrain

@@ -1,4 +1,5 @@
-// Tensors that a plan looks at again and again: are they still where it found them?
+// What is looked at again and again: are tensors still where they were found, and values what they
+// were?
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -21,6 +22,7 @@ namespace py = pybind11;
 class Watch {
  public:
   Watch() = default;
+  explicit Watch(const py::tuple& tensors);
   ~Watch();
   Watch(Watch&& other) noexcept { swap(other); }
   Watch& operator=(Watch&& other) noexcept {
@@ -45,5 +47,10 @@ class Watch {
 
   std::vector<Tensor> tensors_;
 };
+
+// Whether `now` is still what `seen` was noted of it. There a tuple stands for a list, a tuple or
+// the values of a dict, a dict for what these keys of a dict lead to (None: to nothing), a number
+// or a string for its value and whatever else for itself. No Python code runs.
+bool same(PyObject* now, PyObject* seen);
 
 }  // namespace spectrain

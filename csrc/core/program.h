@@ -31,6 +31,9 @@ struct Instruction {
   Opcode code;
 };
 
+// A register is named by 16 bits.
+constexpr int kMaxRegisters = 1 << 16;
+
 constexpr uint64_t kPlaceholder = 0x7ffd5e7700000000;  // the register in the lower 16 bits
 
 SPECTRAIN_HD double placeholder(uint16_t reg) { return bit_cast<double>(kPlaceholder | reg); }
@@ -91,27 +94,17 @@ SPECTRAIN_HD void evaluate(const ProgramView& program, double* registers) {
 SPECTRAIN_HD void fill_in(double& field, const double* registers) {
   if (is_placeholder(field)) field = registers[bit_cast<uint64_t>(field) & 0xffff];
 }
-SPECTRAIN_HD void fill_in(Term& t, const double* registers) {
-  fill_in(t.keep, registers);
-  fill_in(t.momentum, registers);
-  fill_in(t.gradient, registers);
-  fill_in(t.root, registers);
-}
 
 // Extrapolation has one term and no outputs of a prediction.
-SPECTRAIN_HD int used_terms(const Setting& s) { return s.n_outs > 0 ? s.out_end[s.n_outs - 1] : 1; }
+SPECTRAIN_HD int used_terms(const Setting& s) { return s.n_outs > 0 ? s.n_terms() : 1; }
 
 // Puts numbers where the placeholders are.
 SPECTRAIN_HD void fill_in(Setting& s, const double* registers) {
-  fill_in(s.sign, registers);
-  fill_in(s.weight_decay, registers);
-  fill_in(s.decay, registers);
-  fill_in(s.gain, registers);
-  fill_in(s.decay2, registers);
-  fill_in(s.eps, registers);
-  fill_in(s.step, registers);
+  const auto fill = [&](const char* /*name*/, double& x) { fill_in(x, registers); };
+  each_number(s, fill);
+  each_number(s.step, fill);
   const int n = used_terms(s);
-  for (int i = 0; i < n; ++i) fill_in(s.terms[i], registers);
+  for (int i = 0; i < n; ++i) each_number(s.terms[i], fill);
 }
 
 // A program as the host keeps it.

@@ -1,6 +1,11 @@
 // The numbers of one parameter group, in double, as the rules want them: learning rates, decay and
 // prediction laws have been resolved into coefficients by the caller.
+//
+// Callers write them as tuples: a term is the numbers of a Term, a setting those of a Setting and
+// then its step, in the order of `each_number`, which the module exports by name.
 #pragma once
+
+#include "config.h"
 
 namespace spectrain {
 
@@ -22,7 +27,7 @@ struct Term {
 // The step itself is a term, too: W' = keep*W - (momentum*v' + gradient*d) / D.
 struct Setting {
   double sign = 1.0;          // -1: maximize
-  double weight_decay = 0.0;  // L2: d = sign*factor*g + weight_decay*W, see gate.h
+  double weight_decay = 0.0;  // L2: d = sign*factor*g + weight_decay*W, see options.h
   double decay = 0.0;         // of the momentum: v' = decay*v + gain*d
   double gain = 1.0;
   double decay2 = 0.0;  // of Adam's second moment: u' = decay2*u + (1 - decay2)*d*d
@@ -32,6 +37,26 @@ struct Setting {
   int n_outs = 0;
   int out_end[kMaxOuts] = {};  // terms of prediction j: [out_end[j-1], out_end[j])
   Term terms[kMaxTerms];
+
+  SPECTRAIN_HD int n_terms() const { return n_outs > 0 ? out_end[n_outs - 1] : 0; }
 };
+
+// Calls f(name, number) with every number, in order.
+template <class F>
+SPECTRAIN_HD void each_number(Term& t, F&& f) {
+  f("keep", t.keep);
+  f("momentum", t.momentum);
+  f("gradient", t.gradient);
+  f("root", t.root);
+}
+template <class F>
+SPECTRAIN_HD void each_number(Setting& s, F&& f) {
+  f("sign", s.sign);
+  f("weight_decay", s.weight_decay);
+  f("decay", s.decay);
+  f("gain", s.gain);
+  f("decay2", s.decay2);
+  f("eps", s.eps);
+}
 
 }  // namespace spectrain

@@ -11,8 +11,7 @@
 #include <cstdint>
 
 #include "config.h"
-#include "gate.h"
-#include "rules/rounding.h"
+#include "options.h"
 
 namespace spectrain {
 
@@ -23,6 +22,9 @@ struct Row {
   uint8_t flags;         // kAligned, kFirstStep
   uint16_t setting;      // which of the launch's settings applies: its parameter group's
 };
+
+// A row names its group's setting by 16 bits.
+constexpr int kMaxGroups = 1 << 16;
 
 // Without it the streams of a row are never aligned together: go element by element.
 constexpr unsigned kAligned = 1;
@@ -39,9 +41,8 @@ struct TableView {
   void* const* pointers;  // n_streams a row
   uint32_t n_rows, n_streams;
   uint32_t chunk_begin, chunk_end;  // what to work on; a launch may hold a part of a long table
-  Gate gate = {};
-  Rounding rounding = {};  // stochastic: the last pointer of a row is its first element's position
-  bool zero_grad = false;  // gradients are set to zero after they were read, or the step skipped
+  // Where rounding is stochastic, the last pointer of a row is its first element's position.
+  StepOptions options = {};
 
   SPECTRAIN_HD void* pointer(uint32_t row, uint32_t stream) const {
     return pointers[static_cast<uint64_t>(row) * n_streams + stream];
@@ -50,7 +51,7 @@ struct TableView {
   // The generator's state at the element of a row, where rounding is stochastic.
   SPECTRAIN_HD uint64_t random_state(uint32_t row, int64_t element) const {
     const auto first = reinterpret_cast<uintptr_t>(pointer(row, n_streams - 1));
-    return rounding.state(static_cast<uint64_t>(first) + static_cast<uint64_t>(element));
+    return options.rounding.state(static_cast<uint64_t>(first) + static_cast<uint64_t>(element));
   }
 
   // The row a chunk belongs to, by bisection: the last one whose first chunk is not behind it.

@@ -64,13 +64,11 @@ size_t longest(const Plan::Terms& terms) {
   return n;
 }
 
-int terms_of(const Setting& s) { return s.n_outs == 0 ? 0 : s.out_end[s.n_outs - 1]; }
-
 // Adds a prediction to the settings of all groups, which then have the same number of outputs.
 void append(std::vector<Setting>& settings, const Plan::Terms& terms) {
   for (size_t g = 0; g < settings.size(); ++g) {
     Setting& s = settings[g];
-    int end = terms_of(s);
+    int end = s.n_terms();
     // A group that does not move still has one term, which keeps its weights.
     if (terms[g].empty()) s.terms[end++] = Term{};
     for (const Term& t : terms[g]) s.terms[end++] = t;
@@ -204,17 +202,15 @@ int Plan::run_cuda(Table& table, const TableView& rows, Settings settings, bool 
   const bool computes = !program.inputs.empty();
   // The first use of a long table is as many launches as writing it to the device would be.
   const bool stays = keep_tables && table.uses++ > 0;
-  if (!computes && (!stays || fits_parameters(table.cuda, rows, settings.size))) {
-    return launch_cuda(table.cuda, rows, settings, device_.index, stream);
-  }
+  const CudaLaunch launch{table.cuda, table.key, rows, settings, device_.index, stream};
+  if (!computes && (!stays || fits_parameters(launch))) return launch_cuda(launch);
   if (table.memory == nullptr) {
-    table.memory = allocate(resident_bytes(table.cuda, rows, settings.size), stream);
+    table.memory = allocate(resident_bytes(launch), stream);
     table.written = false;
   }
   table.memory->used_on(stream);
-  const int launches =
-      launch_cuda_resident(table.cuda, table.key, rows, settings, computes ? &program : nullptr,
-                           table.memory->at(), !table.written, device_.index, stream);
+  const int launches = launch_cuda_resident(
+      launch, {table.memory->at(), !table.written, computes ? &program : nullptr});
   // What is captured runs when the graph does: a call before that cannot count on it.
   table.written |= !capturing;
   return launches;
@@ -234,9 +230,7 @@ void Plan::run_one(const Call& call, bool capturing, void* stream) {
                          static_cast<uint32_t>(table.widths.size()),
                          0,
                          table.n_chunks,
-                         call.gate,
-                         call.rounding,
-                         call.zero_grad};
+                         call.options};
     last_rows_ += rows.n_rows;
     if (device_.cuda) {
       last_launches_ += run_cuda(table, rows, settings, capturing, stream);
@@ -333,7 +327,7 @@ void Plan::step(Request request, std::vector<Setting> settings, const Family& fa
     const bool same_type =
         request.streams.size() == n_state || out.dtype == request.streams.back()->dtype;
     int terms = 0;
-    for (const Setting& s : settings) terms = std::max(terms, terms_of(s));
+    for (const Setting& s : settings) terms = std::max(terms, s.n_terms());
     const bool fits = same_type && settings[0].n_outs < kMaxOuts &&
                       terms + std::max<size_t>(longest(p.terms), 1) <= kMaxTerms;
     if (!fits && needs_gradient(p.terms)) {
@@ -351,9 +345,8 @@ void Plan::step(Request request, std::vector<Setting> settings, const Family& fa
     }
     if (!everywhere) later.push_back(copy_call(params, out, Which::without_gradient));
   }
-  for (Call& call : later) call.gate = options.gate.skip_only();
-  later.insert(later.begin(), Call{std::move(request), std::move(settings), options.gate,
-                                   options.rounding, options.zero_grad});
+  for (Call& call : later) call.options = options.of_later_pass();
+  later.insert(later.begin(), Call{std::move(request), std::move(settings), options});
   run(std::move(later), stream);
 }
 

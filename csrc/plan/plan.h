@@ -18,6 +18,7 @@ struct Device {
   bool cuda = false;
   int index = 0;
   bool operator==(const Device& other) const { return cuda == other.cuda && index == other.index; }
+  std::string text() const { return cuda ? "cuda:" + std::to_string(index) : "cpu"; }
 };
 
 // One list of arrays: an address and an element type for every parameter. Absent: no addresses.
@@ -91,14 +92,9 @@ class Plan {
   void copy(const Column& from, const Column& to, void* stream);
   void swap_(void* stream);
 
-  // What a step does beside its numbers.
-  struct StepOptions {
-    Gate gate = {};
-    Rounding rounding = {};  // stochastic: all weights must be bfloat16
-    bool zero_grad = false;  // the caller has made sure that gradients may be written
-  };
   // One setting per group. `first_step`: empty, or one flag per tensor (then the settings' own are
-  // not used).
+  // not used). The caller has made sure that the options fit the arrays: that all weights are
+  // bfloat16 where rounding is stochastic, and gradients may be written where they are zeroed.
   void sgd_step_(std::vector<Setting>, const std::vector<uint8_t>& first_step, bool with_momentum,
                  std::vector<Prediction>, const StepOptions&, void* stream);
   void adam_step_(std::vector<Setting>, std::vector<Prediction>, const StepOptions&, void* stream);
@@ -161,9 +157,7 @@ class Plan {
   struct Call {
     Request request;
     std::vector<Setting> settings;
-    Gate gate = {};
-    Rounding rounding = {};
-    bool zero_grad = false;
+    StepOptions options = {};
   };
 
   Resolved& resolve(const Request& request);

@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "core/config.h"
-#include "core/gate.h"
+#include "core/options.h"
 #include "core/scalar.h"
 
 namespace spectrain {

@@ -28,7 +28,7 @@ struct Predictions {
   SPECTRAIN_HD static void make(const Setting& s, Predictions& p) {
     p.n_outs = s.n_outs;
     for (int j = 0; j < kMaxOuts; ++j) p.end[j] = s.out_end[j];
-    const int n = s.n_outs > 0 ? s.out_end[s.n_outs - 1] : 0;
+    const int n = s.n_terms();
     SPECTRAIN_NO_UNROLL
     for (int i = 0; i < MaxTerms; ++i) {
       p.term[i] = Coefficients<Acc>::make(i < n ? s.terms[i] : Term{});

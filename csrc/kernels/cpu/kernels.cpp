@@ -260,7 +260,7 @@ struct Cpu {
   static void range(const Args& args, const TableView& table, uint32_t r, Range range,
                     bool stream_outputs, Scratch& scratch) {
     const unsigned flags = table.rows[r].flags;
-    const auto factor = gradient_factor<Rule>(table.gate);
+    const auto factor = gradient_factor<Rule>(table.options.gate);
     for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
       const int n = static_cast<int>(range.end - begin < kBlock ? range.end - begin : kBlock);
       char* p[n_streams];
@@ -274,7 +274,7 @@ struct Cpu {
         p[s] = stream<s>::reads ? at : scratch.staging[s].begin(at, past_cache);
         q[s] = in_place<type<s>> ? reinterpret_cast<Acc*>(p[s]) : scratch.wide[s];
       });
-      Rounding rounding = table.rounding;
+      Rounding rounding = table.options.rounding;
       if (rounding.stochastic) rounding.start = table.random_state(r, begin);
       block(args, flags, factor, rounding, p, q, n, scratch);
       unroll<n_streams>([&](auto index) {
@@ -296,7 +296,8 @@ struct Cpu {
         }
       }
       if constexpr (Rule::kGradient >= 0) {
-        if (table.zero_grad) memset(p[Rule::kGradient], 0, n * sizeof(type<Rule::kGradient>));
+        if (table.options.zero_grad)
+          memset(p[Rule::kGradient], 0, n * sizeof(type<Rule::kGradient>));
       }
     }
   }
@@ -325,8 +326,8 @@ struct Cpu {
   }
 
   static void run(const TableView& table, Settings settings, const CpuOptions& options) {
-    if (table.gate.skips()) {
-      if (table.zero_grad) zero(table);
+    if (table.options.gate.skips()) {
+      if (table.options.zero_grad) zero(table);
       return;
     }
     // Not a std::vector: nothing that another unit could be linked to may be left behind.

@@ -1,4 +1,5 @@
 #include "driver.cuh"
+#include "units.h"
 
 namespace spectrain {
 CudaKernel find_cuda_adam_family(KernelKey key) { return find_adam_family<CudaKernel, Cuda>(key); }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/table.h"
-#include "rules/stream.h"
+#include "rules/rounding.h"
 
 namespace spectrain {
 
@@ -122,7 +122,7 @@ struct Body {
     Acc kept[n_streams][N];
     [[maybe_unused]] uint64_t random = 0;
     if constexpr (rounds_weights<Rule>()) {
-      if (table.rounding.stochastic) random = table.random_state(row, element);
+      if (table.options.rounding.stochastic) random = table.random_state(row, element);
     }
     unroll<n_streams>([&](auto index) {
       constexpr int s = decltype(index)::value;
@@ -143,7 +143,7 @@ struct Body {
         if constexpr (stream<s>::writes && stream<s>::source < 0) {
           packs.template get<s>().element[e] = Narrow<type<s>>::from(x[s]);
           if constexpr (s == 0 && rounds_weights<Rule>()) {
-            if (table.rounding.stochastic) {
+            if (table.options.rounding.stochastic) {
               packs.template get<s>().element[e] = {round_stochastically(x[s], random)};
               random += Rounding::kStep;
             }
@@ -170,7 +170,8 @@ struct Body {
     });
     if constexpr (Rule::has_outs) predictions<N>(packs, kept, element);
     if constexpr (Rule::kGradient >= 0) {
-      if (table.zero_grad) Pack<type<Rule::kGradient>, N>{}.store(at<Rule::kGradient>(element));
+      if (table.options.zero_grad)
+        Pack<type<Rule::kGradient>, N>{}.store(at<Rule::kGradient>(element));
     }
   }
 
@@ -256,13 +257,13 @@ struct Body {
   }
 
   SPECTRAIN_HD static void run(const Args* settings, const TableView& table, const Lane& lane) {
-    if (table.gate.skips()) {
+    if (table.options.gate.skips()) {
       if constexpr (Rule::kGradient >= 0) {
-        if (table.zero_grad) zero(table, lane);
+        if (table.options.zero_grad) zero(table, lane);
       }
       return;
     }
-    const auto factor = gradient_factor<Rule>(table.gate);
+    const auto factor = gradient_factor<Rule>(table.options.gate);
     for (uint64_t chunk = table.chunk_begin + static_cast<uint64_t>(lane.block);
          chunk < table.chunk_end; chunk += lane.blocks) {
       const uint32_t r = table.find_row(static_cast<uint32_t>(chunk));

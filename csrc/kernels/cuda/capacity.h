@@ -18,4 +18,7 @@ constexpr size_t kLargeTable = 32256;
 constexpr size_t kLargeTable = kSmallTable;
 #endif
 
+// What a block has of shared memory.
+constexpr size_t kSharedBytes = 48 * 1024;
+
 }  // namespace spectrain

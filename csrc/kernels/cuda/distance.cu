@@ -1,7 +1,6 @@
 // Distances on the GPU: a partial sum per chunk, then a block per row adds up its chunks.
 #include "enqueue.cuh"
-#include "kernels/kernels.h"
-#include "rules/distance.h"
+#include "units.h"
 
 namespace spectrain {
 namespace {
@@ -76,7 +75,6 @@ cudaError_t launch(const Distances& d, void* stream) {
 
 }  // namespace
 
-// `d` speaks of global memory. Null, or the CUDA runtime's name of the error.
 const char* enqueue_distances(DType t, const Distances& d, void* stream) {
   return words(t == DType::float64    ? launch<double>(d, stream)
                : t == DType::float32  ? launch<float>(d, stream)

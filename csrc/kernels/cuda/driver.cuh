@@ -18,9 +18,7 @@ template <class Args, size_t Bytes>
 struct ParameterTable {
   uint32_t n_rows, n_streams, chunk_begin, chunk_end;
   uint32_t rows_at, pointers_at;  // in bytes
-  Gate gate;
-  Rounding rounding;
-  bool zero_grad;
+  StepOptions options;
   alignas(16) unsigned char storage[Bytes];
 
   static size_t bytes(const TableView& view, int n_settings) {
@@ -36,9 +34,7 @@ struct ParameterTable {
     n_streams = view.n_streams;
     chunk_begin = view.chunk_begin;
     chunk_end = view.chunk_end;
-    gate = view.gate;
-    rounding = view.rounding;
-    zero_grad = view.zero_grad;
+    options = view.options;
     rows_at = static_cast<uint32_t>(settings_bytes(settings.size));
     pointers_at = rows_at + static_cast<uint32_t>(n_rows * sizeof(Row));
     for (int i = 0; i < settings.size; ++i) {
@@ -56,9 +52,7 @@ struct ParameterTable {
             n_streams,
             chunk_begin,
             chunk_end,
-            gate,
-            rounding,
-            zero_grad};
+            options};
   }
 };
 

@@ -9,36 +9,45 @@
 
 #include "capacity.h"
 #include "device.h"
-#include "resident.h"
+#include "units.h"
 
 namespace spectrain {
 
-CudaKernel find_cuda_copy_family(KernelKey);
-CudaKernel find_cuda_sgd_family(KernelKey);
-CudaKernel find_cuda_adam_family(KernelKey);
-const char* enqueue_distances(DType, const Distances&, void* stream);
-const char* enqueue_totals(double* result, int64_t n, uint32_t n_lists, void* stream);
-
 namespace {
 
-const char* const kTooManyGroups =
-    "the parameter groups do not fit one launch; use fewer groups a call";
+constexpr size_t kRowAlignment = 16;  // of what lies behind the settings
 
 void check(const char* error, int device) {
   if (error != nullptr) throw cuda_error(error, device);
 }
 
 size_t bytes_per_row(const TableView& view) { return sizeof(Row) + view.n_streams * sizeof(void*); }
-// Rows behind them are aligned.
-size_t bytes_of_settings(CudaKernel kernel, int n) {
-  return static_cast<size_t>(n) * kernel.setting_bytes + 16;
+size_t bytes_of_settings(const CudaLaunch& given) {
+  return static_cast<size_t>(given.settings.size) * given.kernel.setting_bytes;
 }
+
+[[noreturn]] void refuse_groups(const CudaLaunch& given) {
+  throw cuda_error(std::to_string(given.settings.size) +
+                       " parameter groups do not fit one launch; use fewer groups a call",
+                   given.device);
+}
+
+// Where a table that stays lies, in one piece of device memory: rows, pointers, arguments of every
+// group.
+struct ResidentLayout {
+  size_t argument_bytes, arguments_at, bytes;
+
+  explicit ResidentLayout(const CudaLaunch& given)
+      : argument_bytes(bytes_of_settings(given)),
+        arguments_at((given.view.n_rows * bytes_per_row(given.view) + 15) / 16 * 16),
+        bytes((arguments_at + argument_bytes + 15) / 16 * 16) {}
+};
 
 // Rows, then pointers. In the parameters of kernels: what a copy would read is gone when a captured
 // graph replays it.
 int write_table(const TableView& view, void* to, int device, void* stream) {
   const size_t rows_bytes = view.n_rows * sizeof(Row);
-  const size_t pointers_bytes = static_cast<size_t>(view.n_rows) * view.n_streams * sizeof(void*);
+  const size_t pointers_bytes = view.n_rows * bytes_per_row(view) - rows_bytes;
   std::vector<char> bytes(rows_bytes + pointers_bytes);
   memcpy(bytes.data(), view.rows, rows_bytes);
   memcpy(bytes.data() + rows_bytes, view.pointers, pointers_bytes);
@@ -87,15 +96,12 @@ CudaKernel find_cuda_kernel(KernelKey key) {
   return found;
 }
 
-int launch_cuda(CudaKernel kernel, const TableView& view, Settings settings, int device,
-                void* stream) {
-  const DeviceGuard guard(device);
+int launch_cuda(const CudaLaunch& given) {
+  const TableView& view = given.view;
+  const DeviceGuard guard(given.device);
   const size_t row_bytes = bytes_per_row(view);
-  const size_t settings_bytes = bytes_of_settings(kernel, settings.size);
-  if (settings_bytes + row_bytes > kLargeTable) {
-    throw std::runtime_error("CUDA: " + std::to_string(settings.size) +
-                             " parameter groups do not fit one launch; use fewer groups a call");
-  }
+  const size_t settings_bytes = kRowAlignment + bytes_of_settings(given);
+  if (settings_bytes + row_bytes > kLargeTable) refuse_groups(given);
   const auto capacity = static_cast<uint32_t>((kLargeTable - settings_bytes) / row_bytes);
   int launches = 0;
   for (uint32_t begin = 0; begin < view.n_rows; begin += capacity) {
@@ -106,7 +112,7 @@ int launch_cuda(CudaKernel kernel, const TableView& view, Settings settings, int
     window.n_rows = end - begin;
     window.chunk_begin = view.rows[begin].first_chunk;
     window.chunk_end = end == view.n_rows ? view.chunk_end : view.rows[end].first_chunk;
-    check(kernel.launch(window, settings, device, stream), device);
+    check(given.kernel.launch(window, given.settings, given.device, given.stream), given.device);
     ++launches;
   }
   return launches;
@@ -123,33 +129,27 @@ bool cuda_is_capturing(int device, void* stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-bool fits_parameters(CudaKernel kernel, const TableView& view, int n_settings) {
-  return bytes_of_settings(kernel, n_settings) + view.n_rows * bytes_per_row(view) <= kLargeTable;
+bool fits_parameters(const CudaLaunch& given) {
+  const TableView& view = given.view;
+  return kRowAlignment + bytes_of_settings(given) + view.n_rows * bytes_per_row(view) <=
+         kLargeTable;
 }
 
-size_t resident_bytes(CudaKernel kernel, const TableView& view, int n_settings) {
-  return ResidentLayout(view, n_settings, kernel.setting_bytes).bytes;
-}
+size_t resident_bytes(const CudaLaunch& given) { return ResidentLayout(given).bytes; }
 
-int launch_cuda_resident(CudaKernel kernel, KernelKey key, const TableView& view, Settings settings,
-                         const Program* program, void* memory, bool write, int device,
-                         void* stream) {
-  constexpr size_t kSharedBytes = 48 * 1024;
+int launch_cuda_resident(const CudaLaunch& given, const Resident& table) {
+  const auto& [kernel, key, view, settings, device, stream] = given;
   const DeviceGuard guard(device);
-  const ResidentLayout layout(view, settings.size, kernel.setting_bytes);
-  const size_t argument_bytes = static_cast<size_t>(settings.size) * kernel.setting_bytes;
-  if (argument_bytes > kSharedBytes) check(kTooManyGroups, device);
-  auto* at = static_cast<char*>(memory);
-  int launches = 0;
-  if (write) {
-    launches += write_table(view, at, device, stream);
-  }
+  const ResidentLayout layout(given);
+  if (layout.argument_bytes > kSharedBytes) refuse_groups(given);
+  auto* at = static_cast<char*>(table.memory);
+  int launches = table.write ? write_table(view, at, device, stream) : 0;
   void* arguments = nullptr;
-  if (program != nullptr || argument_bytes > kSmallTable) {
+  if (table.program != nullptr || layout.argument_bytes > kSmallTable) {
     arguments = at + layout.arguments_at;
     const PrepareRequest request{
         key.operation, key.w,
-        settings,      program != nullptr ? program->view() : ProgramView{},
+        settings,      table.program != nullptr ? table.program->view() : ProgramView{},
         arguments,     static_cast<size_t>(kernel.setting_bytes)};
     check(enqueue_prepare(request, stream, &launches), device);
   }

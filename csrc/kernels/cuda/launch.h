@@ -20,24 +20,38 @@ int cuda_device_count(std::string* why);
 
 CudaKernel find_cuda_kernel(KernelKey);
 
-// Enqueues a table on `stream` of a device and returns the number of launches it took. Throws
-// std::runtime_error with the CUDA runtime's words.
-int launch_cuda(CudaKernel, const TableView&, Settings, int device, void* stream);
+// What is to be done, and where.
+struct CudaLaunch {
+  CudaKernel kernel;
+  KernelKey key;
+  TableView view;  // of host memory
+  Settings settings;
+  int device;
+  void* stream;
+};
+
+// Enqueues it and returns the number of launches it took. Throws std::runtime_error with the CUDA
+// runtime's words.
+int launch_cuda(const CudaLaunch&);
 
 // Whether what is enqueued on the stream now becomes part of a CUDA graph.
 bool cuda_is_capturing(int device, void* stream);
 
 // Whether one launch_cuda() is one launch.
-bool fits_parameters(CudaKernel, const TableView&, int n_settings);
+bool fits_parameters(const CudaLaunch&);
 
 // What a table needs to stay on the device.
-size_t resident_bytes(CudaKernel, const TableView&, int n_settings);
+size_t resident_bytes(const CudaLaunch&);
 
-// Enqueues one launch over a table that lies in `memory`, of resident_bytes(). `write`: it is put
-// there first, from a view of host memory in either case. `program`: computes the settings'
-// placeholders on the device; null where there are none. Returns the number of launches.
-int launch_cuda_resident(CudaKernel, KernelKey, const TableView&, Settings, const Program* program,
-                         void* memory, bool write, int device, void* stream);
+// A table on the device.
+struct Resident {
+  void* memory;            // of resident_bytes()
+  bool write;              // it is put there first
+  const Program* program;  // computes the settings' placeholders there; null: there are none
+};
+
+// Enqueues one launch over a table that stays, and returns the number of launches.
+int launch_cuda_resident(const CudaLaunch&, const Resident&);
 
 // Writes the table of `d` to `table_at` on the device, 16-byte aligned and with room for whole 16
 // bytes, and enqueues the sums. Both return the number of launches.

@@ -9,7 +9,7 @@
 #include "body.h"
 #include "capacity.h"
 #include "enqueue.cuh"
-#include "resident.h"
+#include "units.h"
 
 namespace spectrain {
 namespace {
@@ -121,8 +121,6 @@ const char* enqueue_write(void* to, const void* from, size_t n, void* stream, in
 }
 
 const char* enqueue_prepare(const PrepareRequest& r, void* stream, int* launches) {
-  // What one block has, less its Setting.
-  constexpr size_t kSharedBytes = 48 * 1024 - sizeof(Setting);
   const ProgramView& p = r.program;
   int terms = 1;
   for (int i = 0; i < r.settings.size; ++i) {
@@ -133,7 +131,7 @@ const char* enqueue_prepare(const PrepareRequest& r, void* stream, int* launches
   const size_t program_bytes = p.n_inputs * sizeof(Input) + p.n_constants * sizeof(double) +
                                align8(p.n_code * sizeof(Instruction));
   if (program_bytes + setting_bytes > kLargeTable ||
-      p.n_registers() * sizeof(double) > kSharedBytes) {
+      p.n_registers() * sizeof(double) + sizeof(Setting) > kSharedBytes) {
     return "the formulas of the numbers on the device do not fit one launch; predict fewer updates "
            "ahead";
   }

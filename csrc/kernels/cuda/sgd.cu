@@ -1,4 +1,5 @@
 #include "driver.cuh"
+#include "units.h"
 
 namespace spectrain {
 CudaKernel find_cuda_sgd_family(KernelKey key) { return find_sgd_family<CudaKernel, Cuda>(key); }

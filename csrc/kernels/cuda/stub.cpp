@@ -22,18 +22,12 @@ int cuda_device_count(std::string* why) {
 
 CudaKernel find_cuda_kernel(KernelKey) { throw std::runtime_error(kNoCuda); }
 
-int launch_cuda(CudaKernel, const TableView&, Settings, int, void*) {
-  throw std::runtime_error(kNoCuda);
-}
-
+int launch_cuda(const CudaLaunch&) { throw std::runtime_error(kNoCuda); }
 bool cuda_is_capturing(int, void*) { throw std::runtime_error(kNoCuda); }
-bool fits_parameters(CudaKernel, const TableView&, int) { throw std::runtime_error(kNoCuda); }
-size_t resident_bytes(CudaKernel, const TableView&, int) { throw std::runtime_error(kNoCuda); }
+bool fits_parameters(const CudaLaunch&) { throw std::runtime_error(kNoCuda); }
+size_t resident_bytes(const CudaLaunch&) { throw std::runtime_error(kNoCuda); }
 
-int launch_cuda_resident(CudaKernel, KernelKey, const TableView&, Settings, const Program*, void*,
-                         bool, int, void*) {
-  throw std::runtime_error(kNoCuda);
-}
+int launch_cuda_resident(const CudaLaunch&, const Resident&) { throw std::runtime_error(kNoCuda); }
 
 int launch_cuda_distances(DType, Distances, void*, int, void*) {
   throw std::runtime_error(kNoCuda);

@@ -134,9 +134,7 @@ struct Case {
   std::vector<int> offsets;       // elements, one per row: the same misalignment in every stream
   bool skewed;                    // or a different one in every stream: never aligned together
   std::vector<Setting> settings;  // two groups, which rows take in turn
-  Gate gate = {};
-  Rounding rounding = {};
-  bool zero_grad = false;
+  StepOptions options = {};
 };
 
 // One engine's copy of all streams: an allocation each, the sanitizer's guard band around it.
@@ -216,11 +214,11 @@ void run_on_device(const Engine& engine, const Case& c, const Memory& memory, Ta
     pointers[p / c.streams.size() * view.n_streams + p % c.streams.size()] = moved.back();
   }
   view.pointers = pointers.data();
-  const CudaKernel kernel = find_cuda_kernel(c.key);
   std::vector<Setting> settings = c.settings;
   const Settings given{settings.data(), static_cast<int>(settings.size())};
+  const CudaLaunch launch{find_cuda_kernel(c.key), c.key, view, given, device, stream};
   if (!engine.resident) {
-    launch_cuda(kernel, view, given, device, stream);
+    launch_cuda(launch);
   } else {
     std::vector<double> numbers;
     for (Setting& s : settings) s = without_numbers(s, numbers);
@@ -229,8 +227,7 @@ void run_on_device(const Engine& engine, const Case& c, const Memory& memory, Ta
     for (size_t i = 0; i < numbers.size(); ++i) {
       program.inputs.push_back({at + i, InputType::float64});
     }
-    void* table = stand_in::allocate(resident_bytes(kernel, view, given.size));
-    launch_cuda_resident(kernel, c.key, view, given, &program, table, true, device, stream);
+    launch_cuda_resident(launch, {stand_in::allocate(resident_bytes(launch)), true, &program});
   }
   stand_in::synchronize();
   for (size_t p = 0; p < moved.size(); ++p) {
@@ -263,7 +260,7 @@ std::vector<Row> make_rows(const Case& c, const Memory& m, uint32_t* n_chunks) {
 
 // What stochastic rounding needs behind the streams of every row: where its elements start.
 std::vector<void*> with_positions(const Case& c, const Memory& m) {
-  if (!c.rounding.stochastic) return m.pointers;
+  if (!c.options.rounding.stochastic) return m.pointers;
   std::vector<void*> pointers;
   uintptr_t position = (uintptr_t{1} << 33) + 3;
   for (size_t r = 0; r < c.sizes.size(); ++r) {
@@ -278,7 +275,7 @@ std::vector<void*> with_positions(const Case& c, const Memory& m) {
 void expect_untouched(const Case& c, const Memory& before, const Memory& memory,
                       const char* engine) {
   for (size_t p = 0; p < memory.pointers.size(); ++p) {
-    if (c.zero_grad && p % c.streams.size() == 1) continue;  // gradients
+    if (c.options.zero_grad && p % c.streams.size() == 1) continue;  // gradients
     ++comparisons;
     if (memcmp(before.pointers[p], memory.pointers[p], memory.bytes[p]) == 0) continue;
     if (++failures <= 10) std::printf("%s: '%s' wrote\n", name_of(c.key.operation), engine);
@@ -313,16 +310,14 @@ void check(const Case& c, uint64_t seed) {
                          static_cast<uint32_t>(pointers.size() / rows.size()),
                          0,
                          n_chunks,
-                         c.gate,
-                         c.rounding,
-                         c.zero_grad};
+                         c.options};
     if (engine.cpu == nullptr) {
       run_on_device(engine, c, memory, view, seed);
     } else {
       engine.cpu(c.key)(view, settings, engine.options);
     }
-    if (c.gate.skips()) expect_untouched(c, before, memory, engine.name);
-    if (c.zero_grad) expect_zero_gradients(c, memory, engine.name);
+    if (c.options.gate.skips()) expect_untouched(c, before, memory, engine.name);
+    if (c.options.zero_grad) expect_zero_gradients(c, memory, engine.name);
     if (reference_name == nullptr) {
       reference = std::move(memory);
       reference_name = engine.name;
@@ -444,16 +439,16 @@ void check_all() {
           }
           c.key = {op, w, g, s, o};
           c.streams = std::move(streams);
-          c.gate = scaling[variant];
-          c.zero_grad = variant == 1 && roles(op)[1] == 'g';
-          c.rounding = {};
+          c.options.gate = scaling[variant];
+          c.options.zero_grad = variant == 1 && roles(op)[1] == 'g';
+          c.options.rounding = {};
           check(c, ++seed);
           if (roles(op)[1] == 'g' && w == bf16) {
-            c.rounding = Rounding::seeded(seed);
+            c.options.rounding = Rounding::seeded(seed);
             check(c, ++seed);
           }
           if (variant == 2) return;
-          c.gate = {&one};
+          c.options.gate = {&one};
           check(c, ++seed);
         };
         if (g == w && o == w) {

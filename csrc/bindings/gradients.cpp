@@ -1,0 +1,153 @@
+// The gradients of a plan: they come and go, while the other lists stay.
+#include "arrays.h"
+
+namespace spectrain {
+namespace {
+
+// What reads `.grad` of a type: the C function behind its attribute; null where there is none.
+// Calling it saves the attribute's lookup, 15 of 80 ns; the rest is torch's own.
+PyGetSetDef* grad_getter_of(PyTypeObject* type) {
+  static PyTypeObject* last_type = nullptr;  // guarded by the GIL
+  static PyGetSetDef* last_getter = nullptr;
+  if (type == last_type) return last_getter;
+  PyGetSetDef* getter = nullptr;
+  if (type->tp_getattro == PyObject_GenericGetAttr) {
+    PyObject* found = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "grad");
+    if (found == nullptr) {
+      dismiss_error();
+    } else if (Py_IS_TYPE(found, &PyGetSetDescr_Type)) {
+      getter = reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset;
+    }
+    Py_XDECREF(found);  // the type, which is kept, owns it
+  }
+  Py_INCREF(type);
+  Py_XDECREF(reinterpret_cast<PyObject*>(last_type));
+  last_type = type;
+  last_getter = getter;
+  return getter;
+}
+
+py::object gradient_of(py::handle param) {
+  static PyObject* const name = PyUnicode_InternFromString("grad");
+  const PyGetSetDef* getter = grad_getter_of(Py_TYPE(param.ptr()));
+  PyObject* grad = getter != nullptr ? getter->get(param.ptr(), getter->closure)
+                                     : PyObject_GetAttr(param.ptr(), name);
+  if (grad == nullptr) {
+    dismiss_error();
+    return py::none();
+  }
+  return py::reinterpret_steal<py::object>(grad);
+}
+
+}  // namespace
+
+Column Arrays::borrow_gradients(const py::tuple& grads, Loans& loans) const {
+  if (grads.size() != params_.size()) {
+    throw py::value_error(grads_name_ + ": expected as many tensors as " + params_name_ + ", " +
+                          std::to_string(params_.size()) + ", got " + std::to_string(grads.size()));
+  }
+  Column column{std::vector<void*>(grads.size(), nullptr), plan->params.dtype};
+  static char empty;  // stands for the address of an empty gradient, which is null, but not None
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const py::handle grad = item(grads, i);
+    if (grad.is_none()) continue;
+    const Place place = place_of(grads_name_, i);
+    // Whether it is a negative view takes two thirds of the time to ask: once of each array.
+    const bool known = i < grads_.size() && item(grads_, i).is(grad);
+    Borrowed b = borrow(grad, place, loans, !known);
+    if (known && b.data != plan->grads.at[i]) b = borrow(grad, place, loans);
+    check(b, place, Role::grads, i);
+    column.at[i] = b.data != nullptr ? b.data : &empty;
+    column.dtype[i] = b.dtype;
+    if (column.at[i] != plan->grads.at[i] || column.dtype[i] != plan->grads.dtype[i]) {
+      check_apart(b, place, written_);
+    }
+  }
+  return column;
+}
+
+void Arrays::check_pinned(const Column& column) const {
+  for (size_t i = 0; i < column.at.size(); ++i) {
+    if (column.at[i] == plan->grads.at[i]) continue;
+    throw std::runtime_error(
+        place_of(grads_name_, i).text() +
+        ": this plan's step was captured in a CUDA graph, which reads the gradient at its old "
+        "address; keep gradients in place (zero_grad(set_to_none=False)), or make a new Plan");
+  }
+}
+
+py::tuple Arrays::parameter_gradients() const {
+  py::tuple grads(params_.size());
+  for (size_t i = 0; i < params_.size(); ++i) {
+    py::object grad = from_parameter_[i] ? gradient_of(params_[i]) : py::object(grads_[i]);
+    PyTuple_SET_ITEM(grads.ptr(), static_cast<py::ssize_t>(i), grad.release().ptr());
+  }
+  return grads;
+}
+
+void Arrays::take_gradients(const py::tuple& grads) {
+  Loans loans{first(), {}};
+  Column column = borrow_gradients(grads, loans);
+  if (plan->gradients_pinned()) check_pinned(column);
+  grads_ = grads;
+  gradient_loans_ = std::move(loans);
+  gradients_known_ = true;
+  gradients_writable_ = false;
+  gradient_watch_ = Watch();
+  gradient_uses_ = 0;
+  if (column.at != plan->grads.at || column.dtype != plan->grads.dtype) {
+    plan->grads = std::move(column);
+    plan->gradients_changed();
+  }
+}
+
+void Arrays::set_gradients(const py::tuple& grads, bool follow) {
+  take_gradients(grads);
+  for (size_t i = 0; i < params_.size(); ++i) {
+    from_parameter_[i] = follow && (grads[i].is_none() || gradient_of(params_[i]).is(grads[i]));
+  }
+}
+
+// The addresses stay, and the tables made of them: gradients that come back to them cost no others.
+void Arrays::forget_gradients() {
+  if (plan->gradients_pinned()) check_pinned({std::vector<void*>(params_.size()), {}});
+  grads_ = py::tuple();
+  gradient_loans_ = {first(), {}};
+  gradients_known_ = false;
+  gradients_writable_ = false;
+  gradient_watch_ = Watch();
+}
+
+void Arrays::refresh() { take_gradients(parameter_gradients()); }
+
+// Gradients live shorter: a watch is worth its making (0.6 us each) from their second use on.
+void Arrays::check_gradients_in_place() {
+  std::optional<size_t> moved;
+  if (++gradient_uses_ > 2) {
+    moved = gradient_watch_.moved();
+  } else {
+    Loans none{first(), {}};
+    for (size_t i = 0; i < grads_.size() && !moved; ++i) {
+      const py::handle grad = item(grads_, i);
+      if (grad.is_none() || plan->size_of_item(i) == 0 || !may_move(grad)) continue;
+      const Place place = place_of(grads_name_, i);
+      const Borrowed b = borrow(grad, place, none, false);
+      if (b.data != plan->grads.at[i] || b.dtype != plan->grads.dtype[i]) moved = i;
+    }
+  }
+  if (moved) {
+    throw std::runtime_error(place_of(grads_name_, *moved).text() +
+                             ": its memory is not where it was when the plan was given it; call "
+                             "refresh() after what moved it");
+  }
+  if (gradient_uses_ != 2) return;
+  Watch watch;
+  for (size_t i = 0; i < grads_.size(); ++i) {
+    if (!grads_[i].is_none() && plan->size_of_item(i) > 0) {
+      watch.add(grads_[i], plan->grads.at[i], i);
+    }
+  }
+  gradient_watch_ = std::move(watch);
+}
+
+}  // namespace spectrain

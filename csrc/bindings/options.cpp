@@ -1,0 +1,122 @@
+// The options of a step, checked against the arrays it works on.
+#include <algorithm>
+
+#include "arrays.h"
+
+namespace spectrain {
+namespace {
+
+bool is(py::handle key, const char* name) {
+  return PyUnicode_Check(key.ptr()) && PyUnicode_CompareWithASCIIString(key.ptr(), name) == 0;
+}
+
+bool flag(py::handle given, const char* name) {
+  try {
+    return given.cast<bool>();
+  } catch (const py::cast_error&) {
+    throw py::type_error(std::string(name) + ": expected a bool, got " +
+                         py::repr(given).cast<std::string>());
+  }
+}
+
+// The 64 bits of an int of either sign.
+uint64_t seed_of(py::handle given) {
+  if (PyBool_Check(given.ptr()) || !PyIndex_Check(given.ptr())) {
+    throw py::type_error("rounding_seed: expected an int or None, got " +
+                         py::repr(given).cast<std::string>());
+  }
+  const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(given.ptr()));
+  if (!number) throw py::error_already_set();
+  int overflow = 0;
+  const long long bits = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+  if (overflow == 0) return static_cast<uint64_t>(bits);
+  const uint64_t large = overflow > 0 ? PyLong_AsUnsignedLongLong(number.ptr()) : 0;
+  if (overflow < 0 || PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw py::value_error("rounding_seed: expected an int of 64 bits, got " +
+                          py::str(number).cast<std::string>());
+  }
+  return large;
+}
+
+}  // namespace
+
+StepOptions Arrays::options(const py::dict& given, Loans& loans) {
+  StepOptions result;
+  py::handle grad_scale = Py_None, found_inf = Py_None, clip_factor = Py_None;
+  for (const auto& [key, value] : given) {
+    if (is(key, "grad_scale")) {
+      grad_scale = value;
+    } else if (is(key, "found_inf")) {
+      found_inf = value;
+    } else if (is(key, "clip_factor")) {
+      clip_factor = value;
+    } else if (is(key, "zero_grad")) {
+      result.zero_grad = flag(value, "zero_grad");
+    } else if (!is(key, "rounding_seed")) {
+      throw py::type_error("a step got an unexpected keyword argument " +
+                           py::repr(key).cast<std::string>());
+    } else if (!value.is_none()) {
+      result.rounding = Rounding::seeded(seed_of(value));
+    }
+  }
+  if (result.rounding.stochastic) check_rounding();
+  if (result.zero_grad) check_gradients_writable();
+  result.gate = {scalar(found_inf, "found_inf", result.zero_grad, loans),
+                 scalar(grad_scale, "grad_scale", result.zero_grad, loans),
+                 scalar(clip_factor, "clip_factor", result.zero_grad, loans)};
+  return result;
+}
+
+void Arrays::check_rounding() const {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const DType dtype = plan->params.dtype[i];
+    if (dtype == DType::bfloat16) continue;
+    throw py::value_error(
+        "rounding_seed: expected bfloat16 weights, which are rounded stochastically, got " +
+        std::string(name_of(dtype)) + " in " + place_of(params_name_, i).text());
+  }
+}
+
+void Arrays::check_gradients_writable() {
+  if (gradients_writable_) return;
+  std::vector<Written> spans;
+  Loans loans{first(), {}};
+  for (size_t i = 0; i < grads_.size(); ++i) {
+    const py::handle grad = item(grads_, i);
+    if (grad.is_none()) continue;
+    const Borrowed b = borrow(grad, place_of(grads_name_, i, true), loans);
+    if (b.size > 0) spans.push_back({b.begin(), b.end(), 0, i});
+  }
+  std::stable_sort(spans.begin(), spans.end(),
+                   [](const Written& a, const Written& b) { return a.begin < b.begin; });
+  for (size_t k = 1; k < spans.size(); ++k) {
+    if (spans[k].begin >= spans[k - 1].end) continue;
+    const auto [first, second] = std::minmax(spans[k - 1].index, spans[k].index);
+    throw py::value_error(place_of(grads_name_, second).text() +
+                          ": is set to zero, expected memory of its own, got an overlap with " +
+                          place_of(grads_name_, first).text());
+  }
+  writable_gradients_ = std::move(spans);
+  gradients_writable_ = true;
+}
+
+const float* Arrays::scalar(py::handle array, const std::string& name, bool zero_grad,
+                            Loans& loans) const {
+  if (array.is_none() || params_.empty()) return nullptr;
+  const Place place{name, 0, true};
+  const Borrowed b = borrow(array, place, loans);
+  if (b.dtype != DType::float32 || b.size != 1) {
+    throw py::value_error(name + ": expected one element of float32, got " + name_of(b.dtype) +
+                          " of shape " + b.shape_text());
+  }
+  if (!(b.device == device_)) {
+    throw py::value_error(name + ": expected an array on " + device_.text() + ", the device of " +
+                          params_name_ + ", got " + b.device.text());
+  }
+  check_apart(b, place, written_);
+  if (zero_grad) check_apart(b, place, writable_gradients_);
+  return static_cast<const float*>(b.data);
+}
+
+}  // namespace spectrain

@@ -1,0 +1,34 @@
+// What the units with kernels in them (*.cu) do for launch.cpp.
+#pragma once
+
+#include "core/program.h"
+#include "kernels/kernels.h"
+#include "rules/distance.h"
+
+namespace spectrain {
+
+// No launcher where there is no such kernel.
+CudaKernel find_cuda_copy_family(KernelKey);
+CudaKernel find_cuda_sgd_family(KernelKey);
+CudaKernel find_cuda_adam_family(KernelKey);
+
+// All of these return null, or what is wrong: the CUDA runtime's name of the error.
+
+// `d` speaks of global memory.
+const char* enqueue_distances(DType, const Distances& d, void* stream);
+const char* enqueue_totals(double* result, int64_t n, uint32_t n_lists, void* stream);
+
+struct PrepareRequest {
+  Operation operation;
+  DType weights;
+  Settings settings;
+  ProgramView program;
+  void* to;
+  size_t stride;  // from one group's arguments to the next one's
+};
+
+// Both count their launches. `to` is 16-byte aligned and has room for whole 16 bytes.
+const char* enqueue_write(void* to, const void* from, size_t n, void* stream, int* launches);
+const char* enqueue_prepare(const PrepareRequest&, void* stream, int* launches);
+
+}  // namespace spectrain
