@@ -1,22 +1,53 @@
 """Types of the native module (csrc/bindings/module.cpp); use `ops` and `Plan`, which sit on it."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
 from spectrain_ext.operators.expressions import Program
+from spectrain_ext.operators.lists import StepOptions
 from spectrain_ext.operators.numbers import Setting, Term
+
+MAX_GROUPS: int
+MAX_REGISTERS: int
+MAX_TERMS: int
+#: The names of the numbers of a term and of a setting, in order.
+TERM: tuple[str, ...]
+SETTING: tuple[str, ...]
+
+class Role:
+    """What a list is to a plan."""
+
+    PARAMS: ClassVar[Role]
+    MOMENTUM: ClassVar[Role]
+    GRADS: ClassVar[Role]
+    STASHED: ClassVar[Role]
+    OUT: ClassVar[Role]
+    SECOND: ClassVar[Role]
+
+class Opcode:
+    """An operation of a program."""
+
+    ADD: ClassVar[Opcode]
+    SUBTRACT: ClassVar[Opcode]
+    MULTIPLY: ClassVar[Opcode]
+    DIVIDE: ClassVar[Opcode]
+    POWER: ClassVar[Opcode]
+
+class InputType:
+    """The type of a number that a program reads."""
+
+    FLOAT32: ClassVar[InputType]
+    FLOAT64: ClassVar[InputType]
+    INT64: ClassVar[InputType]
+
+_List: TypeAlias = tuple[Role, str, bool, tuple[Any, ...]]
 
 class Plan:
     """Validated lists of arrays, resolved once."""
 
-    def __init__(
-        self,
-        lists: Sequence[tuple[int, str, bool, tuple[Any, ...]]],
-        groups: Sequence[int],
-        single: bool,
-    ) -> None: ...
+    def __init__(self, lists: Sequence[_List], groups: Sequence[int], single: bool) -> None: ...
     def predict_(
         self,
         terms: Sequence[Sequence[Term]],
@@ -54,7 +85,7 @@ class Plan:
         with_momentum: bool,
         first_step: bool | Sequence[bool],
         predictions: Sequence[tuple[int, Sequence[Sequence[Term]]]],
-        options: tuple[Any, Any, Any, bool, int | None] | None,
+        options: StepOptions,
         stream: Any,
         program: Program | None = None,
     ) -> None: ...
@@ -62,7 +93,7 @@ class Plan:
         self,
         settings: Sequence[Setting],
         predictions: Sequence[tuple[int, Sequence[Sequence[Term]]]],
-        options: tuple[Any, Any, Any, bool, int | None] | None,
+        options: StepOptions,
         stream: Any,
         program: Program | None = None,
     ) -> None: ...
@@ -83,6 +114,7 @@ class Watch:
     def __init__(self, tensors: tuple[Tensor, ...]) -> None: ...
     def in_place(self) -> bool: ...
 
+def placeholder(register: int) -> float: ...
 def all_plain(numbers: object) -> bool: ...
 def same(now: object, seen: object) -> bool: ...
 def build_info() -> dict[str, Any]: ...

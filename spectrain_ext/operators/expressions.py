@@ -16,16 +16,18 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from spectrain_ext import _C
+from spectrain_ext._C import InputType, Opcode
 
-ADD, SUBTRACT, MULTIPLY, DIVIDE, POWER = range(5)  # csrc/core/program.h
-_TYPES = {torch.float32: 0, torch.float64: 1, torch.int64: 2}
-_MAX_REGISTERS = 1 << 16
-_PLACEHOLDER = 0x7FFD5E7700000000
+_TYPES = {
+    torch.float32: InputType.FLOAT32,
+    torch.float64: InputType.FLOAT64,
+    torch.int64: InputType.INT64,
+}
 
-# (address, type, on CUDA, device index, name); constants; (a, b, operation)
-Program: TypeAlias = tuple[
-    list[tuple[int, int, bool, int, str]], list[float], list[tuple[int, int, int]]
-]
+# address, type, on CUDA, device index, name
+_Input: TypeAlias = tuple[int, InputType, bool, int, str]
+# inputs; constants; (a, b, operation)
+Program: TypeAlias = tuple[list[_Input], list[float], list[tuple[int, int, Opcode]]]
 
 
 class Expression:
@@ -37,42 +39,42 @@ class Expression:
 
     __slots__ = ("operands", "operation")
 
-    def __init__(self, operation: int, *operands: Expression | float) -> None:
+    def __init__(self, operation: Opcode | None, *operands: Expression | float) -> None:
         self.operation = operation
         self.operands = operands
 
     def __add__(self, other: Expression | float) -> float:
-        return _record(ADD, self, other)
+        return _record(Opcode.ADD, self, other)
 
     def __radd__(self, other: float) -> float:
-        return _record(ADD, other, self)
+        return _record(Opcode.ADD, other, self)
 
     def __sub__(self, other: Expression | float) -> float:
-        return _record(SUBTRACT, self, other)
+        return _record(Opcode.SUBTRACT, self, other)
 
     def __rsub__(self, other: float) -> float:
-        return _record(SUBTRACT, other, self)
+        return _record(Opcode.SUBTRACT, other, self)
 
     def __mul__(self, other: Expression | float) -> float:
-        return _record(MULTIPLY, self, other)
+        return _record(Opcode.MULTIPLY, self, other)
 
     def __rmul__(self, other: float) -> float:
-        return _record(MULTIPLY, other, self)
+        return _record(Opcode.MULTIPLY, other, self)
 
     def __truediv__(self, other: Expression | float) -> float:
-        return _record(DIVIDE, self, other)
+        return _record(Opcode.DIVIDE, self, other)
 
     def __rtruediv__(self, other: float) -> float:
-        return _record(DIVIDE, other, self)
+        return _record(Opcode.DIVIDE, other, self)
 
     def __pow__(self, other: Expression | float) -> float:
-        return _record(POWER, self, other)
+        return _record(Opcode.POWER, self, other)
 
     def __rpow__(self, other: float) -> float:
-        return _record(POWER, other, self)
+        return _record(Opcode.POWER, other, self)
 
     def __neg__(self) -> float:
-        return _record(MULTIPLY, self, -1.0)
+        return _record(Opcode.MULTIPLY, self, -1.0)
 
     def _refuse(self, *_: object) -> NoReturn:
         raise TypeError("a number on a device is needed on the host here; give a plain number")
@@ -80,7 +82,7 @@ class Expression:
     __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __index__ = _refuse
 
 
-def _record(operation: int, a: Expression | float, b: Expression | float) -> float:
+def _record(operation: Opcode, a: Expression | float, b: Expression | float) -> float:
     """The result, which formulas know as a float."""
     for operand in (a, b):
         if not isinstance(operand, (Expression, int, float)):
@@ -110,7 +112,7 @@ class Scalar(Expression):
     __slots__ = ("name", "tensor")
 
     def __init__(self, tensor: Any) -> None:
-        super().__init__(-1)
+        super().__init__(None)
         self.name = "Scalar"
         if isinstance(tensor, Tensor):
             self.tensor = tensor
@@ -130,7 +132,7 @@ class Scalar(Expression):
     def named(self, name: str) -> Scalar:
         """The same under the name that errors call it."""
         named = Scalar.__new__(Scalar)
-        Expression.__init__(named, -1)
+        Expression.__init__(named, None)
         named.name, named.tensor = name, self.tensor
         return named
 
@@ -167,9 +169,9 @@ class _Lowering:
     """Collects the expressions of one call, each operation on the same numbers once."""
 
     def __init__(self) -> None:
-        self._inputs: dict[tuple[int, int], tuple[int, int, bool, int, str]] = {}
+        self._inputs: dict[tuple[int, InputType], _Input] = {}
         self._constants: dict[bytes, float] = {}
-        self._code: dict[tuple[_Place, _Place, int], None] = {}
+        self._code: dict[tuple[_Place, _Place, Opcode], None] = {}
         self._places: dict[tuple[int, object], _Place] = {}
         self._known: dict[int, _Place] = {}  # by id: the expressions outlive this
 
@@ -220,16 +222,14 @@ class _Lowering:
 
     def program(self) -> Program:
         """The program of all that was added."""
-        if len(self._inputs) + len(self._constants) + len(self._code) > _MAX_REGISTERS:
+        if len(self._inputs) + len(self._constants) + len(self._code) > _C.MAX_REGISTERS:
             raise ValueError("steps: the formulas of numbers on the device are too long")
         code = [(self._register(a), self._register(b), op) for a, b, op in self._code]
         return list(self._inputs.values()), list(self._constants.values()), code
 
     def placeholder(self, expression: Expression) -> float:
         """The NaN that stands for an expression that was added, once all are."""
-        register = self._register(self._known[id(expression)])
-        bits = struct.pack("<Q", _PLACEHOLDER | register)
-        return cast(float, struct.unpack("<d", bits)[0])
+        return _C.placeholder(self._register(self._known[id(expression)]))
 
 
 T = TypeVar("T")

@@ -14,17 +14,20 @@ the argument and the index, and leave every tensor as it was.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
 from .distances import distances
 from .expressions import traced
 from .laws import Horizon
-from .lists import Array, Gradients, Lists, Role, Tensors, bump_versions
+from .lists import Gradients, Lists, Role, StepOptions, Tensors, bump_versions
 from .numbers import Adam
 from .plan import Plan
 from .tracing import traceable
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing from Python 3.11 on
 
 T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other frameworks
 
@@ -182,12 +185,8 @@ def sgd_step_(
     ema: bool = False,
     first_step: bool | Sequence[bool] = False,
     predict: Sequence[tuple[Horizon, Tensors]] = (),
-    grad_scale: Array | None = None,
-    found_inf: Array | None = None,
-    clip_factor: Array | None = None,
-    zero_grad: bool = False,
-    rounding_seed: int | None = None,
     stream: Any = None,
+    **options: Unpack[StepOptions],
 ) -> None:
     """One step of torch.optim.SGD that also writes predictions of the new weights, in one pass.
 
@@ -234,6 +233,7 @@ def sgd_step_(
             alone: the same on every device. Give every step another seed.
         stream: CUDA stream; None: the current one.
     """
+    zero_grad = bool(options.get("zero_grad"))
     lists = Lists(params, "params", writes=True)
     g = lists.add(Role.GRADS, "grads", grads, writes=zero_grad)
     stepped: list[tuple[object, ...]] = [lists.params]
@@ -253,12 +253,8 @@ def sgd_step_(
         ema=ema,
         first_step=first_step,
         predict=horizons,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        clip_factor=clip_factor,
-        zero_grad=zero_grad,
-        rounding_seed=rounding_seed,
         stream=stream,
+        **options,
     )
     _bump_stepped(g, [*stepped, *([g] if zero_grad else [])], outs)
 
@@ -280,12 +276,8 @@ def adam_step_(
     momentum_decay: float | None = None,
     mu_product: float = 1.0,
     predict: Sequence[tuple[Horizon, Tensors]] = (),
-    grad_scale: Array | None = None,
-    found_inf: Array | None = None,
-    clip_factor: Array | None = None,
-    zero_grad: bool = False,
-    rounding_seed: int | None = None,
     stream: Any = None,
+    **options: Unpack[StepOptions],
 ) -> None:
     """One step of Adam, AdamW or NAdam that also writes predictions, in one pass over memory.
 
@@ -320,6 +312,7 @@ def adam_step_(
         zero_grad, rounding_seed: as in `sgd_step_`.
         stream: CUDA stream; None: the current one.
     """
+    zero_grad = bool(options.get("zero_grad"))
     lists = Lists(params, "params", writes=True)
     g = lists.add(Role.GRADS, "grads", grads, writes=zero_grad)
     m = lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
@@ -339,12 +332,8 @@ def adam_step_(
     Plan.of(lists).step_adam_(
         [numbers],
         horizons,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        clip_factor=clip_factor,
-        zero_grad=zero_grad,
-        rounding_seed=rounding_seed,
         stream=stream,
+        **options,
     )
     _bump_stepped(g, [lists.params, m, u, *([g] if zero_grad else [])], outs)
 

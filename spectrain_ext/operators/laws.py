@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, SupportsFloat, TypeAlias
 
+from spectrain_ext._C import MAX_TERMS
+
 from .expressions import Expression
 from .numbers import Adam, Sgd, Term, non_negative
-
-MAX_TERMS = 64  # csrc/core/setting.h
 
 
 class Law(Protocol):

@@ -1,4 +1,4 @@
-"""Arguments that are one array or a sequence of them, and the native plan they make."""
+"""What operators are given: lists of arrays, the native plan they make, the options of a step."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import array
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import IntEnum
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from spectrain_ext import _C
-
-from .numbers import seed
+from spectrain_ext._C import Role
 
 
 class SupportsDLPack(Protocol):
@@ -35,8 +33,19 @@ class SupportsCudaArray(Protocol):
 Array: TypeAlias = "Tensor | SupportsDLPack | SupportsCudaArray | memoryview | array.array[float]"
 Tensors: TypeAlias = "Array | Sequence[Array]"
 Gradients: TypeAlias = "Array | Sequence[Array | None] | None"
-#: grad_scale, found_inf, clip_factor, zero_grad, rounding_seed
-Options: TypeAlias = "tuple[Array | None, Array | None, Array | None, bool, int | None]"
+
+
+class StepOptions(TypedDict, total=False):
+    """What a step is told beside its numbers, see `sgd_step_`; None is as good as absent.
+
+    The native half reads it by these names (csrc/bindings/options.cpp).
+    """
+
+    grad_scale: Array | None
+    found_inf: Array | None
+    clip_factor: Array | None
+    zero_grad: bool
+    rounding_seed: int | None
 
 
 def is_array(value: object) -> bool:
@@ -52,17 +61,6 @@ def is_array(value: object) -> bool:
     except TypeError:
         return False
     return True
-
-
-class Role(IntEnum):
-    """What a list is to the native plan (csrc/bindings/arrays.h)."""
-
-    PARAMS = 0
-    MOMENTUM = 1
-    GRADS = 2
-    STASHED = 3
-    OUT = 4
-    SECOND = 5
 
 
 class Lists:
@@ -82,7 +80,7 @@ class Lists:
             )
         self._first = name
         self.params: tuple[object, ...] = self._tuple(params)
-        self._lists = [(int(Role.PARAMS), name, writes, self.params)]
+        self._lists = [(Role.PARAMS, name, writes, self.params)]
 
     def _tuple(self, value: object) -> tuple[object, ...]:
         return (value,) if self.single else tuple(value)  # type: ignore[arg-type]
@@ -96,7 +94,7 @@ class Lists:
                 f"{name}: expected {kind}, like {self._first}, got {type(value).__name__}"
             )
         arrays = self._tuple(value)
-        self._lists.append((int(role), name, writes, arrays))
+        self._lists.append((role, name, writes, arrays))
         return arrays
 
     def new_like_params(self, stream: Any) -> list[Any]:
@@ -148,8 +146,8 @@ class Lists:
         for i, index in enumerate(indices):
             if isinstance(index, bool) or not hasattr(index, "__index__"):
                 raise TypeError(f"groups[{i}]: expected an index, got {index!r}")
-            if not 0 <= index <= 65535:
-                raise ValueError(f"groups[{i}]: expected 0 to 65535, got {index}")
+            if not 0 <= index < _C.MAX_GROUPS:
+                raise ValueError(f"groups[{i}]: expected 0 to {_C.MAX_GROUPS - 1}, got {index}")
         return indices
 
 
@@ -175,17 +173,3 @@ def bump_versions(*lists: Sequence[object]) -> None:
         torch.autograd.graph.increment_version(tensors)
     except RuntimeError:  # inference tensors have no version counter
         torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
-
-
-def step_options(
-    grad_scale: Array | None,
-    found_inf: Array | None,
-    clip_factor: Array | None,
-    zero_grad: bool,
-    rounding_seed: int | None,
-) -> Options | None:
-    """What the native step takes beside its numbers; None where it is nothing."""
-    absent = grad_scale is None and found_inf is None and clip_factor is None
-    if absent and not zero_grad and rounding_seed is None:
-        return None
-    return grad_scale, found_inf, clip_factor, zero_grad, seed(rounding_seed)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from operator import index
-from typing import NamedTuple, SupportsFloat, TypeAlias, cast
+from typing import NamedTuple, SupportsFloat, cast
 
 from .expressions import Expression, traced
 
@@ -23,8 +22,16 @@ class Term(NamedTuple):
     root: float = 1.0
 
 
-# sign, weight_decay, decay, gain, decay2, eps, step: csrc/core/setting.h
-Setting: TypeAlias = tuple[float, float, float, float, float, float, Term]
+class Setting(NamedTuple):
+    """The coefficients of a step of one parameter group (csrc/core/setting.h)."""
+
+    sign: float
+    weight_decay: float
+    decay: float
+    gain: float
+    decay2: float
+    eps: float
+    step: Term
 
 
 def number(name: str, value: SupportsFloat) -> float:
@@ -67,23 +74,6 @@ def fraction(name: str, value: SupportsFloat) -> float:
     if type(result) is float and result >= 1.0:
         raise ValueError(f"{name}: expected a number in [0, 1), got {result!r}")
     return result
-
-
-def seed(value: int | None) -> int | None:
-    """Return the 64 bits of a rounding seed, as an unsigned number; None stays None.
-
-    Raises:
-        TypeError: it is not an int.
-        ValueError: it has more than 64 bits.
-    """
-    if value is None:
-        return None
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"rounding_seed: expected an int or None, got {value!r}")
-    number = index(value)
-    if not -(2**63) <= number < 2**64:
-        raise ValueError(f"rounding_seed: expected an int of 64 bits, got {number}")
-    return number % 2**64
 
 
 def _check(numbers: object, names: tuple[str, ...]) -> None:
@@ -153,7 +143,7 @@ class Sgd:
         else:
             step = Term(self.keep, self.lr)
         sign = -1.0 if self.maximize else 1.0
-        return sign, self.l2, self.momentum, self.gain, 0.0, 0.0, step
+        return Setting(sign, self.l2, self.momentum, self.gain, 0.0, 0.0, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,4 +222,4 @@ class Adam:
         step = Term(self.keep, momentum, gradient, self.root(self.step))
         l2 = 0.0 if self.decoupled_weight_decay else self.weight_decay
         sign = -1.0 if self.maximize else 1.0
-        return sign, l2, beta1, 1.0 - beta1, beta2, self.eps, step
+        return Setting(sign, l2, beta1, 1.0 - beta1, beta2, self.eps, step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 from .calls import (
     PLAIN,
@@ -17,8 +17,11 @@ from .calls import (
 )
 from .expressions import Program, lower
 from .laws import Horizon, as_law, needs_momentum
-from .lists import Array, Gradients, Lists, Options, Role, Tensors, is_array, step_options
+from .lists import Gradients, Lists, Role, StepOptions, Tensors, is_array
 from .numbers import Adam, Sgd, Term, non_negative
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # of typing from Python 3.11 on
 
 
 class Plan:
@@ -170,12 +173,8 @@ class Plan:
         ema: bool = False,
         first_step: bool | Sequence[bool] = False,
         predict: Sequence[Horizon | None] = (),
-        grad_scale: Array | None = None,
-        found_inf: Array | None = None,
-        clip_factor: Array | None = None,
-        zero_grad: bool = False,
-        rounding_seed: int | None = None,
         stream: Any = None,
+        **options: Unpack[StepOptions],
     ) -> None:
         """One step of SGD that also writes predictions; see `spectrain_ext.sgd_step_`.
 
@@ -185,7 +184,6 @@ class Plan:
         """
         given = lr, momentum, dampening, weight_decay, nesterov, maximize
         numbers = *given, decoupled_weight_decay, ema
-        options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
         program = None
         if PLAIN.issuperset(map(type, (*numbers, *predict))):
             self._check_predict(predict)
@@ -202,18 +200,13 @@ class Plan:
         first_step: bool | Sequence[bool] = False,
         predict: Sequence[Horizon | None] = (),
         *,
-        grad_scale: Array | None = None,
-        found_inf: Array | None = None,
-        clip_factor: Array | None = None,
-        zero_grad: bool = False,
-        rounding_seed: int | None = None,
         stream: Any = None,
+        **options: Unpack[StepOptions],
     ) -> None:
         """`sgd_step_` with the numbers of every parameter group, in one launch.
 
         Groups with and without momentum exclude each other in one plan.
         """
-        options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
         self._prepared_sgd(groups, first_step, predict, options, stream)()
 
     def _prepared_sgd(
@@ -221,7 +214,7 @@ class Plan:
         groups: Sequence[Sgd],
         first_step: bool | Sequence[bool],
         predict: Sequence[Horizon | None],
-        options: Options | None,
+        options: StepOptions,
         stream: Any = None,
     ) -> Callable[[], None]:
         self._check_groups(groups, Sgd)
@@ -238,7 +231,7 @@ class Plan:
         self,
         arguments: SgdArguments,
         first_step: bool | Sequence[bool],
-        options: Options | None,
+        options: StepOptions,
         stream: Any,
         program: Program | None,
     ) -> Callable[[], None]:
@@ -251,25 +244,20 @@ class Plan:
         groups: Sequence[Adam],
         predict: Sequence[Horizon | None] = (),
         *,
-        grad_scale: Array | None = None,
-        found_inf: Array | None = None,
-        clip_factor: Array | None = None,
-        zero_grad: bool = False,
-        rounding_seed: int | None = None,
         stream: Any = None,
+        **options: Unpack[StepOptions],
     ) -> None:
         """One step of Adam, AdamW or NAdam, with the numbers of every group, in one launch.
 
         See `spectrain_ext.adam_step_`; predictions as in `sgd_step_`.
         """
-        options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
         self._prepared_adam(groups, predict, options, stream)()
 
     def _prepared_adam(
         self,
         groups: Sequence[Adam],
         predict: Sequence[Horizon | None],
-        options: Options | None,
+        options: StepOptions,
         stream: Any = None,
     ) -> Callable[[], None]:
         self._check_groups(groups, Adam)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from spectrain_ext.operators.laws import Horizon
-from spectrain_ext.operators.lists import Options
+from spectrain_ext.operators.lists import StepOptions
 from spectrain_ext.operators.numbers import Adam as AdamNumbers
 from spectrain_ext.operators.plan import Plan
 
@@ -62,7 +62,7 @@ class AdamRule(Rule[AdamNumbers]):
         numbers: Sequence[AdamNumbers],
         first_step: bool | Sequence[bool],
         predict: Sequence[Horizon | None],
-        options: Options | None,
+        options: StepOptions,
     ) -> Callable[[], None]:
         """Return what runs the kernel."""
         return plan._prepared_adam(numbers, predict, options)

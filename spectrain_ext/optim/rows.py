@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spectrain_ext import _C
 from spectrain_ext.operators.laws import Law, Linear
+from spectrain_ext.operators.lists import StepOptions
 from spectrain_ext.operators.noted import make_noted
 from spectrain_ext.operators.plan import Plan
 
@@ -214,8 +215,8 @@ class Rows:
         With a law it writes the outs as well, but for what ``write_rest`` does.
         """
         ledger, rule = self.ledger, self.ledger.rule
-        options = None if scaling is None else scaling.on(self._weights[0].device)
-        keeps = options is None and not rule.scalars and _stays(law)
+        options: StepOptions = {} if scaling is None else scaling.on(self._weights[0].device)
+        keeps = scaling is None and not rule.scalars and _stays(law)
         known = self._prepared
         if keeps and known is not None and known.serves(templates, law):
             return known.call, known.after

@@ -11,7 +11,7 @@ import torch
 
 from spectrain_ext.operators.expressions import Scalar
 from spectrain_ext.operators.laws import Horizon, Law, Linear, SecondOrder
-from spectrain_ext.operators.lists import Options
+from spectrain_ext.operators.lists import StepOptions
 from spectrain_ext.operators.numbers import Adam, Sgd, Term
 from spectrain_ext.operators.plan import Plan
 
@@ -83,7 +83,7 @@ class Rule(ABC, Generic[Numbers]):
         numbers: Sequence[Numbers],
         first_step: bool | Sequence[bool],
         predict: Sequence[Horizon | None],
-        options: Options | None,
+        options: StepOptions,
     ) -> Callable[[], None]:
         """Return what runs the kernel, with the numbers of every group: a native call, no more."""
 

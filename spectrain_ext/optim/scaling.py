@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spectrain_ext.operators.lists import Options, step_options
+from spectrain_ext.operators.lists import StepOptions
 
 
 class Scaling(NamedTuple):
@@ -37,10 +37,10 @@ class Scaling(NamedTuple):
         """Whether the answer is on the host."""
         return self.found_inf is None or self.found_inf.device.type == "cpu"
 
-    def on(self, device: torch.device) -> Options | None:
+    def on(self, device: torch.device) -> StepOptions:
         """What a plan on the device takes of it."""
         grad_scale, found_inf = (
             None if value is None else value.to(device, torch.float32, non_blocking=True)
             for value in self
         )
-        return step_options(grad_scale, found_inf, None, False, None)
+        return {"grad_scale": grad_scale, "found_inf": found_inf}

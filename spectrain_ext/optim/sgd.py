@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from spectrain_ext.operators.laws import Horizon
-from spectrain_ext.operators.lists import Options
+from spectrain_ext.operators.lists import StepOptions
 from spectrain_ext.operators.numbers import Sgd
 from spectrain_ext.operators.plan import Plan
 
@@ -55,7 +55,7 @@ class SgdRule(Rule[Sgd]):
         numbers: Sequence[Sgd],
         first_step: bool | Sequence[bool],
         predict: Sequence[Horizon | None],
-        options: Options | None,
+        options: StepOptions,
     ) -> Callable[[], None]:
         """Return what runs the kernel."""
         return plan._prepared_sgd(numbers, first_step, predict, options)

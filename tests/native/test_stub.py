@@ -9,17 +9,31 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
-import spectrain_ext
+import spectrain_ext as st
 from spectrain_ext import _C
+from spectrain_ext.operators.lists import StepOptions
+from spectrain_ext.operators.numbers import Setting, Term
 
-_STUB = Path(spectrain_ext.__file__).with_name("_C.pyi")
-#: What pybind11 and Python put into every class.
-_GENERATED = {"_pybind11_conduit_v1_"}
+_STUB = Path(st.__file__).with_name("_C.pyi")
+#: What pybind11 and Python put into every class, and into those of enumerations.
+_GENERATED = {"_pybind11_conduit_v1_", "__entries", "name", "value"}
 
 
 def _tree() -> ast.Module:
     return ast.parse(_STUB.read_text(encoding="utf-8"))
+
+
+def _constants(body: list[ast.stmt]) -> set[str]:
+    """Names with a type and no value. What is private is the stub's own."""
+    return {
+        node.target.id
+        for node in body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and not node.target.id.startswith("_")
+    }
 
 
 def _is_property(node: ast.FunctionDef) -> bool:
@@ -84,12 +98,8 @@ def test_the_stub_is_beside_the_module() -> None:
 
 def test_the_same_names() -> None:
     tree = _tree()
-    constants = {
-        node.target.id
-        for node in tree.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    assert set(_classes(tree)) | set(_functions(tree.body)) | constants == _public(_C)
+    named = set(_classes(tree)) | set(_functions(tree.body)) | _constants(tree.body)
+    assert named == _public(_C)
 
 
 def test_the_same_classes() -> None:
@@ -98,9 +108,10 @@ def test_the_same_classes() -> None:
 
 @pytest.mark.parametrize("name", sorted(_native_classes()))
 def test_the_same_members(name: str) -> None:
-    stub = _functions(_classes(_tree())[name].body)
+    body = _classes(_tree())[name].body
+    stub = _functions(body)
     native = _native_classes()[name]
-    assert set(stub) - {"__init__"} == _public(native)
+    assert set(stub) - {"__init__"} | _constants(body) == _public(native)
     for member, node in stub.items():
         if _is_property(node):
             assert isinstance(vars(native)[member], property), member
@@ -140,6 +151,21 @@ def test_a_signature_is_read_as_it_should_be() -> None:
     node = ast.parse("def f(self, x: int, y: int = ...) -> None: ...").body[0]
     assert isinstance(node, ast.FunctionDef)
     assert _arguments(node) == _native_arguments(function)
+
+
+def test_numbers_lie_as_the_native_half_reads_them() -> None:
+    assert Term._fields == _C.TERM
+    assert Setting._fields == _C.SETTING
+
+
+def test_options_are_those_that_the_native_half_knows() -> None:
+    """An unknown one is refused: what it takes, and nothing else, is typed."""
+    w = torch.ones(1, dtype=torch.bfloat16)
+    nothing = dict.fromkeys(StepOptions.__annotations__)
+    st.sgd_step_(w, w.clone(), None, lr=1.0, momentum=0.0, **nothing)
+    assert w.item() == 0.0
+    with pytest.raises(TypeError, match="unexpected keyword argument 'clip'"):
+        st.sgd_step_(w, w.clone(), None, lr=1.0, momentum=0.0, clip=None)
 
 
 def test_what_the_functions_return() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 import spectrain_ext as st
 from spectrain_ext.operators import library
 from spectrain_ext.operators.laws import FutureRates, Geometric, Linear, SecondOrder
+from spectrain_ext.operators.lists import StepOptions
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
@@ -394,9 +395,15 @@ def test_the_traced_form_takes_what_the_operator_takes(name: str) -> None:
     traced = inspect.signature(getattr(library, name))
     passes_on = any(p.kind is p.VAR_KEYWORD for p in traced.parameters.values())
     own = {k: p for k, p in traced.parameters.items() if p.kind is not p.VAR_KEYWORD}
+    given = set(operator.parameters)
+    if "options" in given:
+        given = given - {"options"} | set(StepOptions.__annotations__)
     for key, parameter in own.items():
+        if key not in operator.parameters:
+            assert key in given and parameter.kind is parameter.KEYWORD_ONLY
+            continue
         assert operator.parameters[key].kind == parameter.kind
         assert operator.parameters[key].default == parameter.default
     schema = {a.name for a in getattr(_ops, name).default._schema.arguments} | {"betas"}
-    others = set(operator.parameters) - set(own)
+    others = given - set(own)
     assert others <= (schema if passes_on else set()), f"{name}: {others - schema}"

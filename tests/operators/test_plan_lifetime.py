@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import spectrain_ext as st
+from spectrain_ext._C import InputType, Opcode, Role
 from spectrain_ext.operators.numbers import Adam
 
 Move = Callable[[nn.Module, Tensor], object]
@@ -208,30 +209,48 @@ class TestNativePlan:
         "lists",
         [
             [],
-            [(1, "momentum", True, (torch.zeros(3),))],
-            [(0, "params", True, (torch.zeros(3),)), (9, "x", True, (torch.zeros(3),))],
-            [(0, "params", True, (torch.zeros(3),)), (-1, "x", True, (torch.zeros(3),))],
-            [(0, "params", True, (torch.zeros(3),)), (0, "x", True, (torch.zeros(3),))],
+            [(Role.MOMENTUM, "momentum", True, (torch.zeros(3),))],
+            [
+                (Role.PARAMS, "params", True, (torch.zeros(3),)),
+                (Role.PARAMS, "x", True, (torch.zeros(3),)),
+            ],
         ],
     )
     def test_roles(self, lists: list[object]) -> None:
         with pytest.raises(ValueError, match="expected"):
             st._C.Plan(lists, (), False)
 
+    @pytest.mark.parametrize("role", [0, 9, -1, None, "PARAMS"])
+    def test_no_roles(self, role: object) -> None:
+        with pytest.raises(TypeError):
+            st._C.Plan([(role, "params", True, (torch.zeros(3),))], (), False)
+
     def test_groups(self) -> None:
         with pytest.raises(ValueError, match="groups"):
-            st._C.Plan([(0, "params", True, (torch.zeros(3),))], (0,) * 1000, False)
+            st._C.Plan([(Role.PARAMS, "params", True, (torch.zeros(3),))], (0,) * 1000, False)
 
     @pytest.mark.parametrize(
         "program",
         [
-            ([(8, 0, False, 0, "lr")], [], [(5, 0, 0)]),
-            ([], [1.0], [(0, 0, 9)]),
-            ([(0, 0, False, 0, "lr")], [], []),
-            ([(8, 7, False, 0, "lr")], [], []),
+            ([(8, InputType.FLOAT32, False, 0, "lr")], [], [(5, 0, Opcode.ADD)]),
+            ([(0, InputType.FLOAT32, False, 0, "lr")], [], []),
         ],
     )
     def test_programs(self, program: object) -> None:
         plan = st.Plan(torch.zeros(3), momentum_buffers=torch.zeros(3))
         with pytest.raises(ValueError, match="expected"):
+            plan._native.predict_([[(1.0, 1.0, 0.0, 1.0)]], (), None, program)
+
+    @pytest.mark.parametrize(
+        "program",
+        [
+            ([], [1.0], [(0, 0, 9)]),
+            ([(8, 7, False, 0, "lr")], [], []),
+            ([], [1.0], [(-1, 0, Opcode.ADD)]),
+            ([], [1.0], [(1 << 16, 0, Opcode.ADD)]),
+        ],
+    )
+    def test_no_programs(self, program: object) -> None:
+        plan = st.Plan(torch.zeros(3), momentum_buffers=torch.zeros(3))
+        with pytest.raises((TypeError, RuntimeError)):
             plan._native.predict_([[(1.0, 1.0, 0.0, 1.0)]], (), None, program)
