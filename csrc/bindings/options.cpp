@@ -43,6 +43,7 @@ uint64_t seed_of(py::handle given) {
 
 StepOptions Arrays::options(const py::dict& given, Loans& loans) {
   StepOptions result;
+  if (given.empty()) return result;
   py::handle grad_scale = Py_None, found_inf = Py_None, clip_factor = Py_None;
   for (const auto& [key, value] : given) {
     if (is(key, "grad_scale")) {

@@ -201,6 +201,7 @@ class _Lowering:
             index = t.device.index if t.is_cuda else 0
             self._inputs.setdefault(entry, (*entry, t.is_cuda, index, expression.name))
             return self._intern(_INPUT, entry, self._inputs)
+        assert expression.operation is not None  # else it is a Scalar
         a, b = (self._operand(operand) for operand in expression.operands)
         code = (a, b, expression.operation)
         self._code.setdefault(code)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import _C
-from spectrain_ext._C import Role
+from spectrain_ext._C import Role as Role
 
 
 class SupportsDLPack(Protocol):
