@@ -89,40 +89,34 @@ class PyPlan {
     });
   }
 
-  void sgd_step_(py::handle given, bool with_momentum, py::handle first_step,
-                 py::handle given_predictions, const py::dict& options, py::handle stream,
+  void sgd_step_(py::handle settings, bool with_momentum, py::handle first_step,
+                 py::handle predictions, const py::dict& options, py::handle stream,
                  py::handle with_program) {
     const Turn turn(turns_);
     if (with_momentum) need(Role::momentum, "momentum_buffers", "needed where momentum != 0");
     need_gradients();
-    std::vector<Setting> settings = checked_settings(given);
+    Loans loans{arrays_.first(), {}};
+    Plan::Step step = checked_step(settings, predictions, options, loans);
     bool first = false;
     const std::vector<uint8_t> flags = first_step_flags(first_step, &first);
-    for (Setting& s : settings) s.first_step = first;
-    std::vector<Plan::Prediction> wanted = checked_predictions(given_predictions);
-    Loans loans{arrays_.first(), {}};
-    const StepOptions told = arrays_.options(options, loans);
+    for (Setting& s : step.settings) s.first_step = first;
     Roles roles{Role::params, Role::grads};
     if (with_momentum) roles.add(Role::momentum);
-    if (!wanted.empty()) roles.add(Role::out);
-    run(roles, stream, with_program, [&](Plan& plan, void* s) {
-      plan.sgd_step_(std::move(settings), flags, with_momentum, std::move(wanted), told, s);
-    });
+    if (!step.predictions.empty()) roles.add(Role::out);
+    run(roles, stream, with_program,
+        [&](Plan& plan, void* s) { plan.sgd_step_(std::move(step), flags, with_momentum, s); });
   }
-  void adam_step_(py::handle given, py::handle given_predictions, const py::dict& options,
+  void adam_step_(py::handle settings, py::handle predictions, const py::dict& options,
                   py::handle stream, py::handle with_program) {
     const Turn turn(turns_);
     need_state(true);
     need_gradients();
-    std::vector<Setting> settings = checked_settings(given);
-    std::vector<Plan::Prediction> wanted = checked_predictions(given_predictions);
     Loans loans{arrays_.first(), {}};
-    const StepOptions told = arrays_.options(options, loans);
+    Plan::Step step = checked_step(settings, predictions, options, loans);
     Roles roles = state(true).add(Role::grads);
-    if (!wanted.empty()) roles.add(Role::out);
-    run(roles, stream, with_program, [&](Plan& plan, void* s) {
-      plan.adam_step_(std::move(settings), std::move(wanted), told, s);
-    });
+    if (!step.predictions.empty()) roles.add(Role::out);
+    run(roles, stream, with_program,
+        [&](Plan& plan, void* s) { plan.adam_step_(std::move(step), s); });
   }
 
   // For a plan that is used more than once.
@@ -192,21 +186,18 @@ class PyPlan {
     return t;
   }
 
-  std::vector<Setting> checked_settings(py::handle given) const {
-    std::vector<Setting> result = settings(given);
-    if (result.size() != arrays_.plan->n_groups()) {
+  Plan::Step checked_step(py::handle given_settings, py::handle given_predictions,
+                          const py::dict& given_options, Loans& loans) {
+    Plan::Step step{settings(given_settings), predictions(given_predictions)};
+    if (step.settings.size() != arrays_.plan->n_groups()) {
       throw std::invalid_argument("one setting per group");
     }
-    return result;
-  }
-
-  std::vector<Plan::Prediction> checked_predictions(py::handle given) const {
-    std::vector<Plan::Prediction> wanted = predictions(given);
-    for (Plan::Prediction& prediction : wanted) {
+    for (Plan::Prediction& prediction : step.predictions) {
       need_out(prediction.out);
       prediction.terms = checked(std::move(prediction.terms));
     }
-    return wanted;
+    step.options = arrays_.options(given_options, loans);
+    return step;
   }
 
   void need(Role role, const char* name, const char* why) const {
@@ -261,8 +252,9 @@ class PyPlan {
     if (plan.size() == 0) return;
     arrays_.check_in_place(roles);
     plan.program = {};
-    if (!with_program.is_none())
+    if (!with_program.is_none()) {
       plan.program = program(plan.device(), with_program.cast<PyProgram>());
+    }
     void* handle = nullptr;
     if (plan.device().cuda) handle = resolve_stream(stream, arrays_.first(), plan.device().index);
     try {

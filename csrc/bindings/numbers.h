@@ -14,6 +14,12 @@ namespace spectrain {
 
 namespace py = pybind11;
 
+inline double number(py::handle value) {
+  const double x = PyFloat_AsDouble(value.ptr());
+  if (x == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return x;
+}
+
 // The items of a sequence one after the other, each of which lives as long as it is used.
 class Items {
  public:
@@ -31,12 +37,19 @@ class Items {
   }
   // A list may become shorter while an item of it is read.
   bool more() const { return at_ < PySequence_Fast_GET_SIZE(items_.ptr()); }
-  py::object next() {
-    if (!more()) throw py::type_error("the sequence became shorter");
-    return py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(items_.ptr(), at_++));
+  py::object next() { return py::reinterpret_borrow<py::object>(take()); }
+  double next_number() {
+    PyObject* given = take();
+    if (PyFloat_CheckExact(given)) return PyFloat_AS_DOUBLE(given);
+    return number(py::reinterpret_borrow<py::object>(given));
   }
 
  private:
+  PyObject* take() {
+    if (!more()) throw py::type_error("the sequence became shorter");
+    return PySequence_Fast_GET_ITEM(items_.ptr(), at_++);
+  }
+
   py::object items_;
   Py_ssize_t at_ = 0;
 };
@@ -55,22 +68,16 @@ size_t count_of_numbers() {
   return count;
 }
 
-inline double number(py::handle value) {
-  const double x = PyFloat_AsDouble(value.ptr());
-  if (x == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return x;
-}
-
 inline std::vector<double> numbers(py::handle sequence) {
   std::vector<double> result;
-  for (Items items(sequence); items.more();) result.push_back(number(items.next()));
+  for (Items items(sequence); items.more();) result.push_back(items.next_number());
   return result;
 }
 
 inline Term term(py::handle given) {
   Term result;
   Items items(given, count_of_numbers<Term>());
-  each_number(result, [&](const char*, double& x) { x = number(items.next()); });
+  each_number(result, [&](const char*, double& x) { x = items.next_number(); });
   return result;
 }
 
@@ -90,7 +97,7 @@ inline std::vector<Setting> settings(py::handle groups) {
   for (Items group(groups); group.more();) {
     Setting& s = result.emplace_back();
     Items items(group.next(), count_of_numbers<Setting>() + 1);
-    each_number(s, [&](const char*, double& x) { x = number(items.next()); });
+    each_number(s, [&](const char*, double& x) { x = items.next_number(); });
     s.step = term(items.next());
   }
   return result;

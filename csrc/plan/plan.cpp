@@ -39,23 +39,21 @@ int aligned_head(void* const* pointers, const std::vector<int>& widths, size_t n
   return -1;
 }
 
+template <class Condition>
+bool any_term(const Plan::Terms& terms, Condition holds) {
+  return std::any_of(terms.begin(), terms.end(), [&](const std::vector<Term>& group) {
+    return std::any_of(group.begin(), group.end(), holds);
+  });
+}
+
 // Whether a prediction changes nothing: then bits are copied, since W - 0*inf would be NaN.
 bool is_identity(const Plan::Terms& terms) {
-  for (const std::vector<Term>& group : terms) {
-    for (const Term& t : group) {
-      if (t.keep != 1.0 || t.momentum != 0.0 || t.gradient != 0.0) return false;
-    }
-  }
-  return true;
+  return !any_term(
+      terms, [](const Term& t) { return t.keep != 1.0 || t.momentum != 0.0 || t.gradient != 0.0; });
 }
 
 bool needs_gradient(const Plan::Terms& terms) {
-  for (const std::vector<Term>& group : terms) {
-    for (const Term& t : group) {
-      if (t.gradient != 0.0) return true;
-    }
-  }
-  return false;
+  return any_term(terms, [](const Term& t) { return t.gradient != 0.0; });
 }
 
 size_t longest(const Plan::Terms& terms) {
@@ -259,7 +257,7 @@ void Plan::run(std::vector<Call> calls, void* stream) {
 
 Plan::Call Plan::copy_call(const Column& from, const Column& to, Which which) const {
   const Operation operation = from.dtype == to.dtype ? Operation::copy : Operation::cast;
-  return {{operation, {&from, &to}, which, {}}, std::vector<Setting>(n_groups_)};
+  return {{operation, {&from, &to}, which}, std::vector<Setting>(n_groups_)};
 }
 
 std::vector<Plan::Call> Plan::predict_calls(const Family& family, const Terms& terms,
@@ -271,10 +269,10 @@ std::vector<Plan::Call> Plan::predict_calls(const Family& family, const Terms& t
   std::vector<Setting> settings(n_groups_);
   append(settings, terms);
   if (!family.adam) {
-    return {{{Operation::sgd_predict, {&params, &momentum, &out}, which, {}}, settings}};
+    return {{{Operation::sgd_predict, {&params, &momentum, &out}, which}, settings}};
   }
   for (size_t g = 0; g < n_groups_; ++g) settings[g].eps = family.eps.at(g);
-  return {{{Operation::adam_predict, {&params, &momentum, &second, &out}, which, {}}, settings}};
+  return {{{Operation::adam_predict, {&params, &momentum, &second, &out}, which}, settings}};
 }
 
 void Plan::copy(const Column& from, const Column& to, void* stream) {
@@ -282,7 +280,7 @@ void Plan::copy(const Column& from, const Column& to, void* stream) {
 }
 
 void Plan::swap_(void* stream) {
-  const Request request{Operation::swap, {&params, &stashed}, Which::all, {}};
+  const Request request{Operation::swap, {&params, &stashed}};
   run({{request, std::vector<Setting>(n_groups_)}}, stream);
 }
 
@@ -298,8 +296,7 @@ void Plan::stash_predict_(const Family& family, const Terms& terms, void* stream
   }
   std::vector<Setting> settings(n_groups_);
   append(settings, terms);
-  const Request request{
-      Operation::sgd_stash_predict, {&params, &momentum, &stashed}, Which::all, {}};
+  const Request request{Operation::sgd_stash_predict, {&params, &momentum, &stashed}};
   run({{request, settings}}, stream);
 }
 
@@ -307,11 +304,11 @@ void Plan::extrapolate(double steps, const Column& out, void* stream) {
   if (steps == 0.0) return run({copy_call(params, out, Which::all)}, stream);
   std::vector<Setting> settings(n_groups_);
   for (Setting& s : settings) s.terms[0].momentum = steps;
-  run({{{Operation::extrapolate, {&params, &stashed, &out}, Which::all, {}}, settings}}, stream);
+  run({{{Operation::extrapolate, {&params, &stashed, &out}}, settings}}, stream);
 }
 
-void Plan::step(Request request, std::vector<Setting> settings, const Family& family,
-                std::vector<Prediction> predictions, const StepOptions& options, void* stream) {
+void Plan::step(Request request, Step given, const Family& family, void* stream) {
+  auto& [settings, predictions, options] = given;
   const bool everywhere = all_gradients();
   request.which = everywhere ? Which::all : Which::with_gradient;
   // What the step writes: outputs of one element type, as many as one kernel takes. The rest takes
@@ -404,23 +401,22 @@ void Plan::distances(double* result, void* scratch, void* stream) {
   for (uint32_t j = 0; j < n_lists; ++j) total_distance(result + j * stride, n);
 }
 
-void Plan::sgd_step_(std::vector<Setting> settings, const std::vector<uint8_t>& first_step,
-                     bool with_momentum, std::vector<Prediction> predictions,
-                     const StepOptions& options, void* stream) {
-  if (!with_momentum) {
-    return step({Operation::sgd_plain, {&params, &grads}, Which::all, {}}, std::move(settings), {},
-                {}, options, stream);
+void Plan::sgd_step_(Step given, const std::vector<uint8_t>& first_step, bool with_momentum,
+                     void* stream) {
+  Request request{Operation::sgd_plain, {&params, &grads}};
+  if (with_momentum) {
+    request = {Operation::sgd_momentum, {&params, &grads, &momentum}, Which::all, first_step};
+  } else {
+    given.predictions.clear();
   }
-  step({Operation::sgd_momentum, {&params, &grads, &momentum}, Which::all, first_step},
-       std::move(settings), {}, std::move(predictions), options, stream);
+  step(std::move(request), std::move(given), {}, stream);
 }
 
-void Plan::adam_step_(std::vector<Setting> settings, std::vector<Prediction> predictions,
-                      const StepOptions& options, void* stream) {
-  Family family{true, {}};
-  for (const Setting& s : settings) family.eps.push_back(s.eps);
-  step({Operation::adam_step, {&params, &grads, &momentum, &second}, Which::all, {}},
-       std::move(settings), family, std::move(predictions), options, stream);
+void Plan::adam_step_(Step given, void* stream) {
+  Family family{true};
+  for (const Setting& s : given.settings) family.eps.push_back(s.eps);
+  step({Operation::adam_step, {&params, &grads, &momentum, &second}}, std::move(given), family,
+       stream);
 }
 
 }  // namespace spectrain

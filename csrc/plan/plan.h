@@ -92,12 +92,16 @@ class Plan {
   void copy(const Column& from, const Column& to, void* stream);
   void swap_(void* stream);
 
-  // One setting per group. `first_step`: empty, or one flag per tensor (then the settings' own are
-  // not used). The caller has made sure that the options fit the arrays: that all weights are
-  // bfloat16 where rounding is stochastic, and gradients may be written where they are zeroed.
-  void sgd_step_(std::vector<Setting>, const std::vector<uint8_t>& first_step, bool with_momentum,
-                 std::vector<Prediction>, const StepOptions&, void* stream);
-  void adam_step_(std::vector<Setting>, std::vector<Prediction>, const StepOptions&, void* stream);
+  // The caller has made sure that the options fit the arrays: that all weights are bfloat16 where
+  // rounding is stochastic, and gradients may be written where they are set to zero.
+  struct Step {
+    std::vector<Setting> settings;  // of every group
+    std::vector<Prediction> predictions = {};
+    StepOptions options = {};
+  };
+  // `first_step`: empty, or one flag per tensor (then the settings' own are not used).
+  void sgd_step_(Step, const std::vector<uint8_t>& first_step, bool with_momentum, void* stream);
+  void adam_step_(Step, void* stream);
 
   // Distances of the weights from every list of `outs`, in all of double: result[j*(n + 1) + i] is
   // |outs[j][i] - params[i]|^2, and the place behind the last tensor gets their sum. Entries of
@@ -138,7 +142,7 @@ class Plan {
     Operation operation;
     std::vector<const Column*> streams;
     Which which = Which::all;
-    std::vector<uint8_t> first_step;
+    std::vector<uint8_t> first_step = {};
     // Behind the streams of a row the position of its first element among all items' elements.
     bool positions = false;
     bool operator==(const Request& other) const {
@@ -167,8 +171,7 @@ class Plan {
   // Nothing where the prediction is the weights themselves and they are where it should go.
   std::vector<Call> predict_calls(const Family&, const Terms&, const Column& out,
                                   Which which) const;
-  void step(Request request, std::vector<Setting> settings, const Family&, std::vector<Prediction>,
-            const StepOptions&, void* stream);
+  void step(Request request, Step, const Family&, void* stream);
   // All are resolved before the first one runs: what cannot be done leaves everything as it was.
   void run(std::vector<Call> calls, void* stream);
   void run_one(const Call& call, bool capturing, void* stream);

@@ -202,20 +202,20 @@ const std::vector<Operation_>& operations() {
        true},
       {"SGD step",
        [](const Twins&, Plan& p, void* s) {
-         p.sgd_step_(settings_of(p), {}, true, {{0, terms_of(p)}, {1, terms_of(p, 0.3)}}, {}, s);
+         p.sgd_step_({settings_of(p), {{0, terms_of(p)}, {1, terms_of(p, 0.3)}}}, {}, true, s);
        }},
       {"SGD step, a number in memory",
        [](const Twins& t, Plan& p, void* s) {
          computed(t, p, [&](double x) {
-           p.sgd_step_(settings_of(p, x), {}, true, {{1, terms_of(p, x)}}, {}, s);
+           p.sgd_step_({settings_of(p, x), {{1, terms_of(p, x)}}}, {}, true, s);
          });
        }},
       {"Adam step", [](const Twins&, Plan& p,
-                       void* s) { p.adam_step_(settings_of(p), {{0, terms_of(p)}}, {}, s); }},
+                       void* s) { p.adam_step_({settings_of(p), {{0, terms_of(p)}}}, s); }},
       {"Adam step, a number in memory",
        [](const Twins& t, Plan& p, void* s) {
          computed(t, p,
-                  [&](double x) { p.adam_step_(settings_of(p, x), {{0, terms_of(p, x)}}, {}, s); });
+                  [&](double x) { p.adam_step_({settings_of(p, x), {{0, terms_of(p, x)}}}, s); });
        }},
   };
   return list;
