@@ -18,13 +18,12 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from .distances import distances
 from .expressions import traced
 from .laws import Horizon
+from .library import traceable
 from .lists import Array, Gradients, Lists, Role, Tensors, bump_versions
 from .numbers import Adam
 from .plan import Plan
-from .tracing import traceable
 
 T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other frameworks
 
@@ -325,20 +324,17 @@ def adam_step_(
     m = lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
     u = lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
     horizons, outs = _add_outs(lists, predict)
-    numbers = Adam(
-        lr,
-        betas,
-        eps,
-        weight_decay,
-        step,
-        decoupled_weight_decay,
-        maximize,
-        momentum_decay,
-        mu_product,
-    )
-    Plan.of(lists).step_adam_(
-        [numbers],
-        horizons,
+    Plan.of(lists).adam_step_(
+        lr=lr,
+        step=step,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        momentum_decay=momentum_decay,
+        mu_product=mu_product,
+        predict=horizons,
         grad_scale=grad_scale,
         found_inf=found_inf,
         clip_factor=clip_factor,
@@ -375,7 +371,7 @@ def adam_predict(
     lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=False)
     result, written = _output(lists, Role.OUT, out, stream)
     numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
-    Plan.of(lists).predict_with([numbers], steps, out=0, stream=stream)
+    Plan.of(lists).predict([numbers], steps=steps, stream=stream)
     bump_versions(written)
     return cast(T, result)
 
@@ -396,30 +392,6 @@ def extrapolate(
     Plan.of(lists).extrapolate(steps=steps, stream=stream)
     bump_versions(written)
     return cast(T, result)
-
-
-@traceable
-def distance(
-    params: Tensors, others: Sequence[Tensors], *, stream: Any = None
-) -> tuple[Tensor, Tensor]:
-    """How far other versions of the weights are from them, in one pass and without a copy.
-
-    With a prediction made s updates ago and the stale weights of that time as `others`, these are
-    the errors that the SpecTrain paper draws (as root mean squares: divide by the root of the
-    number of elements).
-
-    Args:
-        params: the weights now; n torch tensors.
-        others: k lists like the parameters.
-        stream: CUDA stream; None: the current one.
-
-    Returns:
-        Two float64 tensors on the parameters' device: the Euclidean norm of others[j][i] -
-        params[i], of shape (k, n), and that of the whole lists, of shape (k,). The sums are made in
-        an order that depends on the shapes only: the same bits on the CPU and on every GPU.
-    """
-    norms = distances(params, others, stream)
-    return norms[:, :-1], norms[:, -1]
 
 
 def _add_outs(

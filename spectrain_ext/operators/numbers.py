@@ -174,10 +174,10 @@ class Adam:
     """
 
     lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    step: int
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    step: int = 0  # which no update has: it has to be given
     decoupled_weight_decay: bool = False
     maximize: bool = False
     momentum_decay: float | None = None

@@ -65,7 +65,7 @@ class AdamRule(Rule[AdamNumbers]):
         options: Options | None,
     ) -> Callable[[], None]:
         """Return what runs the kernel."""
-        return plan._prepared_adam(numbers, predict, options)
+        return plan._prepared_step(numbers, first_step, predict, options)
 
 
 class Adam(PredictingOptimizer, torch.optim.Adam):

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from spectrain_ext import _C
 from spectrain_ext.operators.laws import Law, Linear
-from spectrain_ext.operators.noted import make_noted
-from spectrain_ext.operators.plan import Plan
+from spectrain_ext.operators.plan import Plan, make_noted
 
 from .buffers import empty_like
 from .ledger import Ledger, State
@@ -281,7 +280,7 @@ class Rows:
         _, found, plan = self._without
         numbers = self.now(templates)
         own = Resting(self._own(law, numbers), self.ledger.rule)
-        plan.predict_with([numbers[n] for n in found], own, out=0)
+        plan.predict([numbers[n] for n in found], steps=own)
 
     def _own(self, law: Law, numbers: Sequence[Any]) -> Law:
         """Return a law that finds the one of each cohort's group."""
@@ -315,7 +314,7 @@ class Rows:
         elif moves(law):
             numbers = self.now(templates)
             own = Resting(self._own(law, numbers), self.ledger.rule)
-            call = self.plan._prepared_predict(numbers, own, 0)
+            call = self.plan._prepared_predict(numbers, own)
             self._prepared_prediction = _Prepared(templates, law, call, []) if keeps else None
             call()
         else:

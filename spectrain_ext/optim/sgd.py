@@ -58,7 +58,7 @@ class SgdRule(Rule[Sgd]):
         options: Options | None,
     ) -> Callable[[], None]:
         """Return what runs the kernel."""
-        return plan._prepared_sgd(numbers, first_step, predict, options)
+        return plan._prepared_step(numbers, first_step, predict, options)
 
 
 class SGD(PredictingOptimizer, torch.optim.SGD):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from spectrain_ext.operators.laws import Law
 from spectrain_ext.operators.lists import bump_versions
-from spectrain_ext.operators.noted import make_noted
+from spectrain_ext.operators.plan import make_noted
 
 from .ledger import State
 from .rows import Rows

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import _C
-from spectrain_ext.operators.noted import make_noted
-from spectrain_ext.operators.plan import Plan
+from spectrain_ext.operators.plan import Plan, make_noted
 
 from .flat import Flat
 from .predictor import Difference
