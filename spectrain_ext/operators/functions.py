@@ -324,16 +324,19 @@ def adam_step_(
     m = lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
     u = lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
     horizons, outs = _add_outs(lists, predict)
+    numbers = Adam(
+        lr,
+        betas,
+        eps,
+        weight_decay,
+        step,
+        decoupled_weight_decay,
+        maximize,
+        momentum_decay,
+        mu_product,
+    )
     Plan.of(lists).adam_step_(
-        lr=lr,
-        step=step,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        momentum_decay=momentum_decay,
-        mu_product=mu_product,
+        [numbers],
         predict=horizons,
         grad_scale=grad_scale,
         found_inf=found_inf,

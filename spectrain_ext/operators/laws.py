@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, SupportsFloat, TypeAlias, cast
+from typing import Protocol, SupportsFloat, TypeAlias
 
 from .expressions import Expression
 from .numbers import Adam, Sgd, Term, non_negative
@@ -28,7 +28,7 @@ class Law(Protocol):
 
 
 Horizon: TypeAlias = SupportsFloat | Law
-Horizons: TypeAlias = Horizon | Sequence[Horizon]  # for all parameter groups, or for each
+Horizons: TypeAlias = Horizon | tuple[Horizon, ...]  # for all parameter groups, or for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +182,9 @@ def as_law(steps: Horizon, name: str = "steps") -> Law:
 
 
 def as_laws(steps: Horizons, n_groups: int, name: str = "steps") -> Sequence[Law]:
-    """The law of every parameter group: one for all of them, or a sequence with one for each."""
-    if not isinstance(steps, (list, tuple)):
-        return [as_law(cast(Horizon, steps), name)] * n_groups
+    """The law of every parameter group: one for all of them, or a tuple with one for each."""
+    if not isinstance(steps, tuple):
+        return [as_law(steps, name)] * n_groups
     if len(steps) != n_groups:
         raise ValueError(f"{name}: expected one for each of {n_groups} groups, got {len(steps)}")
     return [as_law(each, f"{name}[{i}]") for i, each in enumerate(steps)]

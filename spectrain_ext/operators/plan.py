@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
-from itertools import starmap
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias, TypedDict, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
-from .expressions import Program, lower
-from .laws import Horizons, as_laws, needs_momentum, terms_of
+from .calls import PLAIN, Prediction, prediction, remembered_step, step_arguments
+from .expressions import lower
+from .laws import Horizons, as_laws, needs_momentum
 from .lists import Array, Gradients, Lists, Options, Role, Tensors, is_array, step_options
-from .numbers import Adam, Setting, Sgd, Term, non_negative
+from .numbers import Adam, Sgd, Term, non_negative
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_Rule = TypeVar("_Rule", Sgd, Adam)
-Terms: TypeAlias = list[list[Term]]  # of every parameter group
-Numbers: TypeAlias = "Sequence[Sgd] | Sequence[Adam]"  # of every parameter group
-Predictions: TypeAlias = list[tuple[int, Terms]]  # what a step writes, and where
-
-
-class SgdNumbers(TypedDict, total=False):
-    """The numbers of SGD as keywords: fields of ``numbers.Sgd``."""
-
-    lr: float
-    momentum: float | None
-    dampening: float
-    weight_decay: float
-    nesterov: bool
-    maximize: bool
-    decoupled_weight_decay: bool
-    ema: bool
-
-
-class AdamNumbers(TypedDict, total=False):
-    """The numbers of Adam as keywords: fields of ``numbers.Adam``."""
-
-    lr: float
-    step: int
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    decoupled_weight_decay: bool
-    maximize: bool
-    momentum_decay: float | None
-    mu_product: float
+    from .calls import AdamNumbers, Numbers, SgdNumbers
 
 
 class Plan:
@@ -67,7 +37,7 @@ class Plan:
 
     Steps and predictions take their numbers as keywords, the same for all parameter groups, or as
     `groups`, one `Sgd` or `Adam` of `spectrain_ext.operators.numbers` for each; and a horizon for
-    all groups, or a sequence with one for each. A plan with Adam's moments predicts by `groups`.
+    all groups, or a tuple with one for each. A plan with Adam's moments predicts by `groups`.
 
     Threads may share a plan: they take turns, and one that calls it from within one of its own
     calls gets a RuntimeError. It cannot be pickled or copied.
@@ -154,7 +124,10 @@ class Plan:
         `steps` may be a law of `spectrain_ext.laws`; the geometric ones need `momentum` and, where
         there is any, `weight_decay` and `nesterov`.
         """
-        terms, eps, program = self._terms(groups, steps, numbers)
+        if numbers and groups is None:
+            terms, eps, program = self._terms(steps, **numbers)
+        else:
+            terms, eps, program = self._terms_of(groups, steps, numbers)
         self._native.predict_(terms, eps, stream, program)
 
     def predict(
@@ -167,7 +140,10 @@ class Plan:
         **numbers: Unpack[SgdNumbers],
     ) -> None:
         """outs[out] <- W - lr*steps*v, see `predict_`. steps == 0 copies the bits of W."""
-        terms, eps, program = self._terms(groups, steps, numbers)
+        if numbers and groups is None:
+            terms, eps, program = self._terms(steps, **numbers)
+        else:
+            terms, eps, program = self._terms_of(groups, steps, numbers)
         self._native.predict(terms, eps, self._check_out(out), stream, program)
 
     def stash_predict_(
@@ -179,7 +155,10 @@ class Plan:
         **numbers: Unpack[SgdNumbers],
     ) -> None:
         """Stashed <- W and W <- W - lr*steps*v, in one pass, see `predict_`."""
-        terms, eps, program = self._terms(groups, steps, numbers)
+        if numbers and groups is None:
+            terms, eps, program = self._terms(steps, **numbers)
+        else:
+            terms, eps, program = self._terms_of(groups, steps, numbers)
         self._native.stash_predict_(terms, eps, stream, program)
 
     def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
@@ -213,19 +192,21 @@ class Plan:
                 law of `spectrain_ext.laws` says; None leaves outs[j] alone.
         """
         options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
+        if len(predict) > self._n_outs:
+            raise self._too_many(predict)
+        program = None
         if (
             groups is None
             and numbers
-            and _PLAIN.issuperset(map(type, (*numbers.values(), *predict)))
+            and PLAIN.issuperset(map(type, (*numbers.values(), *predict)))
         ):
-            self._check_predict(predict)
-            given = _remembered(self._n_groups, tuple(predict), **numbers)
-            settings, with_momentum, predictions = given
-            call = self._native.sgd_step_
-            call(settings, with_momentum, first_step, predictions, options, stream, None)
+            arguments = remembered_step(self._n_groups, tuple(predict), **numbers)
         else:
             groups = self._checked(Sgd, groups, numbers)
-            self._prepared_step(groups, first_step, predict, options, stream)()
+            arguments, program = lower(step_arguments(groups, predict))
+        settings, momentum, predictions = arguments
+        call = self._native.sgd_step_
+        call(settings, momentum, first_step, predictions, options, stream, program)
 
     def adam_step_(
         self,
@@ -245,8 +226,11 @@ class Plan:
         See `spectrain_ext.adam_step_`.
         """
         options = step_options(grad_scale, found_inf, clip_factor, zero_grad, rounding_seed)
+        if len(predict) > self._n_outs:
+            raise self._too_many(predict)
         groups = self._checked(Adam, groups, numbers)
-        self._prepared_step(groups, False, predict, options, stream)()
+        (settings, _, predictions), program = lower(step_arguments(groups, predict))
+        self._native.adam_step_(settings, predictions, options, stream, program)
 
     # Versions of the weights.
 
@@ -288,23 +272,20 @@ class Plan:
         first_step: bool | Sequence[bool],
         predict: Sequence[Horizons | None],
         options: Options | None,
-        stream: Any = None,
     ) -> Callable[[], None]:
-        self._check_predict(predict)
-        given, program = lower(_step(groups, predict))
-        settings, with_momentum, predictions = given
+        (settings, momentum, predictions), program = lower(step_arguments(groups, predict))
         if isinstance(groups[0], Adam):
             call = self._native.adam_step_
-            return partial(call, settings, predictions, options, stream, program)
-        now = settings, with_momentum, first_step, predictions
-        return partial(self._native.sgd_step_, *now, options, stream, program)
+            return partial(call, settings, predictions, options, None, program)
+        given = settings, momentum, first_step, predictions
+        return partial(self._native.sgd_step_, *given, options, None, program)
 
     def _prepared_predict(self, groups: Numbers, steps: Horizons) -> Callable[[], None]:
-        terms, eps, program = self._terms(groups, steps, {})
+        terms, eps, program = self._terms_of(groups, steps)
         return partial(self._native.predict, terms, eps, 0, None, program)
 
     def _prepared_stash_predict(self, groups: Numbers, steps: Horizons) -> Callable[[], None]:
-        terms, eps, program = self._terms(groups, steps, {})
+        terms, eps, program = self._terms_of(groups, steps)
         return partial(self._native.stash_predict_, terms, eps, None, program)
 
     def _prepared_swap(self) -> Callable[[], None]:
@@ -313,31 +294,22 @@ class Plan:
     # Arguments.
 
     def _terms(
-        self, groups: Numbers | None, steps: Horizons, numbers: SgdNumbers
-    ) -> tuple[Terms, tuple[float, ...], Program | None]:
-        """What the native predictions take."""
-        if groups is None and numbers:
-            return self._plain_terms(steps, **numbers)
-        if isinstance(groups, Sequence) and len(groups) > 0 and isinstance(groups[0], Adam):
-            return self._lowered(self._checked(Adam, groups, numbers), steps)
-        found = self._checked(Sgd, groups, numbers)
-        if any(n.momentum == 0.0 for n in found):
-            raise ValueError("momentum: a prediction needs momentum > 0")
-        return self._lowered(found, steps)
-
-    def _plain_terms(
         self,
         steps: Horizons,
         lr: float,
         momentum: float | None = None,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        **more: Any,
-    ) -> tuple[Terms, tuple[float, ...], Program | None]:
+        dampening: float = 0.0,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        ema: bool = False,
+    ) -> Prediction:
+        """What the native predictions take, of numbers for all groups."""
         rate = non_negative("lr", lr)
         if type(weight_decay) is not float:
             weight_decay = non_negative("weight_decay", weight_decay)
-        plain = momentum is None and not weight_decay and not nesterov and not more
+        plain = momentum is None and not weight_decay and not nesterov
         if plain and isinstance(steps, (int, float)):  # the common case, without a detour
             distance = rate * non_negative("steps", steps)
             terms = [[Term(1.0, distance)] if distance else []] * self._n_groups
@@ -345,34 +317,29 @@ class Plan:
                 return terms, (), None
             terms, program = lower(terms)
             return terms, (), program
+        laws = as_laws(steps, self._n_groups)
         if momentum is None:
-            for law in as_laws(steps, self._n_groups):
+            for law in laws:
                 if needs_momentum(law):
                     raise ValueError(f"momentum: {law} needs it")
             momentum = 1.0
-        numbers = Sgd(rate, momentum, weight_decay=weight_decay, nesterov=nesterov, **more)
-        return self._lowered([numbers] * self._n_groups, steps)
+        more = nesterov, maximize, decoupled_weight_decay, ema
+        numbers = Sgd(rate, momentum, dampening, weight_decay, *more)
+        return prediction([numbers] * self._n_groups, laws)
 
-    def _lowered(
-        self, groups: Numbers, steps: Horizons
-    ) -> tuple[Terms, tuple[float, ...], Program | None]:
-        laws = as_laws(steps, self._n_groups)
-        terms = list(map(terms_of, laws, groups))
-        if any(term.gradient for group in terms for term in group):
-            raise ValueError(
-                "steps: a second-order prediction needs the gradient; let the step write it "
-                "(predict=)"
-            )
-        eps = tuple([numbers.eps for numbers in groups if isinstance(numbers, Adam)])
-        (terms, eps), program = lower((terms, eps))
-        return terms, eps, program
+    def _terms_of(self, groups: Numbers | None, steps: Horizons, both: Any = None) -> Prediction:
+        checked = self._checked(None, groups, both)
+        for numbers in checked:
+            if isinstance(numbers, Sgd) and numbers.momentum == 0.0:
+                raise ValueError("momentum: a prediction needs momentum > 0")
+        return prediction(checked, as_laws(steps, self._n_groups))
 
-    def _checked(self, rule: type[_Rule], groups: Any, numbers: Any) -> Sequence[_Rule]:
-        """The numbers of every group, of one rule."""
+    def _checked(self, rule: type[Sgd] | type[Adam] | None, groups: Any, numbers: Any) -> Any:
+        """The numbers of every group, of one rule: its own, or those for all."""
         if numbers:
             if groups is not None:
                 raise TypeError(f"{next(iter(numbers))}: groups are given, which have their own")
-            return [rule(**numbers)] * self._n_groups
+            return [cast("type[Any]", rule)(**numbers)] * self._n_groups
         # The common case first: asking for a Sequence takes longer than the rest.
         if type(groups) is not list and (
             isinstance(groups, str) or not isinstance(groups, Sequence)
@@ -385,6 +352,8 @@ class Plan:
             raise ValueError(
                 f"groups: expected the numbers of {self._n_groups} groups, got {len(groups)}"
             )
+        if rule is None:
+            rule = Adam if isinstance(groups[0], Adam) else Sgd
         for i, given in enumerate(groups):
             if not isinstance(given, rule):
                 raise TypeError(
@@ -401,57 +370,11 @@ class Plan:
             )
         return out
 
-    def _check_predict(self, predict: Sequence[Horizons | None]) -> None:
-        if len(predict) > self._n_outs:
-            raise ValueError(
-                f"predict: expected at most one entry for each of the {self._n_outs} outs, "
-                f"got {len(predict)}"
-            )
+    def _too_many(self, predict: Sequence[object]) -> ValueError:
+        return ValueError(
+            f"predict: expected at most one entry for each of the {self._n_outs} outs, "
+            f"got {len(predict)}"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Plan holds addresses and cannot be pickled or copied; make a new one")
-
-
-_PLAIN = frozenset((float, int, bool, type(None)))
-
-
-def _step(
-    groups: Numbers, predict: Sequence[Horizons | None]
-) -> tuple[list[Setting], bool, Predictions]:
-    """Settings, whether SGD has momentum, predictions; ValueError where they do not agree."""
-    with_momentum = False
-    if isinstance(groups[0], Sgd):
-        with_momentum = groups[0].momentum != 0.0
-        for numbers in cast(Sequence[Sgd], groups):
-            if (numbers.momentum != 0.0) is not with_momentum:
-                raise ValueError("momentum: expected it to be 0 in all groups, or in none")
-        if not with_momentum and any(steps is not None for steps in predict):
-            raise ValueError("predict: a prediction needs momentum > 0")
-    predictions: Predictions = []
-    for j, steps in enumerate(predict):
-        if steps is not None:
-            laws = as_laws(steps, len(groups), f"predict[{j}]")
-            predictions.append((j, list(map(terms_of, laws, groups))))
-    return [numbers.setting() for numbers in groups], with_momentum, predictions
-
-
-@lru_cache(maxsize=256)
-def _remembered(
-    n_groups: int, predict: tuple[Any, ...], **numbers: Any
-) -> tuple[list[Setting], bool, Predictions]:
-    """The same of plain numbers: a training loop gives the same ones at most of its steps."""
-    return _step([Sgd(**numbers)] * n_groups, predict)
-
-
-def make_noted(call: Callable[[], object], notes: list[object]) -> None:
-    """Make a native call, and add a note of it, with no moment in between.
-
-    The exception of a signal, such as a KeyboardInterrupt, comes between two steps of the
-    interpreter and never inside a function written in C. So the call and the note are one such
-    function: whatever comes, both have been made or neither.
-
-    Args:
-        call: runs no Python code once it has begun to write.
-        notes: gets an entry, unless the call raises.
-    """
-    notes.extend(starmap(call, ((),)))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import _C
+from spectrain_ext.operators.calls import make_noted
 from spectrain_ext.operators.laws import Law, Linear
-from spectrain_ext.operators.plan import Plan, make_noted
+from spectrain_ext.operators.plan import Plan
 
 from .buffers import empty_like
 from .ledger import Ledger, State

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from spectrain_ext.operators.calls import make_noted
 from spectrain_ext.operators.laws import Law
 from spectrain_ext.operators.lists import bump_versions
-from spectrain_ext.operators.plan import make_noted
 
 from .ledger import State
 from .rows import Rows
