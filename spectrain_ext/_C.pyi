@@ -1,4 +1,4 @@
-"""Types of the native module (csrc/bindings/module.cpp); use the operators and `Plan`, which sit on it."""
+"""Types of the native module (csrc/bindings/module.cpp), on which operators and `Plan` sit."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias

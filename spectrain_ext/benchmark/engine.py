@@ -219,7 +219,7 @@ def host_overhead(device: str = "cpu", count: int = 300) -> dict[str, float]:
         "Plan.sgd_step_ + 1 prediction": lambda: plan.sgd_step_(
             lr=LR, momentum=MOMENTUM, predict=STEPS[:1]
         ),
-        "Plan.step_adam_ + 1 prediction": lambda: adam.step_adam_(numbers, STEPS[:1]),
+        "Plan.adam_step_ + 1 prediction": lambda: adam.adam_step_(numbers, predict=STEPS[:1]),
         "Plan.refresh": trained.refresh,
     }
     times = take_turns({name: OnHost(call, 5e-4) for name, call in calls.items()}, 0.3)

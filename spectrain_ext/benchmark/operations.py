@@ -155,7 +155,7 @@ def ours(operation: Operation, s: Streams) -> dict[str, Call]:
                 decoupled_weight_decay=True,
                 predict=pairs,
             ),
-            lambda: plan.step_adam_([adam_numbers()], STEPS[:count]),
+            lambda: plan.adam_step_([adam_numbers()], predict=STEPS[:count]),
         )
     else:
         v, g = s["v"], s["g"]

@@ -11,7 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from spectrain_ext.method import Choices
 from spectrain_ext.method.rules import delay
-from spectrain_ext.operators.functions import distance
+from spectrain_ext.operators import distance
 from spectrain_ext.schedule import Place
 from spectrain_ext.weights.stage_weights import StageWeights
 

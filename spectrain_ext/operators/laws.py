@@ -28,6 +28,7 @@ class Law(Protocol):
 
 
 Horizon: TypeAlias = SupportsFloat | Law
+Horizons: TypeAlias = Horizon | tuple[Horizon, ...]  # for all parameter groups, or for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,25 @@ def as_law(steps: Horizon, name: str = "steps") -> Law:
     if hasattr(steps, "sgd"):
         return steps  # type: ignore[return-value]
     return Linear(non_negative(name, steps))
+
+
+def as_laws(steps: Horizons, n_groups: int, name: str = "steps") -> Sequence[Law]:
+    """The law of every parameter group: one for all of them, or a tuple with one for each."""
+    if not isinstance(steps, tuple):
+        return [as_law(steps, name)] * n_groups
+    if len(steps) != n_groups:
+        raise ValueError(f"{name}: expected one for each of {n_groups} groups, got {len(steps)}")
+    return [as_law(each, f"{name}[{i}]") for i, each in enumerate(steps)]
+
+
+def terms_of(law: Law, numbers: Sgd | Adam) -> list[Term]:
+    """The terms of a law under a rule; under SGD there is at most one."""
+    if isinstance(numbers, Adam):
+        return law.adam(numbers)
+    terms = law.sgd(numbers)
+    if len(terms) > 1:
+        raise ValueError(f"steps: expected at most one term under SGD, {law} gave {len(terms)}")
+    return terms
 
 
 def needs_momentum(law: Law) -> bool:

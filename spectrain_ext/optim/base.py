@@ -12,25 +12,18 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from spectrain_ext.operators.laws import Horizon, Law, as_law
-from spectrain_ext.operators.lists import bump_versions
+from spectrain_ext.operators.laws import Horizons, Law, as_laws
+from spectrain_ext.operators.lists import StepOptions, bump_versions
 
 from .binding import Binding, PredictionSink, Views, checked_outs
-from .buffers import check_dtypes, loaded_dtype
-from .checkpoint import StateLoader, independent, independent_scalars
-from .hooks import hooked
-from .ledger import Ledger, named, read_entry
-from .resolve import Kinds, Resolver
+from .ledger import Ledger
+from .resolve import Resolver
 from .rows import Rows
-from .rule import Rule, moves
-from .scaling import Scaling
-from .templates import Templates
-from .work import Work
+from .rule import Rule, Templates
+from .state import StateLoader, check_dtypes, independent, loaded_dtype, named, read_entry
+from .step import Scaling, Work, hooked
 
 StateDict = dict[str, Any]
-
-_REMEMBERED = 8  # laws that were found good: a training loop asks for the same few every time
-
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -84,10 +77,9 @@ class PredictingOptimizer(torch.optim.Optimizer):
         resolver = Resolver(ledger)
         # Together: an exception between them would leave two that do not know each other.
         self.__dict__.update(_ledger=ledger, _resolver=resolver)
-        self._numbers = Templates(self._rule)
-        self._checked: tuple[list[Any], list[tuple[Law, bool]]] = [], []
+        self._templates = Templates(self._rule)
         self._predicted: list[Rows] | None = None
-        self._next_write: tuple[PredictionSink, Law] | None = None
+        self._next_write: tuple[PredictionSink, tuple[Law, ...]] | None = None
         self._work: Work | None = None  # of a step that has begun and not ended
         self._binding: Binding | None = None
 
@@ -173,9 +165,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
         return nullcontext() if turn is None else turn()
 
     def _saved_entry(self, entry: Any) -> Any:
-        if self._binding is None:
-            return independent_scalars(self._rule, entry)
-        return independent(self._rule, entry)
+        rule = self._rule
+        return independent(entry, tuple(rule.scalars) if self._binding is None else rule.keys)
 
     @_exclusive
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -253,15 +244,15 @@ class PredictingOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        templates = self._templates()
-        kinds = self._kinds(templates)
-        sink, law = (None, None) if self._next_write is None else self._next_write
+        templates = self._templates.of(self.param_groups)
+        sink, laws = (None, None) if self._next_write is None else self._next_write
         if self._binding is not None:
-            todo = self._bound_rows(kinds, sink)
+            todo = self._bound_rows(sink)
         else:
+            kinds = self._templates.kinds
             todo = self._resolver.for_step(self.param_groups, self.state, kinds)
-        if law is not None:
-            self._check_law(law, templates, has_gradient=True)
+        if laws is not None:
+            self._templates.check(self.param_groups, laws, has_gradient=True)
         for rows in todo:
             rows.read_gradients()
         scaling = Scaling.of(self)
@@ -272,9 +263,11 @@ class PredictingOptimizer(torch.optim.Optimizer):
                 for rows in todo:
                     rows.forget_gradients()
                 return
-
-        parts = [(rows, *rows.prepared(templates, law, scaling)) for rows in todo]
-        self._work = Work(parts, [], templates, law)
+        parts = []
+        for rows in todo:
+            options: StepOptions = {} if scaling is None else scaling.on(rows.device)
+            parts.append((rows, *rows.prepared(templates, laws, options)))
+        self._work = Work(parts, [], templates, laws)
         try:
             self._do(self._work)
         except BaseException:
@@ -304,67 +297,43 @@ class PredictingOptimizer(torch.optim.Optimizer):
                     self._do(work.rest().begun())
             self._work = None
 
-    def _templates(self) -> list[Any]:
-        """Read the numbers of every group."""
-        return self._numbers.of(self.param_groups)
-
-    def _kinds(self, templates: list[Any]) -> Kinds:
-        return tuple(map(self._rule.uses_buffers, templates))
-
     # Prediction in place.
 
     def check_can_predict(self) -> None:
         """Raise ValueError naming the first group whose momentum is 0: it cannot be predicted."""
-        for index, (group, template) in enumerate(
-            zip(self.param_groups, self._templates(), strict=True)
-        ):
-            if group["params"] and not self._rule.uses_buffers(template):
-                raise ValueError(
-                    f"parameter group {index} has momentum 0: a prediction needs a momentum buffer"
-                )
+        self._templates.of(self.param_groups)
+        for index in range(len(self.param_groups)):
+            self._templates.check_can_predict(self.param_groups, index)
 
-    def _check_law(self, law: Law, templates: list[Any], *, has_gradient: bool = False) -> None:
-        known, laws = self._checked
-        if known is not templates:
-            laws = []
-            self._checked = templates, laws
-        if (law, has_gradient) in laws or not moves(law):
-            return
-        self.check_can_predict()
-        for template in templates:
-            terms = self._rule.terms(law, template)
-            if not has_gradient and any(term.gradient for term in terms):
-                raise ValueError(
-                    f"steps: {law} needs the gradient; order it with write_with_next_step"
-                )
-        laws[_REMEMBERED:] = []
-        laws.insert(0, (law, has_gradient))
+    def _laws(self, steps: Horizons) -> tuple[Law, ...]:
+        return tuple(as_laws(steps, len(self.param_groups)))
 
     @_exclusive
-    def predict_(self, steps: Horizon) -> None:
+    def predict_(self, steps: Horizons) -> None:
         """Replace every weight by its prediction ``steps`` updates ahead, until :meth:`restore_`.
 
         ``steps >= 0`` counts updates and may be a fraction; or it is a law of
-        ``spectrain_ext.laws`` that needs no gradient. Each group is predicted with its current
-        learning rate. The true weights are kept in one more buffer per parameter, in the same pass
-        over memory. Parameters that were never updated stay as they are.
+        ``spectrain_ext.laws`` that needs no gradient; or a tuple of these, one for each group. Each
+        group is predicted with its current learning rate. The true weights are kept in one more
+        buffer per parameter, in the same pass over memory. Parameters that were never updated stay
+        as they are.
 
         Raises RuntimeError if the weights are predicted already or the optimizer is bound,
         ValueError for bad ``steps`` or a group whose momentum is 0.
         """
-        law = as_law(steps)
+        laws = self._laws(steps)
         self._refuse_while_predicted("predict_")
         if self._binding is not None:
             raise RuntimeError("predict_: the optimizer is bound, its owner predicts")
         self.check_can_predict()
-        templates = self._templates()
-        self._check_law(law, templates)
-        todo = self._resolver.for_prediction(self.param_groups, self.state, self._kinds(templates))
+        templates, kinds = self._templates.of(self.param_groups), self._templates.kinds
+        self._templates.check(self.param_groups, laws, has_gradient=False)
+        todo = self._resolver.for_prediction(self.param_groups, self.state, kinds)
         # Known before anything is written: an interrupt at any line leaves what restore_ undoes.
         self._predicted = todo
         try:
             for rows in todo:
-                rows.stash_predict(templates, law)
+                rows.stash_predict(templates, laws)
                 bump_versions(tuple(rows.params))
         except BaseException:
             self.restore_()
@@ -381,7 +350,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._predicted = None
 
     @contextmanager
-    def predicted(self, steps: Horizon) -> Iterator[None]:
+    def predicted(self, steps: Horizons) -> Iterator[None]:
         """Predict for the length of a ``with`` block, see :meth:`predict_`.
 
         Run the forward *and* its backward inside: both change the weights' version counters, so a
@@ -418,23 +387,13 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._refuse_while_predicted("bind")
         if self._binding is not None:
             raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
-        binding = Binding(self.param_groups, master, self._by_key(buffers))
-        binding.given = buffers
+        binding = Binding(self.param_groups, master, buffers, self._rule.buffers)
         for where, p in named(self.param_groups):
             read_entry(where, self._rule, p, self.state.get(p) or {})
         self._forget_resolved()
         self._binding = binding
         self._ledger.home = binding.buffers
         self._ledger.look(self.param_groups, self.state)
-
-    def _by_key(self, buffers: Views | Mapping[str, Views]) -> dict[str, Views]:
-        keys = self._rule.buffers
-        by_key = cast("Mapping[str, Views]", buffers)
-        if all(key in by_key for key in keys):
-            return {key: by_key[key] for key in keys}
-        if len(keys) == 1 and not any(isinstance(key, str) for key in buffers):
-            return {keys[0]: cast("Views", buffers)}
-        raise ValueError(f"bind: buffers must have a mapping of tensors for {' and '.join(keys)}")
 
     @_exclusive
     def unbind(self) -> None:
@@ -446,7 +405,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._bound("unbind")
         for entry in self.state.values():
             if isinstance(entry, dict):
-                entry.update(independent(self._rule, entry))
+                entry.update(independent(entry, self._rule.keys))
         self._forget_resolved()
 
     def is_bound_to(self, buffers: Views | Mapping[str, Views]) -> bool:
@@ -463,11 +422,12 @@ class PredictingOptimizer(torch.optim.Optimizer):
         checked_outs(self.param_groups, binding.weights, outs)
         sink = PredictionSink(self, binding, outs)
         self._ledger.look(self.param_groups, self.state)
-        sink.rows(self._ledger, self._kinds(self._templates()))
+        self._templates.of(self.param_groups)
+        binding.rows(self._ledger, self._templates.kinds, sink)
         return sink
 
     @_exclusive
-    def write_with_next_step(self, sink: PredictionSink | None, steps: Horizon = 0.0) -> None:
+    def write_with_next_step(self, sink: PredictionSink | None, steps: Horizons = 0.0) -> None:
         """Let the next :meth:`step` write what ``sink.write(steps)`` right after it would write.
 
         Where every parameter has a gradient that costs no further pass over memory. ``steps`` may
@@ -478,22 +438,35 @@ class PredictingOptimizer(torch.optim.Optimizer):
         if sink is None:
             self._next_write = None
             return
-        if sink.binding is not self._bound("write_with_next_step"):
-            raise RuntimeError("write_with_next_step: the sink belongs to another binding")
-        law = as_law(steps)
-        self._check_law(law, self._templates(), has_gradient=True)
-        self._next_write = (sink, law)
+        _, laws = self._read(sink, steps, "write_with_next_step", has_gradient=True)
+        self._next_write = (sink, laws)
+
+    @_exclusive
+    def _write(self, sink: PredictionSink, steps: Horizons) -> None:
+        templates, laws = self._read(sink, steps, "write", has_gradient=False)
+        for rows in self._bound_rows(sink):
+            rows.predict(templates, laws)
+
+    def _read(
+        self, sink: PredictionSink, steps: Horizons, what: str, *, has_gradient: bool
+    ) -> tuple[list[Any], tuple[Law, ...]]:
+        if sink.binding is not self._bound(what):
+            raise RuntimeError(f"{what}: the sink belongs to another binding")
+        laws = self._laws(steps)
+        templates = self._templates.of(self.param_groups)
+        self._templates.check(self.param_groups, laws, has_gradient)
+        return templates, laws
 
     def _bound(self, what: str) -> Binding:
         if self._binding is None:
             raise RuntimeError(f"{what}: the optimizer is not bound, call bind() first")
         return self._binding
 
-    def _bound_rows(self, kinds: Kinds, sink: PredictionSink | None) -> list[Rows]:
+    def _bound_rows(self, sink: PredictionSink | None) -> list[Rows]:
         """Return the bound rows (those of a sink), with the state adopted if it was replaced."""
         self._ledger.look(self.param_groups, self.state)
-        owner = self._bound("step") if sink is None else sink
-        todo = owner.rows(self._ledger, kinds)
+        binding = self._bound("step") if sink is None else sink.binding
+        todo = binding.rows(self._ledger, self._templates.kinds, sink)
         for rows in todo:
             if not rows.storage_unchanged():
                 raise RuntimeError(
@@ -502,13 +475,3 @@ class PredictingOptimizer(torch.optim.Optimizer):
                 )
             rows.arrange()
         return todo
-
-    @_exclusive
-    def _write(self, sink: PredictionSink, steps: Horizon) -> None:
-        if sink.binding is not self._bound("write"):
-            raise RuntimeError("write: the sink belongs to another binding")
-        law = as_law(steps)
-        templates = self._templates()
-        self._check_law(law, templates)
-        for rows in self._bound_rows(self._kinds(templates), sink):
-            rows.predict(templates, law)

@@ -1,18 +1,56 @@
-"""Resolver: the Rows of a step and of a prediction in place, kept while they are true."""
+"""Resolver: the Rows of an optimizer, one for each device and kind of group, kept while true."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .buffers import empty_like, loaded_dtype
-from .ledger import Group, Ledger, State
+from .ledger import Ledger
 from .rows import Rows
+from .rule import Group, Kinds
+from .state import State, empty_like
 
-Kinds = tuple[bool, ...]  # of every group: whether its rule uses the buffers now
+
+def resolved(
+    ledger: Ledger,
+    positions: Sequence[int],
+    kinds: Kinds,
+    *,
+    weights: Mapping[Tensor, Tensor] | None = None,
+    outs: Mapping[Tensor, Tensor] | None = None,
+    stash: bool = False,
+) -> list[Rows]:
+    """Return new rows of the parameters at these positions.
+
+    Args:
+        ledger: where parameters and state are listed.
+        positions: in it, ascending.
+        kinds: of every group.
+        weights: what is updated in the place of the parameters.
+        outs: where predictions are written.
+        stash: whether there are buffers to keep the weights in.
+    """
+    found: dict[tuple[torch.device, bool], list[int]] = {}
+    for i in positions:
+        found.setdefault((ledger.params[i].device, kinds[ledger.groups[i]]), []).append(i)
+    rows = []
+    for (_, with_buffers), some in found.items():
+        params = [ledger.params[i] for i in some]
+        state = zip(*map(ledger.buffers_of, some), strict=True) if with_buffers else None
+        rows.append(
+            Rows(
+                ledger,
+                some,
+                params if weights is None else [weights[p] for p in params],
+                None if state is None else list(state),
+                stashed=[empty_like(p, p.dtype) for p in params] if stash else None,
+                outs=None if outs is None else [outs[p] for p in params],
+            )
+        )
+    return rows
 
 
 @dataclass(slots=True)
@@ -73,39 +111,6 @@ class Resolver:
         )
 
     def _resolve(self, kinds: Kinds, chosen: Sequence[int], stash: bool = False) -> _Resolved:
-        ledger = self._ledger
-        rows = []
-        for with_buffers, positions in by_kind(ledger, chosen, kinds):
-            params = [ledger.params[i] for i in positions]
-            state = [self._buffers(i) for i in positions] if with_buffers else None
-            rows.append(
-                Rows(
-                    ledger,
-                    positions,
-                    params,
-                    None if state is None else list(zip(*state, strict=True)),
-                    stashed=[empty_like(p, p.dtype) for p in params] if stash else None,
-                )
-            )
-        busy = set(chosen)
+        ledger, busy = self._ledger, set(chosen)
         idle = [p for i, p in enumerate(ledger.params) if i not in busy]
-        return _Resolved(kinds, ledger.version, idle, rows)
-
-    def _buffers(self, position: int) -> tuple[Tensor, ...]:
-        found = self._ledger.buffers[position]
-        if found is not None:
-            return found
-        p = self._ledger.params[position]
-        dtype = loaded_dtype(p.dtype, p.dtype, self._ledger.state_dtype)
-        return tuple(empty_like(p, dtype).zero_() for _ in self._ledger.rule.buffers)
-
-
-def by_kind(
-    ledger: Ledger, positions: Sequence[int], kinds: Kinds
-) -> Iterator[tuple[bool, list[int]]]:
-    """Split positions by device and kind: a plan has one of each."""
-    found: dict[tuple[torch.device, bool], list[int]] = {}
-    for i in positions:
-        found.setdefault((ledger.params[i].device, kinds[ledger.groups[i]]), []).append(i)
-    for (_, with_buffers), some in found.items():
-        yield with_buffers, some
+        return _Resolved(kinds, ledger.version, idle, resolved(ledger, chosen, kinds, stash=stash))

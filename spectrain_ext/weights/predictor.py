@@ -23,8 +23,8 @@ class Difference:
 class FutureRates(Protocol):
     """Knows the learning rates of updates to come."""
 
-    def law(self, law: str, version: int, steps: int) -> Law:
-        """The law over some updates after a version, with their own rates."""
+    def law(self, law: str, version: int, steps: int) -> Law | tuple[Law, ...]:
+        """The law over some updates after a version, with their own rates; or a law per group."""
 
 
 class Predictor:
