@@ -261,8 +261,14 @@ class PredictingOptimizer(torch.optim.Optimizer):
         for index in range(len(self.param_groups)):
             self._templates.check_can_predict(self.param_groups, index)
 
-    def _laws(self, steps: Horizons) -> tuple[Law, ...]:
-        return tuple(as_laws(steps, len(self.param_groups)))
+    def _laws(
+        self, steps: Horizons, *, has_gradient: bool = False
+    ) -> tuple[list[Any], tuple[Law, ...]]:
+        """Read the numbers of every group, and the law of each, which has to go with them."""
+        laws = tuple(as_laws(steps, len(self.param_groups)))
+        templates = self._templates.of(self.param_groups)
+        self._templates.check(self.param_groups, laws, has_gradient)
+        return templates, laws
 
     @exclusive
     def predict_(self, steps: Horizons) -> None:
@@ -277,13 +283,11 @@ class PredictingOptimizer(torch.optim.Optimizer):
         Raises RuntimeError if the weights are predicted already or the optimizer is bound,
         ValueError for bad ``steps`` or a group whose momentum is 0.
         """
-        laws = self._laws(steps)
         self._refuse_while_predicted("predict_")
         if self._binding is not None:
             raise RuntimeError("predict_: the optimizer is bound, its owner predicts")
         self.check_can_predict()
-        templates = self._templates.of(self.param_groups)
-        self._templates.check(self.param_groups, laws, has_gradient=False)
+        templates, laws = self._laws(steps)
         todo = self._rows(stash=True)
         # Known before anything is written: an interrupt at any line leaves what restore_ undoes.
         self._predicted = todo
@@ -394,24 +398,19 @@ class PredictingOptimizer(torch.optim.Optimizer):
         if sink is None:
             self._next_write = None
             return
-        _, laws = self._read(sink, steps, "write_with_next_step", has_gradient=True)
-        self._next_write = (sink, laws)
+        self._check_sink(sink, "write_with_next_step")
+        self._next_write = (sink, self._laws(steps, has_gradient=True)[1])
 
     @exclusive
     def _write(self, sink: PredictionSink, steps: Horizons) -> None:
-        templates, laws = self._read(sink, steps, "write", has_gradient=False)
+        self._check_sink(sink, "write")
+        templates, laws = self._laws(steps)
         for rows in self._bound_rows(sink):
             rows.predict(templates, laws)
 
-    def _read(
-        self, sink: PredictionSink, steps: Horizons, what: str, *, has_gradient: bool
-    ) -> tuple[list[Any], tuple[Law, ...]]:
+    def _check_sink(self, sink: PredictionSink, what: str) -> None:
         if sink.binding is not self._bound(what):
             raise RuntimeError(f"{what}: the sink belongs to another binding")
-        laws = self._laws(steps)
-        templates = self._templates.of(self.param_groups)
-        self._templates.check(self.param_groups, laws, has_gradient)
-        return templates, laws
 
     def _bound(self, what: str) -> Binding:
         if self._binding is None:
