@@ -20,6 +20,8 @@ from .numbers import Adam, Sgd, Term, non_negative
 class Law(Protocol):
     """A prediction law: the terms that take the present weights to the predicted ones."""
 
+    __slots__ = ()
+
     def sgd(self, numbers: Sgd) -> list[Term]:
         """Terms under SGD; none where the prediction is the weights themselves."""
 
@@ -32,7 +34,7 @@ Horizons: TypeAlias = Horizon | tuple[Horizon, ...]  # for all parameter groups,
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(Law):
     """The last update, s times over: W - s*lr*v (SpecTrain, arXiv 1809.02839).
 
     Under Adam W - s*lr*m_hat/(sqrt(u_hat) + eps), without the decay term (PipeOptim, 2023).
@@ -44,11 +46,9 @@ class Linear:
         object.__setattr__(self, "steps", non_negative("steps", self.steps))
 
     def sgd(self, numbers: Sgd) -> list[Term]:
-        """One term."""
         return [Term(1.0, numbers.lr * self.steps)] if self.steps else []
 
     def adam(self, numbers: Adam) -> list[Term]:
-        """One term, with the bias corrections of the last update."""
         if not self.steps:
             return []
         return [
@@ -57,7 +57,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometric:
+class Geometric(Law):
     """s more updates whose gradients are zero (FTPipe's msnag, 2021).
 
     SGD: W - lr*v*(mu - mu^(s+1))/(1 - mu); with an L2 penalty, decoupled decay or Nesterov momentum
@@ -72,7 +72,6 @@ class Geometric:
         object.__setattr__(self, "steps", non_negative("steps", self.steps))
 
     def sgd(self, numbers: Sgd) -> list[Term]:
-        """One term."""
         if not self.steps:
             return []
         mu = numbers.momentum
@@ -82,14 +81,13 @@ class Geometric:
         return [Term(1.0, numbers.lr * reach * (mu if numbers.nesterov else 1.0))]
 
     def adam(self, numbers: Adam) -> list[Term]:
-        """One term for each update ahead."""
         steps = _whole(self.steps, "Adam")
         _check_loop(steps)
         return _adam_loop(numbers, [numbers.lr] * steps)
 
 
 @dataclass(frozen=True, slots=True)
-class FutureRates:
+class FutureRates(Law):
     """A prediction with the learning rates that the coming updates will have, one for each.
 
     ``law="linear"``: W - sum(lr_i)*v. ``law="geometric"``: zero-gradient updates, as `Geometric`.
@@ -107,7 +105,6 @@ class FutureRates:
             raise ValueError(f"law: expected 'linear' or 'geometric', got {self.law!r}")
 
     def sgd(self, numbers: Sgd) -> list[Term]:
-        """One term."""
         if not self.rates:
             return []
         if self.law == "linear":
@@ -118,7 +115,6 @@ class FutureRates:
         return [Term(matrix[0], -matrix[1])]
 
     def adam(self, numbers: Adam) -> list[Term]:
-        """One term, or one for each update ahead."""
         if not self.rates:
             return []
         if self.law == "linear":
@@ -128,7 +124,7 @@ class FutureRates:
 
 
 @dataclass(frozen=True, slots=True)
-class SecondOrder:
+class SecondOrder(Law):
     """The momentum extrapolated by its last change as well.
 
     W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)] with D = delay. After an update
@@ -149,7 +145,6 @@ class SecondOrder:
         return self.delay + self.lead - change * (1.0 - mu) / mu, change * gain / mu
 
     def sgd(self, numbers: Sgd) -> list[Term]:
-        """One term, with the gradient in it."""
         if not self.delay and not self.lead:
             return []
         if not numbers.momentum:
@@ -158,7 +153,6 @@ class SecondOrder:
         return [Term(1.0, numbers.lr * momentum, numbers.lr * gradient)]
 
     def adam(self, numbers: Adam) -> list[Term]:
-        """One term, with the gradient in it; bias corrections of the last update."""
         if not self.delay and not self.lead:
             return []
         beta1 = numbers.betas[0]

@@ -53,10 +53,10 @@ _OPTIONS = frozenset(StepOptions.__annotations__)
 
 def split_options(keywords: Any) -> tuple[StepOptions, Any]:
     """The options of a step among its keywords, and all others."""
-    if _OPTIONS.isdisjoint(keywords):
-        return {}, keywords
-    options = {key: keywords.pop(key) for key in _OPTIONS if key in keywords}
-    return cast(StepOptions, options), keywords
+    options: Any = {}
+    for key in _OPTIONS.intersection(keywords):
+        options[key] = keywords.pop(key)
+    return options, keywords
 
 
 def is_array(value: object) -> bool:

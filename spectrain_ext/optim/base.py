@@ -4,44 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from threading import RLock
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
-from spectrain_ext.operators.lists import StepOptions, bump_versions
+from spectrain_ext.operators.lists import bump_versions
 
 from .binding import Binding, PredictionSink, Views, checked_outs
 from .ledger import Ledger
 from .resolve import Resolver
 from .rows import Rows
 from .rule import Rule, Templates
-from .state import StateLoader, check_dtypes, independent, loaded_dtype, named, read_entry
-from .step import Scaling, Work, hooked
+from .state import StateLoader, check_group, independent, loaded_dtype, named, read_entry
+from .step import Scaling, Work, exclusive, hooked
 
 StateDict = dict[str, Any]
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _exclusive(method: F) -> F:
-    """Let one thread at a time into methods that read or change weights, state or what is resolved.
-
-    A step that an exception cut short is finished first.
-    """
-
-    @wraps(method)
-    def exclusive(self: PredictingOptimizer, *args: Any, **kwargs: Any) -> Any:
-        with self._turn:
-            if self._work is not None:
-                self.mend()
-            return method(self, *args, **kwargs)
-
-    return cast(F, exclusive)
 
 
 class PredictingOptimizer(torch.optim.Optimizer):
@@ -60,9 +41,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
     _rule: ClassVar[Rule[Any]]
     _momentum_dtype: torch.dtype | None
     _loader: StateLoader | None = None
-    _order: Callable[[], Callable[[], AbstractContextManager[object]] | None] = staticmethod(
-        lambda: None
-    )
+    _order: WeakMethod[Callable[[], AbstractContextManager[object]]] | None = None
     _ledger: Ledger
     _resolver: Resolver
 
@@ -87,7 +66,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     # Parameter groups and state, as torch.optim.Optimizer keeps them.
 
-    @_exclusive
+    @exclusive
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch does; an invalid one raises and is not added.
 
@@ -97,25 +76,16 @@ class PredictingOptimizer(torch.optim.Optimizer):
         if self._binding is not None:
             raise RuntimeError("add_param_group: unbind() the optimizer first")
         super().add_param_group(param_group)
-        index = len(self.param_groups) - 1
         try:
-            self._check_group(index)
+            self._check_group(len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             raise
 
     def _check_group(self, index: int) -> None:
-        group = self.param_groups[index]
-        self._rule.read(index, group)
-        seen: dict[Tensor, int] = {}
-        for i, p in enumerate(group["params"]):
-            where = f"parameter {i} of group {index}"
-            if p in seen:
-                raise ValueError(f"{where} is parameter {seen[p]} of that group once more")
-            seen[p] = i
-            check_dtypes(where, p.dtype, self._momentum_dtype)
+        check_group(self._rule, index, self.param_groups[index], self._momentum_dtype)
 
-    @_exclusive
+    @exclusive
     def __getstate__(self) -> dict[str, Any]:
         """Return what deepcopy and pickle keep; RuntimeError while the weights are predicted."""
         self._refuse_while_predicted("copying or pickling the optimizer")
@@ -140,7 +110,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
             self._ledger.forget()
             self._ledger.look(self.param_groups, self.state)
 
-    @_exclusive
+    @exclusive
     def state_dict(self) -> StateDict:
         """Return the state as torch's class of this name does, with the same keys.
 
@@ -161,14 +131,14 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._order = WeakMethod(turn)
 
     def _owners_turn(self) -> AbstractContextManager[object]:
-        turn = self._order()
+        turn = None if self._order is None else self._order()
         return nullcontext() if turn is None else turn()
 
     def _saved_entry(self, entry: Any) -> Any:
         rule = self._rule
         return independent(entry, tuple(rule.scalars) if self._binding is None else rule.keys)
 
-    @_exclusive
+    @exclusive
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state_dict of this class or of torch's class of this name.
 
@@ -179,15 +149,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
         predicted.
         """
         self._refuse_while_predicted("load_state_dict")
-        self._loader = loader = StateLoader(
-            self._rule, self._momentum_dtype, self.param_groups, self.defaults
-        )
-
-        def take(_: torch.optim.Optimizer, loaded: StateDict) -> StateDict | None:
-            # A hook that an exception left behind takes nothing.
-            return loader.take(loaded) if self._loader is loader else None
-
-        handle = self.register_load_state_dict_pre_hook(take)
+        self._loader = StateLoader(self._rule, self._momentum_dtype, self)
+        handle = self.register_load_state_dict_pre_hook(self._loader)
         try:
             with self._owners_turn():
                 super().load_state_dict(state_dict)
@@ -246,28 +209,17 @@ class PredictingOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         templates = self._templates.of(self.param_groups)
         sink, laws = (None, None) if self._next_write is None else self._next_write
-        if self._binding is not None:
-            todo = self._bound_rows(sink)
-        else:
-            kinds = self._templates.kinds
-            todo = self._resolver.for_step(self.param_groups, self.state, kinds)
+        todo = self._rows() if self._binding is None else self._bound_rows(sink)
         if laws is not None:
             self._templates.check(self.param_groups, laws, has_gradient=True)
         for rows in todo:
             rows.read_gradients()
         scaling = Scaling.of(self)
-        if scaling is not None:
-            # A count lives on the host, and so does what a first step starts: both have to know.
-            asks = bool(self._rule.scalars) or not all(rows.started for rows in todo)
-            if (scaling.is_free or asks) and scaling.skips():
-                for rows in todo:
-                    rows.forget_gradients()
-                return
-        parts = []
-        for rows in todo:
-            options: StepOptions = {} if scaling is None else scaling.on(rows.device)
-            parts.append((rows, *rows.prepared(templates, laws, options)))
-        self._work = Work(parts, [], templates, laws)
+        if scaling is not None and scaling.skips(todo):
+            for rows in todo:
+                rows.forget_gradients()
+            return
+        self._work = Work.of(todo, templates, laws, scaling)
         try:
             self._do(self._work)
         except BaseException:
@@ -297,6 +249,10 @@ class PredictingOptimizer(torch.optim.Optimizer):
                     self._do(work.rest().begun())
             self._work = None
 
+    def _rows(self, *, stash: bool = False) -> list[Rows]:
+        kinds = self._templates.kinds
+        return self._resolver.rows(self.param_groups, self.state, kinds, stash=stash)
+
     # Prediction in place.
 
     def check_can_predict(self) -> None:
@@ -305,10 +261,16 @@ class PredictingOptimizer(torch.optim.Optimizer):
         for index in range(len(self.param_groups)):
             self._templates.check_can_predict(self.param_groups, index)
 
-    def _laws(self, steps: Horizons) -> tuple[Law, ...]:
-        return tuple(as_laws(steps, len(self.param_groups)))
+    def _laws(
+        self, steps: Horizons, *, has_gradient: bool = False
+    ) -> tuple[list[Any], tuple[Law, ...]]:
+        """Read the numbers of every group, and the law of each, which has to go with them."""
+        laws = tuple(as_laws(steps, len(self.param_groups)))
+        templates = self._templates.of(self.param_groups)
+        self._templates.check(self.param_groups, laws, has_gradient)
+        return templates, laws
 
-    @_exclusive
+    @exclusive
     def predict_(self, steps: Horizons) -> None:
         """Replace every weight by its prediction ``steps`` updates ahead, until :meth:`restore_`.
 
@@ -321,14 +283,12 @@ class PredictingOptimizer(torch.optim.Optimizer):
         Raises RuntimeError if the weights are predicted already or the optimizer is bound,
         ValueError for bad ``steps`` or a group whose momentum is 0.
         """
-        laws = self._laws(steps)
         self._refuse_while_predicted("predict_")
         if self._binding is not None:
             raise RuntimeError("predict_: the optimizer is bound, its owner predicts")
         self.check_can_predict()
-        templates, kinds = self._templates.of(self.param_groups), self._templates.kinds
-        self._templates.check(self.param_groups, laws, has_gradient=False)
-        todo = self._resolver.for_prediction(self.param_groups, self.state, kinds)
+        templates, laws = self._laws(steps)
+        todo = self._rows(stash=True)
         # Known before anything is written: an interrupt at any line leaves what restore_ undoes.
         self._predicted = todo
         try:
@@ -339,7 +299,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
             self.restore_()
             raise
 
-    @_exclusive
+    @exclusive
     def restore_(self) -> None:
         """Put back, to the bit, the weights that :meth:`predict_` replaced; else RuntimeError."""
         if self._predicted is None:
@@ -369,7 +329,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     # For a pipeline: weights and state live in its buffers.
 
-    @_exclusive
+    @exclusive
     def bind(self, master: Views | None, buffers: Views | Mapping[str, Views]) -> None:
         """Keep weights and state in tensors that the caller owns, until :meth:`unbind`.
 
@@ -395,7 +355,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._ledger.home = binding.buffers
         self._ledger.look(self.param_groups, self.state)
 
-    @_exclusive
+    @exclusive
     def unbind(self) -> None:
         """Give the state ordinary storage again; RuntimeError if the optimizer is not bound.
 
@@ -412,7 +372,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         """Tell whether these buffers are those of the last ``bind``, not undone since."""
         return self._binding is not None and self._binding.given is buffers
 
-    @_exclusive
+    @exclusive
     def prediction_sink(self, outs: Views) -> PredictionSink:
         """Resolve where predictions go: ``outs[p]`` has the layout and device of p's weights.
 
@@ -426,7 +386,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         binding.rows(self._ledger, self._templates.kinds, sink)
         return sink
 
-    @_exclusive
+    @exclusive
     def write_with_next_step(self, sink: PredictionSink | None, steps: Horizons = 0.0) -> None:
         """Let the next :meth:`step` write what ``sink.write(steps)`` right after it would write.
 
@@ -438,24 +398,19 @@ class PredictingOptimizer(torch.optim.Optimizer):
         if sink is None:
             self._next_write = None
             return
-        _, laws = self._read(sink, steps, "write_with_next_step", has_gradient=True)
-        self._next_write = (sink, laws)
+        self._check_sink(sink, "write_with_next_step")
+        self._next_write = (sink, self._laws(steps, has_gradient=True)[1])
 
-    @_exclusive
+    @exclusive
     def _write(self, sink: PredictionSink, steps: Horizons) -> None:
-        templates, laws = self._read(sink, steps, "write", has_gradient=False)
+        self._check_sink(sink, "write")
+        templates, laws = self._laws(steps)
         for rows in self._bound_rows(sink):
             rows.predict(templates, laws)
 
-    def _read(
-        self, sink: PredictionSink, steps: Horizons, what: str, *, has_gradient: bool
-    ) -> tuple[list[Any], tuple[Law, ...]]:
+    def _check_sink(self, sink: PredictionSink, what: str) -> None:
         if sink.binding is not self._bound(what):
             raise RuntimeError(f"{what}: the sink belongs to another binding")
-        laws = self._laws(steps)
-        templates = self._templates.of(self.param_groups)
-        self._templates.check(self.param_groups, laws, has_gradient)
-        return templates, laws
 
     def _bound(self, what: str) -> Binding:
         if self._binding is None:
@@ -466,12 +421,4 @@ class PredictingOptimizer(torch.optim.Optimizer):
         """Return the bound rows (those of a sink), with the state adopted if it was replaced."""
         self._ledger.look(self.param_groups, self.state)
         binding = self._bound("step") if sink is None else sink.binding
-        todo = binding.rows(self._ledger, self._templates.kinds, sink)
-        for rows in todo:
-            if not rows.storage_unchanged():
-                raise RuntimeError(
-                    f"a parameter of group {rows.cohorts[0].group} no longer has the storage it "
-                    "was bound with (.to() or load_state_dict(assign=True) since bind)"
-                )
-            rows.arrange()
-        return todo
+        return binding.rows(self._ledger, self._templates.kinds, sink)

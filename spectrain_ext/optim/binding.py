@@ -59,12 +59,19 @@ class Binding:
         """Return the rows of every parameter, with the outs of a sink.
 
         They are resolved on first use and not before: until then the owner may still move the
-        parameters into a buffer (``p.data = view``).
+        parameters into a buffer (``p.data = view``). RuntimeError for one that has moved since.
         """
         known, outs = (self.known, None) if sink is None else (sink.known, sink.outs)
         if kinds not in known:
             every = range(len(ledger.params))
             known[kinds] = resolved(ledger, every, kinds, weights=self.weights, outs=outs)
+        for rows in known[kinds]:
+            if not rows.storage_unchanged():
+                raise RuntimeError(
+                    f"a parameter of group {rows.cohorts[0].group} no longer has the storage it "
+                    "was bound with (.to() or load_state_dict(assign=True) since bind)"
+                )
+            rows.arrange()
         return known[kinds]
 
 

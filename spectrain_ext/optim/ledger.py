@@ -68,11 +68,9 @@ class Ledger:
         return self.version
 
     def where(self, position: int) -> str:
-        """Name a parameter for errors."""
         return self._places[position]
 
     def scalars(self, position: int) -> Scalars:
-        """Return the scalar state of a parameter."""
         return tuple(values[position] for values in self._values.values())
 
     def buffers_of(self, position: int) -> tuple[Tensor, ...]:

@@ -62,55 +62,36 @@ class _Resolved:
 
 
 class Resolver:
-    """Resolves the parameters of one optimizer: one Rows per device, and kind of group."""
+    """Resolves the parameters of one optimizer, for its steps and for predictions in place."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._step: _Resolved | None = None
-        self._prediction: _Resolved | None = None
+        self._known: dict[bool, _Resolved] = {}
 
-    def for_step(self, groups: Sequence[Group], state: State, kinds: Kinds) -> list[Rows]:
-        """Return the rows of a step: parameters that have a gradient, state, or need none."""
-        known = self._step
+    def rows(
+        self, groups: Sequence[Group], state: State, kinds: Kinds, *, stash: bool
+    ) -> list[Rows]:
+        """Return the rows of a step: parameters that have a gradient, state, or need none.
+
+        With a stash those of a prediction in place: parameters with state.
+        """
+        known, ledger = self._known.get(stash), self._ledger
         if (
             known is None
-            or not self._still_true(known, groups, state, kinds)
-            or not all(p.grad is None for p in known.idle)
+            or ledger.look(groups, state) != known.version
+            or known.kinds != kinds
+            or not all(rows.storage_unchanged() for rows in known.rows)
+            or not (stash or all(p.grad is None for p in known.idle))
         ):
-            self._ledger.forget()  # parameters may have moved: their state follows them
-            self._ledger.look(groups, state)
-            ledger = self._ledger
-            chosen = [
-                i
-                for i, p in enumerate(ledger.params)
-                if not kinds[ledger.groups[i]]
-                or p.grad is not None
-                or ledger.buffers[i] is not None
-            ]
-            self._step = known = self._resolve(kinds, chosen)
+            ledger.forget()  # parameters may have moved: their state follows them
+            ledger.look(groups, state)
+            chosen, idle = [], []
+            for i, p in enumerate(ledger.params):
+                steps = not stash and (p.grad is not None or not kinds[ledger.groups[i]])
+                if steps or ledger.buffers[i] is not None:
+                    chosen.append(i)
+                else:
+                    idle.append(p)
+            rows = resolved(ledger, chosen, kinds, stash=stash)
+            self._known[stash] = known = _Resolved(kinds, ledger.version, idle, rows)
         return known.rows
-
-    def for_prediction(self, groups: Sequence[Group], state: State, kinds: Kinds) -> list[Rows]:
-        """Return the rows of a prediction in place: parameters with state, each with a stash."""
-        known = self._prediction
-        if known is None or not self._still_true(known, groups, state, kinds):
-            self._ledger.forget()
-            self._ledger.look(groups, state)
-            buffers = self._ledger.buffers
-            chosen = [i for i in range(len(buffers)) if buffers[i] is not None]
-            self._prediction = known = self._resolve(kinds, chosen, stash=True)
-        return known.rows
-
-    def _still_true(
-        self, known: _Resolved, groups: Sequence[Group], state: State, kinds: Kinds
-    ) -> bool:
-        return (
-            self._ledger.look(groups, state) == known.version
-            and known.kinds == kinds
-            and all(rows.storage_unchanged() for rows in known.rows)
-        )
-
-    def _resolve(self, kinds: Kinds, chosen: Sequence[int], stash: bool = False) -> _Resolved:
-        ledger, busy = self._ledger, set(chosen)
-        idle = [p for i, p in enumerate(ledger.params) if i not in busy]
-        return _Resolved(kinds, ledger.version, idle, resolved(ledger, chosen, kinds, stash=stash))

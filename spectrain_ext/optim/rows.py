@@ -28,14 +28,6 @@ class _Plan(Plan):
 
     _watches = False
 
-    def take_gradients(self, grads: Sequence[Tensor | None]) -> bool:
-        """Read these gradients' addresses; returns whether none of them is None."""
-        return self._native.set_gradients(tuple(grads), False)
-
-    def forget_gradients(self) -> None:
-        """Let go of the gradients."""
-        self._native.forget_gradients()
-
 
 class Cohort(NamedTuple):
     """Parameters of one group that have been updated equally often: the same numbers apply."""
@@ -132,7 +124,6 @@ class Rows:
 
     @property
     def device(self) -> torch.device:
-        """Where all of them are."""
         return self._weights[0].device
 
     # What the plan was resolved from, and whether that is still so.
@@ -171,19 +162,19 @@ class Rows:
         """
         grads = [p.grad for p in self.params]
         try:
-            self.all_active = self.plan.take_gradients(grads)
+            self.all_active = self.plan._native.set_gradients(tuple(grads), False)
         except (TypeError, ValueError, RuntimeError):
             fitted = [
                 None if grad is None else self._fitted(row, grad) for row, grad in enumerate(grads)
             ]
             if all(map(is_, fitted, grads)):
                 raise
-            self.all_active = self.plan.take_gradients(fitted)
+            self.all_active = self.plan._native.set_gradients(tuple(fitted), False)
         self.active = [True] * len(grads) if self.all_active else [g is not None for g in grads]
 
     def forget_gradients(self) -> None:
         """Let go of the gradients, so that ``zero_grad`` really frees their memory."""
-        self.plan.forget_gradients()
+        self.plan._native.forget_gradients()
 
     def _fitted(self, row: int, grad: Tensor) -> Tensor:
         weight = self._weights[row]
@@ -312,7 +303,6 @@ class Rows:
         return changed
 
     def predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
-        """Write the outs."""
         known = self._prepared_prediction
         if known is not None and known.serves(templates, laws):
             known.call()

@@ -26,6 +26,18 @@ def check_dtypes(where: str, weight: torch.dtype, state: torch.dtype | None) -> 
         )
 
 
+def check_group(rule: Rule[Any], index: int, group: Group, state_dtype: torch.dtype | None) -> None:
+    """Raise ValueError or TypeError unless a parameter group can be trained by a rule."""
+    rule.read(index, group)
+    seen: dict[Tensor, int] = {}
+    for i, p in enumerate(group["params"]):
+        where = f"parameter {i} of group {index}"
+        if p in seen:
+            raise ValueError(f"{where} is parameter {seen[p]} of that group once more")
+        seen[p] = i
+        check_dtypes(where, p.dtype, state_dtype)
+
+
 def allowed(weight: torch.dtype, state: torch.dtype) -> bool:
     """Tell whether the kernels take this pair of dtypes."""
     return state == weight or (state == torch.float32 and weight.itemsize == 2)
@@ -117,25 +129,25 @@ def independent(entry: Any, keys: Sequence[str]) -> Any:
 class StateLoader:
     """Keeps what is loaded from torch, which would cast it to its parameter's dtype.
 
-    ``take`` removes a rule's state from a state_dict before torch sees it (hooks of the caller's
-    run first), ``put`` puts it back into what torch makes of the rest.
+    As a hook it removes a rule's state from a state_dict before torch sees it (hooks of the
+    caller's run first); ``put`` puts it back into what torch makes of the rest.
     """
 
     def __init__(
-        self,
-        rule: Rule[Any],
-        state_dtype: torch.dtype | None,
-        groups: Sequence[Group],
-        defaults: Mapping[str, Any],
+        self, rule: Rule[Any], state_dtype: torch.dtype | None, optimizer: torch.optim.Optimizer
     ) -> None:
         self._rule = rule
         self._state_dtype = state_dtype
-        self._groups = groups
-        self._defaults = defaults
+        self._groups = optimizer.param_groups
+        self._defaults = optimizer.defaults
         self._loaded: dict[Tensor, dict[str, Tensor]] = {}
 
-    def take(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any] | None:
         """Return a state_dict without the rule's state; ValueError or TypeError if it is bad."""
+        if getattr(optimizer, "_loader", None) is not self:
+            return None  # a hook that an exception left behind takes nothing
         rule = self._rule
         state = dict(state_dict["state"])
         for where, p, key in self._matched(state_dict["param_groups"]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,25 @@ def hooked(func: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def exclusive(method: F) -> F:
+    """Let one thread at a time into methods that read or change weights, state or what is resolved.
+
+    A step that an exception cut short is finished first.
+    """
+
+    @wraps(method)
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._turn:
+            if self._work is not None:
+                self.mend()
+            return method(self, *args, **kwargs)
+
+    return cast(F, alone)
+
+
 class Scaling(NamedTuple):
     """Scalars of a scaled step; GradScaler sets them on an optimizer around its ``step``.
 
@@ -59,14 +78,14 @@ class Scaling(NamedTuple):
         found_inf = getattr(optimizer, "found_inf", None)
         return None if grad_scale is found_inf is None else cls(grad_scale, found_inf)
 
-    def skips(self) -> bool:
-        """Whether the step is not to be made; on CUDA the host waits for the answer."""
-        return self.found_inf is not None and bool(self.found_inf.item())
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the answer is on the host."""
-        return self.found_inf is None or self.found_inf.device.type == "cpu"
+    def skips(self, todo: Sequence[Rows]) -> bool:
+        """Whether the step is not to be made, where the host knows, or must and waits for it."""
+        found = self.found_inf
+        if found is None:
+            return False
+        # A count lives on the host, and so does what a first step starts: both have to know.
+        asks = any(rows.ledger.rule.scalars or not rows.started for rows in todo)
+        return (asks or found.device.type == "cpu") and bool(found.item())
 
     def on(self, device: torch.device) -> StepOptions:
         """What a plan on the device takes of it."""
@@ -91,6 +110,21 @@ class Work(NamedTuple):
     made: list[object]
     templates: list[Any]
     laws: tuple[Law, ...] | None
+
+    @classmethod
+    def of(
+        cls,
+        todo: Sequence[Rows],
+        templates: list[Any],
+        laws: tuple[Law, ...] | None,
+        scaling: Scaling | None,
+    ) -> Work:
+        """The work on rows that have read their gradients; errors are raised here."""
+        parts = []
+        for rows in todo:
+            options: StepOptions = {} if scaling is None else scaling.on(rows.device)
+            parts.append((rows, *rows.prepared(templates, laws, options)))
+        return cls(parts, [], templates, laws)
 
     def do(self, state: State, bump: bool) -> bool:
         """Make the step, or what is left of it.

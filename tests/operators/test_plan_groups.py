@@ -159,6 +159,47 @@ def test_the_methods_of_one_group_apply_to_all() -> None:
     assert [t.tolist() for t in w] == [[-4.0] * 3] * 2
 
 
+def test_every_group_may_have_a_law_of_its_own() -> None:
+    """The same bits as of plans of one group each, from a step and without one."""
+    w, v, g = ([torch.rand(5) for _ in range(3)] for _ in range(3))
+    outs = [[torch.zeros(5) for _ in range(3)] for _ in range(2)]
+    numbers = [Sgd(0.1, 0.9), Sgd(0.5, 0.5, weight_decay=0.1), Sgd(0.2, 0.9, nesterov=True)]
+    laws = (2.0, Geometric(3), 0)
+    alone = [
+        ([a.clone(), b.clone(), c.clone()], torch.zeros(5)) for a, b, c in zip(w, v, g, strict=True)
+    ]
+    plan = st.Plan(w, momentum_buffers=v, grads=g, outs=outs, groups=[0, 1, 2])
+    plan.sgd_step_(numbers, predict=[laws])
+    plan.predict(numbers, steps=laws, out=1)
+    ref.assert_lists(outs[0], outs[1], "a prediction without a step")
+    for i, ((a, b, c), out) in enumerate(alone):
+        one = st.Plan(a, momentum_buffers=b, grads=c, outs=[out])
+        one.sgd_step_([numbers[i]], predict=[laws[i]])
+        ref.assert_bits(outs[0][i], out, f"group {i}")
+    ref.assert_bits(outs[0][2], w[2], "a horizon of 0")
+
+
+def test_numbers_for_all_groups_are_keywords() -> None:
+    """Every number of a rule, in steps and in predictions."""
+    sgd: Any = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "ema": True}
+    adam: Any = {"lr": 0.1, "step": 3, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    lists = [[torch.rand(3), torch.rand(3)] for _ in range(5)]
+    results = []
+    for same in (True, False):
+        w, g, m, u, out = ([t.clone() for t in tensors] for tensors in lists)
+        plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=[out], groups=[0, 1])
+        if same:
+            plan.sgd_step_(**sgd)
+            plan.adam_step_(**adam)
+            plan.predict(steps=Geometric(3), **sgd)
+        else:
+            plan.sgd_step_([Sgd(**sgd)] * 2)
+            plan.adam_step_([Adam(**adam)] * 2)
+            plan.predict([Sgd(**sgd)] * 2, steps=Geometric(3))
+        results.append([*w, *m, *u, *out])
+    ref.assert_lists(*results, "keywords")
+
+
 def test_a_group_without_tensors_has_numbers_all_the_same() -> None:
     w = [torch.zeros(3), torch.zeros(3)]
     plan = st.Plan(w, grads=[torch.ones(3)] * 2, groups=[0, 2])
@@ -237,6 +278,25 @@ class TestRefuses:
         for method in (plan.sgd_step_, plan.adam_step_):
             raises(TypeError, "groups", lambda method=method: method(bad), lists)  # type: ignore[misc]
         raises(TypeError, "groups", lambda: plan.predict_(bad, steps=1.0), lists)
+
+    @pytest.mark.parametrize("name", ["sgd_step_", "adam_step_", "predict", "stash_predict_"])
+    def test_numbers_of_groups_and_for_all(self, name: str) -> None:
+        plan, lists = self._plan()
+        numbers: Any = [self._A if name == "adam_step_" else self._S] * 2
+        more: Any = {} if name.endswith("_step_") else {"steps": 1.0}
+        call = getattr(plan, name)
+        raises(TypeError, "^lr: groups are given", lambda: call(numbers, lr=0.1, **more), lists)
+        raises(TypeError, "groups", lambda: call(**more), lists)
+
+    @pytest.mark.parametrize("laws", [(), (1.0,), (1.0, 2.0, 3.0)], ids=str)
+    def test_laws_for_another_count_of_groups(self, laws: Any) -> None:
+        plan, lists = self._plan()
+        names = f"expected one for each of 2 groups, got {len(laws)}"
+        step = lambda: plan.sgd_step_([self._S] * 2, predict=[laws])  # noqa: E731
+        raises(ValueError, rf"predict\[0\]: {names}", step, lists)
+        raises(ValueError, names, lambda: plan.predict(lr=0.1, steps=laws), lists)
+        bad: Any = (1.0, "x")
+        raises(TypeError, r"steps\[1\]", lambda: plan.predict(lr=0.1, steps=bad), lists)
 
     def test_groups_with_and_without_momentum_exclude_each_other(self) -> None:
         plan, lists = self._plan()

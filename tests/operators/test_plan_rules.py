@@ -26,7 +26,7 @@ _SGD = Sgd(0.1, 0.9, nesterov=True)
 
 
 @given(case=cases(), law=hs.sampled_from([Linear(0.0), Linear(2.5), Geometric(0), Geometric(4)]))
-def test_stash_predict_with(case: Case, law: Law) -> None:
+def test_stash_predict_of_groups(case: Case, law: Law) -> None:
     """Stashed <- W and W <- the prediction, under Adam and under SGD."""
     for adam in (False, True):
         w, v, u, kept = (case.stream(i, momentum=i in (1, 2)) for i in range(4))
@@ -53,7 +53,7 @@ def test_stash_predict_with(case: Case, law: Law) -> None:
 
 
 @given(case=cases(), steps=horizons())
-def test_predict_with_is_predict(case: Case, steps: float) -> None:
+def test_predict_of_groups_is_predict(case: Case, steps: float) -> None:
     """SGD's numbers in a list, and one by one."""
     w, v, out = (case.stream(i, momentum=i == 1) for i in range(3))
     plan = st.Plan(case.given(w), momentum_buffers=case.given(v), outs=[case.given(out)])
