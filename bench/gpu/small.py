@@ -65,10 +65,10 @@ def _adam(w: list[Tensor], m: list[Tensor], u: list[Tensor], g: list[Tensor], ou
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=outs)
     adamw = Adam(1e-3, (0.9, 0.999), 1e-8, 0.01, 1, True)
     nadam = Adam(1e-3, (0.9, 0.999), 1e-8, 0.0, 2, momentum_decay=4e-3, mu_product=0.8)
-    plan.step_adam_([adamw], [2.0, st.laws.Geometric(3)])
-    plan.step_adam_([nadam], [2.0])
-    plan.predict_with([adamw], 2.0, out=1)
-    plan.predict_with([adamw], st.laws.Geometric(2))
+    plan.adam_step_([adamw], predict=[2.0, st.laws.Geometric(3)])
+    plan.adam_step_([nadam], predict=[2.0])
+    plan.predict([adamw], steps=2.0, out=1)
+    plan.predict_([adamw], steps=st.laws.Geometric(2))
 
 
 def _many(scale: Scale) -> None:

@@ -182,7 +182,9 @@ def host_overhead(device: str = "cpu") -> dict[str, float]:
     calls: dict[str, Call] = {
         f"Plan.predict, {empty}": ours(PREDICT, s)["Plan"],
         f"Plan.sgd_step_ + 1 prediction, {empty}": ours(SGD_1, s)["Plan"],
-        f"Plan.step_adam_ + 1 prediction, {empty}": lambda: adam.step_adam_(numbers, STEPS[:1]),
+        f"Plan.adam_step_ + 1 prediction, {empty}": lambda: adam.adam_step_(
+            numbers, predict=STEPS[:1]
+        ),
         f"Plan.refresh, {count} gradients": trained.refresh,
     }
     return _microseconds(calls, 5e-4, 0.3)

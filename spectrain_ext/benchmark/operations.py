@@ -110,7 +110,7 @@ def ours(operation: Operation, s: Streams) -> dict[str, Call]:
         options |= {"weight_decay": DECAY, "decoupled_weight_decay": True, "predict": pairs}
         return {
             "operator": lambda: functions.adam_step_(w, g, v, u, **options),
-            "Plan": lambda: plan.step_adam_([adam_numbers()], ahead),
+            "Plan": lambda: plan.adam_step_([adam_numbers()], predict=ahead),
         }
     function, method = getattr(functions, operation.name), getattr(plan, operation.name)
     lists = [s[letter] for letter in "wkv" if letter in letters]

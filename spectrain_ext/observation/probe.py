@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from spectrain_ext.method import delay
-from spectrain_ext.operators.functions import distance
+from spectrain_ext.operators import distance
 from spectrain_ext.schedule import Place, Rules
 from spectrain_ext.weights import StageWeights
 

@@ -1,12 +1,11 @@
 """The fused operators on lists of arrays, prepared plans, and the laws of prediction."""
 
 from . import laws
-from . import library as _library  # noqa: F401  # registers torch.ops.spectrain
+from .distances import distance
 from .expressions import Scalar
 from .functions import (
     adam_predict,
     adam_step_,
-    distance,
     extrapolate,
     predict,
     predict_,

@@ -2,56 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from itertools import starmap
+from typing import Any, TypeAlias, TypedDict, cast
 
-from .laws import Horizon, Law, as_law
-from .numbers import Setting, Sgd, Term
+from .expressions import Program, lower
+from .laws import Horizons, Law, as_laws, terms_of
+from .lists import StepOptions
+from .numbers import Adam, Setting, Sgd, Term
 
+Numbers: TypeAlias = Sequence[Sgd] | Sequence[Adam]  # of every parameter group
 Terms: TypeAlias = list[list[Term]]  # of every parameter group
-# settings, whether there is momentum, predictions: what the native step takes
-SgdArguments: TypeAlias = tuple[list[Setting], bool, list[tuple[int, Terms]]]
+# Terms; Adam's eps of every parameter group; the program that computes both.
+Prediction: TypeAlias = tuple[Terms, tuple[float, ...], Program | None]
+# Settings; whether there is momentum; what is predicted into which out.
+Step: TypeAlias = tuple[list[Setting], bool, list[tuple[int, Terms]]]
 
 PLAIN = frozenset((float, int, bool, type(None)))
 
 
-def sgd_terms(law: Law, numbers: Sgd) -> list[Term]:
-    """The terms of a law under SGD, which is at most one."""
-    terms = law.sgd(numbers)
-    if len(terms) > 1:
-        raise ValueError(f"steps: expected at most one term under SGD, {law} gave {len(terms)}")
-    return terms
+class SgdNumbers(TypedDict, total=False):
+    """The numbers of SGD as keywords: fields of ``numbers.Sgd``."""
+
+    lr: float
+    momentum: float | None
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+    decoupled_weight_decay: bool
+    ema: bool
 
 
-def refuse_gradient(terms: Terms) -> None:
-    """Raise ValueError where a prediction without a step needs the gradient."""
-    if any(term.gradient for group in terms for term in group):
-        raise ValueError(
-            "steps: a second-order prediction needs the gradient; let the step write it (predict=)"
-        )
+class AdamNumbers(TypedDict, total=False):
+    """The numbers of Adam as keywords: fields of ``numbers.Adam``."""
+
+    lr: float
+    step: int
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled_weight_decay: bool
+    maximize: bool
+    momentum_decay: float | None
+    mu_product: float
 
 
-def sgd_arguments(groups: Sequence[Sgd], predict: Sequence[Horizon | None]) -> SgdArguments:
-    """The arguments of a step; raises ValueError where they do not go together."""
-    with_momentum = groups[0].momentum != 0.0
-    for numbers in groups:
-        if (numbers.momentum != 0.0) is not with_momentum:
-            raise ValueError("momentum: expected it to be 0 in all groups, or in none")
-    predictions = []
+class SgdStep(SgdNumbers, StepOptions, total=False):
+    """What a step of SGD takes as keywords."""
+
+
+class AdamStep(AdamNumbers, StepOptions, total=False):
+    """What a step of Adam takes as keywords."""
+
+
+def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
+    """A prediction without a step; ValueError where it needs the gradient."""
+    terms = list(map(terms_of, laws, groups))
+    for group in terms:
+        for term in group:
+            if term.gradient:
+                raise ValueError(
+                    "steps: a second-order prediction needs the gradient; let the step write it "
+                    "(predict=)"
+                )
+    eps: tuple[float, ...] = ()
+    if isinstance(groups[0], Adam):
+        eps = tuple([numbers.eps for numbers in groups if isinstance(numbers, Adam)])
+    (terms, eps), program = lower((terms, eps))
+    return terms, eps, program
+
+
+def step_arguments(groups: Numbers, predict: Sequence[Horizons | None]) -> Step:
+    """A step that also predicts; ValueError where its numbers do not go together."""
+    first = groups[0]
+    with_momentum = True
+    if isinstance(first, Sgd):
+        with_momentum = first.momentum != 0.0
+        for numbers in cast("Sequence[Sgd]", groups):
+            if (numbers.momentum != 0.0) is not with_momentum:
+                raise ValueError("momentum: expected it to be 0 in all groups, or in none")
+    predictions: list[tuple[int, Terms]] = []
     for j, steps in enumerate(predict):
-        if steps is None:
-            continue
-        if not with_momentum:
-            raise ValueError("predict: a prediction needs momentum > 0")
-        law = as_law(steps, f"predict[{j}]")
-        predictions.append((j, [sgd_terms(law, numbers) for numbers in groups]))
+        if steps is not None:
+            if not with_momentum:
+                raise ValueError("predict: a prediction needs momentum > 0")
+            laws = as_laws(steps, len(groups), f"predict[{j}]")
+            predictions.append((j, list(map(terms_of, laws, groups))))
     return [numbers.setting() for numbers in groups], with_momentum, predictions
 
 
 @lru_cache(maxsize=256)
-def remembered_sgd(
-    numbers: tuple[Any, ...], predict: tuple[Any, ...], n_groups: int
-) -> SgdArguments:
+def remembered_step(n_groups: int, predict: tuple[Any, ...], **numbers: Any) -> Step:
     """The same of plain numbers: a training loop gives the same ones at most of its steps."""
-    return sgd_arguments([Sgd(*numbers)] * n_groups, predict)
+    return step_arguments([Sgd(**numbers)] * n_groups, predict)
+
+
+def make_noted(call: Callable[[], object], notes: list[object]) -> None:
+    """Make a native call, and add a note of it, with no moment in between.
+
+    The exception of a signal, such as a KeyboardInterrupt, comes between two steps of the
+    interpreter and never inside a function written in C. So the call and the note are one such
+    function: whatever comes, both have been made or neither.
+
+    Args:
+        call: runs no Python code once it has begun to write.
+        notes: gets an entry, unless the call raises.
+    """
+    notes.extend(starmap(call, ((),)))

@@ -1,4 +1,4 @@
-"""Distances between versions of the weights, in one tensor: `distance` and its form in graphs."""
+"""Distances between versions of the weights."""
 
 from __future__ import annotations
 
@@ -8,11 +8,36 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .library import traceable
 from .lists import Lists, Role, Tensors, current
 
 
-def distances(params: Tensors, others: Sequence[Tensors], stream: Any) -> Tensor:
-    """Norms of others[j][i] - params[i], float64 of shape (k, n + 1); the last: of whole lists."""
+def distance(
+    params: Tensors, others: Sequence[Tensors], *, stream: Any = None
+) -> tuple[Tensor, Tensor]:
+    """How far other versions of the weights are from them, in one pass and without a copy.
+
+    With a prediction made s updates ago and the stale weights of that time as `others`, these are
+    the errors that the SpecTrain paper draws (as root mean squares: divide by the root of the
+    number of elements).
+
+    Args:
+        params: the weights now; n torch tensors.
+        others: k lists like the parameters.
+        stream: CUDA stream; None: the current one.
+
+    Returns:
+        Two float64 tensors on the parameters' device: the Euclidean norm of others[j][i] -
+        params[i], of shape (k, n), and that of the whole lists, of shape (k,). The sums are made in
+        an order that depends on the shapes only: the same bits on the CPU and on every GPU.
+    """
+    norms = _distance(params, others, stream=stream)
+    return norms[:, :-1], norms[:, -1]
+
+
+@traceable
+def _distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None) -> Tensor:
+    """The two in one tensor, which a graph can hold: of shape (k, n + 1)."""
     if isinstance(others, Tensor) or not isinstance(others, Sequence):
         raise TypeError(f"others: expected a sequence of lists, got {type(others).__name__}")
     lists = Lists(params, "params", writes=False)

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
-from .distances import distances
 from .expressions import traced
 from .laws import Horizon
+from .library import traceable
 from .lists import Gradients, Lists, Role, StepOptions, Tensors, bump_versions
 from .numbers import Adam
 from .plan import Plan
-from .tracing import traceable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
@@ -329,9 +328,9 @@ def adam_step_(
         momentum_decay,
         mu_product,
     )
-    Plan.of(lists).step_adam_(
+    Plan.of(lists).adam_step_(
         [numbers],
-        horizons,
+        predict=horizons,
         stream=stream,
         **options,
     )
@@ -364,7 +363,7 @@ def adam_predict(
     lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=False)
     result, written = _output(lists, Role.OUT, out, stream)
     numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
-    Plan.of(lists).predict_with([numbers], steps, out=0, stream=stream)
+    Plan.of(lists).predict([numbers], steps=steps, stream=stream)
     bump_versions(written)
     return cast(T, result)
 
@@ -385,30 +384,6 @@ def extrapolate(
     Plan.of(lists).extrapolate(steps=steps, stream=stream)
     bump_versions(written)
     return cast(T, result)
-
-
-@traceable
-def distance(
-    params: Tensors, others: Sequence[Tensors], *, stream: Any = None
-) -> tuple[Tensor, Tensor]:
-    """How far other versions of the weights are from them, in one pass and without a copy.
-
-    With a prediction made s updates ago and the stale weights of that time as `others`, these are
-    the errors that the SpecTrain paper draws (as root mean squares: divide by the root of the
-    number of elements).
-
-    Args:
-        params: the weights now; n torch tensors.
-        others: k lists like the parameters.
-        stream: CUDA stream; None: the current one.
-
-    Returns:
-        Two float64 tensors on the parameters' device: the Euclidean norm of others[j][i] -
-        params[i], of shape (k, n), and that of the whole lists, of shape (k,). The sums are made in
-        an order that depends on the shapes only: the same bits on the CPU and on every GPU.
-    """
-    norms = distances(params, others, stream)
-    return norms[:, :-1], norms[:, -1]
 
 
 def _add_outs(

@@ -20,6 +20,8 @@ from .numbers import Adam, Sgd, Term, non_negative
 class Law(Protocol):
     """A prediction law: the terms that take the present weights to the predicted ones."""
 
+    __slots__ = ()
+
     def sgd(self, numbers: Sgd) -> list[Term]:
         """Terms under SGD; none where the prediction is the weights themselves."""
 
@@ -28,10 +30,11 @@ class Law(Protocol):
 
 
 Horizon: TypeAlias = SupportsFloat | Law
+Horizons: TypeAlias = Horizon | tuple[Horizon, ...]  # for all parameter groups, or for each
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(Law):
     """The last update, s times over: W - s*lr*v (SpecTrain, arXiv 1809.02839).
 
     Under Adam W - s*lr*m_hat/(sqrt(u_hat) + eps), without the decay term (PipeOptim, 2023).
@@ -43,11 +46,9 @@ class Linear:
         object.__setattr__(self, "steps", non_negative("steps", self.steps))
 
     def sgd(self, numbers: Sgd) -> list[Term]:
-        """One term."""
         return [Term(1.0, numbers.lr * self.steps)] if self.steps else []
 
     def adam(self, numbers: Adam) -> list[Term]:
-        """One term, with the bias corrections of the last update."""
         if not self.steps:
             return []
         return [
@@ -56,7 +57,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometric:
+class Geometric(Law):
     """s more updates whose gradients are zero (FTPipe's msnag, 2021).
 
     SGD: W - lr*v*(mu - mu^(s+1))/(1 - mu); with an L2 penalty, decoupled decay or Nesterov momentum
@@ -71,7 +72,6 @@ class Geometric:
         object.__setattr__(self, "steps", non_negative("steps", self.steps))
 
     def sgd(self, numbers: Sgd) -> list[Term]:
-        """One term."""
         if not self.steps:
             return []
         mu = numbers.momentum
@@ -81,14 +81,13 @@ class Geometric:
         return [Term(1.0, numbers.lr * reach * (mu if numbers.nesterov else 1.0))]
 
     def adam(self, numbers: Adam) -> list[Term]:
-        """One term for each update ahead."""
         steps = _whole(self.steps, "Adam")
         _check_loop(steps)
         return _adam_loop(numbers, [numbers.lr] * steps)
 
 
 @dataclass(frozen=True, slots=True)
-class FutureRates:
+class FutureRates(Law):
     """A prediction with the learning rates that the coming updates will have, one for each.
 
     ``law="linear"``: W - sum(lr_i)*v. ``law="geometric"``: zero-gradient updates, as `Geometric`.
@@ -106,7 +105,6 @@ class FutureRates:
             raise ValueError(f"law: expected 'linear' or 'geometric', got {self.law!r}")
 
     def sgd(self, numbers: Sgd) -> list[Term]:
-        """One term."""
         if not self.rates:
             return []
         if self.law == "linear":
@@ -117,7 +115,6 @@ class FutureRates:
         return [Term(matrix[0], -matrix[1])]
 
     def adam(self, numbers: Adam) -> list[Term]:
-        """One term, or one for each update ahead."""
         if not self.rates:
             return []
         if self.law == "linear":
@@ -127,7 +124,7 @@ class FutureRates:
 
 
 @dataclass(frozen=True, slots=True)
-class SecondOrder:
+class SecondOrder(Law):
     """The momentum extrapolated by its last change as well.
 
     W - lr*[(D + lead)*v + D*(D+1)/2*(v - v_prev)] with D = delay. After an update
@@ -148,7 +145,6 @@ class SecondOrder:
         return self.delay + self.lead - change * (1.0 - mu) / mu, change * gain / mu
 
     def sgd(self, numbers: Sgd) -> list[Term]:
-        """One term, with the gradient in it."""
         if not self.delay and not self.lead:
             return []
         if not numbers.momentum:
@@ -157,7 +153,6 @@ class SecondOrder:
         return [Term(1.0, numbers.lr * momentum, numbers.lr * gradient)]
 
     def adam(self, numbers: Adam) -> list[Term]:
-        """One term, with the gradient in it; bias corrections of the last update."""
         if not self.delay and not self.lead:
             return []
         beta1 = numbers.betas[0]
@@ -178,6 +173,25 @@ def as_law(steps: Horizon, name: str = "steps") -> Law:
     if hasattr(steps, "sgd"):
         return steps  # type: ignore[return-value]
     return Linear(non_negative(name, steps))
+
+
+def as_laws(steps: Horizons, n_groups: int, name: str = "steps") -> Sequence[Law]:
+    """The law of every parameter group: one for all of them, or a tuple with one for each."""
+    if not isinstance(steps, tuple):
+        return [as_law(steps, name)] * n_groups
+    if len(steps) != n_groups:
+        raise ValueError(f"{name}: expected one for each of {n_groups} groups, got {len(steps)}")
+    return [as_law(each, f"{name}[{i}]") for i, each in enumerate(steps)]
+
+
+def terms_of(law: Law, numbers: Sgd | Adam) -> list[Term]:
+    """The terms of a law under a rule; under SGD there is at most one."""
+    if isinstance(numbers, Adam):
+        return law.adam(numbers)
+    terms = law.sgd(numbers)
+    if len(terms) > 1:
+        raise ValueError(f"steps: expected at most one term under SGD, {law} gave {len(terms)}")
+    return terms
 
 
 def needs_momentum(law: Law) -> bool:

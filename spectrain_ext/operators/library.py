@@ -16,24 +16,23 @@ The schemas take lists of tensors, and numbers that a schema can hold:
 - `first_step` has one entry per tensor; without it, none is the first.
 
 They write what their schemas say, bump its version counters, and record nothing for autograd. In a
-function under torch.compile the operators of the package become these of their own accord; called
-eagerly they are the slower way, as the dispatcher looks at every tensor.
+function under torch.compile the operators of the package become these of their own accord, by
+`traceable`; called eagerly they are the slower way, as the dispatcher looks at every tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from . import functions as ops
-from .distances import distances
 from .laws import FutureRates, Geometric, Horizon, Linear, SecondOrder
 from .lists import bump_versions
 
-T = TypeVar("T", Tensor, Sequence[Tensor])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _RATE = "float lr, Tensor? lr_tensor=None"
 _SGD = "float? momentum=None, float weight_decay=0, bool nesterov=False"
@@ -111,6 +110,79 @@ def _decoded(law: str, numbers: Sequence[float]) -> Horizon:
     return takes[name](*numbers)
 
 
+# Arguments as schemas hold them: `_in_graph` makes them so, `_kernel` undoes it.
+
+
+def _list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _rate(lr: float | Tensor) -> dict[str, Any]:
+    if not isinstance(lr, Tensor):
+        # A product with a number that changes stays in the graph; a mere number would be a
+        # constant of it, and a schedule of learning rates one compilation a step.
+        lr = torch.ones((), dtype=torch.float64) * lr
+    return {"lr": 0.0, "lr_tensor": lr}
+
+
+def _horizon(steps: Horizon) -> dict[str, Any]:
+    law, numbers = _encoded(steps)
+    return {"steps": numbers, "law": law}
+
+
+def _written(predict: Sequence[tuple[Horizon, Any]]) -> dict[str, Any]:
+    laws = [_encoded(steps) for steps, _ in predict]
+    return {
+        "outs": [t for _, out in predict for t in _list(out)],
+        "horizons": [number for _, numbers in laws for number in numbers],
+        "laws": [f"{law}/{len(numbers)}" for law, numbers in laws],
+    }
+
+
+_STEPS = ("sgd_step_", "adam_step_")
+_FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "lr": _rate,
+    "steps": _horizon,
+    "predict": _written,
+    "betas": lambda betas: {"beta1": betas[0], "beta2": betas[1]},
+    "others": lambda others: {
+        "others": [t for other in others for t in _list(other)],
+        "count": len(others),
+    },
+}
+
+
+def _in_graph(name: str, lists: Sequence[str], given: dict[str, Any]) -> Any:
+    """Call an operator, given its arguments by name, as one of a graph."""
+    if given.pop("stream", None) is not None:
+        raise ValueError("stream: a compiled function works on the current one, expected None")
+    out, zero_grad = given.pop("out", None), given.pop("zero_grad", False)
+    if name in _STEPS:
+        given.setdefault("predict", ())
+    single = isinstance(given[lists[0]], Tensor)
+    arguments: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in _FORMS and (name, key) != ("extrapolate", "steps"):
+            arguments.update(_FORMS[key](value))
+        else:
+            arguments[key] = _list(value) if key in lists else value
+    if isinstance(arguments.get("first_step"), bool):
+        arguments["first_step"] = [arguments["first_step"]] * len(arguments["params"])
+    packet = getattr(torch.ops.spectrain, name)
+    with torch.no_grad():
+        if out is not None:
+            packet.out(**arguments, outs=_list(out))
+            return out
+        result = packet.default(**arguments)
+        if zero_grad:
+            for grad in arguments["grads"]:
+                if grad is not None:
+                    grad.zero_()
+    return result[0] if single and isinstance(result, list) else result
+
+
 def _predictions(
     n: int, outs: Sequence[Tensor], horizons: Sequence[float], laws: Sequence[str] | None
 ) -> list[tuple[Horizon, Sequence[Tensor]]]:
@@ -129,17 +201,14 @@ def _predictions(
     return predict
 
 
-# Registration: every kernel is the eager operator, with the schema's numbers made its own.
-
-
-def _kernel(name: str) -> Callable[..., Any]:
-    operator = getattr(ops, name)
+def _kernel(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The eager operator, with the schema's arguments made its own."""
 
     def kernel(first: Sequence[Tensor], *lists: Any, **numbers: Any) -> Any:
         rate = numbers.pop("lr_tensor", None)
         if rate is not None:
             numbers["lr"] = rate.item()
-        if name in ("sgd_step_", "adam_step_"):
+        if name in _STEPS:
             numbers["predict"] = _predictions(
                 len(first),
                 numbers.pop("outs"),
@@ -148,12 +217,14 @@ def _kernel(name: str) -> Callable[..., Any]:
             )
             if numbers.get("first_step", ()) is None:
                 del numbers["first_step"]
-        elif name.startswith(("predict", "stash_predict", "adam_predict")):
+        elif "predict" in name:
             numbers["steps"] = _decoded(numbers.pop("law", "linear"), numbers["steps"])
         if name.startswith("adam"):
             numbers["betas"] = (numbers.pop("beta1", 0.9), numbers.pop("beta2", 0.999))
         if name == "sgd_step_" and first and not lists[1]:
             lists = (lists[0], None)
+        if name == "distance":
+            lists = (_split(lists[0], len(first), numbers.pop("count")),)
         if "outs" in numbers:
             operator(first, *lists, out=numbers.pop("outs"), **numbers)
             return None
@@ -162,11 +233,10 @@ def _kernel(name: str) -> Callable[..., Any]:
     return kernel
 
 
-def _distance(params: Sequence[Tensor], others: Sequence[Tensor], *, count: int) -> Tensor:
-    n = len(params)
+def _split(others: Sequence[Tensor], n: int, count: int) -> list[Sequence[Tensor]]:
     if len(others) != count * n:
         raise ValueError(f"others: expected {count} times {n} tensors, got {len(others)}")
-    return distances(params, [others[j * n : (j + 1) * n] for j in range(count)], None)
+    return [others[j * n : (j + 1) * n] for j in range(count)]
 
 
 def _bumping(overload: Any) -> Callable[..., None]:
@@ -214,228 +284,43 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "Tensor": _new_norms,
 }
 
+_library = torch.library.Library("spectrain", "DEF")  # what it registers goes with it
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library("spectrain", "DEF")
+
+def _register(schema: str, kernel: Callable[..., Any]) -> None:
+    name = schema.partition("(")[0]
+    # Without this tag inductor (torch 2.13) copies each argument to give it its strides, and
+    # computes the copy of a gradient anew for a second operator: from weights that the first
+    # has changed by then. It keeps the strides of all that these operators met anyhow.
+    _library.define(schema, tags=(torch.Tag.flexible_layout,))
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    # Nothing is recorded, as by the eager operators: no graph holds a prediction.
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    if schema.endswith("()"):
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(torch.ops.spectrain, packet), overload or "default")
+        _library.impl(name, _bumping(operator), "ADInplaceOrView", with_keyset=True)
+    fake = _FAKES[schema.rpartition(" ")[2]]
+    torch.library.register_fake(f"spectrain::{name}", fake, lib=_library)
+
+
+def traceable(function: Function) -> Function:
+    """Register an operator by its name, and let torch.compile put it into its graphs.
+
+    The eager call stays as direct as it is.
+    """
+    name = function.__name__.removeprefix("_")
     for schema in SCHEMAS:
-        name = schema.partition("(")[0]
-        # Without this tag inductor (torch 2.13) copies each argument to give it its strides, and
-        # computes the copy of a gradient anew for a second operator: from weights that the first
-        # has changed by then. It keeps the strides of all that these operators met anyhow.
-        library.define(schema, tags=(torch.Tag.flexible_layout,))
-        kernel = _distance if name == "distance" else _kernel(name.removesuffix(".out"))
-        library.impl(name, kernel, "CompositeExplicitAutograd")
-        # Nothing is recorded, as by the eager operators: no graph holds a prediction.
-        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        if schema.endswith("()"):
-            packet, _, overload = name.partition(".")
-            operator = getattr(getattr(torch.ops.spectrain, packet), overload or "default")
-            library.impl(name, _bumping(operator), "ADInplaceOrView", with_keyset=True)
-        fake = _FAKES[schema.rpartition(" ")[2]]
-        torch.library.register_fake(f"spectrain::{name}", fake, lib=library)
-    return library
+        if schema.partition("(")[0].partition(".")[0] == name:
+            _register(schema, _kernel(name, function))
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount]
 
+    @wraps(function)
+    def operator(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            given = dict(zip(names[: len(args)], args, strict=True), **kwargs)
+            return _in_graph(name, names, given)
+        return function(*args, **kwargs)
 
-_library = _register()  # what it registered goes with it
-_ops = torch.ops.spectrain
-
-
-# What the operators become under torch.compile. Their other numbers have the schema's names.
-
-
-def _list(value: Any) -> Any:
-    return [value] if isinstance(value, Tensor) else list(value)
-
-
-def _rate(lr: float | Tensor) -> dict[str, Any]:
-    if not isinstance(lr, Tensor):
-        # A product with a number that changes stays in the graph; a mere number would be a
-        # constant of it, and a schedule of learning rates one compilation a step.
-        lr = torch.ones((), dtype=torch.float64) * lr
-    return {"lr": 0.0, "lr_tensor": lr}
-
-
-def _horizon(steps: Horizon) -> dict[str, Any]:
-    law, numbers = _encoded(steps)
-    return {"steps": numbers, "law": law}
-
-
-def _predict_arguments(predict: Sequence[tuple[Horizon, Any]]) -> dict[str, Any]:
-    outs: list[Tensor] = []
-    horizons: list[float] = []
-    laws: list[str] = []
-    for steps, out in predict:
-        law, numbers = _encoded(steps)
-        outs.extend(_list(out))
-        horizons.extend(numbers)
-        laws.append(f"{law}/{len(numbers)}")
-    return {"outs": outs, "horizons": horizons, "laws": laws}
-
-
-def _adam(betas: tuple[float, float] = (0.9, 0.999), **numbers: Any) -> dict[str, Any]:
-    return {"beta1": betas[0], "beta2": betas[1], **numbers}
-
-
-def _zero(grads: list[Tensor | None], wanted: bool) -> None:
-    if wanted:
-        for grad in grads:
-            if grad is not None:
-                grad.zero_()
-
-
-def _check(stream: Any) -> None:
-    if stream is not None:
-        raise ValueError("stream: a compiled function works on the current one, expected None")
-
-
-def _result(operator: Any, params: T, out: T | None, *lists: Any, **numbers: Any) -> T:
-    with torch.no_grad():
-        tensors = [_list(params), *[_list(other) for other in lists]]
-        if out is not None:
-            operator.out(*tensors, outs=_list(out), **numbers)
-            return out
-        new = operator.default(*tensors, **numbers)
-    return new[0] if isinstance(params, Tensor) else new  # type: ignore[no-any-return]
-
-
-def predict_(
-    params: Any, momentum_buffers: Any, *, lr: Any, steps: Any, stream: Any = None, **numbers: Any
-) -> None:
-    """`spectrain_ext.predict_` in a graph."""
-    _check(stream)
-    with torch.no_grad():
-        _ops.predict_(
-            _list(params), _list(momentum_buffers), **_rate(lr), **_horizon(steps), **numbers
-        )
-
-
-def predict(
-    params: T,
-    momentum_buffers: Any,
-    *,
-    lr: Any,
-    steps: Any,
-    out: T | None = None,
-    stream: Any = None,
-    **numbers: Any,
-) -> T:
-    """`spectrain_ext.predict` in a graph."""
-    _check(stream)
-    numbers = {**_rate(lr), **_horizon(steps), **numbers}
-    return _result(_ops.predict, params, out, momentum_buffers, **numbers)
-
-
-def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
-    """`spectrain_ext.stash` in a graph."""
-    _check(stream)
-    return _result(_ops.stash, params, out)
-
-
-def restore_(params: Any, stashed: Any, *, stream: Any = None) -> None:
-    """`spectrain_ext.restore_` in a graph."""
-    _check(stream)
-    with torch.no_grad():
-        _ops.restore_(_list(params), _list(stashed))
-
-
-def swap_(a: Any, b: Any, *, stream: Any = None) -> None:
-    """`spectrain_ext.swap_` in a graph."""
-    _check(stream)
-    with torch.no_grad():
-        _ops.swap_(_list(a), _list(b))
-
-
-def stash_predict_(
-    params: Any,
-    stashed: Any,
-    momentum_buffers: Any,
-    *,
-    lr: Any,
-    steps: Any,
-    stream: Any = None,
-    **numbers: Any,
-) -> None:
-    """`spectrain_ext.stash_predict_` in a graph."""
-    _check(stream)
-    lists = (_list(params), _list(stashed), _list(momentum_buffers))
-    with torch.no_grad():
-        _ops.stash_predict_(*lists, **_rate(lr), **_horizon(steps), **numbers)
-
-
-def sgd_step_(
-    params: Any,
-    grads: Any,
-    momentum_buffers: Any,
-    *,
-    lr: Any,
-    first_step: bool | Sequence[bool] = False,
-    predict: Sequence[tuple[Horizon, Any]] = (),
-    zero_grad: bool = False,
-    stream: Any = None,
-    **numbers: Any,
-) -> None:
-    """`spectrain_ext.sgd_step_` in a graph."""
-    _check(stream)
-    params, grads = _list(params), _list(grads)
-    buffers = [] if momentum_buffers is None else _list(momentum_buffers)
-    first = [first_step] * len(params) if isinstance(first_step, bool) else list(first_step)
-    numbers = {**_rate(lr), **_predict_arguments(predict), **numbers}
-    with torch.no_grad():
-        _ops.sgd_step_(params, grads, buffers, first_step=first, **numbers)
-        _zero(grads, zero_grad)
-
-
-def adam_step_(
-    params: Any,
-    grads: Any,
-    exp_avgs: Any,
-    exp_avg_sqs: Any,
-    *,
-    lr: Any,
-    predict: Sequence[tuple[Horizon, Any]] = (),
-    zero_grad: bool = False,
-    stream: Any = None,
-    **numbers: Any,
-) -> None:
-    """`spectrain_ext.adam_step_` in a graph."""
-    _check(stream)
-    grads = _list(grads)
-    lists = (_list(params), grads, _list(exp_avgs), _list(exp_avg_sqs))
-    numbers = {**_rate(lr), **_predict_arguments(predict), **_adam(**numbers)}
-    with torch.no_grad():
-        _ops.adam_step_(*lists, **numbers)
-        _zero(grads, zero_grad)
-
-
-def adam_predict(
-    params: T,
-    exp_avgs: Any,
-    exp_avg_sqs: Any,
-    *,
-    lr: Any,
-    steps: Any,
-    out: T | None = None,
-    stream: Any = None,
-    **numbers: Any,
-) -> T:
-    """`spectrain_ext.adam_predict` in a graph."""
-    _check(stream)
-    numbers = {**_rate(lr), **_horizon(steps), **_adam(**numbers)}
-    return _result(_ops.adam_predict, params, out, exp_avgs, exp_avg_sqs, **numbers)
-
-
-def extrapolate(
-    params: T, previous: Any, *, steps: float, out: T | None = None, stream: Any = None
-) -> T:
-    """`spectrain_ext.extrapolate` in a graph."""
-    _check(stream)
-    return _result(_ops.extrapolate, params, out, previous, steps=steps)
-
-
-def distance(params: Any, others: Sequence[Any], *, stream: Any = None) -> tuple[Tensor, Tensor]:
-    """`spectrain_ext.distance` in a graph."""
-    _check(stream)
-    with torch.no_grad():
-        flat = [t for other in others for t in _list(other)]
-        norms = _ops.distance(_list(params), flat, count=len(others))
-    return norms[:, :-1], norms[:, -1]
+    return cast(Function, operator)

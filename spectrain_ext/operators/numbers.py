@@ -41,6 +41,8 @@ def number(name: str, value: SupportsFloat) -> float:
 
 def non_negative(name: str, value: SupportsFloat) -> float:
     """Return a finite float that is not negative; raises as `number`."""
+    if type(value) is float and 0.0 <= value < math.inf:  # the common case, without a detour
+        return value
     result = _float(name, value)
     if type(result) is float and not 0.0 <= result < math.inf:
         raise ValueError(f"{name}: expected a finite number >= 0, got {result!r}")
@@ -117,25 +119,22 @@ class Sgd:
         return 1.0 - self.momentum if self.ema else 1.0 - self.dampening
 
     @property
-    def keep(self) -> float:
-        """The share of the weights that decoupled weight decay leaves."""
-        return 1.0 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0
-
-    @property
     def l2(self) -> float:
         """The L2 penalty; 0 where weight decay is decoupled."""
         return 0.0 if self.decoupled_weight_decay else self.weight_decay
 
     def setting(self) -> Setting:
         """The coefficients of the step."""
+        keep = 1.0 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0
+        gain = self.gain
         if self.momentum == 0.0:
-            step = Term(self.keep, 0.0, self.lr)
+            step = Term(keep, 0.0, self.lr)
         elif self.nesterov:
-            step = Term(self.keep, self.lr * self.momentum, self.lr * self.gain)
+            step = Term(keep, self.lr * self.momentum, self.lr * gain)
         else:
-            step = Term(self.keep, self.lr)
+            step = Term(keep, self.lr)
         sign = -1.0 if self.maximize else 1.0
-        return sign, self.l2, self.momentum, self.gain, 0.0, 0.0, step
+        return sign, self.l2, self.momentum, gain, 0.0, 0.0, step
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +155,10 @@ class Adam:
     """
 
     lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    step: int
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    step: int = 0  # which no update has: it has to be given
     decoupled_weight_decay: bool = False
     maximize: bool = False
     momentum_decay: float | None = None
@@ -192,11 +191,6 @@ class Adam:
         assert self.momentum_decay is not None
         return self.betas[0] * (1.0 - 0.5 * cast(float, 0.96 ** (step * self.momentum_decay)))
 
-    @property
-    def keep(self) -> float:
-        """The share of the weights that decoupled weight decay leaves."""
-        return 1.0 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0
-
     def root(self, step: float) -> float:
         """The bias correction of the second moment's root."""
         root: float = (1.0 - self.betas[1] ** step) ** -0.5
@@ -211,7 +205,9 @@ class Adam:
             now, following = self.mu(self.step), self.mu(self.step + 1)
             gradient = self.lr * (1.0 - now) / (1.0 - self.mu_product)
             momentum = self.lr * following / (1.0 - self.mu_product * following)
-        step = Term(self.keep, momentum, gradient, self.root(self.step))
-        l2 = 0.0 if self.decoupled_weight_decay else self.weight_decay
+        keep, l2 = 1.0, self.weight_decay
+        if self.decoupled_weight_decay:
+            keep, l2 = 1.0 - self.lr * l2, 0.0
+        step = Term(keep, momentum, gradient, self.root(self.step))
         sign = -1.0 if self.maximize else 1.0
         return sign, l2, beta1, 1.0 - beta1, beta2, self.eps, step

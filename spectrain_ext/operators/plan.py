@@ -6,22 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
-from .calls import (
-    PLAIN,
-    SgdArguments,
-    Terms,
-    refuse_gradient,
-    remembered_sgd,
-    sgd_arguments,
-    sgd_terms,
-)
-from .expressions import Program, lower
-from .laws import Horizon, as_law, needs_momentum
-from .lists import Gradients, Lists, Role, StepOptions, Tensors, is_array
+from .calls import PLAIN, Prediction, prediction, remembered_step, step_arguments
+from .expressions import lower
+from .laws import Horizons, as_laws, needs_momentum
+from .lists import Gradients, Lists, Role, StepOptions, Tensors, is_array, split_options
 from .numbers import Adam, Sgd, Term, non_negative
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack  # of typing from Python 3.11 on
+    from typing_extensions import Unpack
+
+    from .calls import AdamStep, Numbers, SgdNumbers, SgdStep
 
 
 class Plan:
@@ -40,6 +34,10 @@ class Plan:
     work on tensors that have moved since, by these or by `resize_`, `share_memory_` or a resized
     storage, raises RuntimeError and names the tensor. (Arrays of other frameworks stay where they
     were lent; replays of a captured CUDA graph do not ask.)
+
+    Steps and predictions take their numbers as keywords, the same for all parameter groups, or as
+    `groups`, one `Sgd` or `Adam` of `spectrain_ext.operators.numbers` for each; and a horizon for
+    all groups, or a tuple with one for each. A plan with Adam's moments predicts by `groups`.
 
     Threads may share a plan: they take turns, and one that calls it from within one of its own
     calls gets a RuntimeError. It cannot be pickled or copied.
@@ -111,206 +109,118 @@ class Plan:
         plan._take(lists, None)
         return plan
 
-    # Momentum SGD, in one group.
+    # Predictions.
 
     def predict_(
         self,
+        groups: Numbers | None = None,
         *,
-        lr: float,
-        steps: Horizon,
-        momentum: float | None = None,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
+        steps: Horizons,
         stream: Any = None,
+        **numbers: Unpack[SgdNumbers],
     ) -> None:
         """W <- W - lr*steps*v in place (SpecTrain, arXiv 1809.02839); steps == 0 keeps the bits.
 
         `steps` may be a law of `spectrain_ext.laws`; the geometric ones need `momentum` and, where
         there is any, `weight_decay` and `nesterov`.
         """
-        terms, program = self._sgd_terms(lr, steps, momentum, weight_decay, nesterov)
-        self._native.predict_(terms, (), stream, program)
+        if numbers and groups is None:
+            terms, eps, program = self._terms(steps, **numbers)
+        else:
+            terms, eps, program = self._terms_of(groups, steps, numbers)
+        self._native.predict_(terms, eps, stream, program)
 
     def predict(
         self,
+        groups: Numbers | None = None,
         *,
-        lr: float,
-        steps: Horizon,
+        steps: Horizons,
         out: int = 0,
-        momentum: float | None = None,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
         stream: Any = None,
+        **numbers: Unpack[SgdNumbers],
     ) -> None:
         """outs[out] <- W - lr*steps*v, see `predict_`. steps == 0 copies the bits of W."""
-        terms, program = self._sgd_terms(lr, steps, momentum, weight_decay, nesterov)
-        self._native.predict(terms, (), self._check_out(out), stream, program)
+        if numbers and groups is None:
+            terms, eps, program = self._terms(steps, **numbers)
+        else:
+            terms, eps, program = self._terms_of(groups, steps, numbers)
+        self._native.predict(terms, eps, self._check_out(out), stream, program)
 
     def stash_predict_(
         self,
+        groups: Numbers | None = None,
         *,
-        lr: float,
-        steps: Horizon,
-        momentum: float | None = None,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
+        steps: Horizons,
         stream: Any = None,
+        **numbers: Unpack[SgdNumbers],
     ) -> None:
         """Stashed <- W and W <- W - lr*steps*v, in one pass, see `predict_`."""
-        terms, program = self._sgd_terms(lr, steps, momentum, weight_decay, nesterov)
-        self._native.stash_predict_(terms, (), stream, program)
-
-    def sgd_step_(
-        self,
-        *,
-        lr: float,
-        momentum: float,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        maximize: bool = False,
-        decoupled_weight_decay: bool = False,
-        ema: bool = False,
-        first_step: bool | Sequence[bool] = False,
-        predict: Sequence[Horizon | None] = (),
-        stream: Any = None,
-        **options: Unpack[StepOptions],
-    ) -> None:
-        """One step of SGD that also writes predictions; see `spectrain_ext.sgd_step_`.
-
-        Args:
-            predict: the horizon of every prediction: outs[j] <- W' - lr*predict[j]*v', or what a
-                law of `spectrain_ext.laws` says; None leaves outs[j] alone.
-        """
-        given = lr, momentum, dampening, weight_decay, nesterov, maximize
-        numbers = *given, decoupled_weight_decay, ema
-        program = None
-        if PLAIN.issuperset(map(type, (*numbers, *predict))):
-            self._check_predict(predict)
-            arguments = remembered_sgd(numbers, tuple(predict), self._n_groups)
+        if numbers and groups is None:
+            terms, eps, program = self._terms(steps, **numbers)
         else:
-            arguments, program = self._sgd_arguments([Sgd(*numbers)] * self._n_groups, predict)
-        self._native_sgd(arguments, first_step, options, stream, program)()
-
-    # Any rule, with the numbers of every group. The prepared forms are all but the native call.
-
-    def step_sgd_(
-        self,
-        groups: Sequence[Sgd],
-        first_step: bool | Sequence[bool] = False,
-        predict: Sequence[Horizon | None] = (),
-        *,
-        stream: Any = None,
-        **options: Unpack[StepOptions],
-    ) -> None:
-        """`sgd_step_` with the numbers of every parameter group, in one launch.
-
-        Groups with and without momentum exclude each other in one plan.
-        """
-        self._prepared_sgd(groups, first_step, predict, options, stream)()
-
-    def _prepared_sgd(
-        self,
-        groups: Sequence[Sgd],
-        first_step: bool | Sequence[bool],
-        predict: Sequence[Horizon | None],
-        options: StepOptions,
-        stream: Any = None,
-    ) -> Callable[[], None]:
-        self._check_groups(groups, Sgd)
-        arguments, program = self._sgd_arguments(groups, predict)
-        return self._native_sgd(arguments, first_step, options, stream, program)
-
-    def _sgd_arguments(
-        self, groups: Sequence[Sgd], predict: Sequence[Horizon | None]
-    ) -> tuple[SgdArguments, Program | None]:
-        self._check_predict(predict)
-        return lower(sgd_arguments(groups, predict))
-
-    def _native_sgd(
-        self,
-        arguments: SgdArguments,
-        first_step: bool | Sequence[bool],
-        options: StepOptions,
-        stream: Any,
-        program: Program | None,
-    ) -> Callable[[], None]:
-        settings, with_momentum, predictions = arguments
-        call, given = self._native.sgd_step_, (settings, with_momentum, first_step, predictions)
-        return partial(call, *given, options, stream, program)
-
-    def step_adam_(
-        self,
-        groups: Sequence[Adam],
-        predict: Sequence[Horizon | None] = (),
-        *,
-        stream: Any = None,
-        **options: Unpack[StepOptions],
-    ) -> None:
-        """One step of Adam, AdamW or NAdam, with the numbers of every group, in one launch.
-
-        See `spectrain_ext.adam_step_`; predictions as in `sgd_step_`.
-        """
-        self._prepared_adam(groups, predict, options, stream)()
-
-    def _prepared_adam(
-        self,
-        groups: Sequence[Adam],
-        predict: Sequence[Horizon | None],
-        options: StepOptions,
-        stream: Any = None,
-    ) -> Callable[[], None]:
-        self._check_groups(groups, Adam)
-        self._check_predict(predict)
-        predictions = []
-        for j, steps in enumerate(predict):
-            if steps is not None:
-                law = as_law(steps, f"predict[{j}]")
-                predictions.append((j, [law.adam(numbers) for numbers in groups]))
-        settings = [numbers.setting() for numbers in groups]
-        (settings, predictions), program = lower((settings, predictions))
-        return partial(self._native.adam_step_, settings, predictions, options, stream, program)
-
-    def predict_with(
-        self,
-        groups: Sequence[Sgd] | Sequence[Adam],
-        steps: Horizon,
-        *,
-        out: int | None = None,
-        stream: Any = None,
-    ) -> None:
-        """outs[out], or W itself (None), <- the prediction of a law under the groups' rule."""
-        self._prepared_predict(groups, steps, out, stream)()
-
-    def _prepared_predict(
-        self,
-        groups: Sequence[Sgd] | Sequence[Adam],
-        steps: Horizon,
-        out: int | None,
-        stream: Any = None,
-    ) -> Callable[[], None]:
-        (terms, eps), program = lower(self._terms(groups, steps))
-        if out is None:
-            return partial(self._native.predict_, terms, eps, stream, program)
-        index = self._check_out(out)
-        return partial(self._native.predict, terms, eps, index, stream, program)
-
-    def stash_predict_with(
-        self, groups: Sequence[Sgd] | Sequence[Adam], steps: Horizon, *, stream: Any = None
-    ) -> None:
-        """Stashed <- W and W <- the prediction of a law under the groups' rule."""
-        self._prepared_stash_predict(groups, steps, stream)()
-
-    def _prepared_stash_predict(
-        self, groups: Sequence[Sgd] | Sequence[Adam], steps: Horizon, stream: Any = None
-    ) -> Callable[[], None]:
-        (terms, eps), program = lower(self._terms(groups, steps))
-        return partial(self._native.stash_predict_, terms, eps, stream, program)
+            terms, eps, program = self._terms_of(groups, steps, numbers)
+        self._native.stash_predict_(terms, eps, stream, program)
 
     def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
         """outs[out] <- W + steps*(W - stashed): prediction by weight difference."""
         steps, program = lower(non_negative("steps", steps))
         self._native.extrapolate(steps, self._check_out(out), stream, program)
+
+    # Steps.
+
+    def sgd_step_(
+        self,
+        groups: Sequence[Sgd] | None = None,
+        *,
+        first_step: bool | Sequence[bool] = False,
+        predict: Sequence[Horizons | None] = (),
+        stream: Any = None,
+        **given: Unpack[SgdStep],
+    ) -> None:
+        """One step of SGD that also writes predictions; see `spectrain_ext.sgd_step_`.
+
+        Groups with and without momentum exclude each other in one plan.
+
+        Args:
+            groups: the numbers of every parameter group; None: `numbers`, for all of them.
+            predict: the horizon of every prediction: outs[j] <- W' - lr*predict[j]*v', or what a
+                law of `spectrain_ext.laws` says; None leaves outs[j] alone.
+        """
+        options, numbers = split_options(given)
+        if len(predict) > self._n_outs:
+            raise self._too_many(predict)
+        program = None
+        if (
+            groups is None
+            and numbers
+            and PLAIN.issuperset(map(type, (*numbers.values(), *predict)))
+        ):
+            arguments = remembered_step(self._n_groups, tuple(predict), **numbers)
+        else:
+            groups = self._checked(Sgd, groups, numbers)
+            arguments, program = lower(step_arguments(groups, predict))
+        settings, momentum, predictions = arguments
+        call = self._native.sgd_step_
+        call(settings, momentum, first_step, predictions, options, stream, program)
+
+    def adam_step_(
+        self,
+        groups: Sequence[Adam] | None = None,
+        *,
+        predict: Sequence[Horizons | None] = (),
+        stream: Any = None,
+        **given: Unpack[AdamStep],
+    ) -> None:
+        """One step of Adam, AdamW or NAdam that also writes predictions; as `sgd_step_`.
+
+        See `spectrain_ext.adam_step_`.
+        """
+        options, numbers = split_options(given)
+        if len(predict) > self._n_outs:
+            raise self._too_many(predict)
+        groups = self._checked(Adam, groups, numbers)
+        (settings, _, predictions), program = lower(step_arguments(groups, predict))
+        self._native.adam_step_(settings, predictions, options, stream, program)
 
     # Versions of the weights.
 
@@ -324,10 +234,7 @@ class Plan:
 
     def swap_(self, *, stream: Any = None) -> None:
         """W <-> stashed, bit for bit, in place."""
-        self._prepared_swap(stream)()
-
-    def _prepared_swap(self, stream: Any = None) -> Callable[[], None]:
-        return partial(self._native.swap_, stream)
+        self._native.swap_(stream)
 
     def write_out(self, *, out: int = 0, stream: Any = None) -> None:
         """outs[out] <- W, rounded where the output is narrower."""
@@ -347,14 +254,48 @@ class Plan:
             arrays = (grads,) if self._single else tuple(cast(Iterable[object], grads))
             self._native.set_gradients(arrays)
 
-    def _sgd_terms(
+    # The same as native calls, to be made later: once more, or with a note of it (`make_noted`).
+
+    def _prepared_step(
         self,
+        groups: Numbers,
+        first_step: bool | Sequence[bool],
+        predict: Sequence[Horizons | None],
+        options: StepOptions,
+    ) -> Callable[[], None]:
+        (settings, momentum, predictions), program = lower(step_arguments(groups, predict))
+        if isinstance(groups[0], Adam):
+            call = self._native.adam_step_
+            return partial(call, settings, predictions, options, None, program)
+        given = settings, momentum, first_step, predictions
+        return partial(self._native.sgd_step_, *given, options, None, program)
+
+    def _prepared_predict(self, groups: Numbers, steps: Horizons) -> Callable[[], None]:
+        terms, eps, program = self._terms_of(groups, steps)
+        return partial(self._native.predict, terms, eps, 0, None, program)
+
+    def _prepared_stash_predict(self, groups: Numbers, steps: Horizons) -> Callable[[], None]:
+        terms, eps, program = self._terms_of(groups, steps)
+        return partial(self._native.stash_predict_, terms, eps, None, program)
+
+    def _prepared_swap(self) -> Callable[[], None]:
+        return partial(self._native.swap_, None)
+
+    # Arguments.
+
+    def _terms(
+        self,
+        steps: Horizons,
         lr: float,
-        steps: Horizon,
-        momentum: float | None,
-        weight_decay: float,
-        nesterov: bool,
-    ) -> tuple[Terms, Program | None]:
+        momentum: float | None = None,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        dampening: float = 0.0,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        ema: bool = False,
+    ) -> Prediction:
+        """What the native predictions take, of numbers for all groups."""
         rate = non_negative("lr", lr)
         if type(weight_decay) is not float:
             weight_decay = non_negative("weight_decay", weight_decay)
@@ -362,37 +303,33 @@ class Plan:
         if plain and isinstance(steps, (int, float)):  # the common case, without a detour
             distance = rate * non_negative("steps", steps)
             terms = [[Term(1.0, distance)] if distance else []] * self._n_groups
-            return (terms, None) if type(distance) is float else lower(terms)
-        law = as_law(steps)
+            if type(distance) is float:
+                return terms, (), None
+            terms, program = lower(terms)
+            return terms, (), program
+        laws = as_laws(steps, self._n_groups)
         if momentum is None:
-            if needs_momentum(law):
-                raise ValueError(f"momentum: {law} needs it")
+            for law in laws:
+                if needs_momentum(law):
+                    raise ValueError(f"momentum: {law} needs it")
             momentum = 1.0
-        numbers = Sgd(rate, momentum, 0.0, weight_decay, nesterov)
-        terms = [sgd_terms(law, numbers)] * self._n_groups
-        refuse_gradient(terms[:1])
-        return lower(terms)
+        more = nesterov, maximize, decoupled_weight_decay, ema
+        numbers = Sgd(rate, momentum, dampening, weight_decay, *more)
+        return prediction([numbers] * self._n_groups, laws)
 
-    def _terms(
-        self, groups: Sequence[Sgd] | Sequence[Adam], steps: Horizon
-    ) -> tuple[Terms, tuple[float, ...]]:
-        adam = isinstance(groups, Sequence) and len(groups) > 0 and isinstance(groups[0], Adam)
-        self._check_groups(groups, Adam if adam else Sgd)
-        law = as_law(steps)
-        terms: Terms = []
-        eps: list[float] = []
-        for numbers in groups:
-            if isinstance(numbers, Adam):
-                terms.append(law.adam(numbers))
-                eps.append(numbers.eps)
-            else:
-                if numbers.momentum == 0.0:
-                    raise ValueError("momentum: a prediction needs momentum > 0")
-                terms.append(sgd_terms(law, numbers))
-        refuse_gradient(terms)
-        return terms, tuple(eps)
+    def _terms_of(self, groups: Numbers | None, steps: Horizons, both: Any = None) -> Prediction:
+        checked = self._checked(None, groups, both)
+        for numbers in checked:
+            if isinstance(numbers, Sgd) and numbers.momentum == 0.0:
+                raise ValueError("momentum: a prediction needs momentum > 0")
+        return prediction(checked, as_laws(steps, self._n_groups))
 
-    def _check_groups(self, groups: Sequence[Sgd] | Sequence[Adam], rule: type) -> None:
+    def _checked(self, rule: type[Sgd] | type[Adam] | None, groups: Any, numbers: Any) -> Any:
+        """The numbers of every group, of one rule: its own, or those for all."""
+        if numbers:
+            if groups is not None:
+                raise TypeError(f"{next(iter(numbers))}: groups are given, which have their own")
+            return [cast("type[Any]", rule)(**numbers)] * self._n_groups
         # The common case first: asking for a Sequence takes longer than the rest.
         if type(groups) is not list and (
             isinstance(groups, str) or not isinstance(groups, Sequence)
@@ -405,11 +342,14 @@ class Plan:
             raise ValueError(
                 f"groups: expected the numbers of {self._n_groups} groups, got {len(groups)}"
             )
-        for i, numbers in enumerate(groups):
-            if not isinstance(numbers, rule):
+        if rule is None:
+            rule = Adam if isinstance(groups[0], Adam) else Sgd
+        for i, given in enumerate(groups):
+            if not isinstance(given, rule):
                 raise TypeError(
-                    f"groups[{i}]: expected {rule.__name__}, got {type(numbers).__name__}"
+                    f"groups[{i}]: expected {rule.__name__}, got {type(given).__name__}"
                 )
+        return groups
 
     def _check_out(self, out: int) -> int:
         if isinstance(out, bool) or not isinstance(out, int):
@@ -420,12 +360,11 @@ class Plan:
             )
         return out
 
-    def _check_predict(self, predict: Sequence[Horizon | None]) -> None:
-        if len(predict) > self._n_outs:
-            raise ValueError(
-                f"predict: expected at most one entry for each of the {self._n_outs} outs, "
-                f"got {len(predict)}"
-            )
+    def _too_many(self, predict: Sequence[object]) -> ValueError:
+        return ValueError(
+            f"predict: expected at most one entry for each of the {self._n_outs} outs, "
+            f"got {len(predict)}"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Plan holds addresses and cannot be pickled or copied; make a new one")

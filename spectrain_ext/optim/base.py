@@ -4,51 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from threading import RLock
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
-from spectrain_ext.operators.laws import Horizon, Law, as_law
+from spectrain_ext.operators.laws import Horizons, Law, as_laws
 from spectrain_ext.operators.lists import bump_versions
 
 from .binding import Binding, PredictionSink, Views, checked_outs
-from .buffers import check_dtypes, loaded_dtype
-from .checkpoint import StateLoader, independent, independent_scalars
-from .hooks import hooked
-from .ledger import Ledger, named, read_entry
-from .resolve import Kinds, Resolver
+from .ledger import Ledger
+from .resolve import Resolver
 from .rows import Rows
-from .rule import Rule, moves
-from .scaling import Scaling
-from .templates import Templates
-from .work import Work
+from .rule import Rule, Templates
+from .state import StateLoader, check_group, independent, loaded_dtype, named, read_entry
+from .step import Scaling, Work, exclusive, hooked
 
 StateDict = dict[str, Any]
-
-_REMEMBERED = 8  # laws that were found good: a training loop asks for the same few every time
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _exclusive(method: F) -> F:
-    """Let one thread at a time into methods that read or change weights, state or what is resolved.
-
-    A step that an exception cut short is finished first.
-    """
-
-    @wraps(method)
-    def exclusive(self: PredictingOptimizer, *args: Any, **kwargs: Any) -> Any:
-        with self._turn:
-            if self._work is not None:
-                self.mend()
-            return method(self, *args, **kwargs)
-
-    return cast(F, exclusive)
 
 
 class PredictingOptimizer(torch.optim.Optimizer):
@@ -67,9 +41,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
     _rule: ClassVar[Rule[Any]]
     _momentum_dtype: torch.dtype | None
     _loader: StateLoader | None = None
-    _order: Callable[[], Callable[[], AbstractContextManager[object]] | None] = staticmethod(
-        lambda: None
-    )
+    _order: WeakMethod[Callable[[], AbstractContextManager[object]]] | None = None
     _ledger: Ledger
     _resolver: Resolver
 
@@ -84,10 +56,9 @@ class PredictingOptimizer(torch.optim.Optimizer):
         resolver = Resolver(ledger)
         # Together: an exception between them would leave two that do not know each other.
         self.__dict__.update(_ledger=ledger, _resolver=resolver)
-        self._numbers = Templates(self._rule)
-        self._checked: tuple[list[Any], list[tuple[Law, bool]]] = [], []
+        self._templates = Templates(self._rule)
         self._predicted: list[Rows] | None = None
-        self._next_write: tuple[PredictionSink, Law] | None = None
+        self._next_write: tuple[PredictionSink, tuple[Law, ...]] | None = None
         self._work: Work | None = None  # of a step that has begun and not ended
         self._binding: Binding | None = None
 
@@ -95,7 +66,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     # Parameter groups and state, as torch.optim.Optimizer keeps them.
 
-    @_exclusive
+    @exclusive
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch does; an invalid one raises and is not added.
 
@@ -105,25 +76,16 @@ class PredictingOptimizer(torch.optim.Optimizer):
         if self._binding is not None:
             raise RuntimeError("add_param_group: unbind() the optimizer first")
         super().add_param_group(param_group)
-        index = len(self.param_groups) - 1
         try:
-            self._check_group(index)
+            self._check_group(len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             raise
 
     def _check_group(self, index: int) -> None:
-        group = self.param_groups[index]
-        self._rule.read(index, group)
-        seen: dict[Tensor, int] = {}
-        for i, p in enumerate(group["params"]):
-            where = f"parameter {i} of group {index}"
-            if p in seen:
-                raise ValueError(f"{where} is parameter {seen[p]} of that group once more")
-            seen[p] = i
-            check_dtypes(where, p.dtype, self._momentum_dtype)
+        check_group(self._rule, index, self.param_groups[index], self._momentum_dtype)
 
-    @_exclusive
+    @exclusive
     def __getstate__(self) -> dict[str, Any]:
         """Return what deepcopy and pickle keep; RuntimeError while the weights are predicted."""
         self._refuse_while_predicted("copying or pickling the optimizer")
@@ -148,7 +110,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
             self._ledger.forget()
             self._ledger.look(self.param_groups, self.state)
 
-    @_exclusive
+    @exclusive
     def state_dict(self) -> StateDict:
         """Return the state as torch's class of this name does, with the same keys.
 
@@ -169,15 +131,14 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._order = WeakMethod(turn)
 
     def _owners_turn(self) -> AbstractContextManager[object]:
-        turn = self._order()
+        turn = None if self._order is None else self._order()
         return nullcontext() if turn is None else turn()
 
     def _saved_entry(self, entry: Any) -> Any:
-        if self._binding is None:
-            return independent_scalars(self._rule, entry)
-        return independent(self._rule, entry)
+        rule = self._rule
+        return independent(entry, tuple(rule.scalars) if self._binding is None else rule.keys)
 
-    @_exclusive
+    @exclusive
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state_dict of this class or of torch's class of this name.
 
@@ -188,15 +149,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
         predicted.
         """
         self._refuse_while_predicted("load_state_dict")
-        self._loader = loader = StateLoader(
-            self._rule, self._momentum_dtype, self.param_groups, self.defaults
-        )
-
-        def take(_: torch.optim.Optimizer, loaded: StateDict) -> StateDict | None:
-            # A hook that an exception left behind takes nothing.
-            return loader.take(loaded) if self._loader is loader else None
-
-        handle = self.register_load_state_dict_pre_hook(take)
+        self._loader = StateLoader(self._rule, self._momentum_dtype, self)
+        handle = self.register_load_state_dict_pre_hook(self._loader)
         try:
             with self._owners_turn():
                 super().load_state_dict(state_dict)
@@ -253,28 +207,19 @@ class PredictingOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        templates = self._templates()
-        kinds = self._kinds(templates)
-        sink, law = (None, None) if self._next_write is None else self._next_write
-        if self._binding is not None:
-            todo = self._bound_rows(kinds, sink)
-        else:
-            todo = self._resolver.for_step(self.param_groups, self.state, kinds)
-        if law is not None:
-            self._check_law(law, templates, has_gradient=True)
+        templates = self._templates.of(self.param_groups)
+        sink, laws = (None, None) if self._next_write is None else self._next_write
+        todo = self._rows() if self._binding is None else self._bound_rows(sink)
+        if laws is not None:
+            self._templates.check(self.param_groups, laws, has_gradient=True)
         for rows in todo:
             rows.read_gradients()
         scaling = Scaling.of(self)
-        if scaling is not None:
-            # A count lives on the host, and so does what a first step starts: both have to know.
-            asks = bool(self._rule.scalars) or not all(rows.started for rows in todo)
-            if (scaling.is_free or asks) and scaling.skips():
-                for rows in todo:
-                    rows.forget_gradients()
-                return
-
-        parts = [(rows, *rows.prepared(templates, law, scaling)) for rows in todo]
-        self._work = Work(parts, [], templates, law)
+        if scaling is not None and scaling.skips(todo):
+            for rows in todo:
+                rows.forget_gradients()
+            return
+        self._work = Work.of(todo, templates, laws, scaling)
         try:
             self._do(self._work)
         except BaseException:
@@ -304,73 +249,57 @@ class PredictingOptimizer(torch.optim.Optimizer):
                     self._do(work.rest().begun())
             self._work = None
 
-    def _templates(self) -> list[Any]:
-        """Read the numbers of every group."""
-        return self._numbers.of(self.param_groups)
-
-    def _kinds(self, templates: list[Any]) -> Kinds:
-        return tuple(map(self._rule.uses_buffers, templates))
+    def _rows(self, *, stash: bool = False) -> list[Rows]:
+        kinds = self._templates.kinds
+        return self._resolver.rows(self.param_groups, self.state, kinds, stash=stash)
 
     # Prediction in place.
 
     def check_can_predict(self) -> None:
         """Raise ValueError naming the first group whose momentum is 0: it cannot be predicted."""
-        for index, (group, template) in enumerate(
-            zip(self.param_groups, self._templates(), strict=True)
-        ):
-            if group["params"] and not self._rule.uses_buffers(template):
-                raise ValueError(
-                    f"parameter group {index} has momentum 0: a prediction needs a momentum buffer"
-                )
+        self._templates.of(self.param_groups)
+        for index in range(len(self.param_groups)):
+            self._templates.check_can_predict(self.param_groups, index)
 
-    def _check_law(self, law: Law, templates: list[Any], *, has_gradient: bool = False) -> None:
-        known, laws = self._checked
-        if known is not templates:
-            laws = []
-            self._checked = templates, laws
-        if (law, has_gradient) in laws or not moves(law):
-            return
-        self.check_can_predict()
-        for template in templates:
-            terms = self._rule.terms(law, template)
-            if not has_gradient and any(term.gradient for term in terms):
-                raise ValueError(
-                    f"steps: {law} needs the gradient; order it with write_with_next_step"
-                )
-        laws[_REMEMBERED:] = []
-        laws.insert(0, (law, has_gradient))
+    def _laws(
+        self, steps: Horizons, *, has_gradient: bool = False
+    ) -> tuple[list[Any], tuple[Law, ...]]:
+        """Read the numbers of every group, and the law of each, which has to go with them."""
+        laws = tuple(as_laws(steps, len(self.param_groups)))
+        templates = self._templates.of(self.param_groups)
+        self._templates.check(self.param_groups, laws, has_gradient)
+        return templates, laws
 
-    @_exclusive
-    def predict_(self, steps: Horizon) -> None:
+    @exclusive
+    def predict_(self, steps: Horizons) -> None:
         """Replace every weight by its prediction ``steps`` updates ahead, until :meth:`restore_`.
 
         ``steps >= 0`` counts updates and may be a fraction; or it is a law of
-        ``spectrain_ext.laws`` that needs no gradient. Each group is predicted with its current
-        learning rate. The true weights are kept in one more buffer per parameter, in the same pass
-        over memory. Parameters that were never updated stay as they are.
+        ``spectrain_ext.laws`` that needs no gradient; or a tuple of these, one for each group. Each
+        group is predicted with its current learning rate. The true weights are kept in one more
+        buffer per parameter, in the same pass over memory. Parameters that were never updated stay
+        as they are.
 
         Raises RuntimeError if the weights are predicted already or the optimizer is bound,
         ValueError for bad ``steps`` or a group whose momentum is 0.
         """
-        law = as_law(steps)
         self._refuse_while_predicted("predict_")
         if self._binding is not None:
             raise RuntimeError("predict_: the optimizer is bound, its owner predicts")
         self.check_can_predict()
-        templates = self._templates()
-        self._check_law(law, templates)
-        todo = self._resolver.for_prediction(self.param_groups, self.state, self._kinds(templates))
+        templates, laws = self._laws(steps)
+        todo = self._rows(stash=True)
         # Known before anything is written: an interrupt at any line leaves what restore_ undoes.
         self._predicted = todo
         try:
             for rows in todo:
-                rows.stash_predict(templates, law)
+                rows.stash_predict(templates, laws)
                 bump_versions(tuple(rows.params))
         except BaseException:
             self.restore_()
             raise
 
-    @_exclusive
+    @exclusive
     def restore_(self) -> None:
         """Put back, to the bit, the weights that :meth:`predict_` replaced; else RuntimeError."""
         if self._predicted is None:
@@ -381,7 +310,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._predicted = None
 
     @contextmanager
-    def predicted(self, steps: Horizon) -> Iterator[None]:
+    def predicted(self, steps: Horizons) -> Iterator[None]:
         """Predict for the length of a ``with`` block, see :meth:`predict_`.
 
         Run the forward *and* its backward inside: both change the weights' version counters, so a
@@ -400,7 +329,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     # For a pipeline: weights and state live in its buffers.
 
-    @_exclusive
+    @exclusive
     def bind(self, master: Views | None, buffers: Views | Mapping[str, Views]) -> None:
         """Keep weights and state in tensors that the caller owns, until :meth:`unbind`.
 
@@ -418,8 +347,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._refuse_while_predicted("bind")
         if self._binding is not None:
             raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
-        binding = Binding(self.param_groups, master, self._by_key(buffers))
-        binding.given = buffers
+        binding = Binding(self.param_groups, master, buffers, self._rule.buffers)
         for where, p in named(self.param_groups):
             read_entry(where, self._rule, p, self.state.get(p) or {})
         self._forget_resolved()
@@ -427,16 +355,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._ledger.home = binding.buffers
         self._ledger.look(self.param_groups, self.state)
 
-    def _by_key(self, buffers: Views | Mapping[str, Views]) -> dict[str, Views]:
-        keys = self._rule.buffers
-        by_key = cast("Mapping[str, Views]", buffers)
-        if all(key in by_key for key in keys):
-            return {key: by_key[key] for key in keys}
-        if len(keys) == 1 and not any(isinstance(key, str) for key in buffers):
-            return {keys[0]: cast("Views", buffers)}
-        raise ValueError(f"bind: buffers must have a mapping of tensors for {' and '.join(keys)}")
-
-    @_exclusive
+    @exclusive
     def unbind(self) -> None:
         """Give the state ordinary storage again; RuntimeError if the optimizer is not bound.
 
@@ -446,14 +365,14 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._bound("unbind")
         for entry in self.state.values():
             if isinstance(entry, dict):
-                entry.update(independent(self._rule, entry))
+                entry.update(independent(entry, self._rule.keys))
         self._forget_resolved()
 
     def is_bound_to(self, buffers: Views | Mapping[str, Views]) -> bool:
         """Tell whether these buffers are those of the last ``bind``, not undone since."""
         return self._binding is not None and self._binding.given is buffers
 
-    @_exclusive
+    @exclusive
     def prediction_sink(self, outs: Views) -> PredictionSink:
         """Resolve where predictions go: ``outs[p]`` has the layout and device of p's weights.
 
@@ -463,11 +382,12 @@ class PredictingOptimizer(torch.optim.Optimizer):
         checked_outs(self.param_groups, binding.weights, outs)
         sink = PredictionSink(self, binding, outs)
         self._ledger.look(self.param_groups, self.state)
-        sink.rows(self._ledger, self._kinds(self._templates()))
+        self._templates.of(self.param_groups)
+        binding.rows(self._ledger, self._templates.kinds, sink)
         return sink
 
-    @_exclusive
-    def write_with_next_step(self, sink: PredictionSink | None, steps: Horizon = 0.0) -> None:
+    @exclusive
+    def write_with_next_step(self, sink: PredictionSink | None, steps: Horizons = 0.0) -> None:
         """Let the next :meth:`step` write what ``sink.write(steps)`` right after it would write.
 
         Where every parameter has a gradient that costs no further pass over memory. ``steps`` may
@@ -478,37 +398,27 @@ class PredictingOptimizer(torch.optim.Optimizer):
         if sink is None:
             self._next_write = None
             return
-        if sink.binding is not self._bound("write_with_next_step"):
-            raise RuntimeError("write_with_next_step: the sink belongs to another binding")
-        law = as_law(steps)
-        self._check_law(law, self._templates(), has_gradient=True)
-        self._next_write = (sink, law)
+        self._check_sink(sink, "write_with_next_step")
+        self._next_write = (sink, self._laws(steps, has_gradient=True)[1])
+
+    @exclusive
+    def _write(self, sink: PredictionSink, steps: Horizons) -> None:
+        self._check_sink(sink, "write")
+        templates, laws = self._laws(steps)
+        for rows in self._bound_rows(sink):
+            rows.predict(templates, laws)
+
+    def _check_sink(self, sink: PredictionSink, what: str) -> None:
+        if sink.binding is not self._bound(what):
+            raise RuntimeError(f"{what}: the sink belongs to another binding")
 
     def _bound(self, what: str) -> Binding:
         if self._binding is None:
             raise RuntimeError(f"{what}: the optimizer is not bound, call bind() first")
         return self._binding
 
-    def _bound_rows(self, kinds: Kinds, sink: PredictionSink | None) -> list[Rows]:
+    def _bound_rows(self, sink: PredictionSink | None) -> list[Rows]:
         """Return the bound rows (those of a sink), with the state adopted if it was replaced."""
         self._ledger.look(self.param_groups, self.state)
-        owner = self._bound("step") if sink is None else sink
-        todo = owner.rows(self._ledger, kinds)
-        for rows in todo:
-            if not rows.storage_unchanged():
-                raise RuntimeError(
-                    f"a parameter of group {rows.cohorts[0].group} no longer has the storage it "
-                    "was bound with (.to() or load_state_dict(assign=True) since bind)"
-                )
-            rows.arrange()
-        return todo
-
-    @_exclusive
-    def _write(self, sink: PredictionSink, steps: Horizon) -> None:
-        if sink.binding is not self._bound("write"):
-            raise RuntimeError("write: the sink belongs to another binding")
-        law = as_law(steps)
-        templates = self._templates()
-        self._check_law(law, templates)
-        for rows in self._bound_rows(self._kinds(templates), sink):
-            rows.predict(templates, law)
+        binding = self._bound("step") if sink is None else sink.binding
+        return binding.rows(self._ledger, self._templates.kinds, sink)

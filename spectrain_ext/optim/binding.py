@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
-from spectrain_ext.operators.laws import Horizon
+from spectrain_ext.operators.laws import Horizons
 
-from .buffers import fits
-from .ledger import Group, Ledger, named
-from .resolve import Kinds, by_kind
+from .ledger import Ledger
+from .resolve import resolved
 from .rows import Rows
+from .rule import Group, Kinds
+from .state import fits, named
 
 if TYPE_CHECKING:
     from .base import PredictingOptimizer
@@ -21,61 +22,66 @@ Views = Mapping[Tensor, Tensor]
 
 
 class Binding:
-    """Which tensors hold each parameter's true weights and its state.
+    """Which tensors hold each parameter's true weights and its state, as ``bind`` was given them.
 
-    Attributes:
-        given: the buffers as the caller gave them.
+    Args:
+        groups: the optimizer's.
+        master: the weights; None: the parameters.
+        given: a mapping of tensors for each of the keys, or for the only one.
+        keys: of the state.
     """
-
-    given: object = None
 
     def __init__(
         self,
         groups: Sequence[Group],
         master: Views | None,
-        buffers: Mapping[str, Views],
+        given: Views | Mapping[str, Views],
+        keys: Sequence[str],
     ) -> None:
+        self.given = given
         self.weights: dict[Tensor, Tensor] = {}
         self.buffers: dict[Tensor, tuple[Tensor, ...]] = {}
+        self.known: dict[Kinds, list[Rows]] = {}
+        by_key = _by_key(given, keys)
         for where, p in named(groups):
             self.weights[p] = p if master is None else _given("master", where, p, master)
             found = []
-            for key, views in buffers.items():
-                found.append(_given(key, where, p, views))
+            for key in keys:
+                found.append(_given(key, where, p, by_key[key]))
                 if not fits(self.weights[p], found[-1]) or found[-1].dtype != found[0].dtype:
                     raise ValueError(
                         f"{key} of {where} must have the shape, strides, device and dtype of its "
                         f"weights ({_words(self.weights[p])}), got {_words(found[-1])}"
                     )
             self.buffers[p] = tuple(found)
-        self._rows: dict[Kinds, list[Rows]] = {}
 
-    def rows(self, ledger: Ledger, kinds: Kinds) -> list[Rows]:
-        """Return the rows of every parameter.
+    def rows(self, ledger: Ledger, kinds: Kinds, sink: PredictionSink | None = None) -> list[Rows]:
+        """Return the rows of every parameter, with the outs of a sink.
 
         They are resolved on first use and not before: until then the owner may still move the
-        parameters into a buffer (``p.data = view``).
+        parameters into a buffer (``p.data = view``). RuntimeError for one that has moved since.
         """
-        if kinds not in self._rows:
-            self._rows[kinds] = self.resolve(ledger, kinds)
-        return self._rows[kinds]
-
-    def resolve(self, ledger: Ledger, kinds: Kinds, outs: Views | None = None) -> list[Rows]:
-        """Resolve plans over every parameter (and its out)."""
-        rows = []
-        for with_buffers, positions in by_kind(ledger, range(len(ledger.params)), kinds):
-            params = [ledger.params[i] for i in positions]
-            state = [self.buffers[p] for p in params] if with_buffers else None
-            rows.append(
-                Rows(
-                    ledger,
-                    positions,
-                    [self.weights[p] for p in params],
-                    None if state is None else list(zip(*state, strict=True)),
-                    outs=None if outs is None else [outs[p] for p in params],
+        known, outs = (self.known, None) if sink is None else (sink.known, sink.outs)
+        if kinds not in known:
+            every = range(len(ledger.params))
+            known[kinds] = resolved(ledger, every, kinds, weights=self.weights, outs=outs)
+        for rows in known[kinds]:
+            if not rows.storage_unchanged():
+                raise RuntimeError(
+                    f"a parameter of group {rows.cohorts[0].group} no longer has the storage it "
+                    "was bound with (.to() or load_state_dict(assign=True) since bind)"
                 )
-            )
-        return rows
+            rows.arrange()
+        return known[kinds]
+
+
+def _by_key(given: Views | Mapping[str, Views], keys: Sequence[str]) -> Mapping[str, Views]:
+    by_key = cast("Mapping[str, Views]", given)
+    if all(key in by_key for key in keys):
+        return by_key
+    if len(keys) == 1 and not any(isinstance(key, str) for key in given):
+        return {keys[0]: cast("Views", given)}
+    raise ValueError(f"bind: buffers must have a mapping of tensors for {' and '.join(keys)}")
 
 
 class PredictionSink:
@@ -86,25 +92,20 @@ class PredictionSink:
 
     def __init__(self, optimizer: PredictingOptimizer, binding: Binding, outs: Views) -> None:
         self._optimizer = optimizer
-        self._outs = outs
-        self._rows: dict[Kinds, list[Rows]] = {}
         self.binding = binding
+        self.outs = outs
+        self.known: dict[Kinds, list[Rows]] = {}
 
-    def write(self, steps: Horizon) -> None:
+    def write(self, steps: Horizons) -> None:
         """Write the prediction of every parameter, with each group's current learning rate.
 
         ``steps`` counts updates (>= 0; 0 copies the weights' bits), or is a law of
-        ``spectrain_ext.laws`` that needs no gradient. Nothing is allocated and autograd's version
-        counters stay as they are. ValueError: bad ``steps``, or a prediction of a group whose
-        momentum is 0. RuntimeError: the optimizer is not bound as it was.
+        ``spectrain_ext.laws`` that needs no gradient; or a tuple of these, one for each group.
+        Nothing is allocated and autograd's version counters stay as they are. ValueError: bad
+        ``steps``, or a prediction of a group whose momentum is 0. RuntimeError: the optimizer is
+        not bound as it was.
         """
         self._optimizer._write(self, steps)
-
-    def rows(self, ledger: Ledger, kinds: Kinds) -> list[Rows]:
-        """Return the rows of every parameter, with its out."""
-        if kinds not in self._rows:
-            self._rows[kinds] = self.binding.resolve(ledger, kinds, self._outs)
-        return self._rows[kinds]
 
 
 def checked_outs(groups: Sequence[Group], weights: Views, outs: Views) -> None:

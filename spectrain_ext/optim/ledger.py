@@ -2,55 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spectrain_ext import _C
 
-from .buffers import check_buffer, check_dtypes, check_scalar, converted, fits, loaded_dtype
-from .rule import Rule, Scalars
-
-Group = Mapping[str, Any]
-State = MutableMapping[Tensor, dict[str, Any]]
-
-
-class Saved(NamedTuple):
-    """The state of one parameter, checked: tensors of its shape, and numbers."""
-
-    buffers: tuple[Tensor, ...]
-    scalars: Scalars
-
-
-def named(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
-    """Return every parameter, with a name for errors."""
-    return [
-        (f"parameter {i} of group {index}", p)
-        for index, group in enumerate(groups)
-        for i, p in enumerate(group["params"])
-    ]
-
-
-def read_entry(where: str, rule: Rule[Any], p: Tensor, entry: Mapping[str, Any]) -> Saved | None:
-    """Return what ``entry`` holds for a parameter, None if it was never updated.
-
-    Raises ValueError or TypeError for half a state, or one that does not fit the parameter.
-    """
-    keys = (*rule.buffers, *rule.scalars)
-    missing = [key for key in keys if entry.get(key) is None]
-    if len(missing) == len(keys):
-        return None
-    if missing:
-        raise ValueError(f"{where}: the state has no {missing[0]}")
-    for key in rule.buffers:
-        check_buffer(where, key, p, entry[key])
-    return Saved(
-        tuple(entry[key] for key in rule.buffers),
-        tuple(check_scalar(where, key, entry[key]) for key in rule.scalars),
-    )
+from .rule import Group, Rule, Scalars
+from .state import (
+    Saved,
+    State,
+    check_dtypes,
+    converted,
+    empty_like,
+    fits,
+    loaded_dtype,
+    named,
+    read_entry,
+)
 
 
 class Ledger:
@@ -96,12 +68,20 @@ class Ledger:
         return self.version
 
     def where(self, position: int) -> str:
-        """Name a parameter for errors."""
         return self._places[position]
 
     def scalars(self, position: int) -> Scalars:
-        """Return the scalar state of a parameter."""
         return tuple(values[position] for values in self._values.values())
+
+    def buffers_of(self, position: int) -> tuple[Tensor, ...]:
+        """Return the buffers of a parameter; new ones where it was never updated."""
+        found, p = self.buffers[position], self.params[position]
+        if found is not None:
+            return found
+        if self.home is not None:
+            return self.home[p]
+        dtype = loaded_dtype(p.dtype, p.dtype, self.state_dtype)
+        return tuple(empty_like(p, dtype).zero_() for _ in self.rule.buffers)
 
     def cohort(self, position: int) -> tuple[int, bool, Scalars]:
         """Return what parameters share that the same numbers apply to."""
@@ -146,7 +126,6 @@ class Ledger:
             for p, found in zip(params, saved, strict=True)
         ]
         self._take_scalars([None if found is None else found.scalars for found in saved])
-        keys = (*rule.buffers, *rule.scalars)
         noted: dict[Tensor, dict[str, Any]] = {}
         numbers = {key: column.unbind() for key, column in self._counts.items()}
         for i, (p, buffers) in enumerate(zip(params, self.buffers, strict=True)):
@@ -156,7 +135,7 @@ class Ledger:
                     for view in self.home[p]:
                         view.zero_()  # so that the prediction is the weights themselves
                 if entry is not None:
-                    noted[p] = dict.fromkeys(keys)
+                    noted[p] = dict.fromkeys(rule.keys)
                 continue
             assert entry is not None
             entry.update(zip(rule.buffers, buffers, strict=True))
@@ -164,7 +143,7 @@ class Ledger:
                 kept = entry[key]
                 if not isinstance(kept, Tensor) or kept.data_ptr() != column[i].data_ptr():
                     entry[key] = column[i]
-            noted[p] = {key: entry[key] for key in keys}
+            noted[p] = {key: entry[key] for key in rule.keys}
         self.version += 1
         # Last: from here on it is true.
         self._seen = (

@@ -1,18 +1,56 @@
-"""Resolver: the Rows of a step and of a prediction in place, kept while they are true."""
+"""Resolver: the Rows of an optimizer, one for each device and kind of group, kept while true."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .buffers import empty_like, loaded_dtype
-from .ledger import Group, Ledger, State
+from .ledger import Ledger
 from .rows import Rows
+from .rule import Group, Kinds
+from .state import State, empty_like
 
-Kinds = tuple[bool, ...]  # of every group: whether its rule uses the buffers now
+
+def resolved(
+    ledger: Ledger,
+    positions: Sequence[int],
+    kinds: Kinds,
+    *,
+    weights: Mapping[Tensor, Tensor] | None = None,
+    outs: Mapping[Tensor, Tensor] | None = None,
+    stash: bool = False,
+) -> list[Rows]:
+    """Return new rows of the parameters at these positions.
+
+    Args:
+        ledger: where parameters and state are listed.
+        positions: in it, ascending.
+        kinds: of every group.
+        weights: what is updated in the place of the parameters.
+        outs: where predictions are written.
+        stash: whether there are buffers to keep the weights in.
+    """
+    found: dict[tuple[torch.device, bool], list[int]] = {}
+    for i in positions:
+        found.setdefault((ledger.params[i].device, kinds[ledger.groups[i]]), []).append(i)
+    rows = []
+    for (_, with_buffers), some in found.items():
+        params = [ledger.params[i] for i in some]
+        state = zip(*map(ledger.buffers_of, some), strict=True) if with_buffers else None
+        rows.append(
+            Rows(
+                ledger,
+                some,
+                params if weights is None else [weights[p] for p in params],
+                None if state is None else list(state),
+                stashed=[empty_like(p, p.dtype) for p in params] if stash else None,
+                outs=None if outs is None else [outs[p] for p in params],
+            )
+        )
+    return rows
 
 
 @dataclass(slots=True)
@@ -24,88 +62,36 @@ class _Resolved:
 
 
 class Resolver:
-    """Resolves the parameters of one optimizer: one Rows per device, and kind of group."""
+    """Resolves the parameters of one optimizer, for its steps and for predictions in place."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._step: _Resolved | None = None
-        self._prediction: _Resolved | None = None
+        self._known: dict[bool, _Resolved] = {}
 
-    def for_step(self, groups: Sequence[Group], state: State, kinds: Kinds) -> list[Rows]:
-        """Return the rows of a step: parameters that have a gradient, state, or need none."""
-        known = self._step
+    def rows(
+        self, groups: Sequence[Group], state: State, kinds: Kinds, *, stash: bool
+    ) -> list[Rows]:
+        """Return the rows of a step: parameters that have a gradient, state, or need none.
+
+        With a stash those of a prediction in place: parameters with state.
+        """
+        known, ledger = self._known.get(stash), self._ledger
         if (
             known is None
-            or not self._still_true(known, groups, state, kinds)
-            or not all(p.grad is None for p in known.idle)
+            or ledger.look(groups, state) != known.version
+            or known.kinds != kinds
+            or not all(rows.storage_unchanged() for rows in known.rows)
+            or not (stash or all(p.grad is None for p in known.idle))
         ):
-            self._ledger.forget()  # parameters may have moved: their state follows them
-            self._ledger.look(groups, state)
-            ledger = self._ledger
-            chosen = [
-                i
-                for i, p in enumerate(ledger.params)
-                if not kinds[ledger.groups[i]]
-                or p.grad is not None
-                or ledger.buffers[i] is not None
-            ]
-            self._step = known = self._resolve(kinds, chosen)
+            ledger.forget()  # parameters may have moved: their state follows them
+            ledger.look(groups, state)
+            chosen, idle = [], []
+            for i, p in enumerate(ledger.params):
+                steps = not stash and (p.grad is not None or not kinds[ledger.groups[i]])
+                if steps or ledger.buffers[i] is not None:
+                    chosen.append(i)
+                else:
+                    idle.append(p)
+            rows = resolved(ledger, chosen, kinds, stash=stash)
+            self._known[stash] = known = _Resolved(kinds, ledger.version, idle, rows)
         return known.rows
-
-    def for_prediction(self, groups: Sequence[Group], state: State, kinds: Kinds) -> list[Rows]:
-        """Return the rows of a prediction in place: parameters with state, each with a stash."""
-        known = self._prediction
-        if known is None or not self._still_true(known, groups, state, kinds):
-            self._ledger.forget()
-            self._ledger.look(groups, state)
-            buffers = self._ledger.buffers
-            chosen = [i for i in range(len(buffers)) if buffers[i] is not None]
-            self._prediction = known = self._resolve(kinds, chosen, stash=True)
-        return known.rows
-
-    def _still_true(
-        self, known: _Resolved, groups: Sequence[Group], state: State, kinds: Kinds
-    ) -> bool:
-        return (
-            self._ledger.look(groups, state) == known.version
-            and known.kinds == kinds
-            and all(rows.storage_unchanged() for rows in known.rows)
-        )
-
-    def _resolve(self, kinds: Kinds, chosen: Sequence[int], stash: bool = False) -> _Resolved:
-        ledger = self._ledger
-        rows = []
-        for with_buffers, positions in by_kind(ledger, chosen, kinds):
-            params = [ledger.params[i] for i in positions]
-            state = [self._buffers(i) for i in positions] if with_buffers else None
-            rows.append(
-                Rows(
-                    ledger,
-                    positions,
-                    params,
-                    None if state is None else list(zip(*state, strict=True)),
-                    stashed=[empty_like(p, p.dtype) for p in params] if stash else None,
-                )
-            )
-        busy = set(chosen)
-        idle = [p for i, p in enumerate(ledger.params) if i not in busy]
-        return _Resolved(kinds, ledger.version, idle, rows)
-
-    def _buffers(self, position: int) -> tuple[Tensor, ...]:
-        found = self._ledger.buffers[position]
-        if found is not None:
-            return found
-        p = self._ledger.params[position]
-        dtype = loaded_dtype(p.dtype, p.dtype, self._ledger.state_dtype)
-        return tuple(empty_like(p, dtype).zero_() for _ in self._ledger.rule.buffers)
-
-
-def by_kind(
-    ledger: Ledger, positions: Sequence[int], kinds: Kinds
-) -> Iterator[tuple[bool, list[int]]]:
-    """Split positions by device and kind: a plan has one of each."""
-    found: dict[tuple[torch.device, bool], list[int]] = {}
-    for i in positions:
-        found.setdefault((ledger.params[i].device, kinds[ledger.groups[i]]), []).append(i)
-    for (_, with_buffers), some in found.items():
-        yield with_buffers, some

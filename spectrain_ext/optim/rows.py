@@ -11,29 +11,22 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import _C
-from spectrain_ext.operators.laws import Law, Linear
+from spectrain_ext.operators.calls import make_noted
+from spectrain_ext.operators.laws import Law, Linear, SecondOrder
 from spectrain_ext.operators.lists import StepOptions
-from spectrain_ext.operators.noted import make_noted
 from spectrain_ext.operators.plan import Plan
 
-from .buffers import empty_like
-from .ledger import Ledger, State
-from .rule import ByNumbers, PerGroup, Resting, Scalars, moves, without_gradient
-from .scaling import Scaling
+from .ledger import Ledger
+from .rule import Scalars
+from .state import State, empty_like
+
+_STILL = Linear(0)  # the law of weights that were never updated
 
 
 class _Plan(Plan):
     """The plan of Rows, which keep the memory and look after the addresses themselves."""
 
     _watches = False
-
-    def take_gradients(self, grads: Sequence[Tensor | None]) -> bool:
-        """Read these gradients' addresses; returns whether none of them is None."""
-        return self._native.set_gradients(tuple(grads), False)
-
-    def forget_gradients(self) -> None:
-        """Let go of the gradients."""
-        self._native.forget_gradients()
 
 
 class Cohort(NamedTuple):
@@ -53,18 +46,18 @@ class _Prepared(NamedTuple):
     """
 
     templates: Sequence[Any]
-    law: Law | None
+    laws: tuple[Law, ...] | None
     call: Callable[[], None]
     after: list[Scalars]
 
-    def serves(self, templates: Sequence[Any], law: Law | None) -> bool:
+    def serves(self, templates: Sequence[Any], laws: tuple[Law, ...] | None) -> bool:
         """Whether it is the call for these: numbers that are read anew are in a list anew."""
-        return self.templates is templates and self.law == law
+        return self.templates is templates and self.laws == laws
 
 
-def _stays(law: Law | None) -> bool:
-    """Whether a law that is equal to this one is the same: others may read what changes."""
-    return law is None or (type(law) is Linear and type(law.steps) is float)
+def _stay(laws: tuple[Law, ...] | None) -> bool:
+    """Whether laws that are equal to these are the same: others may read what changes."""
+    return laws is None or all(type(law) is Linear and type(law.steps) is float for law in laws)
 
 
 class Rows:
@@ -129,6 +122,10 @@ class Rows:
             **{name: some(column) for name, column in state},
         )
 
+    @property
+    def device(self) -> torch.device:
+        return self._weights[0].device
+
     # What the plan was resolved from, and whether that is still so.
 
     def arrange(self) -> None:
@@ -165,19 +162,19 @@ class Rows:
         """
         grads = [p.grad for p in self.params]
         try:
-            self.all_active = self.plan.take_gradients(grads)
+            self.all_active = self.plan._native.set_gradients(tuple(grads), False)
         except (TypeError, ValueError, RuntimeError):
             fitted = [
                 None if grad is None else self._fitted(row, grad) for row, grad in enumerate(grads)
             ]
             if all(map(is_, fitted, grads)):
                 raise
-            self.all_active = self.plan.take_gradients(fitted)
+            self.all_active = self.plan._native.set_gradients(tuple(fitted), False)
         self.active = [True] * len(grads) if self.all_active else [g is not None for g in grads]
 
     def forget_gradients(self) -> None:
         """Let go of the gradients, so that ``zero_grad`` really frees their memory."""
-        self.plan.forget_gradients()
+        self.plan._native.forget_gradients()
 
     def _fitted(self, row: int, grad: Tensor) -> Tensor:
         weight = self._weights[row]
@@ -198,45 +195,36 @@ class Rows:
 
     # What runs. `templates`: the numbers of every parameter group, as the rule read them.
 
-    def now(self, templates: Sequence[Any]) -> list[Any]:
-        """Return the numbers of every cohort as its last update left them."""
-        rule, numbers = self.ledger.rule, []
-        for cohort in self.cohorts:
-            scalars = self.ledger.scalars(cohort.positions[0])
-            rests = not cohort.started or rule.rests(scalars)
-            numbers.append(rule.resting if rests else rule.at(templates[cohort.group], scalars))
-        return numbers
-
     def prepared(
-        self, templates: Sequence[Any], law: Law | None, scaling: Scaling | None
+        self, templates: Sequence[Any], laws: tuple[Law, ...] | None, options: StepOptions
     ) -> tuple[Callable[[], None], list[Scalars]]:
         """Return what updates the rows that have a gradient, and the scalar state after it.
 
-        With a law it writes the outs as well, but for what ``write_rest`` does.
+        With laws, one for each group, it writes the outs as well, but for what ``write_rest`` does.
         """
         ledger, rule = self.ledger, self.ledger.rule
-        options: StepOptions = {} if scaling is None else scaling.on(self._weights[0].device)
-        keeps = scaling is None and not rule.scalars and _stays(law)
         known = self._prepared
-        if keeps and known is not None and known.serves(templates, law):
+        if not options and known is not None and known.serves(templates, laws):
             return known.call, known.after
         before = [ledger.scalars(cohort.positions[0]) for cohort in self.cohorts]
         groups = [templates[cohort.group] for cohort in self.cohorts]
         after = [rule.advance(t, scalars) for t, scalars in zip(groups, before, strict=True)]
         numbers = [rule.at(t, scalars) for t, scalars in zip(groups, after, strict=True)]
-        with_step = law is not None and self.buffers is not None
-        own = () if law is None or not with_step else (self._own(law, numbers),)
-        call = rule.prepared(self.plan, numbers, self._first_step(groups), own, options)
-        self._prepared = _Prepared(templates, law, call, after) if keeps else None
+        predict: tuple[tuple[Law, ...], ...] = ()
+        if laws is not None and self.buffers is not None:
+            predict = (tuple([laws[cohort.group] for cohort in self.cohorts]),)
+        call = self.plan._prepared_step(numbers, self._first_step(groups), predict, options)
+        keeps = not options and not rule.scalars and _stay(laws)
+        self._prepared = _Prepared(templates, laws, call, after) if keeps else None
         return call, after
 
-    def write_rest(self, templates: Sequence[Any], law: Law) -> None:
-        """Write the outs that a step with a law does not."""
+    def write_rest(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
+        """Write the outs that a step with laws does not."""
         if self.buffers is None:
             self.plan.write_out()
-        elif not self.all_active and moves(law):
+        elif not self.all_active:
             # The step gives a row without a gradient its weights, not their prediction.
-            self._predict_inactive(templates, without_gradient(law))
+            self._predict_inactive(templates, tuple(map(_without_gradient, laws)))
 
     def updated_to(self, after: Sequence[Scalars], state: State) -> bool:
         """Give the rows that a step has updated the scalar state after it; start state.
@@ -272,7 +260,7 @@ class Rows:
             return starts[0]
         return [starts[n] for n in self._assignment]
 
-    def _predict_inactive(self, templates: Sequence[Any], law: Law) -> None:
+    def _predict_inactive(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         if self._without is None or self._without[0] != self.active:
             rows = [row for row, active in enumerate(self.active) if not active]
             found = sorted({self._assignment[row] for row in rows})
@@ -280,15 +268,22 @@ class Rows:
             plan = self._plan(rows, [index[self._assignment[row]] for row in rows])
             self._without = (self.active, found, plan)
         _, found, plan = self._without
-        numbers = self.now(templates)
-        own = Resting(self._own(law, numbers), self.ledger.rule)
-        plan.predict_with([numbers[n] for n in found], own, out=0)
+        numbers, own = self._now(templates, laws, [self.cohorts[n] for n in found])
+        plan.predict(numbers, steps=own)
 
-    def _own(self, law: Law, numbers: Sequence[Any]) -> Law:
-        """Return a law that finds the one of each cohort's group."""
-        if not isinstance(law, PerGroup):
-            return law
-        return ByNumbers(law, numbers, [cohort.group for cohort in self.cohorts])
+    def _now(
+        self, templates: Sequence[Any], laws: tuple[Law, ...], cohorts: Sequence[Cohort]
+    ) -> tuple[list[Any], tuple[Law, ...]]:
+        """Return the numbers of cohorts as their last update left them, and their laws."""
+        rule = self.ledger.rule
+        numbers, own = [], []
+        for cohort in cohorts:
+            scalars = self.ledger.scalars(cohort.positions[0])
+            rests = not cohort.started or rule.rests(scalars)
+            template = templates[cohort.group]
+            numbers.append(template if rests else rule.at(template, scalars))
+            own.append(_STILL if rests else laws[cohort.group])
+        return numbers, tuple(own)
 
     def _start(self, state: State) -> bool:
         changed = False
@@ -307,27 +302,22 @@ class Rows:
             changed = changed or (counts and len(active) != len(cohort.rows))
         return changed
 
-    def predict(self, templates: Sequence[Any], law: Law) -> None:
-        """Write the outs."""
-        keeps = not self.ledger.rule.scalars and _stays(law)
+    def predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         known = self._prepared_prediction
-        if keeps and known is not None and known.serves(templates, law):
+        if known is not None and known.serves(templates, laws):
             known.call()
-        elif moves(law):
-            numbers = self.now(templates)
-            own = Resting(self._own(law, numbers), self.ledger.rule)
-            call = self.plan._prepared_predict(numbers, own, 0)
-            self._prepared_prediction = _Prepared(templates, law, call, []) if keeps else None
-            call()
-        else:
+        elif self.buffers is None:
             self.plan.write_out()
+        else:
+            call = self.plan._prepared_predict(*self._now(templates, laws, self.cohorts))
+            keeps = not self.ledger.rule.scalars and _stay(laws)
+            self._prepared_prediction = _Prepared(templates, laws, call, []) if keeps else None
+            call()
 
-    def stash_predict(self, templates: Sequence[Any], law: Law) -> None:
+    def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Keep the weights and replace them by their prediction."""
-        if moves(law):
-            own = Resting(law, self.ledger.rule)
-            call = self.plan._prepared_stash_predict(self.now(templates), own)
-            make_noted(call, self._replaced)
+        call = self.plan._prepared_stash_predict(*self._now(templates, laws, self.cohorts))
+        make_noted(call, self._replaced)
 
     def restore(self) -> bool:
         """Write the stashed weights back, wherever the parameters' storage is by now.
@@ -347,3 +337,8 @@ class Rows:
     def updated(self) -> tuple[Tensor, ...]:
         """Return the parameters that the last step changed."""
         return tuple(self.params) if self.all_active else tuple(compress(self.params, self.active))
+
+
+def _without_gradient(law: Law) -> Law:
+    """Return the law for a parameter that has no gradient now: its momentum did not change."""
+    return Linear(law.delay + law.lead) if isinstance(law, SecondOrder) else law

@@ -1,22 +1,25 @@
-"""Rule: what the optimizers do not share, that is the numbers, the state and the kernel of one."""
+"""Rule: what the optimizers do not share: the numbers of a parameter group, and the state."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from spectrain_ext import _C
 from spectrain_ext.operators.expressions import Scalar
-from spectrain_ext.operators.laws import Horizon, Law, Linear, SecondOrder
-from spectrain_ext.operators.lists import StepOptions
-from spectrain_ext.operators.numbers import Adam, Sgd, Term
-from spectrain_ext.operators.plan import Plan
+from spectrain_ext.operators.laws import Law, terms_of
+from spectrain_ext.operators.numbers import Adam, Sgd
 
 Numbers = TypeVar("Numbers", Sgd, Adam)
 Scalars = tuple[float, ...]
+Group = Mapping[str, Any]
+Kinds = tuple[bool, ...]  # of every group: whether its rule uses the buffers now
+
+_REMEMBERED = 8  # laws that were found good: a training loop asks for the same few every time
+_IMMUTABLE = (float, int, str, type(None))
 
 
 class Rule(ABC, Generic[Numbers]):
@@ -27,7 +30,6 @@ class Rule(ABC, Generic[Numbers]):
         columns: what ``Plan`` calls the lists of those buffers.
         scalars: the state that is one number per parameter, and its value before the first step.
         refused: flags of torch's that are not supported, and why.
-        resting: stands for the numbers of parameters without state; their prediction is themselves.
     """
 
     buffers: ClassVar[tuple[str, ...]]
@@ -36,9 +38,13 @@ class Rule(ABC, Generic[Numbers]):
     refused: ClassVar[Mapping[str, str]] = {
         "differentiable": "the step writes behind autograd's back",
     }
-    resting: Numbers
 
-    def read(self, index: int, group: Mapping[str, Any]) -> Numbers:
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of all state."""
+        return (*self.buffers, *self.scalars)
+
+    def read(self, index: int, group: Group) -> Numbers:
         """Return the numbers of parameter group ``index``; ValueError or TypeError names it."""
         for flag, why in self.refused.items():
             if group.get(flag, False):
@@ -49,7 +55,7 @@ class Rule(ABC, Generic[Numbers]):
             raise type(error)(f"parameter group {index}: {error}") from error
 
     @abstractmethod
-    def numbers(self, group: Mapping[str, Any]) -> Numbers:
+    def numbers(self, group: Group) -> Numbers:
         """Return the numbers of a group, before its first step where that matters."""
 
     def uses_buffers(self, numbers: Numbers) -> bool:
@@ -72,80 +78,67 @@ class Rule(ABC, Generic[Numbers]):
         """Tell whether a first step does other than go on from zero buffers."""
         return False
 
-    def terms(self, law: Law, numbers: Numbers) -> list[Term]:
-        """Return the terms of a law under these numbers; ValueError where it has none."""
-        return law.adam(numbers) if isinstance(numbers, Adam) else law.sgd(numbers)
 
-    @abstractmethod
-    def prepared(
-        self,
-        plan: Plan,
-        numbers: Sequence[Numbers],
-        first_step: bool | Sequence[bool],
-        predict: Sequence[Horizon | None],
-        options: StepOptions,
-    ) -> Callable[[], None]:
-        """Return what runs the kernel, with the numbers of every group: a native call, no more."""
+class Templates:
+    """The numbers of every parameter group as a rule reads them, and what they allow.
 
+    Asking costs a comparison while the groups are as they were. A value that may change in place,
+    such as a learning rate in a tensor, is read every time.
 
-@dataclass(frozen=True, slots=True)
-class Resting:
-    """A law under which parameters that were never updated stay as they are."""
+    Attributes:
+        kinds: of every group, whether its rule uses the buffers.
+    """
 
-    law: Law
-    rule: Rule[Any]
+    def __init__(self, rule: Rule[Any]) -> None:
+        self._rule = rule
+        self._seen: tuple[tuple[Any, ...], ...] | None = None
+        self._numbers: list[Any] = []
+        self._good: list[tuple[tuple[Law, ...], bool]] = []
+        self.kinds: Kinds = ()
 
-    def sgd(self, numbers: Sgd) -> list[Term]:
-        """Terms of the law, none for resting parameters."""
-        return [] if numbers is self.rule.resting else self.law.sgd(numbers)
+    def of(self, groups: Sequence[Group]) -> list[Any]:
+        """Return the numbers of every group, the same list while nothing has changed.
 
-    def adam(self, numbers: Adam) -> list[Term]:
-        """Terms of the law, none for resting parameters."""
-        return [] if numbers is self.rule.resting else self.law.adam(numbers)
+        Raises ValueError or TypeError for a number out of range.
+        """
+        if self._seen is None or not _C.same(groups, self._seen):
+            self._seen = None
+            self._numbers = [self._rule.read(index, group) for index, group in enumerate(groups)]
+            self._good = []
+            self.kinds = tuple(map(self._rule.uses_buffers, self._numbers))
+            if all(map(_stays, groups)):
+                self._seen = tuple(tuple(group.values()) for group in groups)
+        return self._numbers
 
+    def check(self, groups: Sequence[Group], laws: tuple[Law, ...], has_gradient: bool) -> None:
+        """Raise ValueError unless every group, as it was read last, has the law that is for it."""
+        if (laws, has_gradient) in self._good:
+            return
+        for index, (law, numbers) in enumerate(zip(laws, self._numbers, strict=True)):
+            terms = terms_of(law, numbers)
+            if terms:
+                self.check_can_predict(groups, index)
+            if not has_gradient and any(term.gradient for term in terms):
+                raise ValueError(
+                    f"steps: {law} needs the gradient; order it with write_with_next_step"
+                )
+        self._good[_REMEMBERED:] = []
+        self._good.insert(0, (laws, has_gradient))
 
-@dataclass(frozen=True, slots=True)
-class PerGroup:
-    """A law for each parameter group, of one kind, under the numbers of the group."""
-
-    laws: tuple[Law, ...]
-
-    def sgd(self, numbers: Sgd) -> list[Term]:
-        """Terms of the first, which stands for all where the group does not matter."""
-        return self.laws[0].sgd(numbers)
-
-    def adam(self, numbers: Adam) -> list[Term]:
-        """Terms of the first."""
-        return self.laws[0].adam(numbers)
-
-
-class ByNumbers:
-    """The same once the numbers of all groups are there: each finds the law of its own group."""
-
-    def __init__(self, law: PerGroup, numbers: Sequence[Any], groups: Sequence[int]) -> None:
-        pairs = zip(numbers, groups, strict=True)
-        self._laws = {id(n): law.laws[group] for n, group in pairs}
-
-    def sgd(self, numbers: Sgd) -> list[Term]:
-        """Terms of the law of the group that the numbers are of."""
-        return self._laws[id(numbers)].sgd(numbers)
-
-    def adam(self, numbers: Adam) -> list[Term]:
-        """Terms of the law of the group that the numbers are of."""
-        return self._laws[id(numbers)].adam(numbers)
+    def check_can_predict(self, groups: Sequence[Group], index: int) -> None:
+        """Raise ValueError where the parameters of a group have no momentum."""
+        if groups[index]["params"] and not self.kinds[index]:
+            raise ValueError(
+                f"parameter group {index} has momentum 0: a prediction needs a momentum buffer"
+            )
 
 
-_ANY = Sgd(1.0, 0.5)
-
-
-def moves(law: Law) -> bool:
-    """Tell whether a law predicts anything but the weights themselves."""
-    return bool(law.sgd(_ANY))
-
-
-def without_gradient(law: Law) -> Law:
-    """Return the law for a parameter that has no gradient now: its momentum did not change."""
-    return Linear(law.delay + law.lead) if isinstance(law, SecondOrder) else law
+def _stays(group: Group) -> bool:
+    for key, value in group.items():
+        inside = value if type(value) is tuple else (value,)
+        if key != "params" and not all(isinstance(v, _IMMUTABLE) for v in inside):
+            return False
+    return True
 
 
 def rate(value: Any) -> Any:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from spectrain_ext.operators.laws import Horizon
-from spectrain_ext.operators.lists import StepOptions
 from spectrain_ext.operators.numbers import Sgd
-from spectrain_ext.operators.plan import Plan
 
 from .base import PredictingOptimizer
-from .rule import Rule, plain, rate
+from .rule import Group, Rule, plain, rate
 
 _EXTRAS = ("ema", "decoupled_weight_decay")
 
@@ -25,9 +21,8 @@ class SgdRule(Rule[Sgd]):
 
     buffers = ("momentum_buffer",)
     columns = ("momentum_buffers",)
-    resting = Sgd(0.0, 0.5)
 
-    def numbers(self, group: Mapping[str, Any]) -> Sgd:
+    def numbers(self, group: Group) -> Sgd:
         """Nesterov momentum of a momentum of 0 is no momentum, as in torch."""
         momentum = plain(group["momentum"], "momentum")
         return Sgd(
@@ -48,17 +43,6 @@ class SgdRule(Rule[Sgd]):
     def starts(self, numbers: Sgd) -> bool:
         """The first buffer is the gradient, undampened; an average goes on from 0."""
         return not numbers.ema
-
-    def prepared(
-        self,
-        plan: Plan,
-        numbers: Sequence[Sgd],
-        first_step: bool | Sequence[bool],
-        predict: Sequence[Horizon | None],
-        options: StepOptions,
-    ) -> Callable[[], None]:
-        """Return what runs the kernel."""
-        return plan._prepared_sgd(numbers, first_step, predict, options)
 
 
 class SGD(PredictingOptimizer, torch.optim.SGD):

@@ -13,7 +13,6 @@ import torch
 
 from spectrain_ext.operators.laws import FutureRates, Law
 from spectrain_ext.optim import PredictingOptimizer
-from spectrain_ext.optim.rule import PerGroup
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -73,14 +72,14 @@ class ComingRates:
         self._rates(1)
         self._known.popleft()
 
-    def law(self, law: str, version: int, horizon: int) -> Law:
+    def law(self, law: str, version: int, horizon: int) -> Law | tuple[Law, ...]:
         """The law over some updates after a version: the newest one, or the one after it."""
         if not self._known or self._known[0] != rates_of(self._optimizer):
             self._restart()
         ahead = version - self._version
         rates = [self._rates(ahead + n) for n in range(horizon)]
         laws = tuple(FutureRates(group, law) for group in zip(*rates, strict=True))
-        return laws[0] if all(other == laws[0] for other in laws) else PerGroup(laws)
+        return laws[0] if all(other == laws[0] for other in laws) else laws
 
     def _restart(self) -> None:
         self._ended = False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import _C
-from spectrain_ext.operators.noted import make_noted
+from spectrain_ext.operators.calls import make_noted
 from spectrain_ext.operators.plan import Plan
 
 from .flat import Flat

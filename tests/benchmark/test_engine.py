@@ -171,7 +171,7 @@ def test_a_run_measures_every_implementation_and_copy() -> None:
     assert set(report.host_us) == {
         "Plan.predict, 300 empty tensors",
         "Plan.sgd_step_ + 1 prediction, 300 empty tensors",
-        "Plan.step_adam_ + 1 prediction, 300 empty tensors",
+        "Plan.adam_step_ + 1 prediction, 300 empty tensors",
         "Plan.refresh, 300 gradients",
     }
 

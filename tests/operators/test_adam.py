@@ -160,11 +160,11 @@ def test_the_step_writes_what_a_later_prediction_gives(
     chosen = data.draw(hs.lists(hs.sampled_from(some), min_size=1, max_size=3), label="laws")
     outs = [tensors(case.stream(4 + j)) for j in range(2 * len(chosen))]
     plan = st.Plan(w, exp_avgs=tensors(m), exp_avg_sqs=u, grads=g, outs=outs)
-    plan.step_adam_([checked(hyper)], chosen)
+    plan.adam_step_([checked(hyper)], predict=chosen)
     for j, law in enumerate(chosen):
-        plan.predict_with([checked(hyper)], law, out=len(chosen) + j)
+        plan.predict([checked(hyper)], steps=law, out=len(chosen) + j)
         ref.assert_lists(outs[j], outs[len(chosen) + j], f"outs[{j}], {law}")
-    plan.predict_with([checked(hyper)], chosen[0])
+    plan.predict_([checked(hyper)], steps=chosen[0])
     ref.assert_lists(w, outs[0], "in place")
 
 

@@ -138,13 +138,13 @@ def test_a_plan_does_not_bump() -> None:
     plan.swap_()
     plan.stash_predict_(lr=0.1, steps=1.0)
     plan.sgd_step_(lr=0.1, momentum=0.9, predict=[2.0])
-    plan.predict_with([Sgd(0.1, 0.9)], 2.0)
-    plan.stash_predict_with([Sgd(0.1, 0.9)], 2.0)
+    plan.predict_([Sgd(0.1, 0.9)], steps=2.0)
+    plan.stash_predict_([Sgd(0.1, 0.9)], steps=2.0)
     plan.extrapolate(steps=2.0)
     plan.write_out()
     assert [t._version for t in (w, v, g, kept, out)] == before
     adam = st.Plan(w, exp_avgs=v, exp_avg_sqs=kept, grads=g, outs=[out])
-    adam.step_adam_([Adam(0.1, (0.9, 0.99), 1e-8, 0.0, 1)], [2.0])
+    adam.adam_step_([Adam(0.1, (0.9, 0.99), 1e-8, 0.0, 1)], predict=[2.0])
     assert [t._version for t in (w, v, g, kept, out)] == before
 
 

@@ -55,9 +55,9 @@ class TestTheBitsOfPlainNumbers:
             for step in range(3):
                 group = Sgd(as_number(0.5), as_number(0.75), weight_decay=0.01, nesterov=step == 1)
                 predict = [as_number(3.0), SecondOrder(as_number(2.0))]
-                plan.step_sgd_([group], step == 0, predict)
-            plan.predict_with([group], FutureRates([as_number(0.5)] * 3), out=0)
-            plan.predict_with([Sgd(as_number(0.5), as_number(0.75))], Geometric(as_number(2.0)))
+                plan.sgd_step_([group], first_step=step == 0, predict=predict)
+            plan.predict([group], steps=FutureRates([as_number(0.5)] * 3))
+            plan.predict_([Sgd(as_number(0.5), as_number(0.75))], steps=Geometric(as_number(2.0)))
         assert_same_bits(on_device, on_host)
 
     def test_adam(self, n: int, dtype: torch.dtype) -> None:
@@ -68,7 +68,7 @@ class TestTheBitsOfPlainNumbers:
             for step in (1, 2, 3):
                 count = number(step, torch.int64) if as_number is number else step
                 group = Adam(as_number(0.125), (0.9, 0.999), 1e-8, 0.01, count, step == 2)
-                plan.step_adam_([group], [as_number(2.0), Geometric(4)])
+                plan.adam_step_([group], predict=[as_number(2.0), Geometric(4)])
         assert_same_bits(on_device, on_host)
 
     def test_the_rest(self, n: int, dtype: torch.dtype) -> None:
@@ -162,7 +162,7 @@ class TestOneLaunch:
         plan = st.Plan(w, grads=g, momentum_buffers=v, groups=groups)
         numbers = [Sgd(0.01 * k, 0.9) for k in range(20)]
         for _ in range(3):
-            plan.step_sgd_(numbers)
+            plan.sgd_step_(numbers)
             for k, rule in enumerate(numbers):
                 picked = [
                     [some[i] for i in range(k, LONG, 20)] for some in (others[0], g, others[1])
@@ -219,7 +219,7 @@ class TestGraphs:
 
         def step() -> None:
             count.add_(1)
-            plan.step_adam_([Adam(0.1, (0.9, 0.999), 1e-8, 0.0, count)])  # type: ignore[arg-type]
+            plan.adam_step_([Adam(0.1, (0.9, 0.999), 1e-8, 0.0, count)])  # type: ignore[arg-type]
 
         graph = captured(step)
         for i in range(1, 5):

@@ -67,12 +67,12 @@ def _sgd_plan(x: Lists, **more: Any) -> None:
 def _sgd_groups(x: Lists, **more: Any) -> None:
     groups = [i % 2 for i in range(len(SIZES))]
     plan = st.Plan(x[0], momentum_buffers=x[2], grads=x[1], outs=[x[4]], groups=groups)
-    plan.step_sgd_([Sgd(0.1, 0.9), Sgd(0.2, 0.8, maximize=True)], False, [2.0], **more)
+    plan.sgd_step_([Sgd(0.1, 0.9), Sgd(0.2, 0.8, maximize=True)], predict=[2.0], **more)
 
 
 def _adam_plan(x: Lists, **more: Any) -> None:
     plan = st.Plan(x[0], exp_avgs=x[2], exp_avg_sqs=x[3], grads=x[1], outs=[x[4]])
-    plan.step_adam_([Adam(0.1, (0.9, 0.99), 1e-8, 0.01, 3)], [2.0], **more)
+    plan.adam_step_([Adam(0.1, (0.9, 0.99), 1e-8, 0.01, 3)], predict=[2.0], **more)
 
 
 _STEPS: dict[str, Callable[..., None]] = {

@@ -73,7 +73,7 @@ def coast(numbers: Sgd, w: Tensor, v: Tensor, rates: Sequence[float]) -> Tensor:
 def predicted(numbers: Sgd, law: Law, w: Tensor, v: Tensor) -> Tensor:
     """What the operators make of a law."""
     out = torch.full_like(w, math.nan)
-    st.Plan(w, momentum_buffers=v, outs=[out]).predict_with([numbers], law, out=0)
+    st.Plan(w, momentum_buffers=v, outs=[out]).predict([numbers], steps=law)
     return out
 
 
@@ -124,7 +124,7 @@ class TestGeometric:
         plan = st.Plan(w, momentum_buffers=v, grads=torch.zeros_like(w))
         scale = w.abs() + v.abs() * numbers.lr * steps
         for _ in range(steps):
-            plan.step_sgd_([numbers])
+            plan.sgd_step_([numbers])
         close(got, w, scale)
 
     @pytest.mark.parametrize("steps", [1, 3, 15])
@@ -288,7 +288,7 @@ class TestSecondOrder:
             d = g if numbers.decoupled_weight_decay else g + numbers.weight_decay * w
             v_prev = d if numbers.ema else torch.zeros_like(v)
         plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
-        plan.step_sgd_([numbers], first, [SecondOrder(delay, lead)])
+        plan.sgd_step_([numbers], first_step=first, predict=[SecondOrder(delay, lead)])
         change = delay * (delay + 1) / 2
         expected = w - numbers.lr * ((delay + lead) * v + change * (v - v_prev))
         # v - v_prev is had from the gradient by dividing by mu.
@@ -315,7 +315,7 @@ class TestSecondOrder:
         got = st.predict(w, v, lr=0.1, steps=SecondOrder(0, 2.0), momentum=0.9)
         assert torch.equal(got, st.predict(w, v, lr=0.1, steps=2.0))
 
-    @pytest.mark.parametrize("name", ["predict_", "predict", "stash_predict_", "predict_with"])
+    @pytest.mark.parametrize("name", ["predict_", "predict", "stash_predict_", "predict of groups"])
     def test_only_a_step_can_write_it(self, name: str) -> None:
         w, v = weights()
         kept, out = w.clone(), w.clone()
@@ -328,7 +328,7 @@ class TestSecondOrder:
             elif name == "stash_predict_":
                 st.stash_predict_(w, kept, v, lr=0.1, steps=law, momentum=0.9)
             else:
-                st.Plan(w, momentum_buffers=v).predict_with([Sgd(0.1, 0.9)], law)
+                st.Plan(w, momentum_buffers=v).predict_([Sgd(0.1, 0.9)], steps=law)
         assert torch.equal(w, kept) and torch.equal(out, kept)
 
     def test_momentum_of_zero(self) -> None:

@@ -51,7 +51,7 @@ def predicted(numbers: Adam, law: Law, w: Tensor, m: Tensor, u: Tensor) -> Tenso
     """What the operators make of a law."""
     out = torch.full_like(w, math.nan)
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, outs=[out])
-    plan.predict_with([numbers], law, out=0)
+    plan.predict([numbers], steps=law)
     return out
 
 
@@ -128,7 +128,7 @@ def test_second_order(numbers: Adam, delay: float, lead: float) -> None:
     w, m, u = moments()
     g, out, m_prev = torch.randn_like(w), torch.empty_like(w), m.clone()
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=[out])
-    plan.step_adam_([numbers], [SecondOrder(delay, lead)])
+    plan.adam_step_([numbers], predict=[SecondOrder(delay, lead)])
     change = delay * (delay + 1) / 2
     far_m = (delay + lead) * m + change * (m - m_prev)
     expected = w - ahead(numbers, far_m, u, 0, numbers.lr)
@@ -187,7 +187,7 @@ def test_one_linear_step_is_one_step_of_the_last_direction(numbers: Adam) -> Non
     w, m, u = moments()
     before, g = w.clone(), torch.randn_like(w)
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g)
-    plan.step_adam_([numbers])
+    plan.adam_step_([numbers])
     got = predicted(numbers, Linear(1.0), w, m, u)
     close(got - w, w - before, 4 * w)
 
@@ -218,7 +218,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="gradient"):
             st.adam_predict(w, m, u, lr=0.1, step=1, steps=SecondOrder(2.0))
         with pytest.raises(ValueError, match="gradient"):
-            st.Plan(w, exp_avgs=m, exp_avg_sqs=u).predict_with([self._ADAM], SecondOrder(2.0))
+            st.Plan(w, exp_avgs=m, exp_avg_sqs=u).predict_([self._ADAM], steps=SecondOrder(2.0))
         assert torch.equal(w, before)
 
     def test_second_order_needs_momentum(self) -> None:

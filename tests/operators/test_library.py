@@ -389,21 +389,10 @@ def test_a_graph_works_on_the_current_stream() -> None:
 
 
 @pytest.mark.parametrize("name", sorted({name.partition(".")[0] for name in _ARGUMENTS}))
-def test_the_traced_form_takes_what_the_operator_takes(name: str) -> None:
-    """The arguments it has itself, and by the schema those it passes on."""
-    operator = inspect.signature(getattr(st, name))
-    traced = inspect.signature(getattr(library, name))
-    passes_on = any(p.kind is p.VAR_KEYWORD for p in traced.parameters.values())
-    own = {k: p for k, p in traced.parameters.items() if p.kind is not p.VAR_KEYWORD}
-    given = set(operator.parameters)
-    if "options" in given:
-        given = given - {"options"} | set(StepOptions.__annotations__)
-    for key, parameter in own.items():
-        if key not in operator.parameters:
-            assert key in given and parameter.kind is parameter.KEYWORD_ONLY
-            continue
-        assert operator.parameters[key].kind == parameter.kind
-        assert operator.parameters[key].default == parameter.default
-    schema = {a.name for a in getattr(_ops, name).default._schema.arguments} | {"betas"}
-    others = given - set(own)
-    assert others <= (schema if passes_on else set()), f"{name}: {others - schema}"
+def test_a_graph_takes_what_the_operator_takes(name: str) -> None:
+    """By the schema, or in another form."""
+    schema = {a.name for a in getattr(_ops, name).default._schema.arguments}
+    takes = set(inspect.signature(getattr(st, name)).parameters)
+    if "options" in takes:
+        takes = takes - {"options"} | set(StepOptions.__annotations__)
+    assert takes - schema <= {"betas", "predict", "zero_grad", "out", "stream"}

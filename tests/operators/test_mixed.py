@@ -170,13 +170,13 @@ def test_outputs_of_three_types_in_one_step(rule: str) -> None:
     adam = numbers.Adam(0.1, (0.9, 0.99), 1e-8, 0.0, 3)
     chosen: list[Any] = [sgd] if rule == "sgd" else [adam]
     if rule == "sgd":
-        plan.step_sgd_([sgd], False, horizon)
+        plan.sgd_step_([sgd], predict=horizon)
     else:
-        plan.step_adam_([adam], horizon)
+        plan.adam_step_([adam], predict=horizon)
     assert plan._native.last_launch()[0] <= 4
     written = [t.clone() for t in outs]
     for j, s in enumerate(horizon):
-        plan.predict_with(chosen, s, out=j)
+        plan.predict(chosen, steps=s, out=j)
     ref.assert_lists(outs, written, "outs", exact=True)
 
 

@@ -113,14 +113,17 @@ class _Case:
         numbers, steps = self.numbers(), self.dice.choice([0, 1, 2.5])
         out = self.dice.choice([None, 0, 1])
         w, moved = self.exact("params"), self.velocity(numbers)
-        self.plan.predict_with(numbers, steps, out=out)
+        if out is None:
+            self.plan.predict_(numbers, steps=steps)
+        else:
+            self.plan.predict(numbers, steps=steps, out=out)
         name = "params" if out is None else f"out{out}"
         return {name: [a - steps * b for a, b in zip(w, moved, strict=True)]}
 
     def stash_predict(self) -> Expected:
         numbers, steps = self.numbers(), self.dice.choice([0, 1, 3])
         w, moved = self.exact("params"), self.velocity(numbers)
-        self.plan.stash_predict_with(numbers, steps)
+        self.plan.stash_predict_(numbers, steps=steps)
         return {"stashed": w, "params": [a - steps * b for a, b in zip(w, moved, strict=True)]}
 
     def versions(self) -> Expected:
@@ -169,9 +172,9 @@ class _Case:
                 result["momentum"].append(v)
             result["params"].append(w)
         if self.adam:
-            self.plan.step_adam_(numbers, asked, zero_grad=zero)
+            self.plan.adam_step_(numbers, predict=asked, zero_grad=zero)
         else:
-            self.plan.step_sgd_(numbers, False, asked, zero_grad=zero)
+            self.plan.sgd_step_(numbers, predict=asked, zero_grad=zero)
         if zero:
             result["grads"] = [torch.zeros_like(g) for g in before["grads"]]
         # A prediction goes on from what was stored, with the bias corrections of the step.

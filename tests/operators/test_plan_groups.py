@@ -51,7 +51,7 @@ def test_sgd(case: Case, data: hs.DataObject, n_groups: int) -> None:
         outs=[tensors(out), tensors(out2)], groups=groups,
     )  # fmt: skip
     laws: list[Law] = [Linear(2.0), Geometric(3)]
-    plan.step_sgd_(numbers, False, laws)
+    plan.sgd_step_(numbers, predict=laws)
     ref.assert_lists(tensors(w), [a for a, _ in expected], "params")
     ref.assert_lists(tensors(v), [b for _, b in expected if b is not None], "momentum_buffers")
     for law, stream in zip(laws, (out, out2), strict=True):
@@ -59,10 +59,10 @@ def test_sgd(case: Case, data: hs.DataObject, n_groups: int) -> None:
             hat = predict_sgd(law.sgd(numbers[group]), tensors(w)[i], tensors(v)[i])
             ref.assert_same(tensors(stream)[i], hat, f"{law}, tensor {i} of group {group}")
     before = [ref.clone(t) for t in tensors(out)]
-    plan.predict_with(numbers, laws[0], out=1)
-    ref.assert_lists(tensors(out2), before, "predict_with")
-    plan.predict_with(numbers, laws[0])
-    ref.assert_lists(tensors(w), before, "predict_with in place")
+    plan.predict(numbers, steps=laws[0], out=1)
+    ref.assert_lists(tensors(out2), before, "predict of groups")
+    plan.predict_(numbers, steps=laws[0])
+    ref.assert_lists(tensors(w), before, "predict of groups in place")
     check_guards(w=w, g=g, v=v, out=out, out2=out2)
 
 
@@ -85,18 +85,18 @@ def test_adam(case: Case, data: hs.DataObject, n_groups: int) -> None:
         outs=[tensors(out)], groups=groups,
     )  # fmt: skip
     law = FutureRates([0.1, 0.2, 0.3], law="geometric")
-    plan.step_adam_(numbers, [law])
+    plan.adam_step_(numbers, predict=[law])
     for i, group in enumerate(groups):
         a, b, c, d, e = (x[i] for x in alone)
         one = st.Plan(a, exp_avgs=c, exp_avg_sqs=d, grads=b, outs=[e])
-        one.step_adam_([numbers[group]], [law])
+        one.adam_step_([numbers[group]], predict=[law])
         for name, mine, his in (("w", w, a), ("m", m, c), ("u", u, d), ("out", out, e)):
             ref.assert_same(tensors(mine)[i], his, f"{name}[{i}] of group {group}")
         terms = law.adam(numbers[group])
         ref.assert_same(e, predict_adam(terms, a, c, d, eps=numbers[group].eps), f"out[{i}]")
     before = [ref.clone(t) for t in tensors(out)]
-    plan.predict_with(numbers, law)
-    ref.assert_lists(tensors(w), before, "predict_with in place")
+    plan.predict_(numbers, steps=law)
+    ref.assert_lists(tensors(w), before, "predict of groups in place")
     check_guards(w=w, g=g, m=m, u=u, out=out)
 
 
@@ -110,30 +110,30 @@ class TestLaunches:
         groups = [i % n_groups for i in range(300)]
         plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=[out], groups=groups)
         adams = [Adam(0.1 / (k + 1), (0.9, 0.99), 1e-8, 0.0, 1) for k in range(n_groups)]
-        plan.step_adam_(adams, [3.0])
+        plan.adam_step_(adams, predict=[3.0])
         assert plan._native.last_launch() == (1, 300)
         sgds = [Sgd(0.1 / (k + 1), 0.9) for k in range(n_groups)]
-        plan.step_sgd_(sgds, False, [3.0])
+        plan.sgd_step_(sgds, predict=[3.0])
         assert plan._native.last_launch() == (1, 300)
-        plan.predict_with(sgds, 2.0, out=0)
+        plan.predict(sgds, steps=2.0)
         assert plan._native.last_launch() == (1, 300)
-        plan.predict_with(adams, Geometric(5), out=0)
+        plan.predict(adams, steps=Geometric(5))
         assert plan._native.last_launch() == (1, 300)
 
     def test_neighbours_of_one_group_merge_and_others_do_not(self) -> None:
         flat = [list(torch.rand(60).split(10)) for _ in range(3)]
         w, g, v = flat
         plan = st.Plan(w, momentum_buffers=v, grads=g, groups=[0, 0, 1, 1, 1, 0])
-        plan.step_sgd_([Sgd(0.1, 0.9), Sgd(0.2, 0.9)])
+        plan.sgd_step_([Sgd(0.1, 0.9), Sgd(0.2, 0.9)])
         assert plan._native.last_launch() == (1, 3)
-        plan.predict_with([Sgd(0.1, 0.9)] * 2, 1.0)
+        plan.predict_([Sgd(0.1, 0.9)] * 2, steps=1.0)
         assert plan._native.last_launch() == (1, 3)
 
 
 def test_groups_without_momentum() -> None:
     w, g = [torch.zeros(3), torch.zeros(3)], [torch.ones(3), torch.ones(3)]
     plan = st.Plan(w, grads=g, groups=[1, 0])
-    plan.step_sgd_([Sgd(1.0, 0.0), Sgd(0.5, 0.0)])
+    plan.sgd_step_([Sgd(1.0, 0.0), Sgd(0.5, 0.0)])
     assert w[0].tolist() == [-0.5] * 3 and w[1].tolist() == [-1.0] * 3
 
 
@@ -142,7 +142,9 @@ def test_first_step_and_missing_gradients_go_by_tensor_not_by_group() -> None:
     g: list[Tensor | None] = [torch.ones(3), torch.ones(3), None, torch.ones(3)]
     out = [torch.zeros(3) for _ in range(4)]
     plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out], groups=[0, 1, 1, 0])
-    plan.step_sgd_([Sgd(1.0, 0.5), Sgd(0.5, 0.25)], [True, False, True, False], [1.0])
+    plan.sgd_step_(
+        [Sgd(1.0, 0.5), Sgd(0.5, 0.25)], first_step=[True, False, True, False], predict=[1.0]
+    )
     assert [float(t[0]) for t in w] == [-1.0, -1.5, 0.0, -5.0]
     assert [float(t[0]) for t in v] == [1.0, 3.0, 8.0, 5.0]
     assert [float(t[0]) for t in out] == [-2.0, -3.0, 0.0, -10.0]
@@ -157,10 +159,51 @@ def test_the_methods_of_one_group_apply_to_all() -> None:
     assert [t.tolist() for t in w] == [[-4.0] * 3] * 2
 
 
+def test_every_group_may_have_a_law_of_its_own() -> None:
+    """The same bits as of plans of one group each, from a step and without one."""
+    w, v, g = ([torch.rand(5) for _ in range(3)] for _ in range(3))
+    outs = [[torch.zeros(5) for _ in range(3)] for _ in range(2)]
+    numbers = [Sgd(0.1, 0.9), Sgd(0.5, 0.5, weight_decay=0.1), Sgd(0.2, 0.9, nesterov=True)]
+    laws = (2.0, Geometric(3), 0)
+    alone = [
+        ([a.clone(), b.clone(), c.clone()], torch.zeros(5)) for a, b, c in zip(w, v, g, strict=True)
+    ]
+    plan = st.Plan(w, momentum_buffers=v, grads=g, outs=outs, groups=[0, 1, 2])
+    plan.sgd_step_(numbers, predict=[laws])
+    plan.predict(numbers, steps=laws, out=1)
+    ref.assert_lists(outs[0], outs[1], "a prediction without a step")
+    for i, ((a, b, c), out) in enumerate(alone):
+        one = st.Plan(a, momentum_buffers=b, grads=c, outs=[out])
+        one.sgd_step_([numbers[i]], predict=[laws[i]])
+        ref.assert_bits(outs[0][i], out, f"group {i}")
+    ref.assert_bits(outs[0][2], w[2], "a horizon of 0")
+
+
+def test_numbers_for_all_groups_are_keywords() -> None:
+    """Every number of a rule, in steps and in predictions."""
+    sgd: Any = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "ema": True}
+    adam: Any = {"lr": 0.1, "step": 3, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    lists = [[torch.rand(3), torch.rand(3)] for _ in range(5)]
+    results = []
+    for same in (True, False):
+        w, g, m, u, out = ([t.clone() for t in tensors] for tensors in lists)
+        plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=[out], groups=[0, 1])
+        if same:
+            plan.sgd_step_(**sgd)
+            plan.adam_step_(**adam)
+            plan.predict(steps=Geometric(3), **sgd)
+        else:
+            plan.sgd_step_([Sgd(**sgd)] * 2)
+            plan.adam_step_([Adam(**adam)] * 2)
+            plan.predict([Sgd(**sgd)] * 2, steps=Geometric(3))
+        results.append([*w, *m, *u, *out])
+    ref.assert_lists(*results, "keywords")
+
+
 def test_a_group_without_tensors_has_numbers_all_the_same() -> None:
     w = [torch.zeros(3), torch.zeros(3)]
     plan = st.Plan(w, grads=[torch.ones(3)] * 2, groups=[0, 2])
-    plan.step_sgd_([Sgd(1.0, 0.0), Sgd(7.0, 0.0), Sgd(3.0, 0.0)])
+    plan.sgd_step_([Sgd(1.0, 0.0), Sgd(7.0, 0.0), Sgd(3.0, 0.0)])
     assert [t.tolist() for t in w] == [[-1.0] * 3, [-3.0] * 3]
 
 
@@ -208,44 +251,63 @@ class TestRefuses:
     def test_numbers_for_another_count_of_groups(self, count: int) -> None:
         plan, lists = self._plan()
         for call in (
-            lambda: plan.step_sgd_([self._S] * count),
-            lambda: plan.step_adam_([self._A] * count),
-            lambda: plan.predict_with([self._S] * count, 1.0),
-            lambda: plan.predict_with([self._A] * count, 1.0, out=0),
-            lambda: plan.stash_predict_with([self._A] * count, 1.0),
+            lambda: plan.sgd_step_([self._S] * count),
+            lambda: plan.adam_step_([self._A] * count),
+            lambda: plan.predict_([self._S] * count, steps=1.0),
+            lambda: plan.predict([self._A] * count, steps=1.0),
+            lambda: plan.stash_predict_([self._A] * count, steps=1.0),
         ):
             raises(ValueError, "groups", call, lists, "2", str(count))
 
-    @pytest.mark.parametrize("name", ["step_sgd_", "step_adam_", "predict", "stash_predict"])
+    @pytest.mark.parametrize("name", ["sgd_step_", "adam_step_", "predict", "stash_predict"])
     def test_numbers_of_another_rule(self, name: str) -> None:
         plan, lists = self._plan()
         s: Any = self._S
         a: Any = self._A
         calls = {
-            "step_sgd_": lambda: plan.step_sgd_([s, a]),
-            "step_adam_": lambda: plan.step_adam_([a, s]),
-            "predict": lambda: plan.predict_with([a, s], 1.0, out=0),
-            "stash_predict": lambda: plan.stash_predict_with([s, a], 1.0),
+            "sgd_step_": lambda: plan.sgd_step_([s, a]),
+            "adam_step_": lambda: plan.adam_step_([a, s]),
+            "predict": lambda: plan.predict([a, s], steps=1.0),
+            "stash_predict": lambda: plan.stash_predict_([s, a], steps=1.0),
         }
         raises(TypeError, r"groups\[1\]", calls[name], lists)
 
     @pytest.mark.parametrize("bad", [Sgd(0.1, 0.9), None, 3, "sgd", [3, 4]], ids=repr)
     def test_what_is_no_list_of_numbers(self, bad: Any) -> None:
         plan, lists = self._plan()
-        for method in (plan.step_sgd_, plan.step_adam_):
+        for method in (plan.sgd_step_, plan.adam_step_):
             raises(TypeError, "groups", lambda method=method: method(bad), lists)  # type: ignore[misc]
-        raises(TypeError, "groups", lambda: plan.predict_with(bad, 1.0), lists)
+        raises(TypeError, "groups", lambda: plan.predict_(bad, steps=1.0), lists)
+
+    @pytest.mark.parametrize("name", ["sgd_step_", "adam_step_", "predict", "stash_predict_"])
+    def test_numbers_of_groups_and_for_all(self, name: str) -> None:
+        plan, lists = self._plan()
+        numbers: Any = [self._A if name == "adam_step_" else self._S] * 2
+        more: Any = {} if name.endswith("_step_") else {"steps": 1.0}
+        call = getattr(plan, name)
+        raises(TypeError, "^lr: groups are given", lambda: call(numbers, lr=0.1, **more), lists)
+        raises(TypeError, "groups", lambda: call(**more), lists)
+
+    @pytest.mark.parametrize("laws", [(), (1.0,), (1.0, 2.0, 3.0)], ids=str)
+    def test_laws_for_another_count_of_groups(self, laws: Any) -> None:
+        plan, lists = self._plan()
+        names = f"expected one for each of 2 groups, got {len(laws)}"
+        step = lambda: plan.sgd_step_([self._S] * 2, predict=[laws])  # noqa: E731
+        raises(ValueError, rf"predict\[0\]: {names}", step, lists)
+        raises(ValueError, names, lambda: plan.predict(lr=0.1, steps=laws), lists)
+        bad: Any = (1.0, "x")
+        raises(TypeError, r"steps\[1\]", lambda: plan.predict(lr=0.1, steps=bad), lists)
 
     def test_groups_with_and_without_momentum_exclude_each_other(self) -> None:
         plan, lists = self._plan()
         mixed = [Sgd(0.1, 0.9), Sgd(0.1, 0.0)]
-        raises(ValueError, "momentum", lambda: plan.step_sgd_(mixed), lists)
-        raises(ValueError, "momentum", lambda: plan.predict_with(mixed, 1.0), lists)
+        raises(ValueError, "momentum", lambda: plan.sgd_step_(mixed), lists)
+        raises(ValueError, "momentum", lambda: plan.predict_(mixed, steps=1.0), lists)
 
     def test_a_law_that_one_group_cannot_have(self) -> None:
         plan, lists = self._plan()
         decayed = [Sgd(0.1, 0.9), Sgd(0.1, 0.9, weight_decay=0.1)]
         law = Geometric(1.5)
-        raises(ValueError, "steps", lambda: plan.predict_with(decayed, law, out=0), lists)
-        raises(ValueError, "steps", lambda: plan.step_sgd_(decayed, False, [law]), lists)
-        raises(ValueError, "gradient", lambda: plan.predict_with(decayed, SecondOrder(1)), lists)
+        raises(ValueError, "steps", lambda: plan.predict(decayed, steps=law), lists)
+        raises(ValueError, "steps", lambda: plan.sgd_step_(decayed, predict=[law]), lists)
+        raises(ValueError, "gradient", lambda: plan.predict_(decayed, steps=SecondOrder(1)), lists)

@@ -91,11 +91,11 @@ def test_adams_moments_that_moved_are_refused() -> None:
     w, m, u, g = (torch.ones(50) for _ in range(4))
     plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g)
     numbers = [Adam(0.1, (0.9, 0.99), 1e-8, 0.0, 1)]
-    plan.step_adam_(numbers)
+    plan.adam_step_(numbers)
     was = w.clone()
     u.data = torch.ones(50)
     with pytest.raises(RuntimeError, match=r"^exp_avg_sqs: its memory"):
-        plan.step_adam_(numbers)
+        plan.adam_step_(numbers)
     ref.assert_bits(w, was, "params")
 
 

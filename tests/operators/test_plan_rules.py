@@ -26,7 +26,7 @@ _SGD = Sgd(0.1, 0.9, nesterov=True)
 
 
 @given(case=cases(), law=hs.sampled_from([Linear(0.0), Linear(2.5), Geometric(0), Geometric(4)]))
-def test_stash_predict_with(case: Case, law: Law) -> None:
+def test_stash_predict_of_groups(case: Case, law: Law) -> None:
     """Stashed <- W and W <- the prediction, under Adam and under SGD."""
     for adam in (False, True):
         w, v, u, kept = (case.stream(i, momentum=i in (1, 2)) for i in range(4))
@@ -43,7 +43,7 @@ def test_stash_predict_with(case: Case, law: Law) -> None:
             case.given(w), exp_avgs=case.given(v), exp_avg_sqs=case.given(u),
             stashed=case.given(kept),
         )  # fmt: skip
-        plan.stash_predict_with([_ADAM] if adam else [_SGD], law)
+        plan.stash_predict_([_ADAM] if adam else [_SGD], steps=law)
         ref.assert_lists(tensors(kept), before, "stashed", exact=True)
         ref.assert_lists(tensors(w), expected, "params", exact=law in (Linear(0.0), Geometric(0)))
         ref.assert_lists(tensors(v) + tensors(u), state, "state", exact=True)
@@ -53,11 +53,11 @@ def test_stash_predict_with(case: Case, law: Law) -> None:
 
 
 @given(case=cases(), steps=horizons())
-def test_predict_with_is_predict(case: Case, steps: float) -> None:
+def test_predict_of_groups_is_predict(case: Case, steps: float) -> None:
     """SGD's numbers in a list, and one by one."""
     w, v, out = (case.stream(i, momentum=i == 1) for i in range(3))
     plan = st.Plan(case.given(w), momentum_buffers=case.given(v), outs=[case.given(out)])
-    plan.predict_with([Sgd(0.05, 0.9)], steps, out=0)
+    plan.predict([Sgd(0.05, 0.9)], steps=steps)
     expected = as_list(st.predict(case.given(w), case.given(v), lr=0.05, steps=steps))
     ref.assert_lists(tensors(out), expected, "out", exact=steps == 0)
 
@@ -127,7 +127,7 @@ class TestManyOutputs:
         ]
         outs = [torch.empty_like(w) for _ in range(count)]
         plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=outs)
-        plan.step_adam_([_ADAM], chosen)
+        plan.adam_step_([_ADAM], predict=chosen)
         for j, out in enumerate(outs):
             terms = chosen[j].adam(_ADAM)
             expected = predict_adam(terms, w, m, u, eps=_ADAM.eps)
@@ -139,7 +139,7 @@ class TestManyOutputs:
         u = torch.rand(300, dtype=torch.float64)
         outs = [torch.empty_like(w) for _ in lengths]
         plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=outs)
-        plan.step_adam_([_ADAM], [Geometric(n) for n in lengths])
+        plan.adam_step_([_ADAM], predict=[Geometric(n) for n in lengths])
         for j, n in enumerate(lengths):
             expected = predict_adam(Geometric(n).adam(_ADAM), w, m, u, eps=_ADAM.eps)
             ref.assert_same(outs[j], expected, f"outs[{j}], {n} terms")
@@ -148,15 +148,15 @@ class TestManyOutputs:
         w, g, m, u = (torch.rand(300) for _ in range(4))
         outs = [torch.empty(300) for _ in range(9)]
         plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=outs)
-        plan.step_adam_([_ADAM], [1.0] * 8)
+        plan.adam_step_([_ADAM], predict=[1.0] * 8)
         assert plan._native.last_launch() == (1, 1)
-        plan.step_adam_([_ADAM], [1.0] * 9)
+        plan.adam_step_([_ADAM], predict=[1.0] * 9)
         assert plan._native.last_launch() == (2, 2)
-        plan.step_adam_([_ADAM], [Geometric(32), Geometric(32)])
+        plan.adam_step_([_ADAM], predict=[Geometric(32), Geometric(32)])
         assert plan._native.last_launch() == (1, 1)
-        plan.step_adam_([_ADAM], [Geometric(32), Geometric(33)])
+        plan.adam_step_([_ADAM], predict=[Geometric(32), Geometric(33)])
         assert plan._native.last_launch() == (2, 2)
-        plan.step_sgd_([_SGD], False, [Geometric(50)] * 8)
+        plan.sgd_step_([_SGD], predict=[Geometric(50)] * 8)
         assert plan._native.last_launch() == (1, 1)
 
     @pytest.mark.parametrize("rule", ["sgd", "adam"])
@@ -172,14 +172,14 @@ class TestManyOutputs:
             outs = [torch.zeros(30) for _ in predict]
             plan = st.Plan(w, exp_avgs=v, exp_avg_sqs=u, grads=g, outs=outs)
             if predict == [second] * 9:
-                call = plan.step_sgd_ if rule == "sgd" else plan.step_adam_
+                call = plan.sgd_step_ if rule == "sgd" else plan.adam_step_
                 options: dict[str, Any] = {"predict": predict}
                 numbers: Any = [_SGD] if rule == "sgd" else [_ADAM]
                 raises(ValueError, "second-order", lambda: call(numbers, **options), (mine, outs))
             elif rule == "sgd":
-                plan.step_sgd_([_SGD], False, predict)
+                plan.sgd_step_([_SGD], predict=predict)
             else:
-                plan.step_adam_([_ADAM], predict)
+                plan.adam_step_([_ADAM], predict=predict)
             return outs
 
         second = SecondOrder(2.0, 1.0)
@@ -198,7 +198,7 @@ class TestManyOutputs:
         raises(
             ValueError,
             "second-order",
-            lambda: plan.step_sgd_([_SGD], False, [law, law]),
+            lambda: plan.sgd_step_([_SGD], predict=[law, law]),
             (w, v, outs),
         )
 
@@ -227,7 +227,7 @@ class TestManyOutputs:
             tensors(w), exp_avgs=tensors(m), exp_avg_sqs=tensors(u), grads=tensors(g),
             outs=[tensors(out)],
         )  # fmt: skip
-        plan.step_adam_([numbers], [law])
+        plan.adam_step_([numbers], predict=[law])
         for i, moments in enumerate(zip(*map(tensors, (w, m, u)), strict=True)):
             hat = predict_adam(law.adam(numbers), *moments, eps=1e-8, d=d[i])
             ref.assert_same(tensors(out)[i], hat, f"adam, {i}")
@@ -250,9 +250,9 @@ class TestMissingGradients:
         outs = [[torch.full((7,), math.nan) for _ in range(4)] for _ in range(2)]
         plan = st.Plan(w, exp_avgs=v, exp_avg_sqs=u, grads=g, outs=outs)
         if rule == "sgd":
-            plan.step_sgd_([_SGD], False, [law, law])
+            plan.sgd_step_([_SGD], predict=[law, law])
         else:
-            plan.step_adam_([_ADAM], [law, law])
+            plan.adam_step_([_ADAM], predict=[law, law])
         for i in (1, 2):
             for k, x in enumerate(lists):
                 ref.assert_bits(x[i], before[k][i], f"list {k}, tensor {i}")
@@ -266,7 +266,7 @@ class TestMissingGradients:
         w, v = [torch.rand(7), torch.rand(7)], [torch.rand(7), torch.rand(7)]
         outs = [[torch.full((7,), math.nan) for _ in range(2)] for _ in range(11)]
         plan = st.Plan(w, momentum_buffers=v, grads=[None, torch.rand(7)], outs=outs)
-        plan.step_sgd_([_SGD], False, [float(j) for j in range(11)])
+        plan.sgd_step_([_SGD], predict=[float(j) for j in range(11)])
         for j, out in enumerate(outs):
             ref.assert_bits(out[0], w[0], f"outs[{j}][0]")
             hat = st.predict(w[1], v[1], lr=0.1, steps=float(j))
@@ -276,18 +276,18 @@ class TestMissingGradients:
         w, m, u, out = (torch.rand(7) for _ in range(4))
         before = w.clone()
         plan = st.Plan([w], exp_avgs=[m], exp_avg_sqs=[u], grads=[None], outs=[[out]])
-        plan.step_adam_([_ADAM], [Geometric(3)])
+        plan.adam_step_([_ADAM], predict=[Geometric(3)])
         ref.assert_bits(w, before, "params")
         ref.assert_bits(out, before, "out")
 
 
 def test_an_empty_plan() -> None:
     plan = st.Plan([], exp_avgs=[], exp_avg_sqs=[], grads=[], stashed=[], outs=[[]])
-    plan.step_adam_([_ADAM], [Geometric(3)])
-    plan.step_sgd_([_SGD], False, [SecondOrder(2.0)])
-    plan.predict_with([_ADAM], 2.0, out=0)
-    plan.predict_with([_SGD], 2.0)
-    plan.stash_predict_with([_ADAM], Geometric(3))
+    plan.adam_step_([_ADAM], predict=[Geometric(3)])
+    plan.sgd_step_([_SGD], predict=[SecondOrder(2.0)])
+    plan.predict([_ADAM], steps=2.0)
+    plan.predict_([_SGD], steps=2.0)
+    plan.stash_predict_([_ADAM], steps=Geometric(3))
     plan.extrapolate(steps=2.0)
     plan.write_out()
 
@@ -298,11 +298,11 @@ class TestRefuses:
     @pytest.mark.parametrize(
         ("call", "name"),
         [
-            (lambda p: p.step_adam_([_ADAM]), "exp_avgs"),
-            (lambda p: p.step_sgd_([_SGD]), "momentum_buffers"),
-            (lambda p: p.predict_with([_ADAM], 1.0), "exp_avgs"),
-            (lambda p: p.predict_with([_SGD], 1.0), "momentum_buffers"),
-            (lambda p: p.stash_predict_with([_SGD], 1.0), "stashed|momentum_buffers"),
+            (lambda p: p.adam_step_([_ADAM]), "exp_avgs"),
+            (lambda p: p.sgd_step_([_SGD]), "momentum_buffers"),
+            (lambda p: p.predict_([_ADAM], steps=1.0), "exp_avgs"),
+            (lambda p: p.predict_([_SGD], steps=1.0), "momentum_buffers"),
+            (lambda p: p.stash_predict_([_SGD], steps=1.0), "stashed|momentum_buffers"),
             (lambda p: p.extrapolate(steps=1.0), "previous|stashed"),
             (lambda p: p.write_out(), "^out"),
             (lambda p: p.write_out(out=3), "^out"),
@@ -317,16 +317,16 @@ class TestRefuses:
         w, m = torch.randn(4), torch.randn(4)
         plan = st.Plan(w, exp_avgs=m, grads=torch.ones(4), stashed=torch.zeros(4))
         for call in (
-            lambda: plan.step_adam_([_ADAM]),
-            lambda: plan.predict_with([_ADAM], 1.0),
-            lambda: plan.stash_predict_with([_ADAM], 1.0),
+            lambda: plan.adam_step_([_ADAM]),
+            lambda: plan.predict_([_ADAM], steps=1.0),
+            lambda: plan.stash_predict_([_ADAM], steps=1.0),
         ):
             raises(ValueError, "exp_avg_sqs", call, (w, m))
 
     def test_gradients_that_are_missing(self) -> None:
         lists = [torch.randn(4) for _ in range(3)]
         plan = st.Plan(lists[0], exp_avgs=lists[1], exp_avg_sqs=lists[2])
-        raises(ValueError, "grads", lambda: plan.step_adam_([_ADAM]), lists)
+        raises(ValueError, "grads", lambda: plan.adam_step_([_ADAM]), lists)
 
     def test_momentum_buffers_and_first_moments_exclude_each_other(self) -> None:
         w = torch.randn(4)
@@ -341,7 +341,7 @@ class TestRefuses:
         lists = [torch.rand(4) for _ in range(4)]
         w, g, m, u = lists
         plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=[torch.zeros(4)])
-        raises(ValueError, "predict", lambda: plan.step_adam_([_ADAM], [1.0, None]), lists)
+        raises(ValueError, "predict", lambda: plan.adam_step_([_ADAM], predict=[1.0, None]), lists)
 
     @pytest.mark.parametrize("out", [1, -1, 1.5, "0", [0]], ids=repr)
     def test_an_out_that_does_not_exist(self, out: Any) -> None:
@@ -349,7 +349,7 @@ class TestRefuses:
         plan = st.Plan(w, momentum_buffers=v, stashed=v.clone(), outs=[o])
         for call in (
             lambda: plan.predict(lr=0.1, steps=1.0, out=out),
-            lambda: plan.predict_with([_SGD], 1.0, out=out),
+            lambda: plan.predict([_SGD], steps=1.0, out=out),
             lambda: plan.extrapolate(steps=1.0, out=out),
             lambda: plan.write_out(out=out),
         ):
@@ -360,6 +360,6 @@ class TestRefuses:
         w, g, v, out = lists
         plan = st.Plan(w, momentum_buffers=v, grads=g, stashed=v.clone(), outs=[out])
         none = [Sgd(0.1, 0.0)]
-        raises(ValueError, "momentum", lambda: plan.step_sgd_(none, False, [1.0]), lists)
-        raises(ValueError, "momentum", lambda: plan.predict_with(none, 1.0, out=0), lists)
-        raises(ValueError, "momentum", lambda: plan.stash_predict_with(none, 1.0), lists)
+        raises(ValueError, "momentum", lambda: plan.sgd_step_(none, predict=[1.0]), lists)
+        raises(ValueError, "momentum", lambda: plan.predict(none, steps=1.0), lists)
+        raises(ValueError, "momentum", lambda: plan.stash_predict_(none, steps=1.0), lists)

@@ -85,8 +85,8 @@ class TestTheBitsOfPlainNumbers:
     def test_future_rates(self, rates: list[float], mu: float) -> None:
         def call(plan: st.Plan, n: Any) -> None:
             group = Sgd(n(rates[0]), n(mu), weight_decay=0.01)
-            plan.predict_with([group], FutureRates([n(r) for r in rates]), out=0)
-            plan.predict_with([group], FutureRates([n(r) for r in rates], "geometric"), out=1)
+            plan.predict([group], steps=FutureRates([n(r) for r in rates]))
+            plan.predict([group], steps=FutureRates([n(r) for r in rates], "geometric"), out=1)
 
         assert_same_bits(call)
 
@@ -96,8 +96,8 @@ class TestTheBitsOfPlainNumbers:
     ) -> None:
         def call(plan: st.Plan, n: Any) -> None:
             group = Adam(n(lr), (n(beta), 0.999), 1e-8, decay, n(step), w)
-            plan.step_adam_([group], [Linear(n(steps)), SecondOrder(n(steps))])
-            plan.predict_with([group], Geometric(5), out=0)
+            plan.adam_step_([group], predict=[Linear(n(steps)), SecondOrder(n(steps))])
+            plan.predict([group], steps=Geometric(5))
 
         assert_same_bits(call, adam=True)
 
@@ -108,7 +108,7 @@ class TestTheBitsOfPlainNumbers:
                 n(lr), (0.9, 0.99), 1e-8, 0.0, n(step),
                 momentum_decay=4e-3, mu_product=n(product),
             )  # fmt: skip
-            plan.step_adam_([group], [steps, Geometric(steps)])
+            plan.adam_step_([group], predict=[steps, Geometric(steps)])
 
         assert_same_bits(call, adam=True)
 
@@ -125,7 +125,7 @@ class TestTheBitsOfPlainNumbers:
     def test_groups_have_numbers_of_their_own(self) -> None:
         def call(plan: st.Plan, n: Any) -> None:
             rates = n(0.1), n(0.2)
-            plan.step_sgd_([Sgd(rates[0], 0.9), Sgd(rates[1], n(0.5))], False, [2, n(3.0)])
+            plan.sgd_step_([Sgd(rates[0], 0.9), Sgd(rates[1], n(0.5))], predict=[2, n(3.0)])
 
         def make(convert: Any) -> list[Tensor]:
             w, g, v, first, second = tensors(4)

@@ -275,3 +275,22 @@ def test_laws_that_do_not_apply_raise_and_change_nothing(
     assert_bits(pair.twins, params)
     pair.step([])
     assert_bits(list(pair.outs.values()), kept)
+
+
+def test_a_law_for_every_group() -> None:
+    """One that stays where it is beside one that moves; groups without momentum may stay."""
+    params = make_params()
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
+    optimizer = st.optim.SGD(groups, lr=0.1, momentum=0.9)
+    give_gradients(params)
+    optimizer.step()
+    kept = bits(params)
+    with optimizer.predicted((0, Geometric(2))):
+        assert_bits(params[:2], kept[:2])
+        moved = bits(params)
+    with optimizer.predicted(Geometric(2)):
+        assert_bits(params[2:], moved[2:])
+    for wrong in ((1.0,), (1.0, 2.0, 3.0)):
+        with pytest.raises(ValueError, match="expected one for each of 2 groups"):
+            optimizer.predict_(wrong)
+    assert_bits(params, kept)

@@ -23,7 +23,6 @@ import spectrain_ext as st
 from spectrain_ext.method import find_method
 from spectrain_ext.operators.laws import FutureRates
 from spectrain_ext.optim import SGD
-from spectrain_ext.optim.rule import PerGroup
 from spectrain_ext.weights.rates import ComingRates
 
 SCHEDULERS = {
@@ -123,8 +122,9 @@ def test_groups_with_rates_of_their_own():
     groups = [{"params": [layer.weight], "lr": 0.5}, {"params": [layer.bias], "lr": 0.25}]
     found = ComingRates(SGD(groups, momentum=0.9), None)
     found.begin()
-    assert found.law("linear", 0, 2) == PerGroup(
-        (FutureRates((0.5, 0.5), "linear"), FutureRates((0.25, 0.25), "linear"))
+    assert found.law("linear", 0, 2) == (
+        FutureRates((0.5, 0.5), "linear"),
+        FutureRates((0.25, 0.25), "linear"),
     )
 
 

@@ -1,0 +1,189 @@
+"""State: what a parameter's state may be, and how a saved or foreign one is made to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .rule import Group, Rule, Scalars
+
+State = MutableMapping[Tensor, dict[str, Any]]
+
+WEIGHT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def check_dtypes(where: str, weight: torch.dtype, state: torch.dtype | None) -> None:
+    """Raise TypeError unless weights of this dtype can be trained with state of that one."""
+    if weight not in WEIGHT_DTYPES:
+        raise TypeError(f"{where} must be float32, float64, float16 or bfloat16, got {weight}")
+    if state is not None and not allowed(weight, state):
+        raise TypeError(
+            f"{where} is {weight}: its momentum can be {weight}"
+            f"{' or torch.float32' if weight.itemsize == 2 else ''}, got {state}"
+        )
+
+
+def check_group(rule: Rule[Any], index: int, group: Group, state_dtype: torch.dtype | None) -> None:
+    """Raise ValueError or TypeError unless a parameter group can be trained by a rule."""
+    rule.read(index, group)
+    seen: dict[Tensor, int] = {}
+    for i, p in enumerate(group["params"]):
+        where = f"parameter {i} of group {index}"
+        if p in seen:
+            raise ValueError(f"{where} is parameter {seen[p]} of that group once more")
+        seen[p] = i
+        check_dtypes(where, p.dtype, state_dtype)
+
+
+def allowed(weight: torch.dtype, state: torch.dtype) -> bool:
+    """Tell whether the kernels take this pair of dtypes."""
+    return state == weight or (state == torch.float32 and weight.itemsize == 2)
+
+
+def loaded_dtype(
+    weight: torch.dtype, saved: torch.dtype, wanted: torch.dtype | None
+) -> torch.dtype:
+    """Return the dtype a saved buffer gets: the one asked for, else a float32 one stays float32."""
+    if wanted is not None and allowed(weight, wanted):
+        return wanted
+    return saved if allowed(weight, saved) else weight
+
+
+def empty_like(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an uninitialized tensor with the shape, strides and device of ``weight``."""
+    return torch.empty_strided(weight.shape, weight.stride(), dtype=dtype, device=weight.device)
+
+
+def fits(weight: Tensor, buffer: Tensor) -> bool:
+    """Tell whether the kernels can walk ``buffer`` beside ``weight`` as it is."""
+    return (
+        buffer.shape == weight.shape
+        and buffer.stride() == weight.stride()
+        and buffer.device == weight.device
+        and buffer.layout == torch.strided
+        and allowed(weight.dtype, buffer.dtype)
+    )
+
+
+def converted(weight: Tensor, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an independent copy of ``buffer`` with the layout and device of ``weight``."""
+    return empty_like(weight, dtype).copy_(buffer.detach())
+
+
+class Saved(NamedTuple):
+    """The state of one parameter, checked: tensors of its shape, and numbers."""
+
+    buffers: tuple[Tensor, ...]
+    scalars: Scalars
+
+
+def named(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
+    """Return every parameter, with a name for errors."""
+    return [
+        (f"parameter {i} of group {index}", p)
+        for index, group in enumerate(groups)
+        for i, p in enumerate(group["params"])
+    ]
+
+
+def read_entry(where: str, rule: Rule[Any], p: Tensor, entry: Mapping[str, Any]) -> Saved | None:
+    """Return what ``entry`` holds for a parameter, None if it was never updated.
+
+    Raises ValueError or TypeError for half a state, or one that does not fit the parameter.
+    """
+    missing = [key for key in rule.keys if entry.get(key) is None]
+    if len(missing) == len(rule.keys):
+        return None
+    if missing:
+        raise ValueError(f"{where}: the state has no {missing[0]}")
+    for key in rule.buffers:
+        buffer = entry[key]
+        if not isinstance(buffer, Tensor):
+            raise TypeError(f"{where}: {key} must be a tensor, got {type(buffer).__name__}")
+        if buffer.shape != p.shape:
+            raise ValueError(
+                f"{where}: {key} must have shape {tuple(p.shape)}, got {tuple(buffer.shape)}"
+            )
+    scalars = []
+    for key in rule.scalars:
+        try:  # a number, or a tensor on any device
+            scalars.append(float(entry[key]))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{where}: {key} must be one number, got {entry[key]!r}") from error
+    return Saved(tuple(entry[key] for key in rule.buffers), tuple(scalars))
+
+
+def independent(entry: Any, keys: Sequence[str]) -> Any:
+    """Return a parameter's state with clones of some of its tensors."""
+    if not isinstance(entry, dict):
+        return entry
+    return {
+        key: value.detach().clone() if key in keys and isinstance(value, Tensor) else value
+        for key, value in entry.items()
+    }
+
+
+class StateLoader:
+    """Keeps what is loaded from torch, which would cast it to its parameter's dtype.
+
+    As a hook it removes a rule's state from a state_dict before torch sees it (hooks of the
+    caller's run first); ``put`` puts it back into what torch makes of the rest.
+    """
+
+    def __init__(
+        self, rule: Rule[Any], state_dtype: torch.dtype | None, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._rule = rule
+        self._state_dtype = state_dtype
+        self._groups = optimizer.param_groups
+        self._defaults = optimizer.defaults
+        self._loaded: dict[Tensor, dict[str, Tensor]] = {}
+
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """Return a state_dict without the rule's state; ValueError or TypeError if it is bad."""
+        if getattr(optimizer, "_loader", None) is not self:
+            return None  # a hook that an exception left behind takes nothing
+        rule = self._rule
+        state = dict(state_dict["state"])
+        for where, p, key in self._matched(state_dict["param_groups"]):
+            entry = state.get(key)
+            if not isinstance(entry, Mapping):
+                continue
+            saved = read_entry(where, rule, p, entry)
+            if saved is None:
+                if rule.scalars and entry:
+                    raise ValueError(f"{where}: the state has no {next(iter(rule.scalars))}")
+                continue
+            dtype = loaded_dtype(p.dtype, saved.buffers[0].dtype, self._state_dtype)
+            loaded = {
+                name: converted(p, buffer, dtype)
+                for name, buffer in zip(rule.buffers, saved.buffers, strict=True)
+            }
+            for name, value in zip(rule.scalars, saved.scalars, strict=True):
+                loaded[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
+            self._loaded[p] = loaded
+            # Scalars stay until `put`: torch wants a step in any state that is not empty.
+            state[key] = {k: v for k, v in entry.items() if k not in rule.buffers}
+        return {**state_dict, "state": state}
+
+    def put(self, state: State) -> None:
+        """Put what was taken into the state that the optimizer is about to have."""
+        for p, loaded in self._loaded.items():
+            state[p].update(loaded)
+
+    def _matched(self, saved_groups: list[dict[str, Any]]) -> list[tuple[str, Tensor, Any]]:
+        """Pair saved keys with parameters, checking the saved numbers; [] if torch will refuse."""
+        if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in self._groups]:
+            return []
+        for index, saved in enumerate(saved_groups):
+            self._rule.read(index, {**self._defaults, **saved})
+        return [
+            (f"parameter {i} of group {index}", p, key)
+            for index, (group, saved) in enumerate(zip(self._groups, saved_groups, strict=True))
+            for i, (p, key) in enumerate(zip(group["params"], saved["params"], strict=True))
+        ]
