@@ -168,8 +168,10 @@ def _in_graph(name: str, lists: Sequence[str], given: dict[str, Any]) -> Any:
             arguments.update(_FORMS[key](value))
         else:
             arguments[key] = _list(value) if key in lists else value
-    if isinstance(arguments.get("first_step"), bool):
-        arguments["first_step"] = [arguments["first_step"]] * len(arguments["params"])
+    if "first_step" in given:
+        first = given["first_step"]
+        each = [first] * len(arguments["params"]) if isinstance(first, bool) else list(first)
+        arguments["first_step"] = each
     packet = getattr(torch.ops.spectrain, name)
     with torch.no_grad():
         if out is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
 from spectrain_ext.operators.lists import bump_versions
 
-from .binding import Binding, PredictionSink, Views, checked_outs
+from .binding import Binding, PredictionSink, Views
 from .ledger import Ledger
 from .resolve import Resolver
 from .rows import Rows
@@ -209,7 +209,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         templates = self._templates.of(self.param_groups)
         sink, laws = (None, None) if self._next_write is None else self._next_write
-        todo = self._rows() if self._binding is None else self._bound_rows(sink)
+        todo = self._rows(sink)
         if laws is not None:
             self._templates.check(self.param_groups, laws, has_gradient=True)
         for rows in todo:
@@ -249,9 +249,13 @@ class PredictingOptimizer(torch.optim.Optimizer):
                     self._do(work.rest().begun())
             self._work = None
 
-    def _rows(self, *, stash: bool = False) -> list[Rows]:
-        kinds = self._templates.kinds
-        return self._resolver.rows(self.param_groups, self.state, kinds, stash=stash)
+    def _rows(self, sink: PredictionSink | None = None) -> list[Rows]:
+        """Return the rows of a step, or of a sink, with state that was replaced taken over."""
+        if self._binding is None:
+            kinds = self._templates.kinds
+            return self._resolver.rows(self.param_groups, self.state, kinds, stash=False)
+        self._ledger.look(self.param_groups, self.state)
+        return self._binding.rows(self._ledger, self._templates.kinds, sink)
 
     # Prediction in place.
 
@@ -288,7 +292,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
             raise RuntimeError("predict_: the optimizer is bound, its owner predicts")
         self.check_can_predict()
         templates, laws = self._laws(steps)
-        todo = self._rows(stash=True)
+        kinds = self._templates.kinds
+        todo = self._resolver.rows(self.param_groups, self.state, kinds, stash=True)
         # Known before anything is written: an interrupt at any line leaves what restore_ undoes.
         self._predicted = todo
         try:
@@ -378,12 +383,9 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
         RuntimeError if the optimizer is not bound, ValueError for a missing or unsuitable tensor.
         """
-        binding = self._bound("prediction_sink")
-        checked_outs(self.param_groups, binding.weights, outs)
-        sink = PredictionSink(self, binding, outs)
-        self._ledger.look(self.param_groups, self.state)
+        sink = PredictionSink(self, self._bound("prediction_sink"), outs)
         self._templates.of(self.param_groups)
-        binding.rows(self._ledger, self._templates.kinds, sink)
+        self._rows(sink)
         return sink
 
     @exclusive
@@ -398,27 +400,19 @@ class PredictingOptimizer(torch.optim.Optimizer):
         if sink is None:
             self._next_write = None
             return
-        self._check_sink(sink, "write_with_next_step")
+        self._bound("write_with_next_step", sink)
         self._next_write = (sink, self._laws(steps, has_gradient=True)[1])
 
     @exclusive
     def _write(self, sink: PredictionSink, steps: Horizons) -> None:
-        self._check_sink(sink, "write")
+        self._bound("write", sink)
         templates, laws = self._laws(steps)
-        for rows in self._bound_rows(sink):
+        for rows in self._rows(sink):
             rows.predict(templates, laws)
 
-    def _check_sink(self, sink: PredictionSink, what: str) -> None:
-        if sink.binding is not self._bound(what):
-            raise RuntimeError(f"{what}: the sink belongs to another binding")
-
-    def _bound(self, what: str) -> Binding:
+    def _bound(self, what: str, sink: PredictionSink | None = None) -> Binding:
         if self._binding is None:
             raise RuntimeError(f"{what}: the optimizer is not bound, call bind() first")
+        if sink is not None and sink.binding is not self._binding:
+            raise RuntimeError(f"{what}: the sink belongs to another binding")
         return self._binding
-
-    def _bound_rows(self, sink: PredictionSink | None) -> list[Rows]:
-        """Return the bound rows (those of a sink), with the state adopted if it was replaced."""
-        self._ledger.look(self.param_groups, self.state)
-        binding = self._bound("step") if sink is None else sink.binding
-        return binding.rows(self._ledger, self._templates.kinds, sink)

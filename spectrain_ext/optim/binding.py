@@ -91,6 +91,10 @@ class PredictionSink:
     """
 
     def __init__(self, optimizer: PredictingOptimizer, binding: Binding, outs: Views) -> None:
+        for where, p in named(optimizer.param_groups):
+            out, weight = _given("outs", where, p, outs), binding.weights[p]
+            if out.shape != weight.shape or out.stride() != weight.stride():
+                raise ValueError(f"outs of {where} must be {_words(weight)}, got {_words(out)}")
         self._optimizer = optimizer
         self.binding = binding
         self.outs = outs
@@ -106,15 +110,6 @@ class PredictionSink:
         not bound as it was.
         """
         self._optimizer._write(self, steps)
-
-
-def checked_outs(groups: Sequence[Group], weights: Views, outs: Views) -> None:
-    """Raise ValueError unless ``outs`` has a tensor shaped like every parameter."""
-    for where, p in named(groups):
-        out = _given("outs", where, p, outs)
-        weight = weights[p]
-        if out.shape != weight.shape or out.stride() != weight.stride():
-            raise ValueError(f"outs of {where} must be {_words(weight)}, got {_words(out)}")
 
 
 def _given(name: str, where: str, p: Tensor, tensors: Views) -> Tensor:
