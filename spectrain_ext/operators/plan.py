@@ -97,7 +97,7 @@ class Plan:
     def _take(self, lists: Lists, groups: Sequence[int] | None) -> None:
         self._single = lists.single
         self._native = lists.plan(groups)
-        self._n_groups: int = self._native.n_groups
+        self._n_groups: int = 1 if groups is None else self._native.n_groups
         self._n_outs: int = self._native.n_outs
 
     _watches: ClassVar[bool] = True
