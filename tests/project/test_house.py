@@ -56,6 +56,24 @@ def test_every_room_has_its_floor() -> None:
     assert {room_of(path) for path in MODULES} == set(FLOOR) - {"_C"}
 
 
+def test_the_architecture_page_shows_this_house() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    shown = dict(re.findall(r"^\| (\d) \| (.*) \|$", page, re.MULTILINE))
+    assert len(shown) == len(FLOORS)
+    for floor, rooms in enumerate(FLOORS):
+        assert set(re.findall(r"`(\w+)`", shown[str(floor)])) == rooms
+    named = set(re.findall(r"`([\w/]+\.(?:py|h|cpp))`", page))
+    files = [
+        str(path.relative_to(ROOT))
+        for top in ("spectrain_ext", "csrc", "tests")
+        for path in (ROOT / top).rglob("*.*")
+    ]
+    assert len(named) > 20
+    assert [
+        name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)
+    ] == []
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_downwards_and_never_to_the_root(path: Path) -> None:
     here = room_of(path)
