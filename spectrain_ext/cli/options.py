@@ -16,15 +16,17 @@ def names(
 
 
 def numbers(*words: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """A number, or one per stage with commas; or one of some words."""
+    """A number of at least 1, or one per stage with commas; or one of some words."""
 
     def convert(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
         if value is None or value in words:
             return value
         try:
             found = tuple(int(number) for number in value.split(","))
+            if min(found) < 1:
+                raise ValueError
         except ValueError:
-            listed = [*map(repr, words), "a number, or one per stage with commas"]
+            listed = [*map(repr, words), "a number of at least 1, or one per stage with commas"]
             raise click.BadParameter(f"expected {', '.join(listed)}, got {value!r}") from None
         return found[0] if len(found) == 1 else found
 
