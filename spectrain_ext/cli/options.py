@@ -1,4 +1,4 @@
-"""Options: what is typed, as values."""
+"""Options: what is typed, as values; and text that files brought along, for a terminal."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -38,3 +38,13 @@ def finite(context: click.Context, parameter: click.Parameter, value: float | No
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise click.BadParameter(f"expected a finite number of at least 0, got {value}")
     return value
+
+
+def printable(text: str) -> str:
+    """Return the text, with backslashes in place of what would steer a terminal."""
+    return "".join(
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )

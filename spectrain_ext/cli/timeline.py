@@ -11,8 +11,7 @@ from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 
-from .options import numbers
-from .printable import printable
+from .options import numbers, printable
 
 _POSITIVE = click.IntRange(min=1)
 _TIME = click.FloatRange(min=0.0)
