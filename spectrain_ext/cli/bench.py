@@ -16,7 +16,7 @@ from spectrain_ext.benchmark.report import Report, host_table, markdown
 from spectrain_ext.benchmark.workloads import MODELS, PRECISIONS, Workload, model, synthetic
 from spectrain_ext.extras import require_matplotlib
 
-from .printable import printable
+from .options import printable
 
 _QUICK = "quick"
 _COUNTS = (1, 10, 300, 3000)

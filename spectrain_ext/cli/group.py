@@ -8,7 +8,7 @@ from spectrain_ext._C import build_info
 
 from .bench import bench
 from .doctor import doctor
-from .printable import printable
+from .options import printable
 from .timeline import timeline
 from .train import train
 

@@ -1,4 +1,4 @@
-"""Options: what is typed, as values."""
+"""Options: what is typed, as values; and text that files brought along, for a terminal."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,15 +16,17 @@ def names(
 
 
 def numbers(*words: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """A number, or one per stage with commas; or one of some words."""
+    """A number of at least 1, or one per stage with commas; or one of some words."""
 
     def convert(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
         if value is None or value in words:
             return value
         try:
             found = tuple(int(number) for number in value.split(","))
+            if min(found) < 1:
+                raise ValueError
         except ValueError:
-            listed = [*map(repr, words), "a number, or one per stage with commas"]
+            listed = [*map(repr, words), "a number of at least 1, or one per stage with commas"]
             raise click.BadParameter(f"expected {', '.join(listed)}, got {value!r}") from None
         return found[0] if len(found) == 1 else found
 
@@ -36,3 +38,13 @@ def finite(context: click.Context, parameter: click.Parameter, value: float | No
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise click.BadParameter(f"expected a finite number of at least 0, got {value}")
     return value
+
+
+def printable(text: str) -> str:
+    """Return the text, with backslashes in place of what would steer a terminal."""
+    return "".join(
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import click
 
-from spectrain_ext.method import Window, methods
+from spectrain_ext.method import Window, methods, numbers_of
 from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 
-from .options import numbers
-from .printable import printable
+from .options import numbers, printable
 
 _POSITIVE = click.IntRange(min=1)
 _TIME = click.FloatRange(min=0.0)
@@ -73,6 +72,12 @@ def timeline(
             f"expected a name that ends in {', '.join(_SUFFIXES)}, got {out.name!r}",
             param_hint="'--out'",
         )
+    try:
+        numbers_of(window, stages)
+    except ValueError as error:
+        raise click.BadParameter(
+            str(error).removeprefix("window: "), param_hint="'--window'"
+        ) from error
     try:
         if csv is not None:
             actions = read_csv(csv, microbatches=None if microbatches == 1 else microbatches)

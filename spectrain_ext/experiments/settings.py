@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spectrain_ext.method import Method, Window, find_method, methods
+from spectrain_ext.method import Method, Window, find_method, methods, numbers_of
 from spectrain_ext.schedule import FLUSHING, Place, Replicas
 
 from .presets import DEFAULT_MODEL, models_for, preset
@@ -26,7 +26,7 @@ class OptionError(ValueError):
     """An option that cannot be what it is; ``option`` is its name on the command line."""
 
     def __init__(self, option: str, reason: str) -> None:
-        super().__init__(reason)
+        super().__init__(reason.removeprefix(f"{option}: "))  # which arguments' errors begin with
         self.option = option
 
 
@@ -94,6 +94,10 @@ def settle(asked: Mapping[str, Any], world: World, *, quick: bool = False) -> Tr
     world.seats = _seats(options.get("replicas"), world)
     options["replicas"] = replicas = world.seats.counts if world.seats.dealt else None
     options["stages"] = stages = _stages(options.get("stages"), world)
+    try:  # of methods that have none to choose as well
+        numbers_of(options.get("window"), stages)
+    except ValueError as error:
+        raise OptionError("window", str(error)) from error
     model = options["model"] = _model(data, options.get("model"))
     _check_data_dir(data, options.get("data_dir"))
     for name, value in dataclasses.asdict(preset(data, model, quick=quick)).items():

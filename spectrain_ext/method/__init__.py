@@ -1,7 +1,7 @@
 """Methods: which weights, predicted how far, each forward and backward of a stage computes with."""
 
 from .formulas import delay, recipe_clip
-from .places import Window, places_of
+from .places import Window, numbers_of, places_of
 from .registry import find_method, methods, second_order, xgrad
 from .rules import check, check_optimizer, rules_at
 from .value import Method
@@ -14,6 +14,7 @@ __all__ = [
     "delay",
     "find_method",
     "methods",
+    "numbers_of",
     "places_of",
     "recipe_clip",
     "rules_at",

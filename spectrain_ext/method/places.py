@@ -96,17 +96,19 @@ def _check_windows(windows: Sequence[int], replicas: Replicas) -> None:
         )
 
 
-def _given_windows(method: Method, asked: Sequence[tuple[int, int]], window: Window) -> list[int]:
-    stages = len(asked)
-    if method.schedule in FLUSHING:
-        raise ValueError(
-            f"window: method {method.name!r} finishes every minibatch before the next "
-            f"(schedule {method.schedule!r}): there is no window to choose"
-        )
+def numbers_of(window: Window, stages: int) -> list[int] | None:
+    """The window of every stage where it is given in numbers; None: it has a name, or no window.
+
+    Raises:
+        ValueError: another name, another number of them, or one below 1.
+        TypeError: a window that is no number.
+    """
+    if window is None:
+        return None
     if isinstance(window, str):
         if window not in _NAMED:
             raise ValueError(f"window: expected 'classic', 'wide' or numbers, got {window!r}")
-        return [_NAMED[window](*of) for of in asked]
+        return None
     given: Sequence[object] = window if isinstance(window, Sequence) else [window] * stages
     if len(given) != stages:
         raise ValueError(f"window: expected one per stage ({stages}), got {len(given)}")
@@ -118,3 +120,16 @@ def _given_windows(method: Method, asked: Sequence[tuple[int, int]], window: Win
             raise ValueError(f"window: expected at least 1 for stage {k} of {stages}, got {w}")
         checked.append(w)
     return checked
+
+
+def _given_windows(method: Method, asked: Sequence[tuple[int, int]], window: Window) -> list[int]:
+    stages = len(asked)
+    if method.schedule in FLUSHING:
+        raise ValueError(
+            f"window: method {method.name!r} finishes every minibatch before the next "
+            f"(schedule {method.schedule!r}): there is no window to choose"
+        )
+    given = numbers_of(window, stages)
+    if given is None:
+        return [_NAMED[str(window)](*of) for of in asked]
+    return given

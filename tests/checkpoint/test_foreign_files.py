@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from spectrain_ext.cli.group import main
-from spectrain_ext.cli.printable import printable
+from spectrain_ext.cli.options import printable
 from spectrain_ext.experiments.report import draw_losses
 from spectrain_ext.experiments.results import Run, RunStore, summarize
 from spectrain_ext.files import read_bounded, read_json

@@ -164,11 +164,20 @@ def test_replicas_that_cannot_be(given: Any, processes: int, said: str) -> None:
         settle({"replicas": given}, World(0, processes))
 
 
-@pytest.mark.parametrize("given", ["1,x", ""])
-def test_replicas_that_are_no_numbers(given: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("1,x", "expected a number of at least 1, or one per stage with commas, got '1,x'"),
+        ("", "expected a number of at least 1, or one per stage with commas, got ''"),
+        ("0", "expected a number of at least 1, or one per stage with commas, got '0'"),
+        ("2", "2 for every stage do not divide 1 ranks; torchrun starts more"),
+        ("1,2", "[1, 2] are 3 ranks in all, and there are 1; torchrun starts more"),
+    ],
+)
+def test_replicas_that_cannot_be_typed(given: str, said: str) -> None:
     done = CliRunner().invoke(main, ["train", "--replicas", given])
     assert done.exit_code == 2
-    assert f"got '{given}'" in " ".join(done.output.split())
+    assert f"Invalid value for '--replicas': {said}" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(

@@ -393,16 +393,21 @@ def test_a_prediction_without_momentum_is_an_error_not_a_traceback(tmp_path: Pat
 @pytest.mark.parametrize(
     ("window", "expected"),
     [
-        ("0", "method vanilla: window: expected at least 1 for stage 0 of 8, got 0"),
-        ("2,1", "method vanilla: window: expected one per stage (8), got 2"),
+        ("0", "expected 'classic', 'wide', a number of at least 1, or one per stage"),
+        ("2,x", "expected 'classic', 'wide', a number of at least 1, or one per stage"),
+        ("2,1", "expected one per stage (4), got 2"),
     ],
 )
-def test_a_window_that_no_pipeline_has(tmp_path: Path, window: str, expected: str) -> None:
-    folder = tmp_path / "out"
-    result = _train("--window", window, "--out", str(folder))
-    assert result.exit_code == 1
-    assert expected in " ".join(result.output.split())
-    assert not folder.exists()
+@pytest.mark.parametrize("command", [("timeline",), ("train", "-m", "sync"), ("train",)])
+def test_a_window_that_no_pipeline_has(
+    tmp_path: Path, command: tuple[str, ...], window: str, expected: str
+) -> None:
+    out = tmp_path / "out.svg"
+    asked = (*command, "--stages", "4", "--window", window, "--out", str(out))
+    result = CliRunner().invoke(main, asked)
+    assert result.exit_code == 2
+    assert f"Invalid value for '--window': {expected}" in " ".join(result.output.split())
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

@@ -184,9 +184,6 @@ def test_the_command_with_a_file(tmp_path):
     ("arguments", "expected"),
     [
         (["--method", "nope"], "there is no method 'nope'; there are sync, gpipe"),
-        (["--window", "1,2"], "--window"),
-        (["--window", "many"], "expected classic, wide, a number"),
-        (["--window", "0"], "4 stages, at least 1 each, got '0'"),
         (["--stages", "2", "--window", "1,2"], "a deadlock"),
         (["--method", "xgrad"], "at most 1"),
         (["-o", "t.gif"], "ends in .svg, .png, .json, got 't.gif'"),
@@ -197,5 +194,5 @@ def test_what_the_command_refuses(arguments, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run(*arguments)
     assert result.exit_code
-    assert expected.replace("--window", "window") in result.output
+    assert expected in result.output
     assert not list(tmp_path.iterdir())

@@ -1,10 +1,9 @@
 """Models that the command line trains, as lists of pipeline stages."""
 
-from .building import cut_evenly
 from .gpt import gpt
 from .residual_lstm import residual_lstm
-from .residual_mlp import ResidualBlock, residual_mlp
+from .residual_mlp import residual_mlp
 from .resnet import resnet
 from .vgg import vgg
 
-__all__ = ["ResidualBlock", "cut_evenly", "gpt", "residual_lstm", "residual_mlp", "resnet", "vgg"]
+__all__ = ["gpt", "residual_lstm", "residual_mlp", "resnet", "vgg"]
