@@ -127,7 +127,7 @@ class DistributedPipeline(Pipeline):
         self._board = board = Board(store, self.rank, self.ranks, timeout)
         try:
             seats = Replicas.of(replicas, self.ranks)
-            around = DistributedNeighbourhood(
+            self._around = around = DistributedNeighbourhood(
                 group, store, board, seats, dynamic_shapes, share_loss, targets_from, clip_scope
             )
             self.replicas, self.replica = seats.counts, around.replica
@@ -144,7 +144,6 @@ class DistributedPipeline(Pipeline):
                 clip_scope,
                 master_dtype,
                 recompute,
-                around=around,
             )
         except BaseException as error:
             board.turn_away(error)

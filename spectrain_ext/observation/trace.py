@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from spectrain_ext.pipeline.observer import Handler, Observer
-from spectrain_ext.schedule import Action, Kind, Lane, Rules, Span, open_ledgers
+from spectrain_ext.schedule import Action, Entries, Kind, Lane, Ledger, Rules, Span, open_ledgers
 
 from .marks import WORK, Mark, Record, marked
 
@@ -36,6 +36,8 @@ class Trace(Observer):
     def __init__(self) -> None:
         self._records: list[Record] = []
         self._rules: Sequence[Rules] = ()
+        # Of each stage that has weights what makes the actions of stage 0.
+        self._entry: dict[int, Callable[[], Iterator[Action]] | None] = {}
         self._wall = 0.0  # what a clock on the wall is ahead of the marks
         self._origins: dict[torch.device, tuple[float, torch.cuda.Event]] = {}
 
@@ -48,6 +50,7 @@ class Trace(Observer):
         """
         self._records.clear()
         self._rules = rules
+        self._entry.clear()
         self._wall = time.time() - time.perf_counter()
         self._origins.clear()
         for device in devices:
@@ -58,14 +61,25 @@ class Trace(Observer):
                 self._origins[device] = time.perf_counter(), event
 
     def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+        self._entry[stage.index] = None if stage.weights is None else stage.weights.entry
         return marked(stage, handlers, self._records)
+
+    def _ledgers(self) -> list[Ledger]:
+        """Of all stages; where stage 0 is in another process, its schedule tells its versions."""
+        ledgers = open_ledgers(len(self._rules), self._rules)
+        if 0 not in self._entry:
+            for k, entry in self._entry.items():
+                ledgers[k] = Ledger(k)
+                if entry is not None:
+                    ledgers[k] = Ledger(k, self._rules[k], entries=Entries(entry()))
+        return ledgers
 
     def spans(self) -> list[Span]:
         """What was recorded, each stage's in order, in seconds from the first action's start.
 
         Waits for CUDA devices. After a run that failed: what ended before.
         """
-        ledgers = open_ledgers(len(self._rules), self._rules)
+        ledgers = self._ledgers()
         found: list[Span] = []
         lane_ends: dict[tuple[int, Lane], float] = {}
         first = self._first()

@@ -166,12 +166,10 @@ class Executor:
         streams = list(self._streams())
         for stream in streams:
             stream.leave()
-        make_all(stream.synchronize for stream in streams)
-        for stage in self.stages:
-            stage.forget()
-        for edge in self._around.edges():
-            edge.reset()
-        self.follow_caller()
+        waits = (stream.synchronize for stream in streams)
+        forgets = (stage.forget for stage in self.stages)
+        resets = (edge.reset for edge in self._around.edges())
+        make_all((*waits, *forgets, *resets, self.follow_caller))
 
     def free_rings(self) -> None:
         """Free all receive buffers; a run makes new ones as it needs them."""

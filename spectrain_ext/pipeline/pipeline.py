@@ -20,7 +20,7 @@ from spectrain_ext.method import (
 )
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.schedule import Place
+from spectrain_ext.schedule import Place, Rules
 from spectrain_ext.transport import Value, callers_stream
 from spectrain_ext.weights import ComingRates, StageMemory, StageWeights
 
@@ -83,7 +83,6 @@ class Pipeline(nn.Module):
             other weights there than in the forward, this is another method; where it has not, it
             is slower, and smaller. Dropout is drawn again as it was, running statistics are not
             updated again.
-        around: what the stages are connected to; None: one another, all of them are here.
 
     Attributes:
         method: the Method.
@@ -113,6 +112,8 @@ class Pipeline(nn.Module):
     have their own pair.
     """
 
+    _around: Neighbourhood | None = None  # of the stages; None: one another, all of them are here
+
     def __init__(
         self,
         stages: Iterable[nn.Module],
@@ -127,19 +128,18 @@ class Pipeline(nn.Module):
         clip_scope: Literal["stage", "global"] = "stage",
         master_dtype: torch.dtype | None = None,
         recompute: bool = False,
-        *,
-        around: Neighbourhood | None = None,
     ) -> None:
         super().__init__()
         # Everything is checked before anything is moved.
         modules = checked_stages(stages)
         chosen = find_method(method)
-        around = around or LocalNeighbourhood(len(modules), clip_scope)
+        around = self._around or LocalNeighbourhood(len(modules), clip_scope)
         first, seats = around.first, around.seats
         places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
         check_microbatches(microbatches)
         all_places = places_of(chosen, seats.stages, microbatches, window, seats)
         stage_places = all_places[first : first + len(modules)]
+        rules = [rules_at(chosen, place) for place in stage_places]
         max_norms = max_norms_of(chosen, stage_places, clip_norm, clip_scope)
         check_master_dtype(master_dtype)
         check_recompute(recompute)
@@ -148,8 +148,10 @@ class Pipeline(nn.Module):
             if not callable(given) and not (name == "scheduler" and given is None):
                 raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
         weights = [
-            _weights_of(module, optimizer, scheduler, chosen, (all_places[0], place), master_dtype)
-            for module, place in zip(modules, stage_places, strict=True)
+            _weights_of(
+                module, optimizer, scheduler, chosen, each, (all_places[0], place), master_dtype
+            )
+            for module, each, place in zip(modules, rules, stage_places, strict=True)
         ]
         try:
             for module, place, held in zip(modules, places, weights, strict=True):
@@ -414,11 +416,12 @@ def _weights_of(
     optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
     scheduler: Callable[[PredictingOptimizer], LRScheduler] | None,
     chosen: Method,
+    rules: Rules,
     places: tuple[Place, Place],
     master_dtype: torch.dtype | None,
 ) -> StageWeights | None:
     """A stage's weights and what trains them, at its place after stage 0's; None: it has none."""
-    k, rules = places[1].stage, rules_at(chosen, places[1])
+    k = places[1].stage
     opt = make_optimizer(optimizer, module, k)
     if opt is None:
         return None

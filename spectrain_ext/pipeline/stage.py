@@ -153,11 +153,11 @@ class Stage:
         self.predict.record(self.loaded)
         self.compute.wait(self.loaded)
 
-    def give_norm(self, i: int) -> bool:
-        """Tell the other stages the norm of this one's gradient; returns whether it is new."""
+    def give_norm(self, i: int) -> None:
+        """Tell the other stages the norm of this one's gradient, once."""
         assert self._global_norm is not None
         if self._gave == i:
-            return False
+            return
         predict, buffer = self.predict, Buffer(f"gradient norm of stage {self.index}")
         predict.wait(self.computed)
         params = () if self.weights is None else self.weights.params
@@ -165,7 +165,6 @@ class Stage:
             norm = gradient_norm(params, self.device)
         self._global_norm.give(i, self.index, norm, buffer, predict)
         self._gave = i
-        return True
 
     def update(self, i: int, j: int) -> None:
         weights = self.weights

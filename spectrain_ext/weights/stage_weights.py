@@ -60,6 +60,7 @@ class StageWeights:
 
     Attributes:
         peak: what the stage holds at once, as its schedule predicts.
+        entry: makes the actions of stage 0.
         versions: of a run: what the working buffer holds, and is to hold. Whoever runs actions asks
             it for the weights first, so as not to prepare for a load that does nothing.
     """
@@ -83,8 +84,8 @@ class StageWeights:
         }
         self.params = list(self._names)
         self._rules = rules
-        self._places = places
-        self._schedule = schedule
+        entry, self._place = places
+        self.entry = partial(find_generator(schedule), entry)
         self._future = future
         self._master_dtype = master_dtype
         self._has_master = rules.predicts or any(
@@ -190,11 +191,10 @@ class StageWeights:
 
     def begin(self) -> None:
         """Take what the parameters hold as version 0."""
-        entry, place = self._places
         self.versions = Versions(
             self._rules,
-            place,
-            Entries(find_generator(self._schedule)(entry)),
+            self._place,
+            Entries(self.entry()),
             self._has_master,
             self._bound,
             partial(rates_of, self.optimizer),

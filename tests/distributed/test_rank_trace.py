@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import spectrain_ext as st
 from spectrain_ext.timelines.merging import main, merge_traces
+from spectrain_ext.timelines.method_timeline import simulate_method
 from spectrain_ext.timelines.timeline import write_trace
 
 COUNT = 6
@@ -22,6 +23,19 @@ COUNT = 6
 def traced(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces")
     return folder, run_ranks(rank_pipelines.traced, 2, str(folder))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["pipedream-vertical-sync", "spectrain"])
+def test_a_rank_knows_the_versions_that_it_met(method):
+    found = run_ranks(rank_pipelines.versions_met, 3, method)
+    for k, turns in enumerate(found):
+        expected = [
+            (*span[:2], str(span.kind), *span[3:5], *span[7:])
+            for span in simulate_method(method, 3, COUNT)
+            if span.stage == k and span.version is not None
+        ]
+        assert turns == expected
 
 
 def test_messages_travel_while_both_ranks_compute(traced):

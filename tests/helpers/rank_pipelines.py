@@ -219,6 +219,13 @@ def traced(rank, ranks, folder):
     return [event.name for event in sorted(ranges, key=lambda event: event.time_range.start)]
 
 
+def versions_met(rank, ranks, method):
+    """The turns of a traced run on this rank, with the versions that they computed with."""
+    pipe, trace = small(rank, ranks, method), st.Trace()
+    list(pipe.run(data(6), trace=trace))
+    return [(*s[:2], str(s.kind), *s[3:5], *s[7:]) for s in trace.spans() if s.version is not None]
+
+
 def small(rank, ranks, method="vanilla", make=optimizer, **settings):
     """A pipeline of this rank's stage."""
     settings = {"timeout": 20.0, **settings}

@@ -204,3 +204,12 @@ def test_what_was_refused_left_everything_as_it_was():
     assert [p.data_ptr() for p in after] == storages
     for p, old in zip(after, before, strict=True):
         assert torch.equal(p, old)
+
+
+def test_a_method_is_checked_on_all_stages_before_any_optimizer_is_made():
+    def optimizer(params):
+        raise AssertionError("not yet")
+
+    stages = [*tanh_stages(2), torch.nn.Tanh()]  # the last has nothing to train
+    with pytest.raises(ValueError, match="method: lead of 'own' at stage 2 of 3"):
+        st.Pipeline(stages, optimizer, mse, Method("own", "", lead=rule(0, 0, 1)))

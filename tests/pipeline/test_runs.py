@@ -27,6 +27,7 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method
+from spectrain_ext.transport.streams import HostStream
 
 
 class Pulled:
@@ -460,3 +461,24 @@ def test_batches_in_a_grad_free_context():
         assert not torch.is_grad_enabled()
     close(torch.stack(found), torch.stack(expected))
     compared.check_weights()
+
+
+def test_a_device_that_fails_as_well_leaves_nothing_on_the_edges(monkeypatch):
+    def fails(stream):
+        raise RuntimeError("the device has failed")
+
+    stages = tanh_stages(3)
+    calls = []
+
+    def once(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            monkeypatch.setattr(HostStream, "synchronize", fails)
+            raise ArithmeticError("planned")
+
+    stages[1].register_forward_pre_hook(once)
+    pipe = st.Pipeline(stages, sgd(), mse)
+    with pytest.raises(st.StageError, match=r"minibatch 2, forward: .*planned"):
+        losses(pipe, batches(6))
+    monkeypatch.undo()
+    assert len(losses(pipe, batches(6))) == 6
