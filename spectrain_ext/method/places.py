@@ -44,6 +44,10 @@ def places_of(
     """
     if replicas is None:
         replicas = Replicas((1,) * stages)
+    if replicas.stages != stages:
+        raise ValueError(
+            f"replicas: expected one number per stage ({stages}), got {list(replicas.counts)}"
+        )
     replicas.check_microbatches(microbatches)
     if method.forward_reads == "entry" and len(set(replicas.counts)) > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""One rank of torch.distributed.pipelining, the peer of test_peers.py: a process of its own.
+"""One rank of torch.distributed.pipelining, the peer of test_torch_schedules.py: a process of its own.
 
     python peer_stage.py RANK PORT FILE
 

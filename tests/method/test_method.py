@@ -208,6 +208,7 @@ def sgd(**more):
         ("vanilla", 3, {"window": [1, 2, 1]}, "a deadlock"),
         ("vanilla", 2, {"microbatches": 2, "replicas": (2, 1)}, None),
         ("vanilla", 2, {"microbatches": 3, "replicas": (2, 1)}, "must divide the 3"),
+        ("vanilla", 3, {"microbatches": 2, "replicas": (2, 1)}, r"per stage \(3\), got \[2, 1\]"),
     ],
 )
 def test_whether_a_method_can_run_is_known_without_a_pipeline(name, stages, more, match):
