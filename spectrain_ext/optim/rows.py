@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spectrain_ext import _C
 from spectrain_ext.operators.calls import make_noted
-from spectrain_ext.operators.laws import Law, Linear, SecondOrder
+from spectrain_ext.operators.laws import Law, Linear, SecondOrder, terms_of
 from spectrain_ext.operators.lists import StepOptions
 from spectrain_ext.operators.plan import Plan
 
@@ -222,7 +222,7 @@ class Rows:
         """Write the outs that a step with laws does not."""
         if self.buffers is None:
             self.plan.write_out()
-        elif not self.all_active:
+        elif not self.all_active and any(map(terms_of, laws, templates)):
             # The step gives a row without a gradient its weights, not their prediction.
             self._predict_inactive(templates, tuple(map(_without_gradient, laws)))
 
@@ -315,9 +315,10 @@ class Rows:
             call()
 
     def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
-        """Keep the weights and replace them by their prediction."""
-        call = self.plan._prepared_stash_predict(*self._now(templates, laws, self.cohorts))
-        make_noted(call, self._replaced)
+        """Keep the weights and replace them by their prediction, unless that is the weights."""
+        numbers, own = self._now(templates, laws, self.cohorts)
+        if any(map(terms_of, own, numbers)):
+            make_noted(self.plan._prepared_stash_predict(numbers, own), self._replaced)
 
     def restore(self) -> bool:
         """Write the stashed weights back, wherever the parameters' storage is by now.
