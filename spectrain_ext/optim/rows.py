@@ -60,6 +60,11 @@ def _stay(laws: tuple[Law, ...] | None) -> bool:
     return laws is None or all(type(law) is Linear and type(law.steps) is float for law in laws)
 
 
+def _move(laws: tuple[Law, ...], templates: Sequence[Any]) -> bool:
+    """Whether the laws of the groups predict anything but the weights themselves."""
+    return any(map(terms_of, laws, templates))
+
+
 class Rows:
     """The tensors of a few parameters, resolved once and checked cheaply before each use.
 
@@ -222,7 +227,7 @@ class Rows:
         """Write the outs that a step with laws does not."""
         if self.buffers is None:
             self.plan.write_out()
-        elif not self.all_active and any(map(terms_of, laws, templates)):
+        elif not self.all_active and _move(laws, templates):
             # The step gives a row without a gradient its weights, not their prediction.
             self._predict_inactive(templates, tuple(map(_without_gradient, laws)))
 
@@ -306,7 +311,7 @@ class Rows:
         known = self._prepared_prediction
         if known is not None and known.serves(templates, laws):
             known.call()
-        elif self.buffers is None:
+        elif self.buffers is None or not _move(laws, templates):
             self.plan.write_out()
         else:
             call = self.plan._prepared_predict(*self._now(templates, laws, self.cohorts))
@@ -316,9 +321,9 @@ class Rows:
 
     def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Keep the weights and replace them by their prediction, unless that is the weights."""
-        numbers, own = self._now(templates, laws, self.cohorts)
-        if any(map(terms_of, own, numbers)):
-            make_noted(self.plan._prepared_stash_predict(numbers, own), self._replaced)
+        if _move(laws, templates):
+            call = self.plan._prepared_stash_predict(*self._now(templates, laws, self.cohorts))
+            make_noted(call, self._replaced)
 
     def restore(self) -> bool:
         """Write the stashed weights back, wherever the parameters' storage is by now.
