@@ -9,7 +9,6 @@ from typing import Any, TypeAlias, TypedDict, cast
 
 from .expressions import Program, lower
 from .laws import Horizons, Law, as_laws, terms_of
-from .lists import StepOptions
 from .numbers import Adam, Setting, Sgd, Term
 
 Numbers: TypeAlias = Sequence[Sgd] | Sequence[Adam]  # of every parameter group
@@ -33,28 +32,6 @@ class SgdNumbers(TypedDict, total=False):
     maximize: bool
     decoupled_weight_decay: bool
     ema: bool
-
-
-class AdamNumbers(TypedDict, total=False):
-    """The numbers of Adam as keywords: fields of ``numbers.Adam``."""
-
-    lr: float
-    step: int
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    decoupled_weight_decay: bool
-    maximize: bool
-    momentum_decay: float | None
-    mu_product: float
-
-
-class SgdStep(SgdNumbers, StepOptions, total=False):
-    """What a step of SGD takes as keywords."""
-
-
-class AdamStep(AdamNumbers, StepOptions, total=False):
-    """What a step of Adam takes as keywords."""
 
 
 def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
@@ -94,9 +71,9 @@ def step_arguments(groups: Numbers, predict: Sequence[Horizons | None]) -> Step:
 
 
 @lru_cache(maxsize=256)
-def remembered_step(n_groups: int, predict: tuple[Any, ...], **numbers: Any) -> Step:
+def remembered_step(numbers: tuple[Any, ...], predict: tuple[Any, ...], n_groups: int) -> Step:
     """The same of plain numbers: a training loop gives the same ones at most of its steps."""
-    return step_arguments([Sgd(**numbers)] * n_groups, predict)
+    return step_arguments([Sgd(*numbers)] * n_groups, predict)
 
 
 def make_noted(call: Callable[[], object], notes: list[object]) -> None:

@@ -48,17 +48,6 @@ class StepOptions(TypedDict, total=False):
     rounding_seed: int | None
 
 
-_OPTIONS = frozenset(StepOptions.__annotations__)
-
-
-def split_options(keywords: Any) -> tuple[StepOptions, Any]:
-    """The options of a step among its keywords, and all others."""
-    options: Any = {}
-    for key in _OPTIONS.intersection(keywords):
-        options[key] = keywords.pop(key)
-    return options, keywords
-
-
 def is_array(value: object) -> bool:
     """Whether an argument is one array and not a sequence of them."""
     if isinstance(value, (list, tuple)):  # the common cases first: they are told without a look

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 from .calls import PLAIN, Prediction, prediction, remembered_step, step_arguments
 from .expressions import lower
 from .laws import Horizons, as_laws, needs_momentum
-from .lists import Gradients, Lists, Role, StepOptions, Tensors, is_array, split_options
+from .lists import Gradients, Lists, Role, StepOptions, Tensors, is_array
 from .numbers import Adam, Sgd, Term, non_negative
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .calls import AdamStep, Numbers, SgdNumbers, SgdStep
+    from .calls import Numbers, SgdNumbers
+
+_NO_NUMBERS = None, None, 0.0, 0.0, False, False, False, False  # what `sgd_step_` has by default
 
 
 class Plan:
@@ -35,9 +37,9 @@ class Plan:
     storage, raises RuntimeError and names the tensor. (Arrays of other frameworks stay where they
     were lent; replays of a captured CUDA graph do not ask.)
 
-    Steps and predictions take their numbers as keywords, the same for all parameter groups, or as
+    Steps and predictions take SGD's numbers as keywords, the same for all parameter groups, or as
     `groups`, one `Sgd` or `Adam` of `spectrain_ext.operators.numbers` for each; and a horizon for
-    all groups, or a tuple with one for each. A plan with Adam's moments predicts by `groups`.
+    all groups, or a tuple with one for each. Adam's numbers are given as `groups`.
 
     Threads may share a plan: they take turns, and one that calls it from within one of its own
     calls gets a RuntimeError. It cannot be pickled or copied.
@@ -121,8 +123,9 @@ class Plan:
     ) -> None:
         """W <- W - lr*steps*v in place (SpecTrain, arXiv 1809.02839); steps == 0 keeps the bits.
 
-        `steps` may be a law of `spectrain_ext.laws`; the geometric ones need `momentum` and, where
-        there is any, `weight_decay` and `nesterov`.
+        `steps` may be a law of `spectrain_ext.laws`. Without `groups` the numbers are `lr`, and for
+        the geometric laws `momentum` and, where there are any, `weight_decay`, `nesterov` and the
+        others of `sgd_step_`.
         """
         if numbers and groups is None:
             terms, eps, program = self._terms(steps, **numbers)
@@ -172,54 +175,63 @@ class Plan:
         self,
         groups: Sequence[Sgd] | None = None,
         *,
+        lr: float | None = None,
+        momentum: float | None = None,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        ema: bool = False,
         first_step: bool | Sequence[bool] = False,
         predict: Sequence[Horizons | None] = (),
         stream: Any = None,
-        **given: Unpack[SgdStep],
+        **options: Unpack[StepOptions],
     ) -> None:
         """One step of SGD that also writes predictions; see `spectrain_ext.sgd_step_`.
 
         Groups with and without momentum exclude each other in one plan.
 
         Args:
-            groups: the numbers of every parameter group; None: `numbers`, for all of them.
+            groups: the numbers of every parameter group; None: `lr`, `momentum` (both needed then)
+                to `ema`, for all of them.
             predict: the horizon of every prediction: outs[j] <- W' - lr*predict[j]*v', or what a
                 law of `spectrain_ext.laws` says; None leaves outs[j] alone.
+            options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
         """
-        options, numbers = split_options(given)
-        if len(predict) > self._n_outs:
-            raise self._too_many(predict)
+        self._check_predict(predict)
+        given: Any = lr, momentum, dampening, weight_decay, nesterov, maximize
+        numbers = *given, decoupled_weight_decay, ema
         program = None
-        if (
-            groups is None
-            and numbers
-            and PLAIN.issuperset(map(type, (*numbers.values(), *predict)))
-        ):
-            arguments = remembered_step(self._n_groups, tuple(predict), **numbers)
+        if groups is None and PLAIN.issuperset(map(type, (*numbers, *predict))):
+            arguments = remembered_step(numbers, tuple(predict), self._n_groups)
         else:
-            groups = self._checked(Sgd, groups, numbers)
-            arguments, program = lower(step_arguments(groups, predict))
-        settings, momentum, predictions = arguments
+            if groups is None:
+                groups = [Sgd(*numbers)] * self._n_groups
+            elif numbers != _NO_NUMBERS:
+                pairs = zip(Sgd.__slots__, numbers, _NO_NUMBERS, strict=True)
+                raise _given_twice(name for name, number, no in pairs if number != no)
+            arguments, program = lower(step_arguments(self._checked(groups, Sgd), predict))
+        settings, with_momentum, predictions = arguments
         call = self._native.sgd_step_
-        call(settings, momentum, first_step, predictions, options, stream, program)
+        call(settings, with_momentum, first_step, predictions, options, stream, program)
 
     def adam_step_(
         self,
-        groups: Sequence[Adam] | None = None,
+        groups: Sequence[Adam],
         *,
         predict: Sequence[Horizons | None] = (),
         stream: Any = None,
-        **given: Unpack[AdamStep],
+        **options: Unpack[StepOptions],
     ) -> None:
         """One step of Adam, AdamW or NAdam that also writes predictions; as `sgd_step_`.
 
-        See `spectrain_ext.adam_step_`.
+        See `spectrain_ext.adam_step_`; `groups` are the numbers of every parameter group.
         """
-        options, numbers = split_options(given)
-        if len(predict) > self._n_outs:
-            raise self._too_many(predict)
-        groups = self._checked(Adam, groups, numbers)
-        (settings, _, predictions), program = lower(step_arguments(groups, predict))
+        self._check_predict(predict)
+        (settings, _, predictions), program = lower(
+            step_arguments(self._checked(groups, Adam), predict)
+        )
         self._native.adam_step_(settings, predictions, options, stream, program)
 
     # Versions of the weights.
@@ -317,19 +329,17 @@ class Plan:
         numbers = Sgd(rate, momentum, dampening, weight_decay, *more)
         return prediction([numbers] * self._n_groups, laws)
 
-    def _terms_of(self, groups: Numbers | None, steps: Horizons, both: Any = None) -> Prediction:
-        checked = self._checked(None, groups, both)
-        for numbers in checked:
-            if isinstance(numbers, Sgd) and numbers.momentum == 0.0:
+    def _terms_of(self, groups: Any, steps: Horizons, numbers: Any = ()) -> Prediction:
+        if numbers:
+            raise _given_twice(numbers)
+        checked = self._checked(groups)
+        for own in checked:
+            if isinstance(own, Sgd) and own.momentum == 0.0:
                 raise ValueError("momentum: a prediction needs momentum > 0")
         return prediction(checked, as_laws(steps, self._n_groups))
 
-    def _checked(self, rule: type[Sgd] | type[Adam] | None, groups: Any, numbers: Any) -> Any:
-        """The numbers of every group, of one rule: its own, or those for all."""
-        if numbers:
-            if groups is not None:
-                raise TypeError(f"{next(iter(numbers))}: groups are given, which have their own")
-            return [cast("type[Any]", rule)(**numbers)] * self._n_groups
+    def _checked(self, groups: Any, rule: type[Sgd] | type[Adam] | None = None) -> Any:
+        """The numbers of every group, all of one rule; None: of any."""
         # The common case first: asking for a Sequence takes longer than the rest.
         if type(groups) is not list and (
             isinstance(groups, str) or not isinstance(groups, Sequence)
@@ -360,11 +370,16 @@ class Plan:
             )
         return out
 
-    def _too_many(self, predict: Sequence[object]) -> ValueError:
-        return ValueError(
-            f"predict: expected at most one entry for each of the {self._n_outs} outs, "
-            f"got {len(predict)}"
-        )
+    def _check_predict(self, predict: Sequence[object]) -> None:
+        if len(predict) > self._n_outs:
+            raise ValueError(
+                f"predict: expected at most one entry for each of the {self._n_outs} outs, "
+                f"got {len(predict)}"
+            )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Plan holds addresses and cannot be pickled or copied; make a new one")
+
+
+def _given_twice(names: Iterable[str]) -> TypeError:
+    return TypeError(f"{next(iter(names))}: groups are given, which have their own")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spectrain_ext import _C
 from spectrain_ext.operators.calls import make_noted
-from spectrain_ext.operators.laws import Law, Linear, SecondOrder
+from spectrain_ext.operators.laws import Law, Linear, SecondOrder, terms_of
 from spectrain_ext.operators.lists import StepOptions
 from spectrain_ext.operators.plan import Plan
 
@@ -58,6 +58,11 @@ class _Prepared(NamedTuple):
 def _stay(laws: tuple[Law, ...] | None) -> bool:
     """Whether laws that are equal to these are the same: others may read what changes."""
     return laws is None or all(type(law) is Linear and type(law.steps) is float for law in laws)
+
+
+def _move(laws: tuple[Law, ...], templates: Sequence[Any]) -> bool:
+    """Whether the laws of the groups predict anything but the weights themselves."""
+    return any(map(terms_of, laws, templates))
 
 
 class Rows:
@@ -222,7 +227,7 @@ class Rows:
         """Write the outs that a step with laws does not."""
         if self.buffers is None:
             self.plan.write_out()
-        elif not self.all_active:
+        elif not self.all_active and _move(laws, templates):
             # The step gives a row without a gradient its weights, not their prediction.
             self._predict_inactive(templates, tuple(map(_without_gradient, laws)))
 
@@ -306,7 +311,7 @@ class Rows:
         known = self._prepared_prediction
         if known is not None and known.serves(templates, laws):
             known.call()
-        elif self.buffers is None:
+        elif self.buffers is None or not _move(laws, templates):
             self.plan.write_out()
         else:
             call = self.plan._prepared_predict(*self._now(templates, laws, self.cohorts))
@@ -315,9 +320,10 @@ class Rows:
             call()
 
     def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
-        """Keep the weights and replace them by their prediction."""
-        call = self.plan._prepared_stash_predict(*self._now(templates, laws, self.cohorts))
-        make_noted(call, self._replaced)
+        """Keep the weights and replace them by their prediction, unless that is the weights."""
+        if _move(laws, templates):
+            call = self.plan._prepared_stash_predict(*self._now(templates, laws, self.cohorts))
+            make_noted(call, self._replaced)
 
     def restore(self) -> bool:
         """Write the stashed weights back, wherever the parameters' storage is by now.

@@ -180,23 +180,20 @@ def test_every_group_may_have_a_law_of_its_own() -> None:
 
 
 def test_numbers_for_all_groups_are_keywords() -> None:
-    """Every number of a rule, in steps and in predictions."""
+    """Every number of SGD, in steps and in predictions."""
     sgd: Any = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "ema": True}
-    adam: Any = {"lr": 0.1, "step": 3, "weight_decay": 0.1, "decoupled_weight_decay": True}
-    lists = [[torch.rand(3), torch.rand(3)] for _ in range(5)]
+    lists = [[torch.rand(3), torch.rand(3)] for _ in range(4)]
     results = []
     for same in (True, False):
-        w, g, m, u, out = ([t.clone() for t in tensors] for tensors in lists)
-        plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=g, outs=[out], groups=[0, 1])
+        w, g, v, out = ([t.clone() for t in tensors] for tensors in lists)
+        plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out], groups=[0, 1])
         if same:
             plan.sgd_step_(**sgd)
-            plan.adam_step_(**adam)
             plan.predict(steps=Geometric(3), **sgd)
         else:
             plan.sgd_step_([Sgd(**sgd)] * 2)
-            plan.adam_step_([Adam(**adam)] * 2)
             plan.predict([Sgd(**sgd)] * 2, steps=Geometric(3))
-        results.append([*w, *m, *u, *out])
+        results.append([*w, *v, *out])
     ref.assert_lists(*results, "keywords")
 
 
@@ -275,18 +272,33 @@ class TestRefuses:
     @pytest.mark.parametrize("bad", [Sgd(0.1, 0.9), None, 3, "sgd", [3, 4]], ids=repr)
     def test_what_is_no_list_of_numbers(self, bad: Any) -> None:
         plan, lists = self._plan()
-        for method in (plan.sgd_step_, plan.adam_step_):
-            raises(TypeError, "groups", lambda method=method: method(bad), lists)  # type: ignore[misc]
+        raises(TypeError, "lr" if bad is None else "groups", lambda: plan.sgd_step_(bad), lists)
+        raises(TypeError, "groups", lambda: plan.adam_step_(bad), lists)
         raises(TypeError, "groups", lambda: plan.predict_(bad, steps=1.0), lists)
 
-    @pytest.mark.parametrize("name", ["sgd_step_", "adam_step_", "predict", "stash_predict_"])
-    def test_numbers_of_groups_and_for_all(self, name: str) -> None:
+    @pytest.mark.parametrize("name", ["sgd_step_", "predict", "stash_predict_"])
+    @pytest.mark.parametrize("number", ["lr", "weight_decay", "nesterov"])
+    def test_numbers_of_groups_and_for_all(self, name: str, number: str) -> None:
         plan, lists = self._plan()
-        numbers: Any = [self._A if name == "adam_step_" else self._S] * 2
-        more: Any = {} if name.endswith("_step_") else {"steps": 1.0}
+        given: Any = {number: 0.1, **({} if name == "sgd_step_" else {"steps": 1.0})}
         call = getattr(plan, name)
-        raises(TypeError, "^lr: groups are given", lambda: call(numbers, lr=0.1, **more), lists)
-        raises(TypeError, "groups", lambda: call(**more), lists)
+        why = f"^{number}: groups are given"
+        raises(TypeError, why, lambda: call([self._S] * 2, **given), lists)
+
+    def test_no_numbers_at_all(self) -> None:
+        plan, lists = self._plan()
+        raises(TypeError, "^lr: ", plan.sgd_step_, lists)
+        raises(TypeError, "^momentum: ", lambda: plan.sgd_step_(lr=0.1), lists)
+        raises(TypeError, "groups", lambda: plan.predict(steps=1.0), lists)
+
+    @pytest.mark.parametrize("step", ["sgd", "adam"])
+    def test_an_unknown_option(self, step: str) -> None:
+        plan, lists = self._plan()
+        call: Any = plan.adam_step_ if step == "adam" else plan.sgd_step_
+        numbers: Any = [self._A if step == "adam" else self._S] * 2
+        raises(
+            TypeError, "unexpected keyword argument 'clip'", lambda: call(numbers, clip=1), lists
+        )
 
     @pytest.mark.parametrize("laws", [(), (1.0,), (1.0, 2.0, 3.0)], ids=str)
     def test_laws_for_another_count_of_groups(self, laws: Any) -> None:

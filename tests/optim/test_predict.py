@@ -40,6 +40,17 @@ def test_predict_and_restore(dtype: torch.dtype, steps: float) -> None:
     assert_bits(params, kept)
 
 
+@pytest.mark.parametrize("steps", [0, st.laws.Geometric(0), st.laws.FutureRates(()), (0,)], ids=str)
+def test_where_nothing_is_predicted_no_pass_is_made(steps: st.laws.Horizons) -> None:
+    """Nothing is put back either: a graph of the weights outlives the block."""
+    params, optimizer = trained(torch.float32)
+    with optimizer.predicted(steps):
+        loss = torch.stack([(p * p).sum() for p in params]).sum()
+        inside = [p._version for p in params]
+    assert [p._version for p in params] == inside
+    loss.backward()
+
+
 def test_prediction_uses_each_groups_current_learning_rate() -> None:
     params = make_params()
     optimizer = st.optim.SGD(
