@@ -1,4 +1,4 @@
-"""One rank of torch.distributed.pipelining, the peer of test_torch_schedules.py: a process of its own.
+"""A rank of torch.distributed.pipelining, the peer of test_torch_schedules.py: its own process.
 
     python peer_stage.py RANK PORT FILE
 
