@@ -17,8 +17,8 @@ from spectrain_ext.pipeline.batch import Microbatch, hand_in, samples_of, shares
 from spectrain_ext.pipeline.cursor import Extent
 from spectrain_ext.pipeline.losses import Losses, LossFn, Result
 from spectrain_ext.pipeline.neighbourhood import Ready, Work
-from spectrain_ext.pipeline.observer import Handler, Observer, watched
-from spectrain_ext.pipeline.stage import Stage
+from spectrain_ext.pipeline.observer import Observer, watched
+from spectrain_ext.pipeline.stage import Handler, Stage
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Kind, Place, Replicas
 from spectrain_ext.transport import Buffer, Edge, Receiver

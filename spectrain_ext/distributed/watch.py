@@ -8,16 +8,31 @@ import sys
 import threading
 from datetime import timedelta
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch.distributed.distributed_c10d import Store
 
 from .blame import Beat, Cause
 
-if TYPE_CHECKING:
-    from .board import Board
-
 FAILED = "failed"  # the first cause, under this key of the store
+
+
+class Watched(Protocol):
+    """What a watch asks of the rank that it looks after, and tells it."""
+
+    rank: int
+    ranks: int
+    timeout: float
+    interval: float
+    grace: float
+    cause: Cause | None
+    changed: threading.Condition
+
+    def beat(self) -> dict[str, object]: ...
+    def overdue(self) -> Cause | None: ...
+    def learn(self, cause: Cause) -> None: ...
+    def without_store(self) -> Cause: ...
+    def last_words(self) -> str: ...
 
 
 class Watch:
@@ -35,7 +50,7 @@ class Watch:
         parting: whether rank 0 may have left, and the store with it.
     """
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Watched) -> None:
         self._board = board
         self.beats = [Beat(b"", monotonic()) for _ in range(board.ranks)]
         self.rounds = 0

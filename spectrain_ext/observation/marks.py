@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spectrain_ext.pipeline.observer import Handler
+from spectrain_ext.pipeline.stage import Handler
 from spectrain_ext.schedule import Kind, Lane
 from spectrain_ext.transport import CudaStream, Stream
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from spectrain_ext.method import delay, rules_at
-from spectrain_ext.pipeline.observer import Handler, Observer
+from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
-from spectrain_ext.pipeline.stage import Stage
+from spectrain_ext.pipeline.stage import Handler, Stage
 from spectrain_ext.schedule import FLUSHING, Kind, Place, Rules
 from spectrain_ext.weights import rates_of
 

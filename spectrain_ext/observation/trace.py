@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spectrain_ext.pipeline.observer import Handler, Observer
+from spectrain_ext.pipeline.observer import Observer
+from spectrain_ext.pipeline.stage import Handler
 from spectrain_ext.schedule import Action, Entries, Kind, Lane, Ledger, Rules, Span, open_ledgers
 
 from .marks import WORK, Mark, Record, marked

@@ -383,7 +383,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
         RuntimeError if the optimizer is not bound, ValueError for a missing or unsuitable tensor.
         """
-        sink = PredictionSink(self, self._bound("prediction_sink"), outs)
+        sink = PredictionSink(self.param_groups, self._bound("prediction_sink"), outs, self._write)
         self._templates.of(self.param_groups)
         self._rows(sink)
         return sink

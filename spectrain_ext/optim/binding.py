@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from torch import Tensor
 
@@ -14,9 +14,6 @@ from .resolve import resolved
 from .rows import Rows
 from .rule import Group, Kinds
 from .state import fits, named
-
-if TYPE_CHECKING:
-    from .base import PredictingOptimizer
 
 Views = Mapping[Tensor, Tensor]
 
@@ -90,12 +87,18 @@ class PredictionSink:
     Made by :meth:`PredictingOptimizer.prediction_sink`, valid until the optimizer is unbound.
     """
 
-    def __init__(self, optimizer: PredictingOptimizer, binding: Binding, outs: Views) -> None:
-        for where, p in named(optimizer.param_groups):
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        binding: Binding,
+        outs: Views,
+        write: Callable[[PredictionSink, Horizons], None],
+    ) -> None:
+        for where, p in named(groups):
             out, weight = _given("outs", where, p, outs), binding.weights[p]
             if out.shape != weight.shape or out.stride() != weight.stride():
                 raise ValueError(f"outs of {where} must be {_words(weight)}, got {_words(out)}")
-        self._optimizer = optimizer
+        self._write = write
         self.binding = binding
         self.outs = outs
         self.known: dict[Kinds, list[Rows]] = {}
@@ -109,7 +112,7 @@ class PredictionSink:
         ``steps``, or a prediction of a group whose momentum is 0. RuntimeError: the optimizer is
         not bound as it was.
         """
-        self._optimizer._write(self, steps)
+        self._write(self, steps)
 
 
 def _given(name: str, where: str, p: Tensor, tensors: Views) -> Tensor:

@@ -15,8 +15,8 @@ from spectrain_ext.transport import Stream, callers_stream, captured
 from .cursor import Cursor, Extent
 from .losses import Result
 from .neighbourhood import Neighbourhood, Work
-from .observer import Handler, Observer
-from .stage import Stage
+from .observer import Observer
+from .stage import Handler, Stage
 
 _Run: TypeAlias = Generator[Result, None, None]
 

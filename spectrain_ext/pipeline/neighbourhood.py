@@ -15,8 +15,8 @@ from .batch import hand_in, split
 from .clipping import GlobalNorm
 from .cursor import Extent
 from .losses import Losses, LossFn, Result
-from .observer import Handler, Observer, watched
-from .stage import Stage
+from .observer import Observer, watched
+from .stage import Handler, Stage
 
 Ready = Callable[[int, int], bool]
 #: Of each kind of action: whether what it waits for has come, None: it waits for nothing; and what

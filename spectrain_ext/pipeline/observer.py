@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +12,7 @@ from spectrain_ext.schedule import Kind, Rules
 
 if TYPE_CHECKING:
     from .losses import Result
-    from .stage import Stage
-
-Handler = Callable[[int, int], None]
+    from .stage import Handler, Stage
 
 _RANGES: dict[Kind, str] = {
     Kind.LOAD_FORWARD: "predict",

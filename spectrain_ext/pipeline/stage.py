@@ -13,12 +13,15 @@ from spectrain_ext.rng import TURN, StageRandom
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Buffer, Message, Receiver, Sender, Slot, Transit, new_stream
 from spectrain_ext.weights import StageWeights
-from spectrain_ext.weights.versions import Content, Versions
+from spectrain_ext.weights.storage import Content
+from spectrain_ext.weights.versions import Versions
 
 from .clipping import GlobalNorm, clip, gradient_norm
 from .cursor import Cursor, Extent
-from .observer import Handler
 from .tape import Entry, Tape, activation, check_dependence, check_loss, differentiate, value_of
+
+#: What runs an action of a stage, for minibatch i and microbatch j.
+Handler = Callable[[int, int], None]
 
 
 class Stage:

@@ -13,8 +13,8 @@ from spectrain_ext.schedule import Entries, Place, Rules, count_stage, find_gene
 
 from .flat import flat_nbytes
 from .rates import ComingRates, rates_of
-from .storage import Storage, true_dtype
-from .versions import Content, Difference, Versions
+from .storage import Content, Difference, Storage, true_dtype
+from .versions import Versions
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +14,30 @@ from spectrain_ext.operators.calls import make_noted
 from spectrain_ext.operators.plan import Plan
 
 from .flat import Flat
-from .versions import Content, Difference
 
 if TYPE_CHECKING:
     from spectrain_ext.optim import PredictingOptimizer
+
+
+class Content(NamedTuple):
+    """What a buffer of weights holds.
+
+    Attributes:
+        version: updates made in this run.
+        law: how it is predicted from there; None: it is the version itself.
+        rates: the learning rates that the law is evaluated at, where it does not have its own.
+    """
+
+    version: int
+    law: Any = None  # hashable
+    rates: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """W + s*(W - W_before): the last change of the weights, s times over."""
+
+    horizon: int
 
 
 class _Kept:

@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from spectrain_ext.operators.laws import Geometric, Law, Linear, SecondOrder
 from spectrain_ext.schedule import Entries, Place, Reader, Rules
 
+from .storage import Content, Difference, Storage
+
 if TYPE_CHECKING:
     from .rates import ComingRates
-    from .storage import Storage
-
-
-class Content(NamedTuple):
-    """What a buffer of weights holds.
-
-    Attributes:
-        version: updates made in this run.
-        law: how it is predicted from there; None: it is the version itself.
-        rates: the learning rates that the law is evaluated at, where it does not have its own.
-    """
-
-    version: int
-    law: Any = None  # hashable
-    rates: tuple[float, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """W + s*(W - W_before): the last change of the weights, s times over."""
-
-    horizon: int
 
 
 @lru_cache(maxsize=1024)  # a run asks for the same few all the time

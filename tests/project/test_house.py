@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,21 @@ def test_imports_point_downwards_and_never_to_the_root(path: Path) -> None:
             there = below.split(".")[0]
             assert there in FLOOR, f"imports {name}: the root's face"
             assert there == here or FLOOR[there] < FLOOR[here], f"imports {name}"
+
+
+def test_no_circle_of_files() -> None:
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in MODULES
+    }
+    order: TopologicalSorter[str] = TopologicalSorter()
+    for name, path in files.items():
+        for used in imported(path):
+            # A room's face only hands on what its files have.
+            found = used if used in files else used.rpartition(".")[0]
+            if found in files and files[found].name != "__init__.py" and found != name:
+                order.add(name, found)
+    order.prepare()
 
 
 def test_process_groups_are_known_upstairs_only() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from spectrain_ext.method import find_method, places_of, rules_at
 from spectrain_ext.schedule import Entries, Place, count_stage, find_generator
-from spectrain_ext.weights.versions import Content, Versions
+from spectrain_ext.weights.storage import Content
+from spectrain_ext.weights.versions import Versions
 
 
 def counts(name, n, m=1, window=None, master=False):
