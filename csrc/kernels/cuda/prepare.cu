@@ -94,9 +94,12 @@ cudaError_t prepare_with(const PrepareRequest& r, const ProgramView& p, int begi
   for (int i = begin; i < end; ++i) {
     memcpy(given.storage + (i - begin) * setting_bytes, &r.settings.data[i], setting_bytes);
   }
-  memcpy(given.storage + given.inputs_at, p.inputs, p.n_inputs * sizeof(Input));
-  memcpy(given.storage + given.constants_at, p.constants, p.n_constants * sizeof(double));
-  memcpy(given.storage + given.code_at, p.code, p.n_code * sizeof(Instruction));
+  const auto put = [&given](uint32_t at, const void* from, size_t bytes) {
+    if (bytes > 0) memcpy(given.storage + at, from, bytes);  // from null is undefined even for none
+  };
+  put(given.inputs_at, p.inputs, p.n_inputs * sizeof(Input));
+  put(given.constants_at, p.constants, p.n_constants * sizeof(double));
+  put(given.code_at, p.code, p.n_code * sizeof(Instruction));
   return enqueue(prepare<Bytes>, 1, 1, given, stream, p.n_registers() * sizeof(double));
 }
 
