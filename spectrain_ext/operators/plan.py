@@ -127,10 +127,7 @@ class Plan:
         the geometric laws `momentum` and, where there are any, `weight_decay`, `nesterov` and the
         others of `sgd_step_`.
         """
-        if numbers and groups is None:
-            terms, eps, program = self._terms(steps, **numbers)
-        else:
-            terms, eps, program = self._terms_of(groups, steps, numbers)
+        terms, eps, program = self._terms_of(groups, steps, numbers)
         self._native.predict_(terms, eps, stream, program)
 
     def predict(
@@ -143,10 +140,7 @@ class Plan:
         **numbers: Unpack[SgdNumbers],
     ) -> None:
         """outs[out] <- W - lr*steps*v, see `predict_`. steps == 0 copies the bits of W."""
-        if numbers and groups is None:
-            terms, eps, program = self._terms(steps, **numbers)
-        else:
-            terms, eps, program = self._terms_of(groups, steps, numbers)
+        terms, eps, program = self._terms_of(groups, steps, numbers)
         self._native.predict(terms, eps, self._check_out(out), stream, program)
 
     def stash_predict_(
@@ -158,10 +152,7 @@ class Plan:
         **numbers: Unpack[SgdNumbers],
     ) -> None:
         """Stashed <- W and W <- W - lr*steps*v, in one pass, see `predict_`."""
-        if numbers and groups is None:
-            terms, eps, program = self._terms(steps, **numbers)
-        else:
-            terms, eps, program = self._terms_of(groups, steps, numbers)
+        terms, eps, program = self._terms_of(groups, steps, numbers)
         self._native.stash_predict_(terms, eps, stream, program)
 
     def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
@@ -330,6 +321,8 @@ class Plan:
         return prediction([numbers] * self._n_groups, laws)
 
     def _terms_of(self, groups: Any, steps: Horizons, numbers: Any = ()) -> Prediction:
+        if numbers and groups is None:
+            return self._terms(steps, **numbers)
         if numbers:
             raise _given_twice(numbers)
         checked = self._checked(groups)
