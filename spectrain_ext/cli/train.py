@@ -13,8 +13,8 @@ from spectrain_ext.experiments.compare import Observation, train_all
 from spectrain_ext.experiments.data.split import Split
 from spectrain_ext.experiments.presets import DATA_SETS, MODELS
 from spectrain_ext.experiments.report import report
-from spectrain_ext.experiments.settings import ALL, TrainSettings, settle
-from spectrain_ext.experiments.workload import build_stages, fitting, load_data
+from spectrain_ext.experiments.settings import ALL, AUTO, TrainSettings, settle
+from spectrain_ext.experiments.workload import build_stages, choice, fitting, load_data
 from spectrain_ext.experiments.world import World
 from spectrain_ext.extras import require_matplotlib, require_tensorboard
 
@@ -58,7 +58,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     metavar="NAME",
     callback=names,
     help="A method, or several with commas, or all; may be repeated.  "
-    "[default: sync,vanilla,pipedream,spectrain,spectrain-stash]",
+    "[default: sync,vanilla,pipedream,spectrain,spectrain-stash,auto]",
 )
 @click.option(
     "--devices",
@@ -74,7 +74,8 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--microbatches",
     type=_POSITIVE,
-    help="Parts of every minibatch; one per stage where a method named needs them.  [default: 1]",
+    help="Parts of every minibatch.  [default: 1; one per stage for auto, pipedream-2bw, gpipe, "
+    "1f1b]",
 )
 @click.option(
     "--replicas",
@@ -176,9 +177,8 @@ def train(
             if tensorboard is not None:
                 require_tensorboard()
             settings, left_out = fitting(settings, leave_out=ALL in asked["methods"])
-        if asked["microbatches"] is None and settings.microbatches > 1:
-            needs = "methods and replicas need" if settings.replicas else "a named method needs"
-            console.print(f"Microbatches: {settings.microbatches}, which {needs}.")
+        if AUTO in settings.methods:
+            console.print(choice(settings), highlight=False, soft_wrap=True)
         given = str(out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S"))
         folder = Path(world.tell(given)[0])
         data = _load(settings, cache_dir or folder.parent / "data-cache", world)

@@ -1,25 +1,23 @@
 """What a comparison is asked for, filled in and checked."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from spectrain_ext.method import Method, Window, find_method, methods, numbers_of
-from spectrain_ext.schedule import FLUSHING, Place, Replicas
+from spectrain_ext.method import Method, Window, methods, microbatches_of, numbers_of
+from spectrain_ext.schedule import FLUSHING, Replicas
 
 from .presets import DEFAULT_MODEL, models_for, preset
 from .world import World
 
-#: What is compared where no method is named: synchronous training, and one of each kind.
-DEFAULT_METHODS = ("sync", "vanilla", "pipedream", "spectrain", "spectrain-stash")
+#: What is compared where no method is named: synchronous training, one of each kind, the default.
+DEFAULT_METHODS = ("sync", "vanilla", "pipedream", "spectrain", "spectrain-stash", "auto")
 ALL = "all"
-# With one microbatch they are what sync is.
-_WANT_MICROBATCHES = ("gpipe", "1f1b")
+AUTO = "auto"  # the method that says what it chose
 
 
 class OptionError(ValueError):
@@ -34,8 +32,9 @@ class OptionError(ValueError):
 class TrainSettings:
     """The same for every method and seed of one comparison.
 
-    ``devices`` has one entry per stage; ``replicas`` too, and is None where all have one. ``depth``
-    None is the model's own, ``train_samples`` and ``test_samples`` None are all.
+    ``devices`` has one entry per stage; ``replicas`` too, and is None where all have one. With
+    ``microbatches="auto"`` every method has what is usual for it. ``depth`` None is the model's
+    own, ``train_samples`` and ``test_samples`` None are all.
     """
 
     data: str = "digits"
@@ -47,7 +46,7 @@ class TrainSettings:
     devices: tuple[str, ...]
     epochs: int
     batch_size: int
-    microbatches: int = 1
+    microbatches: int | Literal["auto"] = "auto"
     window: Window = None
     clip_norm: float | None = None
     recompute: bool = False
@@ -60,6 +59,7 @@ class TrainSettings:
     optimizer: str
     lr: float
     momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float
     nesterov: bool = False
     lr_schedule: str
@@ -92,7 +92,7 @@ def settle(asked: Mapping[str, Any], world: World, *, quick: bool = False) -> Tr
     options = {name: value for name, value in asked.items() if value is not None}
     data = options.setdefault("data", "digits")
     world.seats = _seats(options.get("replicas"), world)
-    options["replicas"] = replicas = world.seats.counts if world.seats.dealt else None
+    options["replicas"] = world.seats.counts if world.seats.dealt else None
     options["stages"] = stages = _stages(options.get("stages"), world)
     try:  # of methods that have none to choose as well
         numbers_of(options.get("window"), stages)
@@ -105,11 +105,8 @@ def settle(asked: Mapping[str, Any], world: World, *, quick: bool = False) -> Tr
     _check_effects(options)
     seeds = options["seeds"]
     options["seeds"] = tuple(dict.fromkeys(range(seeds) if isinstance(seeds, int) else seeds))
-    chosen = options["methods"] = choose_methods(options.get("methods") or DEFAULT_METHODS)
+    options["methods"] = choose_methods(options.get("methods") or DEFAULT_METHODS)
     options["devices"] = choose_devices(options.get("devices", ["cpu"]), stages, world.local_rank)
-    if "microbatches" not in options:
-        named = () if ALL in (asked.get("methods") or ()) else chosen
-        options["microbatches"] = microbatches_for(named, stages, replicas)
     return TrainSettings(**options)
 
 
@@ -216,28 +213,18 @@ def choose_methods(names: Sequence[str]) -> tuple[str, ...]:
     return known if ALL in names else tuple(dict.fromkeys(names))
 
 
-def microbatches_for(
-    names: Sequence[str], stages: int, replicas: Sequence[int] | None = None
-) -> int:
-    """Microbatches that let every method of ``names`` be what it is; 1 where all are content.
-
-    Replicas deal them out evenly.
-    """
-    least = 1
-    for name in names:
-        method = find_method(name)
-        if name in _WANT_MICROBATCHES:
-            least = max(least, stages)
-        elif method.min_microbatches is not None:
-            place = Place(0, stages, stages, 1)
-            least = max(least, method.min_microbatches(place))
-    each = math.lcm(*replicas) if replicas else 1
-    return -(-least // each) * each
-
-
 def stages_of(method: Method, settings: TrainSettings) -> int:
     """Stages that a method trains the model in: those of the settings, or the most it can have."""
     return min(settings.stages, method.max_stages or settings.stages)
+
+
+def microbatches_in(method: Method, settings: TrainSettings) -> int:
+    """The settings' microbatches, or what is usual for the method."""
+    if settings.microbatches != "auto":
+        return settings.microbatches
+    stages = stages_of(method, settings)
+    dealt = settings.replicas if stages == settings.stages else None
+    return microbatches_of(method, stages, None if dealt is None else Replicas(dealt))
 
 
 def window_of(method: Method, settings: TrainSettings) -> Window:

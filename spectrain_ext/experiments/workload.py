@@ -12,9 +12,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from spectrain_ext import optim
 from spectrain_ext.distributed import DistributedPipeline
-from spectrain_ext.method import Method, check, find_method
+from spectrain_ext.method import Method, check, find_method, in_words, places_of
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.pipeline.pipeline import Pipeline
+from spectrain_ext.schedule import Replicas
 
 from .data.cifar import load_cifar10
 from .data.digits import load_digits
@@ -22,7 +23,7 @@ from .data.split import Split
 from .data.text import load_text
 from .models import gpt, residual_lstm, residual_mlp, resnet, vgg
 from .models.building import cut_evenly
-from .settings import TrainSettings, stages_of, window_of
+from .settings import AUTO, TrainSettings, microbatches_in, stages_of, window_of
 
 
 def load_data(settings: TrainSettings, cache: Path) -> Split:
@@ -113,11 +114,14 @@ def make_optimizer(
             nesterov=settings.nesterov,
             ema=ema,
         )
+    betas = settings.betas
     if settings.optimizer == "adam":
-        return optim.Adam(parameters, lr=lr, weight_decay=decay)
+        return optim.Adam(parameters, lr=lr, betas=betas, weight_decay=decay)
     if settings.optimizer == "adamw":
-        return optim.AdamW(parameters, lr=lr, weight_decay=decay)
-    return optim.NAdam(parameters, lr=lr, weight_decay=decay)
+        return optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=decay)
+    return optim.NAdam(
+        parameters, lr=lr, betas=betas, weight_decay=decay, decoupled_weight_decay=True
+    )
 
 
 def make_scheduler(
@@ -173,7 +177,7 @@ def build_pipeline(
     """
     more: dict[str, Any] = {
         "scheduler": scheduler,
-        "microbatches": settings.microbatches,
+        "microbatches": microbatches_in(method, settings),
         "window": window_of(method, settings),
         "clip_norm": settings.clip_norm,
         "recompute": settings.recompute,
@@ -211,6 +215,16 @@ def fitting(settings: TrainSettings, *, leave_out: bool) -> tuple[TrainSettings,
     return dataclasses.replace(settings, methods=kept), left_out
 
 
+def choice(settings: TrainSettings) -> str:
+    """What the method ``auto`` does with these settings, in a line."""
+    method = find_method(AUTO)
+    parts = microbatches_in(method, settings)
+    replicas = None if settings.replicas is None else Replicas(settings.replicas)
+    places = places_of(method, settings.stages, parts, settings.window, replicas)
+    optimizer = make_optimizer(settings, method, [nn.Parameter(torch.zeros(1))])
+    return in_words(method, places, optimizer)
+
+
 def _why_not(name: str, settings: TrainSettings) -> str | None:
     """What keeps a method from working with these settings, None if nothing does."""
     method = find_method(name)
@@ -219,7 +233,7 @@ def _why_not(name: str, settings: TrainSettings) -> str | None:
         check(
             method,
             count,
-            microbatches=settings.microbatches,
+            microbatches=microbatches_in(method, settings),
             window=window_of(method, settings),
             replicas=settings.replicas if count == settings.stages else None,
             optimizer=make_optimizer(settings, method, [nn.Parameter(torch.zeros(1))]),

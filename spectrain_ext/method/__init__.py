@@ -1,9 +1,9 @@
 """Methods: which weights, predicted how far, each forward and backward of a stage computes with."""
 
 from .formulas import delay, recipe_clip
-from .places import Window, numbers_of, places_of
+from .places import Window, microbatches_of, numbers_of, places_of
 from .registry import find_method, methods, second_order, xgrad
-from .rules import check, check_optimizer, rules_at
+from .rules import check, check_optimizer, in_words, rules_at
 from .value import Method
 
 __all__ = [
@@ -13,7 +13,9 @@ __all__ = [
     "check_optimizer",
     "delay",
     "find_method",
+    "in_words",
     "methods",
+    "microbatches_of",
     "numbers_of",
     "places_of",
     "recipe_clip",

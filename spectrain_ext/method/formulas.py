@@ -17,9 +17,18 @@ def delay(place: Place) -> int:
     return -(-(place.window - 1) // place.microbatches)
 
 
-def stage_index(place: Place) -> int:
-    """The stage's index k: how far it is ahead of stage 0, which predicts furthest."""
-    return place.stage
+def rest_of_delay(place: Place) -> int:
+    """By how much later stage 0's backward comes than the stage's own, in updates.
+
+    With it every stage predicts as far ahead as stage 0 has to. All share one loss: what the early
+    ones lag is damped by what the late ones lead.
+    """
+    return -(-(place.window + place.stage - 1) // place.microbatches) - delay(place)
+
+
+def one_per_stage(stages: int) -> int:
+    """With as many microbatches as stages no forward is more than one update late."""
+    return stages
 
 
 def spectrain_forward(place: Place) -> int:

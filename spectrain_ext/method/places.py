@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import lcm
 from typing import Literal
 
 from spectrain_ext.schedule import FLUSHING, Place, Replicas, find_generator
@@ -74,6 +75,14 @@ def places_of(
     if not (replicas.dealt and method.schedule in FLUSHING):
         _check_windows(windows, replicas)
     return [Place(k, stages, w, parts[k]) for k, w in enumerate(windows)]
+
+
+def microbatches_of(method: Method, stages: int, replicas: Replicas | None = None) -> int:
+    """How many microbatches a minibatch has where nobody says: replicas deal them out evenly."""
+    usual = 1 if method.microbatches is None else method.microbatches(stages)
+    at_least(method, 0, stages, "microbatches", usual, 1)
+    each = 1 if replicas is None else lcm(*replicas.counts)
+    return -(-usual // each) * each
 
 
 def _check_windows(windows: Sequence[int], replicas: Replicas) -> None:

@@ -14,14 +14,15 @@ from .value import Method, StageRule
 
 def second_order(
     *,
-    lead: StageRule = formulas.stage_index,
+    lead: StageRule = formulas.rest_of_delay,
     backward: Literal["stash", "predict"] = "stash",
     clip: Callable[[Place], float] | None = None,
 ) -> Method:
     """The ``second-order`` method with other settings.
 
     Args:
-        lead: a rule for the updates that a stage predicts further than its own delay; k by default.
+        lead: a rule for the updates that a stage predicts further than its own delay; by default
+            those by which stage 0's backward comes later, k with one microbatch.
         backward: the forward's weights again, or a linear prediction by ``lead`` from the newest.
         clip: a rule for the largest norm of a stage's gradient; ``recipe_clip`` was found to keep
             small deep networks stable. None: no clipping.
@@ -59,9 +60,26 @@ _SPECTRAIN = Method(
 )
 
 _ROWS = (
+    replace(
+        second_order(),
+        name="auto",
+        summary="microbatches for a delay of one update, predicted on all stages alike",
+        microbatches=formulas.one_per_stage,
+        otherwise="difference",
+    ),
     Method("sync", "one minibatch at a time, no overlap: the yardstick", schedule="gpipe"),
-    Method("gpipe", "all forwards, all backwards, update (synchronous)", schedule="gpipe"),
-    Method("1f1b", "one forward, one backward, a flush per minibatch (synchronous)", "1f1b"),
+    Method(
+        "gpipe",
+        "all forwards, all backwards, update (synchronous)",
+        schedule="gpipe",
+        microbatches=formulas.one_per_stage,
+    ),
+    Method(
+        "1f1b",
+        "one forward, one backward, a flush per minibatch (synchronous)",
+        schedule="1f1b",
+        microbatches=formulas.one_per_stage,
+    ),
     Method("vanilla", "forward and backward at the newest version"),
     Method("pipedream", "the backward reloads its forward's version", backward="stash"),
     Method(
@@ -76,6 +94,7 @@ _ROWS = (
         forward_reads="previous",
         backward="stash",
         min_microbatches=lambda place: place.stages,
+        microbatches=formulas.one_per_stage,
     ),
     _SPECTRAIN,
     Method(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NoReturn, Protocol, get_args
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from spectrain_ext.schedule import FLUSHING, Backward, Law, Place, Reads, Replicas, Rules
 
 from .formulas import delay
-from .places import Window, places_of
+from .places import Window, microbatches_of, places_of
 from .registry import find_method
 from .value import FAMILIES, Method, StageRule, at_least
 
@@ -28,7 +29,7 @@ def check(
     method: str | Method,
     stages: int,
     *,
-    microbatches: int = 1,
+    microbatches: int | Literal["auto"] = "auto",
     window: Window = None,
     replicas: Replicas | Sequence[int] | None = None,
     optimizer: Predicting | None = None,
@@ -38,7 +39,7 @@ def check(
     Args:
         method: a name, or a Method.
         stages: their number.
-        microbatches: parts per minibatch.
+        microbatches: parts per minibatch, ``"auto"``: what is usual for the method.
         window: as for ``Pipeline``.
         replicas: of every stage, None: one.
         optimizer: one like every stage's, with any parameters; None: not looked at.
@@ -50,8 +51,10 @@ def check(
     method = find_method(method)
     if replicas is not None and not isinstance(replicas, Replicas):
         replicas = Replicas(replicas)
+    if microbatches == "auto":
+        microbatches = microbatches_of(method, stages, replicas)
     for place in places_of(method, stages, microbatches, window, replicas):
-        rules = rules_at(method, place)
+        rules = rules_at(method, place, optimizer)
         if optimizer is not None:
             check_optimizer(method, rules, place.stage, optimizer)
 
@@ -88,8 +91,8 @@ def _family_of(optimizer: object) -> str:
     return "adam" if isinstance(optimizer, torch.optim.Adam) else "sgd"
 
 
-def rules_at(method: Method, place: Place) -> Rules:
-    """The method at one place.
+def rules_at(method: Method, place: Place, optimizer: Predicting | None = None) -> Rules:
+    """The method at one place, with an optimizer like the one there, if that is known.
 
     Raises:
         ValueError: a value that a field cannot have, fields that contradict one another, or a place
@@ -120,7 +123,49 @@ def rules_at(method: Method, place: Place) -> Rules:
     )
     _check_range(method, place)
     _check_contradictions(method, place, found)
-    return found
+    if method.otherwise is None or optimizer is None or _has_momentum(optimizer):
+        return found
+    _one_of(method, "otherwise", method.otherwise, ("difference",))
+    assert found.forward_horizon != "counted"
+    horizon = found.forward_horizon + found.lead
+    return replace(found, law=method.otherwise, forward_horizon=horizon, lead=0)
+
+
+def _has_momentum(optimizer: Predicting) -> bool:
+    try:
+        optimizer.check_can_predict()
+    except ValueError:
+        return False
+    return True
+
+
+def in_words(method: Method, places: Sequence[Place], optimizer: Predicting | None = None) -> str:
+    """What a method does on these stages, in a line: microbatches, delay, prediction, backward."""
+    parts, late = places[0].microbatches, max(map(delay, places))
+    rules = [rules_at(method, place, optimizer) for place in places]
+    said = f"{method.name}: {parts} microbatch{'es' * (parts > 1)} a minibatch"
+    if method.schedule in FLUSHING or late == 0:
+        return f"{said}, nothing is late and nothing predicted"
+    said += f", so that forwards are at most {_updates(late)} late"
+    horizons = [rule.forward_horizon for rule in rules]
+    if "counted" in horizons:
+        said += "; each is predicted by what it is late"
+    else:
+        ahead = [int(s) + rule.lead for s, rule in zip(horizons, rules, strict=True)]
+        least, most = min(ahead), max(ahead)
+        far = _updates(most) if least == most else f"{least} to {_updates(most)}"
+        if most:
+            said += f"; every stage predicts {far} ahead by the {rules[0].law} law"
+    met = {
+        "current": "backwards meet the newest weights",
+        "predict": "backwards predict again",
+        "stash": "backwards meet their forwards' weights",
+    }
+    return f"{said}; {met[method.backward]}"
+
+
+def _updates(count: int) -> str:
+    return f"{count} update{'s' * (count != 1)}"
 
 
 def _check_contradictions(method: Method, place: Place, found: Rules) -> None:
@@ -145,6 +190,8 @@ def _check_contradictions(method: Method, place: Place, found: Rules) -> None:
         )
     if found.forward_reads != "newest" and found.once:
         refuse("once", f"needs forward_reads='newest', got {found.forward_reads!r}")
+    if method.otherwise is not None and method.forward_horizon == "counted":
+        refuse("otherwise", "needs a horizon that is not counted")
     if found.law == "second-order" and method.forward_horizon == "counted":
         refuse("forward_horizon", "the step writes a second-order prediction, for one fixed delay")
     if found.future_rates and found.law not in ("linear", "geometric"):

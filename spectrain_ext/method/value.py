@@ -53,6 +53,9 @@ class Method:
         families: the optimizers that the method is defined for, out of sgd, adam, adamw, nadam.
         max_stages: the most stages that the method is defined for.
         min_microbatches: a rule for the fewest microbatches per minibatch.
+        microbatches: how many a minibatch has on so many stages where nobody says; None: 1.
+        otherwise: the law of a stage whose optimizer has no momentum that ``law`` could use, over
+            horizon and lead together; None: such an optimizer is refused.
     """
 
     # Corrections of gradients and of rates by staleness would be two more fields.
@@ -74,6 +77,8 @@ class Method:
     families: tuple[str, ...] = FAMILIES
     max_stages: int | None = None
     min_microbatches: StageRule | None = None
+    microbatches: Callable[[int], int] | None = None
+    otherwise: Literal["difference"] | None = None
 
 
 def at_least(method: Method, k: int, n: int, field: str, value: object, least: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spectrain_ext.method import delay, rules_at
+from spectrain_ext.method import delay
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.stage import Handler, Stage
@@ -106,7 +106,7 @@ class Metrics(Observer):
         if stage.weights is None or self._errors_every is None or self._flushes:
             return None
         place = self._place_of(stage)
-        rules = rules_at(self._pipe.method, place)
+        rules = self._pipe._rules[place.stage]
         return Probe(stage.weights, rules, place, self._errors_every)
 
     def result(self, result: Result) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from spectrain_ext import _C
-from spectrain_ext.method import Method
+from spectrain_ext.method import Method, microbatches_of
 from spectrain_ext.optim import PredictingOptimizer
-from spectrain_ext.schedule import FLUSHING, Place
+from spectrain_ext.schedule import FLUSHING, Place, Replicas
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -134,11 +134,17 @@ def _check_native(device: torch.device, where: str) -> None:
             raise RuntimeError(f"{where}: it is on {device}, but {error}") from None
 
 
-def check_microbatches(microbatches: object) -> None:
+def checked_microbatches(microbatches: object, method: Method, seats: Replicas) -> int:
+    """The parts of a minibatch; ``"auto"`` is what is usual for the method."""
+    if microbatches == "auto":
+        return microbatches_of(method, seats.stages, seats)
     if isinstance(microbatches, bool) or not isinstance(microbatches, int):
-        raise TypeError(f"microbatches: expected an int, got {type(microbatches).__name__}")
+        raise TypeError(
+            f"microbatches: expected an int or 'auto', got {type(microbatches).__name__}"
+        )
     if microbatches < 1:
         raise ValueError(f"microbatches: expected at least 1, got {microbatches}")
+    return microbatches
 
 
 def max_norms_of(

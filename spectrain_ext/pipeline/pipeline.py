@@ -15,21 +15,22 @@ from spectrain_ext.method import (
     Window,
     check_optimizer,
     find_method,
+    in_words,
     places_of,
     rules_at,
 )
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.schedule import Place, Rules
+from spectrain_ext.schedule import Place
 from spectrain_ext.transport import Value, callers_stream
 from spectrain_ext.weights import ComingRates, StageMemory, StageWeights
 
 from .arguments import (
     check_loss_fn,
     check_master_dtype,
-    check_microbatches,
     check_recompute,
     checked_devices,
+    checked_microbatches,
     checked_stages,
     devices_of,
     make_optimizer,
@@ -60,14 +61,18 @@ class Pipeline(nn.Module):
             one of ``spectrain_ext.optim`` and hold exactly these parameters, in any groups. A stage
             without trainable parameters gets none.
         loss_fn: ``(output, target) -> loss``, a 0-d tensor.
-        method: a name out of ``methods()``, or a ``Method``.
+        method: a name out of ``methods()``, or a ``Method``. ``"auto"`` predicts on every stage as
+            far ahead as stage 0 has to, one update with its usual microbatches; its law is the
+            second-order one, or, for optimizers without a momentum that it could use, the last
+            change of the weights.
         devices: one device per stage, to which the stages are moved; one CUDA device may be named
             several times. None: where the stages' parameters are.
         scheduler: makes a learning-rate scheduler from a stage's optimizer; stepped once after each
             of its updates.
         microbatches: parts that a minibatch is split into along dimension 0. Gradients and the loss
             are weighted by the parts' sizes, so that a loss that is a mean gives what
-            ``microbatches=1`` gives.
+            ``microbatches=1`` gives. ``"auto"``: as many as stages for the methods ``auto``,
+            ``pipedream-2bw``, ``gpipe`` and ``1f1b``, 1 for others.
         window: microbatches that a stage may have in flight: ``"classic"``, N - k on stage k of N;
             ``"wide"``, 2*(N - k) - 1, which hides communication at twice the staleness; a number
             for all stages; or one per stage. None: the method's own. Not for schedules that flush.
@@ -119,10 +124,10 @@ class Pipeline(nn.Module):
         stages: Iterable[nn.Module],
         optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
         loss_fn: Callable[..., Tensor],
-        method: str | Method = "spectrain",
+        method: str | Method = "auto",
         devices: Sequence[torch.device | str | int] | None = None,
         scheduler: Callable[[PredictingOptimizer], LRScheduler] | None = None,
-        microbatches: int = 1,
+        microbatches: int | Literal["auto"] = "auto",
         window: Window = None,
         clip_norm: float | None = None,
         clip_scope: Literal["stage", "global"] = "stage",
@@ -136,10 +141,11 @@ class Pipeline(nn.Module):
         around = self._around or LocalNeighbourhood(len(modules), clip_scope)
         first, seats = around.first, around.seats
         places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
-        check_microbatches(microbatches)
-        all_places = places_of(chosen, seats.stages, microbatches, window, seats)
+        parts = checked_microbatches(microbatches, chosen, seats)
+        all_places = places_of(chosen, seats.stages, parts, window, seats)
         stage_places = all_places[first : first + len(modules)]
-        rules = [rules_at(chosen, place) for place in stage_places]
+        for at in stage_places:
+            rules_at(chosen, at)
         max_norms = max_norms_of(chosen, stage_places, clip_norm, clip_scope)
         check_master_dtype(master_dtype)
         check_recompute(recompute)
@@ -148,10 +154,8 @@ class Pipeline(nn.Module):
             if not callable(given) and not (name == "scheduler" and given is None):
                 raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
         weights = [
-            _weights_of(
-                module, optimizer, scheduler, chosen, each, (all_places[0], place), master_dtype
-            )
-            for module, each, place in zip(modules, rules, stage_places, strict=True)
+            _weights_of(module, optimizer, scheduler, chosen, (all_places[0], at), master_dtype)
+            for module, at in zip(modules, stage_places, strict=True)
         ]
         try:
             for module, place, held in zip(modules, places, weights, strict=True):
@@ -165,6 +169,10 @@ class Pipeline(nn.Module):
             self.devices = tuple(places)
             self.places = tuple(stage_places)
             self._weights = weights
+            # Other ranks are taken to have optimizers like this one's.
+            like = next((held.optimizer for held in weights if held is not None), None)
+            self._rules = [rules_at(chosen, at, like) for at in all_places]
+            _logger.info("%s", in_words(chosen, all_places, like))
             kind = RecomputingStage if recompute else Stage
             own = [
                 kind(k, module, place, held, max_norm, around.norm)
@@ -249,8 +257,7 @@ class Pipeline(nn.Module):
         _logger.info("run ended: %s", self._where())
 
     def _watched(self, batches: Iterator[object], trace: Observer) -> Iterator[Result]:
-        rules = [rules_at(self.method, place) for place in self._executor.places]
-        trace.begin(rules, self.devices)
+        trace.begin(self._rules, self.devices)
         try:
             yield from self._executor.run(batches, trace)
         except GeneratorExit:
@@ -416,7 +423,6 @@ def _weights_of(
     optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
     scheduler: Callable[[PredictingOptimizer], LRScheduler] | None,
     chosen: Method,
-    rules: Rules,
     places: tuple[Place, Place],
     master_dtype: torch.dtype | None,
 ) -> StageWeights | None:
@@ -425,6 +431,7 @@ def _weights_of(
     opt = make_optimizer(optimizer, module, k)
     if opt is None:
         return None
+    rules = rules_at(chosen, places[1], opt)
     check_optimizer(chosen, rules, k, opt)
     future = ComingRates(opt, scheduler) if chosen.future_rates else None
     real = make_scheduler(scheduler, opt, k, chosen)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
-from spectrain_ext.method import Method, Window, find_method, places_of, rules_at
+from spectrain_ext.method import Method, Window, find_method, microbatches_of, places_of, rules_at
 from spectrain_ext.schedule import FLUSHING, Durations, Span, simulate, streams
 
 from .timeline import draw_timeline
@@ -16,7 +17,7 @@ def simulate_method(
     stages: int,
     minibatches: int,
     *,
-    microbatches: int = 1,
+    microbatches: int | Literal["auto"] = "auto",
     window: Window = None,
     forward: float = 1.0,
     backward: float = 2.0,
@@ -30,7 +31,7 @@ def simulate_method(
         method: a name, or a Method.
         stages: their number.
         minibatches: the length of the run.
-        microbatches: parts per minibatch.
+        microbatches: parts per minibatch; ``"auto"``: what is usual for the method.
         window: as for ``Pipeline``.
         forward: its duration, of a microbatch; the others are in the same unit.
         backward: its duration, of a microbatch.
@@ -45,6 +46,8 @@ def simulate_method(
     for name, value in (("stages", stages), ("minibatches", minibatches)):
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
+    if microbatches == "auto":
+        microbatches = microbatches_of(method, stages)
     places = places_of(method, stages, microbatches, window)
     rules = [rules_at(method, place) for place in places]
     durations = Durations.of(
@@ -66,7 +69,7 @@ def draw_method_timelines(
     methods: Iterable[str | Method],
     stages: int,
     *,
-    microbatches: int = 1,
+    microbatches: int | Literal["auto"] = "auto",
     window: Window = None,
 ) -> Sequence[Path]:
     """Draw the timeline of each method into ``folder``, as ``<method>.png``; makes the folder.
@@ -81,11 +84,12 @@ def draw_method_timelines(
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for method in map(find_method, methods):
+        parts = microbatches_of(method, stages) if microbatches == "auto" else microbatches
         spans = simulate_method(
             method,
             stages,
-            2 * stages if microbatches == 1 else 2 + 2 * stages // microbatches,
-            microbatches=microbatches,
+            2 * stages if parts == 1 else 2 + 2 * stages // parts,
+            microbatches=parts,
             window=None if method.schedule in FLUSHING else window,
             update=0.2,
             prediction=0.2,

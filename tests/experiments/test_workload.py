@@ -16,7 +16,7 @@ from spectrain_ext.experiments.settings import (
     OptionError,
     TrainSettings,
     choose_methods,
-    microbatches_for,
+    microbatches_in,
     settle,
     stages_of,
     window_of,
@@ -30,7 +30,7 @@ from spectrain_ext.experiments.workload import (
     mean_loss,
 )
 from spectrain_ext.experiments.world import World
-from spectrain_ext.method import find_method
+from spectrain_ext.method import find_method, methods
 
 SETTINGS = TrainSettings(
     data="digits",
@@ -226,23 +226,21 @@ def test_a_comparison_is_settled_without_a_command_line() -> None:
     assert caught.value.option == "augment"
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (DEFAULT_METHODS, 1),
-        (("sync", "gpipe"), 6),
-        (("1f1b",), 6),
-        (("vanilla", "pipedream-2bw"), 6),
-        (("xgrad",), 1),
-    ],
-    ids=["default", "gpipe", "1f1b", "2bw", "xgrad"],
-)
-def test_microbatches_that_methods_need(names: tuple[str, ...], expected: int) -> None:
-    assert microbatches_for(names, stages=6) == expected
+def test_microbatches_that_methods_have() -> None:
+    settings = _with(microbatches="auto")
+    usual = {name: microbatches_in(find_method(name), settings) for name in methods()}
+    assert {name for name, parts in usual.items() if parts == 4} == {
+        *("auto", "gpipe", "1f1b", "pipedream-2bw"),
+    }
+    assert set(usual.values()) == {1, 4}
+    dealt = _with(microbatches="auto", replicas=(2, 3, 1, 1))
+    assert microbatches_in(find_method("auto"), dealt) == 6
+    assert microbatches_in(find_method("xgrad"), dealt) == 1
+    assert microbatches_in(find_method("vanilla"), _with(microbatches=3)) == 3
 
 
 def test_what_does_not_fit_is_named_or_left_out() -> None:
-    settings = _with(methods=("sync", "pipedream-2bw", "spectrain"), momentum=0.0)
+    settings = _with(methods=("sync", "pipedream-2bw", "spectrain"), momentum=0.0, microbatches=1)
     kept, left_out = fitting(settings, leave_out=True)
     assert kept.methods == ("sync",)
     assert list(left_out) == ["pipedream-2bw", "spectrain"]

@@ -32,8 +32,8 @@ def windows(name, n=8, m=1, window=None):
 
 
 def test_names():
-    assert methods()[:5] == ("sync", "gpipe", "1f1b", "vanilla", "pipedream")
-    assert len(methods()) == len(set(methods())) == 19
+    assert methods()[:5] == ("auto", "sync", "gpipe", "1f1b", "vanilla")
+    assert len(methods()) == len(set(methods())) == 20
     for name in methods():
         method = find_method(name)
         assert method.name == name
@@ -101,7 +101,7 @@ def test_a_method_is_a_value():
 
 
 def test_unknown_methods():
-    with pytest.raises(ValueError, match=r"no 'zero'; there are sync, gpipe, 1f1b, vanilla"):
+    with pytest.raises(ValueError, match=r"no 'zero'; there are auto, sync, gpipe, 1f1b, vanilla"):
         find_method("zero")
     with pytest.raises(TypeError, match="expected a name or a Method, got int"):
         find_method(3)

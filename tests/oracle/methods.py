@@ -44,7 +44,16 @@ SPECTRAIN = Definition(
     backward_horizon=lambda k, n, w, m: nearest((k // 2) / m),
 )
 
+# Stage k's backward is k microbatches before that of stage 0, which lags by so much more.
+SECOND_ORDER = Definition(
+    law="second-order",
+    forward=local,
+    lead=lambda k, n, w, m: local(k, n, w + k, m) - local(k, n, w, m),
+    backward="stash",
+)
+
 METHODS = {
+    "auto": SECOND_ORDER,
     "sync": Definition("gpipe"),
     "gpipe": Definition("gpipe"),
     "1f1b": Definition("1f1b"),
@@ -56,9 +65,7 @@ METHODS = {
     "spectrain-local": Definition(forward="counted"),
     "spectrain-stash": Definition(forward=local, backward="stash"),
     "spectrain-ema": replace(SPECTRAIN, averaged=True),
-    "second-order": Definition(
-        law="second-order", forward=local, lead=lambda k, n, w, m: k, backward="stash"
-    ),
+    "second-order": SECOND_ORDER,
     "pipeoptim": Definition(forward=local),
     "xpipe": Definition(
         forward=lambda k, n, w, m: nearest((n + m - k // 2 - 2) / m),

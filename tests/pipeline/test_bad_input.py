@@ -68,7 +68,12 @@ def test_method_values():
         bad = dataclasses.replace(method, name="bad", **{rule: lambda p, v=value: v * p.stage})
         refused(ValueError, f"{rule} of 'bad' gives {value} for stage 1 of 3.*{least}", method=bad)
     refused(ValueError, "'xgrad' is defined for at most 1 stage, got 3", method="xgrad")
-    refused(ValueError, "'pipedream-2bw' needs at least 3 microbatches", method="pipedream-2bw")
+    refused(
+        ValueError,
+        "'pipedream-2bw' needs at least 3 microbatches",
+        method="pipedream-2bw",
+        microbatches=2,
+    )
 
 
 def test_windows():
@@ -126,11 +131,12 @@ def test_prediction_needs_momentum():
         optimizer=lambda params: sgd()(
             [{"params": params[:2]}, {"params": params[2:], "momentum": 0.0}]
         ),
+        method="spectrain",
     )
 
 
 def test_momentum_taken_away_later():
-    pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, "spectrain")
     losses(pipe, batches(3))
     before = copy.deepcopy(pipe.state_dict())
     pipe.optimizers[1].param_groups[0]["momentum"] = 0.0
@@ -144,8 +150,8 @@ def test_momentum_taken_away_later():
 def test_microbatches():
     refused(ValueError, "microbatches: expected at least 1, got 0", microbatches=0)
     refused(ValueError, "microbatches: expected at least 1, got -2", microbatches=-2)
-    refused(TypeError, "microbatches: expected an int, got float", microbatches=2.0)
-    refused(TypeError, "microbatches: expected an int, got bool", microbatches=True)
+    refused(TypeError, "microbatches: expected an int or 'auto', got float", microbatches=2.0)
+    refused(TypeError, "microbatches: expected an int or 'auto', got bool", microbatches=True)
 
 
 def test_loss_functions():
@@ -191,7 +197,7 @@ def test_cuda_where_there_is_none():
     ],
 )
 def test_losses(loss_fn, error, match):
-    pipe = st.Pipeline(tanh_stages(3), sgd(), loss_fn)
+    pipe = st.Pipeline(tanh_stages(3), sgd(), loss_fn, microbatches=1)
     before = copy.deepcopy(pipe.state_dict())
     with pytest.raises(st.StageError, match=match) as caught:
         losses(pipe, batches(4))

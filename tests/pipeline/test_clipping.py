@@ -95,7 +95,7 @@ def refused(error, match, **more):
 def test_what_is_refused():
     refused(
         ValueError,
-        "clip_scope: under method 'spectrain' the stages .* update at different times",
+        "clip_scope: under method 'auto' the stages .* update at different times",
         clip_norm=1.0,
         clip_scope="global",
     )

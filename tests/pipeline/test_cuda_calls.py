@@ -182,7 +182,7 @@ def test_the_caller_waits_for_the_last_piece_of_work(log, monkeypatch, recompute
             output.register_hook(fail)
         return mse(output, target)
 
-    pipe = st.Pipeline(stages, sgd(), loss_fn, recompute=recompute)
+    pipe = st.Pipeline(stages, sgd(), loss_fn, microbatches=1, recompute=recompute)
     with pytest.raises(st.StageError) if fails else nullcontext():
         losses(pipe, batches(4))
     caller = torch.cuda.current_stream(ZERO)

@@ -292,7 +292,7 @@ def test_dropout_does_not_depend_on_the_schedule():
         torch.manual_seed(5)
         stages = [Masks() for _ in range(4)]
         before = torch.get_rng_state()
-        pipe = st.Pipeline(stages, sgd(lr=0.0), mse, method)
+        pipe = st.Pipeline(stages, sgd(lr=0.0), mse, method, microbatches=1)
         values = torch.stack(losses(pipe, data))
         assert torch.equal(torch.get_rng_state(), before)
         found[method] = (values, torch.stack([torch.stack(stage.seen) for stage in stages]))
@@ -330,7 +330,7 @@ def test_seeds_do_not_share_numbers_between_stages():
     for seed in range(4):
         torch.manual_seed(seed)
         stages = [Masks() for _ in range(3)]
-        losses(st.Pipeline(stages, sgd(), mse), batches(3))
+        losses(st.Pipeline(stages, sgd(), mse, microbatches=1), batches(3))
         seen |= {tuple(row.tolist()) for stage in stages for row in stage.seen}
     assert len(seen) == 4 * 3 * 3
 

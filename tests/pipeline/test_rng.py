@@ -134,6 +134,7 @@ def test_a_stage_may_run_another_pipeline():
         [nn.Linear(8, 8), Outer()],
         lambda p: st.optim.SGD(p, lr=1e-3, momentum=0.9),
         nn.functional.mse_loss,
+        microbatches=1,
     )
     losses(pipe, 2)
     assert inner == [losses(pipeline(), 3)] * 2

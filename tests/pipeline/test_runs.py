@@ -203,7 +203,7 @@ def test_failures(method, where, stage):
 def test_a_failure_while_draining_is_raised_by_close():
     stages = [nn.Sequential(*s, Fault()) for s in tanh_stages(3)]
     stages[0][-1].backward_at = 1
-    pipe = st.Pipeline(stages, sgd(), mse)
+    pipe = st.Pipeline(stages, sgd(), mse, microbatches=1)
     results = pipe.run(batches(6))
     next(results)
     with pytest.raises(st.StageError, match="stage 0, minibatch 0, backward"):
@@ -337,7 +337,7 @@ def test_it_is_a_module_with_the_keys_of_sequential():
     assert list(pipe.state_dict()) == list(reference.state_dict())
     assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in reference.named_parameters()]
     assert list(pipe.children()) == stages
-    other = st.Pipeline(copy.deepcopy(stages), sgd(), loss_fn)
+    other = st.Pipeline(copy.deepcopy(stages), sgd(), loss_fn, microbatches=1)
     losses(other, batches(3))
     pipe.load_state_dict(other.state_dict())
     same(pipe.state_dict(), other.state_dict())
@@ -477,7 +477,7 @@ def test_a_device_that_fails_as_well_leaves_nothing_on_the_edges(monkeypatch):
             raise ArithmeticError("planned")
 
     stages[1].register_forward_pre_hook(once)
-    pipe = st.Pipeline(stages, sgd(), mse)
+    pipe = st.Pipeline(stages, sgd(), mse, microbatches=1)
     with pytest.raises(st.StageError, match=r"minibatch 2, forward: .*planned"):
         losses(pipe, batches(6))
     monkeypatch.undo()

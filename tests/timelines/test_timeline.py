@@ -183,7 +183,7 @@ def test_the_command_with_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--method", "nope"], "there is no method 'nope'; there are sync, gpipe"),
+        (["--method", "nope"], "there is no method 'nope'; there are auto, sync, gpipe"),
         (["--stages", "2", "--window", "1,2"], "a deadlock"),
         (["--method", "xgrad"], "at most 1"),
         (["-o", "t.gif"], "ends in .svg, .png, .json, got 't.gif'"),

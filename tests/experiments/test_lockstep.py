@@ -1,0 +1,128 @@
+"""Lockstep gives the engine's numbers, for every method, optimizer and number of microbatches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import spectrain_ext as st
+from spectrain_ext.experiments.lockstep import Lockstep
+from spectrain_ext.experiments.models import gpt, residual_mlp
+from spectrain_ext.experiments.workload import mean_loss
+from spectrain_ext.method import find_method
+
+Optimizer = Callable[[list[nn.Parameter]], st.optim.PredictingOptimizer]
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _text(samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 20, (samples, 7), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _same(
+    stages: Callable[[], list[nn.Module]],
+    optimizer: Optimizer,
+    method: str,
+    data: list[tuple[Tensor, Tensor]],
+    microbatches: int,
+    clip_norm: float | None = None,
+) -> None:
+    mine, engines = stages(), stages()
+
+    def decay(optimizer: torch.optim.Optimizer) -> LambdaLR:
+        return LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / 4))
+
+    pipe = st.Pipeline(
+        engines,
+        optimizer,
+        mean_loss,
+        method,
+        scheduler=decay,
+        microbatches=microbatches,
+        clip_norm=clip_norm,
+    )
+    expected = [result.loss.item() for result in pipe.run(data)]
+    pipe.release()
+    lock = Lockstep(
+        mine,
+        optimizer,
+        mean_loss,
+        find_method(method),
+        scheduler=decay,
+        microbatches=microbatches,
+        clip_norm=clip_norm,
+    )
+    found = []
+    for value, target in data:
+        found.append(lock.train_on(value, target))
+        with lock.true_weights() as model:  # looking changes nothing
+            model(value)
+    lock.release()
+    assert found == pytest.approx(expected, abs=1e-10)
+    for stage, other in zip(mine, engines, strict=True):
+        for p, q in zip(stage.state_dict().values(), other.state_dict().values(), strict=True):
+            torch.testing.assert_close(p, q, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4, 5])
+@pytest.mark.parametrize("method", [m for m in st.methods() if m != "xgrad"])
+def test_every_method_is_the_engines(method: str, microbatches: int) -> None:
+    if method == "pipedream-2bw" and microbatches < 4:
+        pytest.skip("pipedream-2bw needs as many microbatches as stages")
+
+    def optimizer(params: list[nn.Parameter]) -> st.optim.PredictingOptimizer:
+        if method == "spectrain-ema":
+            return st.optim.SGD(params, lr=0.3, momentum=0.9, ema=True)
+        return st.optim.AdamW(params, lr=0.01)
+
+    sizes = (8, 8, 8, 3, 8, 8, 8)  # one minibatch has fewer samples than microbatches
+    _same(
+        lambda: gpt(4, vocabulary=20, context=6, width=8, depth=2, seed=0),
+        optimizer,
+        method,
+        [_text(size, seed) for seed, size in enumerate(sizes)],
+        microbatches,
+    )
+
+
+@pytest.mark.parametrize("method", ["auto", "spectrain", "pipedream", "lwp-w"])
+def test_statistics_of_a_batch_are_a_microbatchs(method: str) -> None:
+    """What normalizes by the batch sees the engine's microbatches; clipping is by stage."""
+
+    def stages() -> list[nn.Module]:
+        layers = residual_mlp(4, features=6, width=8, depth=2, classes=3, seed=1)
+        return [*layers[:1], nn.Sequential(layers[1], nn.BatchNorm1d(8)), *layers[2:]]
+
+    generator = torch.Generator().manual_seed(3)
+    data = [
+        (torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator))
+        for _ in range(7)
+    ]
+    _same(
+        stages,
+        lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9),
+        method,
+        data,
+        4,
+        clip_norm=0.1,
+    )
+
+
+def test_what_is_refused() -> None:
+    stages = gpt(2, vocabulary=20, context=6, width=8, depth=2, seed=0)
+    method = dataclasses.replace(find_method("spectrain"), future_rates=True)
+    with pytest.raises(ValueError, match="wants the learning rates to come"):
+        Lockstep(stages, lambda params: st.optim.AdamW(params), mean_loss, method)
