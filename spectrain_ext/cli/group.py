@@ -9,6 +9,7 @@ from spectrain_ext._C import build_info
 from .bench import bench
 from .doctor import doctor
 from .options import printable
+from .study import study
 from .timeline import timeline
 from .train import train
 
@@ -35,3 +36,4 @@ main.add_command(train)
 main.add_command(doctor)
 main.add_command(bench)
 main.add_command(timeline)
+main.add_command(study)

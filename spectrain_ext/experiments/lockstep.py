@@ -211,8 +211,8 @@ class Lockstep:
         self._minibatches = 0
         self._stages = []
         for module, place in zip(stages, places, strict=True):
-            rules = rules_at(method, place)
             made = optimizer([p for p in module.parameters() if p.requires_grad])
+            rules = rules_at(method, place, made)
             check_optimizer(method, rules, place.stage, made)
             max_norm = clip_norm
             if max_norm is None and method.clip is not None:

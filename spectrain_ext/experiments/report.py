@@ -260,7 +260,7 @@ def draw_losses(
     number = 0
     for result in results:
         reference = result.method == "sync"
-        color, dashes = _REFERENCE if reference else _line(number)
+        color, dashes = _REFERENCE if reference else line_of(number)
         number += not reference
         smoothed = [_trailing_mean(run.losses, window) for run in result.runs]
         columns = [sorted(column) for column in zip(*smoothed, strict=True)]
@@ -303,7 +303,7 @@ def draw_losses(
     figure.savefig(path)
 
 
-def _line(number: int) -> tuple[str, str | tuple[int, tuple[float, ...]]]:
+def line_of(number: int) -> tuple[str, str | tuple[int, tuple[float, ...]]]:
     """Colour and dashes of a method; the first 36 are all different."""
     turn, color = divmod(number, len(_COLORS))
     return _COLORS[color], _DASHES[(color + turn) % len(_DASHES)]

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import islice
 from multiprocessing import get_context
@@ -24,19 +24,21 @@ import torch
 from torch import nn
 
 from spectrain_ext.files import read_json, replace_file
-from spectrain_ext.method import Method, find_method, second_order
+from spectrain_ext.method import Method, check, find_method, second_order
 from spectrain_ext.method.formulas import delay, none, rest_of_delay
-from spectrain_ext.schedule import Law
+from spectrain_ext.schedule import FLUSHING, Law, Place
 
 from .data.batches import training_batches
 from .data.split import Split
 from .lockstep import Lockstep
-from .settings import TrainSettings, microbatches_in
+from .settings import OptionError, TrainSettings, microbatches_in, settle
 from .workload import build_stages, load_data, make_optimizer, make_scheduler, mean_loss
+from .world import World
 
 _LARGEST = 1 << 24  # bytes of a run
 _POINTS = 20  # of a curve, per length of a synchronous run
 _TEST_BATCH = 256
+_ENDLESS = 1000  # epochs; a run is as long as its cell says
 
 
 class Contender(NamedTuple):
@@ -57,35 +59,51 @@ def contender(name: str) -> Contender:
     return Contender(find_method(name))
 
 
-def _uniform(law: Law, lead: int = 0) -> Method:
-    """Every stage predicts as far as stage 0 has to, and the backward reuses that."""
+def _even(law: Law) -> Method:
+    """Every stage predicts as far as stage 0 has to, by another law than the second-order one."""
     return Method(
-        f"uniform-{law}",
+        f"{law}-even",
         "",
         law=law,
-        forward_horizon=lambda place: delay(place) + rest_of_delay(place),
-        lead=lambda place: lead,
+        forward_horizon=_farthest,
         backward="stash",
     )
 
 
-_NESTEROV = {"optimizer": "nadam", "betas": (0.99, 0.999)}
+def _farthest(place: Place) -> int:
+    return delay(place) + rest_of_delay(place)
+
+
+_SYNC_AHEAD = Method(
+    "sync-ahead",
+    "",
+    schedule="gpipe",
+    law="second-order",
+    forward_horizon=lambda place: 1,
+    backward="stash",
+)
 _SLOW = {"betas": (0.95, 0.999)}
 _EXTRA = {
+    # what looking ahead gives by itself, without any delay
     "sync-nadam": Contender(find_method("sync"), {"optimizer": "nadam"}),
     "sync-nesterov": Contender(find_method("sync"), {"nesterov": True}),
+    "sync-ahead": Contender(_SYNC_AHEAD),
     "sync-b95": Contender(find_method("sync"), _SLOW),
-    "nesterov-async": Contender(find_method("pipedream"), _NESTEROV),
-    "uniform-linear": Contender(_uniform("linear")),
-    "uniform-second": Contender(_uniform("second-order")),
-    "uniform-second-lead1": Contender(_uniform("second-order", 1)),
-    "second-order-even": Contender(second_order()),
-    "second-order-even-b95": Contender(second_order(), _SLOW),
-    "uniform-difference": Contender(_uniform("difference")),
+    # arXiv 2505.01099
+    "nesterov-async": Contender(
+        find_method("pipedream"), {"optimizer": "nadam", "betas": (0.99, 0.999)}
+    ),
+    "linear-even": Contender(_even("linear")),
+    "difference-even": Contender(_even("difference")),
+    "second-order-all": Contender(replace(second_order(lead=none), forward_horizon=_farthest)),
+    "second-order-all-lead-1": Contender(
+        replace(second_order(lead=lambda place: 1), forward_horizon=_farthest)
+    ),
     "second-order-lead0": Contender(second_order(lead=none)),
-    "second-order-b95": Contender(find_method("second-order"), _SLOW),
-    "uniform-linear-b95": Contender(_uniform("linear"), _SLOW),
-    "spectrain-stash-b95": Contender(find_method("spectrain-stash"), _SLOW),
+    "second-order-lead-1": Contender(second_order(lead=lambda place: rest_of_delay(place) + 1)),
+    "second-order-lead-k": Contender(second_order(lead=lambda place: place.stage)),
+    "second-order-b95": Contender(second_order(), _SLOW),
+    "linear-even-b95": Contender(_even("linear"), _SLOW),
 }
 
 
@@ -102,7 +120,102 @@ class Cell:
     length: float
 
     def with_rate(self, lr: float) -> TrainSettings:
-        return dataclasses.replace(self.settings, **contender(self.contender).changes, lr=lr)
+        return replace(self.settings, **contender(self.contender).changes, lr=lr)
+
+
+class Workload(NamedTuple):
+    """What a study trains: fields of ``TrainSettings``, and the updates of a synchronous run.
+
+    Every contender's learning rate is sought from ``settings["lr"]`` on.
+    """
+
+    settings: Mapping[str, Any]
+    updates: int
+
+
+WORKLOADS = {
+    # nanoGPT's small setting for characters, whose published validation loss is 1.88
+    "nanogpt": Workload(
+        {
+            **{"data": "text", "width": 128, "context": 64, "batch_size": 12, "test_samples": 512},
+            **{"weight_decay": 0.1, "betas": (0.9, 0.99), "clip_norm": 1.0, "warmup": 100},
+            **{"lr_schedule": "cosine", "lr": 0.001},
+        },
+        2000,
+    ),
+    "text": Workload(
+        {
+            **{"width": 32, "context": 32, "batch_size": 32, "weight_decay": 0.01, "warmup": 30},
+            **{"lr": 0.004, "test_samples": 256},
+        },
+        400,
+    ),
+    "digits": Workload({"batch_size": 16, "warmup": 0, "lr": 0.05}, 360),
+    "cifar10": Workload(
+        {
+            **{"width": 8, "batch_size": 32, "weight_decay": 5e-4, "warmup": 30, "lr": 0.02},
+            **{"train_samples": 3072, "test_samples": 1000},
+        },
+        192,
+    ),
+}
+
+
+def cells_of(
+    data: str,
+    data_dir: Path | None,
+    stages: Iterable[int],
+    microbatches: Iterable[str],
+    contenders: Sequence[str],
+) -> list[Cell]:
+    """Every contender at every depth and number of microbatches that it is defined for.
+
+    Args:
+        data: a key of ``WORKLOADS``.
+        data_dir: its file or folder.
+        stages: numbers of stages.
+        microbatches: numbers, or ``"N"`` and ``"2N"`` of as many as stages, or twice that.
+        contenders: names; what flushes is trained once, whatever the microbatches.
+
+    Raises:
+        ValueError: an unknown name; or no contender is defined for what is asked.
+        OptionError: settings that cannot be.
+    """
+    work = WORKLOADS[data]
+    found: dict[tuple[str, int, int], Cell] = {}
+    why = ValueError("contenders: expected at least one")
+    for n in stages:
+        own = {"data": data, "lr_schedule": "constant", **work.settings}
+        if own["data"] == "text":
+            own["depth"] = n - 2  # a block for every stage
+        for text in microbatches:
+            m = _microbatches(text, n)
+            for name in contenders:
+                method = contender(name).method
+                flushes = method.schedule in FLUSHING
+                parts = 1 if flushes else m
+                asked = {**own, "data_dir": data_dir, "stages": n, "microbatches": parts}
+                asked |= {"methods": ["sync"], "devices": ["cpu"], "epochs": _ENDLESS}
+                settings = settle(asked, World.of_environment())
+                try:
+                    check(method, n, microbatches=parts)
+                except ValueError as error:
+                    why = error
+                    continue
+                # more than the updates that synchronous training makes, to see how many it takes
+                length = 1.0 if flushes or n - 1 <= m else 1.5
+                found[name, n, parts] = Cell(name, settings, work.updates, length)
+    if not found:
+        raise why
+    return list(found.values())
+
+
+def _microbatches(text: str, stages: int) -> int:
+    if text in ("N", "2N"):
+        return stages * len(text)
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise OptionError("microbatches", f"expected a number of at least 1, N or 2N, got {text!r}")
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -211,8 +324,19 @@ class Curves:
 
 
 @lru_cache(maxsize=1)
-def _data(settings: TrainSettings, cache: Path) -> Split:
-    return load_data(settings, cache)
+def _loaded(settings: TrainSettings, folder: Path) -> Split:
+    return load_data(settings, folder / "data-cache")
+
+
+def data_of(settings: TrainSettings, folder: Path) -> Split:
+    """The data of a cell; decoded images are kept below the folder.
+
+    Raises:
+        FileNotFoundError, ValueError: a file is missing or not what it should be.
+    """
+    # the same for all cells, so that a process reads it once
+    alike = {"stages": 2, "devices": (), "methods": (), "microbatches": 1, "depth": None, "lr": 0.0}
+    return _loaded(replace(settings, **alike), folder)  # type: ignore[arg-type]
 
 
 def _one(folder: Path, cell: Cell, lr: float, seed: int) -> Curve:
@@ -220,12 +344,7 @@ def _one(folder: Path, cell: Cell, lr: float, seed: int) -> Curve:
     found = curves.find(cell, lr, seed)
     if found is None:
         torch.set_num_threads(1)
-        s = cell.settings
-        data = _data(
-            dataclasses.replace(s, stages=2, devices=(), methods=(), microbatches=1, depth=None),
-            folder / "data-cache",
-        )
-        found = train(cell, lr, seed, data)
+        found = train(cell, lr, seed, data_of(cell.settings, folder))
         curves.save(cell, lr, seed, found)
     return found
 
@@ -253,12 +372,16 @@ def search(folder: Path, cell: Cell, start: float, seeds: Sequence[int], first: 
 
 
 def search_all(
-    folder: Path, cells: Iterable[Cell], seeds: Sequence[int], *, first: int = 2, jobs: int = 1
+    folder: Path, cells: Sequence[Cell], seeds: Sequence[int], *, first: int = 2, jobs: int = 1
 ) -> Iterator[tuple[Cell, float]]:
-    """Search every cell, several at a time in processes of their own; yields each when it is done.
+    """Search every cell, from its settings' learning rate on; yields each when it is done.
 
-    A cell's start is its settings' learning rate.
+    Several ``jobs`` are processes of their own, with one thread each.
     """
+    if jobs == 1:
+        for cell in cells:
+            yield cell, search(folder, cell, cell.settings.lr, seeds, first)
+        return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         todo = {pool.submit(search, folder, c, c.settings.lr, seeds, first): c for c in cells}
         for done in as_completed(todo):

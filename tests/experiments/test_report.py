@@ -11,10 +11,10 @@ from rich.console import Console
 from spectrain_ext.experiments.report import (
     ACCURACY,
     PERPLEXITY,
-    _line,
     _trailing_mean,
     comparison_table,
     draw_losses,
+    line_of,
 )
 from spectrain_ext.experiments.results import MethodResult, Run, summarize, write_results
 
@@ -135,7 +135,7 @@ def test_a_single_seed_has_no_deviation() -> None:
 
 
 def test_lines_of_many_methods_differ() -> None:
-    assert len({_line(number) for number in range(36)}) == 36
+    assert len({line_of(number) for number in range(36)}) == 36
 
 
 @pytest.mark.parametrize("methods", [1, 5, 19])

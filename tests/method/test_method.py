@@ -11,7 +11,9 @@ from spectrain_ext.method import (
     Method,
     check,
     find_method,
+    in_words,
     methods,
+    microbatches_of,
     places_of,
     recipe_clip,
     rules_at,
@@ -54,6 +56,48 @@ def test_rounds_in_updates_of_several_microbatches():
     found = at("spectrain", m=2)
     assert [c.forward_horizon for c in found] == [4, 3, 3, 3, 3, 2, 2, 2]
     assert [c.backward_horizon for c in found] == [0, 0, 1, 1, 1, 1, 2, 2]
+
+
+def test_auto_predicts_on_every_stage_as_far_as_stage_0_has_to():
+    """One update with its own microbatches, where the last stage is not late and leads by one."""
+    assert microbatches_of(find_method("auto"), 8) == 8
+    found = at("auto", m=8)
+    assert [(c.forward_horizon, c.lead) for c in found] == [(1, 0)] * 7 + [(0, 1)]
+    assert {(c.law, c.backward) for c in found} == {("second-order", "stash")}
+    assert [(c.forward_horizon, c.lead) for c in at("auto", n=4)] == [
+        (3, 0),
+        (2, 1),
+        (1, 2),
+        (0, 3),
+    ]
+    assert [(c.forward_horizon, c.lead) for c in at("auto", n=4, m=2)] == [
+        *((2, 0), (1, 1), (1, 1), (0, 2))
+    ]
+    assert [c.forward_horizon + c.lead for c in at("auto", n=1)] == [0]
+
+
+def test_in_words():
+    def said(name, n, m):
+        method = find_method(name)
+        return in_words(method, places_of(method, n, m))
+
+    assert said("auto", 8, 8) == (
+        "auto: 8 microbatches a minibatch, so that forwards are at most 1 update late; every stage "
+        "predicts 1 update ahead by the second-order law; backwards meet their forwards' weights"
+    )
+    assert (
+        "at most 7 updates late; every stage predicts 3 to 7 updates ahead by the linear law; "
+        in (said("spectrain", 8, 1))
+    )
+    assert "each is predicted by what it is late; backwards meet the newest" in (
+        said("spectrain-local", 4, 1)
+    )
+    assert said("vanilla", 4, 1) == (
+        "vanilla: 1 microbatch a minibatch, so that forwards are at most 3 updates late; backwards "
+        "meet the newest weights"
+    )
+    for name, n in (("sync", 4), ("auto", 1)):
+        assert said(name, n, 1).endswith("nothing is late and nothing predicted")
 
 
 def test_xpipe():

@@ -16,6 +16,7 @@ from helpers.pipeline_cases import (
     mse,
     sgd,
     tanh_stages,
+    torch_sgd,
 )
 from hypothesis import given
 from oracle.cases import OPTIMIZERS
@@ -23,7 +24,8 @@ from oracle.methods import Definition
 from torch.optim import lr_scheduler
 
 import spectrain_ext as st
-from spectrain_ext.method import Method
+from spectrain_ext.method import Method, in_words
+from spectrain_ext.method import find_method as st_method
 
 
 def method_and_definition(name="own", **choices):
@@ -48,6 +50,42 @@ def method_and_definition(name="own", **choices):
         fields[key]: at(value) if key in rules else value for key, value in choices.items()
     }
     return Method(name, "of a test", **given_fields), Definition(**choices)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_auto_without_momentum_goes_by_the_last_change_of_the_weights(parts):
+    """As far as stage 0 has to; the same rows with momentum are among every method's."""
+
+    def farthest(k, n, w, m):
+        return -(-(w + k - 1) // m)
+
+    definition = Definition(law="difference", forward=farthest, backward="stash")
+    optimizer = (sgd(momentum=0.0), torch_sgd(momentum=0.0))
+    compared = Compared(
+        tanh_stages(4), "auto", definition=definition, optimizer=optimizer, microbatches=parts
+    )
+    assert "by the difference law" in in_words(
+        compared.pipe.method, compared.pipe.places, compared.pipe.optimizers[0]
+    )
+    compared.run(batches(9))
+    compared.run(batches(5))
+
+
+def test_auto_is_what_a_pipeline_does_by_default(caplog):
+    stages = tanh_stages(4)
+    other = st.Pipeline(copy.deepcopy(stages), sgd(), mse, "second-order", microbatches=4)
+    with caplog.at_level("INFO", "spectrain_ext"):
+        pipe = st.Pipeline(stages, sgd(), mse)
+    assert pipe.method is st_method("auto")
+    assert [place.microbatches for place in pipe.places] == [4] * 4
+    assert (
+        "auto: 4 microbatches a minibatch, so that forwards are at most 1 update late"
+        in caplog.text
+    )
+    assert "every stage predicts 1 update ahead by the second-order law" in caplog.text
+    other = st.Pipeline(tanh_stages(4), sgd(), mse, "second-order", microbatches=4)
+    for found, expected in zip(losses(pipe, batches(6)), losses(other, batches(6)), strict=True):
+        assert torch.equal(found, expected)
 
 
 def constant(s):

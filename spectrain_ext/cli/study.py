@@ -1,0 +1,140 @@
+"""``spectrain study``: methods over depths and delays, each at its own best learning rate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from spectrain_ext.experiments.frontier import (
+    draw_gaps,
+    draw_times,
+    frontier_table,
+    rows_of,
+    write_frontier,
+)
+from spectrain_ext.experiments.report import versions
+from spectrain_ext.experiments.settings import OptionError
+from spectrain_ext.experiments.study import WORKLOADS, Curves, cells_of, data_of, search_all
+from spectrain_ext.extras import require, require_matplotlib
+
+from .options import names
+
+_TABLE = 120  # columns that the table has
+_POSITIVE = click.IntRange(min=1)
+_USUAL = "sync,vanilla,pipedream,pipedream-2bw,spectrain,spectrain-stash,auto"
+
+
+@click.command(
+    context_settings={"show_default": True},
+    epilog="Every run is a file in --out: the same command with the same --out goes on where it "
+    "was interrupted, and trains what more seeds, stages or methods add. Learning rates go up and "
+    "down by factors of two until both neighbours of the best are worse, judged by two seeds.",
+)
+@click.option("--data", type=click.Choice(tuple(WORKLOADS)), default="digits")
+@click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path),
+    help="File or folder of cifar10 (torchvision's, or a tar of JPEG files) or text (*.txt).",
+)
+@click.option("--stages", default="4,8", callback=names, help="Numbers of stages, with commas.")
+@click.option(
+    "--microbatches",
+    default="1,N",
+    callback=names,
+    help="Numbers of microbatches, with commas; N is as many as stages, 2N twice that.",
+)
+@click.option(
+    "--method",
+    "-m",
+    "methods",
+    multiple=True,
+    default=[_USUAL],
+    metavar="NAME",
+    callback=names,
+    help="Methods, with commas; sync is always one of them. Others that are only compared with: "
+    "see docs/frontier.md.",
+)
+@click.option("--seeds", type=_POSITIVE, default=5, help="Train with seeds 0 to this, less one.")
+@click.option("--jobs", type=_POSITIVE, default=1, help="Runs at once, on a core each.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the runs, frontier.json and pictures.  [default: runs/study-<data>]",
+)
+def study(
+    data: str,
+    data_dir: Path | None,
+    stages: Sequence[str],
+    microbatches: Sequence[str],
+    methods: Sequence[str],
+    seeds: int,
+    jobs: int,
+    out: Path | None,
+) -> None:
+    """Find how well methods train at every depth and delay, against synchronous training.
+
+    Runs in lockstep, which gives the pipeline's numbers and takes far fewer calls.
+    """
+    require_matplotlib()
+    require("scipy", "confidence intervals come from SciPy")
+    folder = out or Path("runs") / f"study-{data}"
+    console = Console()
+    try:
+        wanted = dict.fromkeys(("sync", *methods))
+        cells = cells_of(data, data_dir, _numbers(stages), microbatches, tuple(wanted))
+        split = data_of(cells[0].settings, folder)
+    except OptionError as error:
+        raise click.BadParameter(str(error), param_hint=f"'--{error.option}'") from error
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    began = time.monotonic()
+    found = {}
+    for cell, lr in search_all(folder, cells, range(seeds), jobs=jobs):
+        found[cell] = lr
+        s = cell.settings
+        console.print(
+            f"{len(found)}/{len(cells)} {cell.contender}, {s.stages} stages, M = {s.microbatches}: "
+            f"lr {lr:.3g}, {time.monotonic() - began:.0f} s",
+            highlight=False,
+        )
+    rows = rows_of(folder, found, range(seeds), split)
+    about: dict[str, Any] = {
+        "data": data,
+        "seeds": seeds,
+        "updates": cells[0].updates,
+        "settings": dict(WORKLOADS[data].settings),
+        "versions": versions(),
+    }
+    write_frontier(folder / "frontier.json", rows, about)
+    draw_gaps(folder / "gaps.png", rows, f"{split.name}, {seeds} seeds")
+    curves = Curves(folder)
+    for n in dict.fromkeys(row.stages for row in rows):
+        runs = {
+            (c.contender, n, int(c.settings.microbatches)): [
+                curve for s in range(seeds) if (curve := curves.find(c, lr, s)) is not None
+            ]
+            for c, lr in found.items()
+            if c.settings.stages == n
+        }
+        mine = [row for row in rows if row.stages == n]
+        draw_times(folder / f"time-{n}.png", mine, runs, f"{split.name}, {n} stages, {seeds} seeds")
+    Console(width=max(console.width, _TABLE)).print(frontier_table(rows))
+    console.print(f"numbers and pictures: {folder}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _numbers(texts: Sequence[str]) -> list[int]:
+    try:
+        found = [int(text) for text in texts]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise click.BadParameter(
+            f"expected numbers of at least 1 with commas, got {','.join(texts)!r}",
+            param_hint="'--stages'",
+        )
+    return found

@@ -1,0 +1,341 @@
+"""Frontier: what a study found, against synchronous training, as a table, JSON and two pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.table import Table
+
+from spectrain_ext.extras import require_matplotlib
+from spectrain_ext.files import replace_file
+from spectrain_ext.method import places_of, rules_at
+from spectrain_ext.schedule import FLUSHING, Durations, simulate, streams, summarize
+
+from .data.split import Split
+from .report import line_of
+from .study import Cell, Curve, Curves, contender
+from .workload import build_stages, mean_loss
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SHARES = (0.5, 0.75, 1.0)  # of synchronous training's updates
+_TIMED = 5  # runs of a stage, of which the median counts
+_SIMULATED = 12  # minibatches
+_SMOOTHED = 4  # tests, a fifth of a synchronous run
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds with its 95 % confidence interval (Student's t); one seed has none."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        from scipy.stats import t  # type: ignore[import-untyped]
+
+        mean = statistics.fmean(values)
+        if len(values) < 2 or not math.isfinite(mean):
+            return cls(mean, -math.inf, math.inf)
+        half = t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+        return cls(mean, mean - half, mean + half)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell at its best learning rate, against synchronous training at its own best.
+
+    Attributes:
+        contender: its name.
+        stages: N.
+        microbatches: M.
+        delay: updates that stage 0 is late.
+        lr: the learning rate with the least loss.
+        losses: test losses after as many updates as synchronous training made, by seed; each the
+            mean of the last tests, over a fifth of it.
+        accuracies: likewise, the shares of targets that were found.
+        gap: its loss over that of synchronous training, less 1, paired by seed.
+        updates: by share of synchronous training's updates, those that it takes to the test loss
+            there, over these; infinite where a seed does not reach it.
+        time: of a minibatch, over that without any bubble, as simulated.
+    """
+
+    contender: str
+    stages: int
+    microbatches: int
+    delay: int
+    lr: float
+    losses: tuple[float, ...]
+    accuracies: tuple[float, ...]
+    gap: Interval
+    updates: Mapping[float, float]
+    time: float
+
+
+def rows_of(
+    folder: Path, found: Mapping[Cell, float], seeds: Sequence[int], data: Split
+) -> list[Row]:
+    """Compare what was found: the best learning rate of every cell.
+
+    Raises:
+        ValueError: a number of stages has no ``sync`` to compare with.
+    """
+    curves = Curves(folder)
+
+    def runs(cell: Cell) -> list[Curve]:
+        read = [curves.find(cell, found[cell], seed) for seed in seeds]
+        return [smoothed(curve) for curve in read if curve is not None]
+
+    reference = {c.settings.stages: runs(c) for c in found if c.contender == "sync"}
+    rows, work = [], {}
+    for cell in found:
+        n, m = cell.settings.stages, cell.settings.microbatches
+        assert m != "auto"
+        if n not in reference:
+            raise ValueError(f"contenders: {n} stages have no 'sync' to be compared with")
+        if n not in work:
+            work[n] = _durations(cell, data)
+        mine, sync = runs(cell), reference[n]
+        ends = [_at(curve, cell.updates) for curve in mine]
+        pairs = list(zip(mine, sync, strict=True))
+        rows.append(
+            Row(
+                cell.contender,
+                n,
+                m,
+                0 if contender(cell.contender).method.schedule in FLUSHING else -(-(n - 1) // m),
+                found[cell],
+                tuple(loss for loss, _ in ends),
+                tuple(accuracy for _, accuracy in ends),
+                Interval.of([_at(a, cell.updates)[0] / b.loss - 1.0 for a, b in pairs]),
+                {
+                    share: statistics.fmean(
+                        _updates_to(a, _least(b, share * cell.updates)) / (share * cell.updates)
+                        for a, b in pairs
+                    )
+                    for share in _SHARES
+                },
+                _time_of(cell, *work[n]),
+            )
+        )
+    return sorted(rows, key=lambda row: (row.stages, row.delay, row.contender != "sync"))
+
+
+def smoothed(curve: Curve) -> Curve:
+    """The same with trailing means: at a constant rate two tests differ by 1 % from noise alone."""
+    points = []
+    for end in range(1, len(curve.points) + 1):
+        last = curve.points[max(0, end - _SMOOTHED) : end]
+        loss, accuracy = (statistics.fmean(point[i] for point in last) for i in (1, 2))
+        points.append((last[-1][0], loss, accuracy))
+    return Curve(tuple(points), curve.seconds)
+
+
+def _at(curve: Curve, updates: int) -> tuple[float, float]:
+    """Loss and accuracy after so many updates."""
+    for update, loss, accuracy in curve.points:
+        if update >= updates:
+            return loss, accuracy
+    return math.inf, 0.0  # it diverged before
+
+
+def _least(curve: Curve, updates: float) -> float:
+    return min(loss for update, loss, _ in curve.points if update <= updates)
+
+
+def _updates_to(curve: Curve, loss: float) -> float:
+    """Updates to a loss, interpolated between two points."""
+    last, before = 0, math.inf
+    for update, value, _ in curve.points:
+        if value <= loss:
+            if not math.isfinite(before):
+                return update
+            return last + (update - last) * (before - loss) / (before - value)
+        last, before = update, min(before, value)
+    return math.inf
+
+
+def _durations(cell: Cell, data: Split) -> tuple[list[float], list[float]]:
+    """Seconds of each stage's forward and backward of a minibatch, measured here."""
+    settings = cell.settings
+    stages = build_stages(settings, settings.stages, 0, data)
+    batch = slice(settings.batch_size)
+    forward, backward = [], []
+    value = data.prepare(data.train_inputs[batch])
+    for k, stage in enumerate(stages):
+        ahead, back = [], []
+        for _ in range(_TIMED):
+            inputs = value.detach()
+            if inputs.is_floating_point():
+                inputs.requires_grad_()
+            began = time.perf_counter()
+            output = stage(inputs)
+            if k == len(stages) - 1:
+                output = mean_loss(output, data.train_targets[batch])
+            done = time.perf_counter()
+            output.backward(torch.ones_like(output))
+            ahead.append(done - began)
+            back.append(time.perf_counter() - done)
+        value = output
+        forward.append(statistics.median(ahead))
+        backward.append(statistics.median(back))
+    return forward, backward
+
+
+def _time_of(cell: Cell, forward: Sequence[float], backward: Sequence[float]) -> float:
+    """The time of a minibatch in the schedule, over that of the slowest stage's work on it.
+
+    A microbatch takes its share of a minibatch's measured duration. What flushes has as many
+    microbatches as stages here, which is how it would be run.
+    """
+    method = contender(cell.contender).method
+    n, m = cell.settings.stages, cell.settings.microbatches
+    assert m != "auto"
+    if method.schedule in FLUSHING:
+        m = n
+    places = places_of(method, n, m)
+    durations = Durations.of(
+        n, forward=[f / m for f in forward], backward=[b / m for b in backward]
+    )
+    spans = simulate(
+        streams(method.schedule, [place.window for place in places], m),
+        durations,
+        minibatches=_SIMULATED + 2 * n // m,
+        rules=[rules_at(method, place) for place in places],
+    )
+    return summarize(spans).period / max(f + b for f, b in zip(forward, backward, strict=True))
+
+
+def frontier_table(rows: Sequence[Row]) -> Table:
+    """One row per cell."""
+    table = Table(
+        title=f"Against sync, each at its own best learning rate: means over {len(rows[0].losses)} "
+        "seeds; the gap with its 95 % interval; updates to sync's loss at 50, 75 and 100 % of its "
+        "own, over these; simulated time of a minibatch",
+        title_justify="left",
+    )
+    for heading in ("N", "M", "delay", "method", "lr", "test loss", "gap %", "updates", "time"):
+        table.add_column(heading, no_wrap=True)
+    for row in rows:
+        gap = row.gap
+        table.add_row(
+            *map(str, (row.stages, row.microbatches, row.delay, row.contender)),
+            f"{row.lr:.3g}",
+            f"{statistics.fmean(row.losses):.4f}",
+            "-"
+            if row.contender == "sync"
+            else f"{100 * gap.mean:+.2f} [{100 * gap.low:+.2f}, {100 * gap.high:+.2f}]",
+            " ".join(_ratio(row.updates[share]) for share in _SHARES),
+            f"{row.time:.2f}",
+        )
+    return table
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "-"
+
+
+def write_frontier(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
+    """Write the rows as JSON; what is not finite becomes null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, float):
+            return value if math.isfinite(value) else None
+        if isinstance(value, Mapping):
+            return {str(key): plain(v) for key, v in value.items()}
+        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    document = {**about, "rows": [plain(asdict(row)) for row in rows]}
+    replace_file(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
+
+
+def draw_gaps(path: Path, rows: Sequence[Row], title: str) -> None:
+    """Draw the gap of every contender over the delay."""
+
+    def draw(axes: Axes) -> None:
+        axes.axhline(0.0, color="black", linewidth=1.0)
+        names = list(dict.fromkeys(row.contender for row in rows if row.delay))
+        for number, name in enumerate(names):
+            color, dashes = line_of(number)
+            mine = sorted((r for r in rows if r.contender == name), key=lambda r: r.delay)
+            mine = [row for row in mine if math.isfinite(row.gap.mean)]
+            x = [row.delay for row in mine]
+            y = [100 * row.gap.mean for row in mine]
+            error = [100 * (row.gap.high - row.gap.mean) for row in mine]
+            error = [value if math.isfinite(value) else 0.0 for value in error]
+            axes.errorbar(
+                x, y, error, color=color, linestyle=dashes, marker="o", markersize=3, label=name
+            )
+        axes.set_xscale("log", base=2)
+        delays = sorted({row.delay for row in rows if row.delay})
+        axes.set_xticks(delays, [str(delay) for delay in delays])
+        axes.minorticks_off()
+        axes.set_yscale("symlog", linthresh=2.0)
+        marks = [-5, -2, -1, 0, 1, 2, 5, 10, 20, 50]
+        axes.set_yticks(marks, [f"{mark:+d}" if mark else "0" for mark in marks])
+        axes.set_xlabel("delay of the first stage, in updates")
+        axes.set_ylabel("test loss above synchronous training's, %")
+
+    _picture(path, draw, title)
+
+
+def draw_times(
+    path: Path,
+    rows: Sequence[Row],
+    curves: Mapping[tuple[str, int, int], Sequence[Curve]],
+    title: str,
+) -> None:
+    """Draw mean test losses over the simulated time, bubbles included.
+
+    Args:
+        path: of the PNG.
+        rows: one per line, of one number of stages.
+        curves: the runs, by contender, stages and microbatches.
+        title: of the picture.
+    """
+
+    def draw(axes: Axes) -> None:
+        number = 0
+        for row in rows:
+            runs = [smoothed(c) for c in curves[row.contender, row.stages, row.microbatches]]
+            points = list(zip(*(run.points for run in runs), strict=False))
+            reference = row.contender == "sync"
+            color, dashes = ("#000000", "solid") if reference else line_of(number)
+            number += not reference
+            axes.plot(
+                [column[0][0] * row.time for column in points],
+                [statistics.fmean(loss for _, loss, _ in column) for column in points],
+                color=color,
+                linestyle=dashes,
+                label=f"{row.contender}, M = {row.stages if reference else row.microbatches}",
+            )
+        axes.set_xlabel("simulated time, in minibatches of the slowest stage's work")
+        axes.set_ylabel("test loss (nats)")
+
+    _picture(path, draw, title)
+
+
+def _picture(path: Path, draw: Callable[[Axes], None], title: str) -> None:
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 4.8), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    draw(axes)
+    axes.set_title(title, fontsize=10, parse_math=False)
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path)
