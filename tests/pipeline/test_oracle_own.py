@@ -78,12 +78,7 @@ def test_auto_is_what_a_pipeline_does_by_default(caplog):
         pipe = st.Pipeline(stages, sgd(), mse)
     assert pipe.method is st_method("auto")
     assert [place.microbatches for place in pipe.places] == [4] * 4
-    assert (
-        "auto: 4 microbatches a minibatch, so that forwards are at most 1 update late"
-        in caplog.text
-    )
-    assert "every stage predicts 1 update ahead by the second-order law" in caplog.text
-    other = st.Pipeline(tanh_stages(4), sgd(), mse, "second-order", microbatches=4)
+    assert in_words(pipe.method, pipe.places) in caplog.text
     for found, expected in zip(losses(pipe, batches(6)), losses(other, batches(6)), strict=True):
         assert torch.equal(found, expected)
 
