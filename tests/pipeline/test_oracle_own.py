@@ -79,7 +79,8 @@ def test_auto_is_what_a_pipeline_does_by_default(caplog):
     assert pipe.method is st_method("auto")
     assert [place.microbatches for place in pipe.places] == [4] * 4
     assert in_words(pipe.method, pipe.places) in caplog.text
-    for found, expected in zip(losses(pipe, batches(6)), losses(other, batches(6)), strict=True):
+    data = batches(6)
+    for found, expected in zip(losses(pipe, data), losses(other, data), strict=True):
         assert torch.equal(found, expected)
 
 
