@@ -22,17 +22,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from spectrain_ext.files import read_json, replace_file
-from spectrain_ext.method import Method, check, find_method, second_order
-from spectrain_ext.method.formulas import delay, none, rest_of_delay
+from spectrain_ext.method import (
+    Method,
+    check,
+    delay,
+    find_method,
+    places_of,
+    recipe_clip,
+    second_order,
+)
+from spectrain_ext.method.formulas import none, rest_of_delay
+from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.schedule import FLUSHING, Law, Place
 
 from .data.batches import training_batches
 from .data.split import Split
 from .lockstep import Lockstep
 from .settings import OptionError, TrainSettings, microbatches_in, settle
-from .workload import build_stages, load_data, make_optimizer, make_scheduler, mean_loss
+from .workload import build_stages, factor_of, load_data, make_optimizer, mean_loss
 from .world import World
 
 _LARGEST = 1 << 24  # bytes of a run
@@ -42,10 +52,18 @@ _ENDLESS = 1000  # epochs; a run is as long as its cell says
 
 
 class Contender(NamedTuple):
-    """A method with what it has otherwise than the workload: fields of ``TrainSettings``."""
+    """A method with what it has otherwise than the workload.
+
+    Attributes:
+        method: the method.
+        changes: fields of ``TrainSettings``.
+        careful: the share of a synchronous run over which learning rates rise from lr/D to lr on a
+            stage with delay D (PipeMare's T1: lr/D^(1 - min(t/T, 1))).
+    """
 
     method: Method
     changes: Mapping[str, Any] = {}
+    careful: float = 0.0
 
 
 def contender(name: str) -> Contender:
@@ -103,6 +121,10 @@ _EXTRA = {
     "second-order-lead-1": Contender(second_order(lead=lambda place: rest_of_delay(place) + 1)),
     "second-order-lead-k": Contender(second_order(lead=lambda place: place.stage)),
     "second-order-b95": Contender(second_order(), _SLOW),
+    "second-order-b975": Contender(second_order(), {"betas": (0.975, 0.999)}),
+    "second-order-b95-clip": Contender(second_order(clip=recipe_clip), _SLOW),
+    "second-order-b95-t1": Contender(second_order(), _SLOW, careful=0.5),
+    "pipedream-t1": Contender(find_method("pipedream"), careful=0.5),
     "linear-even-b95": Contender(_even("linear"), _SLOW),
 }
 
@@ -236,12 +258,13 @@ def train(cell: Cell, lr: float, seed: int, data: Split) -> Curve:
     settings = cell.with_rate(lr)
     torch.manual_seed(seed)
     method = contender(cell.contender).method
+    delays = map(delay, places_of(method, settings.stages, microbatches_in(method, settings)))
     lock = Lockstep(
         build_stages(settings, settings.stages, seed, data),
         partial(make_optimizer, settings, method),
         mean_loss,
         method,
-        scheduler=make_scheduler(settings, cell.updates),
+        scheduler=lambda optimizer: _scheduler(cell, settings, optimizer, next(delays)),
         microbatches=microbatches_in(method, settings),
         clip_norm=settings.clip_norm,
     )
@@ -264,6 +287,19 @@ def train(cell: Cell, lr: float, seed: int, data: Split) -> Curve:
             with lock.true_weights() as model:
                 points.append((update, *_test(model, data)))
     return Curve(tuple(points), time.perf_counter() - began)
+
+
+def _scheduler(
+    cell: Cell, settings: TrainSettings, optimizer: PredictingOptimizer, late: int
+) -> LRScheduler:
+    """The workload's, with T1 for a stage that is late by so many updates."""
+    usual, careful = factor_of(settings, cell.updates), contender(cell.contender).careful
+
+    def factor(update: int) -> float:
+        rest = 1.0 - min(update / (careful * cell.updates), 1.0) if careful else 0.0
+        return usual(update) / math.pow(max(1, late), rest)
+
+    return LambdaLR(optimizer, factor)
 
 
 def _test(model: nn.Module, data: Split) -> tuple[float, float]:

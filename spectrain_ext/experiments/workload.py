@@ -134,6 +134,12 @@ def make_scheduler(
     """
     if settings.lr_schedule == "constant" and not settings.warmup:
         return None
+    factor = factor_of(settings, updates)
+    return lambda optimizer: LambdaLR(optimizer, factor)
+
+
+def factor_of(settings: TrainSettings, updates: int) -> Callable[[int], float]:
+    """What the learning rate is multiplied by at each of so many updates."""
 
     def factor(update: int) -> float:
         if update < settings.warmup:
@@ -143,7 +149,7 @@ def make_scheduler(
         done = (update - settings.warmup) / max(1, updates - settings.warmup)
         return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
-    return lambda optimizer: LambdaLR(optimizer, factor)
+    return factor
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
