@@ -2,7 +2,7 @@
 
 from .formulas import delay, recipe_clip
 from .places import Window, numbers_of, places_of
-from .registry import find_method, methods, second_order, xgrad
+from .registry import find_method, methods, second_order, spectrain, xgrad
 from .rules import check, check_optimizer, rules_at
 from .value import Method
 
@@ -19,5 +19,6 @@ __all__ = [
     "recipe_clip",
     "rules_at",
     "second_order",
+    "spectrain",
     "xgrad",
 ]
