@@ -69,7 +69,9 @@ class Whitened(torch.optim.Optimizer):
                         other = [d for d in range(p.dim()) if d != axis]
                         gram.mul_(0.9).add_(torch.tensordot(p.grad, p.grad, [other, other]))
                         inverse = torch.linalg.inv(gram + torch.eye(len(gram), dtype=p.dtype))
-                        moved = torch.movedim(torch.tensordot(inverse, moved, [[1], [axis]]), 0, axis)
+                        moved = torch.movedim(
+                            torch.tensordot(inverse, moved, [[1], [axis]]), 0, axis
+                        )
                 state["sums"]["of.rows"] += float(moved.sum())
                 last = state["sums"]["last"][1]
                 state["sums"]["last"] = (None, moved.mean() + last / 2)

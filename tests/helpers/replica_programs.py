@@ -84,6 +84,36 @@ def trained(rank, ranks, cases):
     return found
 
 
+def sharded(rank, ranks):
+    """Per way to update a replicated stage: losses, and its weights."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which takes a second to import
+
+    found = []
+    for way in ("whole", "sharded", "sharded narrow", "whole narrow"):
+
+        def optimizer(params, way=way):
+            more = {"lr": 0.03, "weight_decay": 0.1}
+            if way.startswith("sharded"):
+                return ZeroRedundancyOptimizer(params, torch.optim.AdamW, **more)
+            made = torch.optim.AdamW(params, **more)
+            made.param_groups[0]["called"] = lambda: 0  # whose text is another on every rank
+            return made
+
+        settings = {"microbatches": 4, "clip_norm": 0.05}
+        pieces = data(6)
+        part = stages(1, layers=2)[0]
+        if way.endswith("narrow"):
+            part = part.bfloat16()
+            pieces = [(x.bfloat16(), y.bfloat16()) for x, y in pieces]
+            settings["master_dtype"] = torch.float32
+        pipe = make(rank, [ranks], optimizer=optimizer, part=part, **settings)
+        losses = [result.loss.item() for result in pipe.run(pieces)]
+        entries = pipe.optimizers[0].state  # of its shard
+        held = len(entries) if way.startswith("whole") else len(pipe.optimizers[0].optim.state)
+        found.append((losses, pipe.state_dict(), held))
+    return found
+
+
 def leaving(rank, ranks, counts, leaves, after):
     """One rank leaves the loop; results seen here, and updates after each of two runs."""
     pipe = make(rank, counts, microbatches=2)

@@ -121,9 +121,7 @@ def test_bfloat16_weights_with_a_float32_master(kind, name):
 
     def optimizer(params):
         made = FOREIGN[name](params)
-        made.register_step_pre_hook(
-            lambda *_: seen.update((p.dtype, p.grad.dtype) for p in params)
-        )
+        made.register_step_pre_hook(lambda *_: seen.update((p.dtype, p.grad.dtype) for p in params))
         return made
 
     pipe = st.Pipeline(stages, optimizer, mse, master_dtype=torch.float32, **asked)
@@ -362,9 +360,13 @@ def test_what_no_law_but_the_difference_can_predict():
     for name in ("spectrain", "second-order", "msnag", "lwp-v", "xpipe", "spectrain-local"):
         with pytest.raises(ValueError, match=r"spectrain_ext\.spectrain\(law='difference'\)"):
             st.Pipeline(tanh_stages(2), FOREIGN["Lion"], mse, name)
-    with pytest.raises(ValueError, match=r"stages\[0\] has torch\.optim.*AdamW, .*optim\.AdamW, or"):
+    with pytest.raises(
+        ValueError, match=r"stages\[0\] has torch\.optim.*AdamW, .*optim\.AdamW, or"
+    ):
         st.Pipeline(tanh_stages(2), FOREIGN["AdamW"], mse)
-    with pytest.raises(ValueError, match=r"has Lion, and method 'spectrain-ema' is defined for sgd"):
+    with pytest.raises(
+        ValueError, match=r"has Lion, and method 'spectrain-ema' is defined for sgd"
+    ):
         st.Pipeline(tanh_stages(2), FOREIGN["Lion"], mse, "spectrain-ema")
     Compared(tanh_stages(1), "spectrain", optimizer=(FOREIGN["Lion"],) * 2).run(batches(3))
 
