@@ -6,7 +6,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """The sign of an interpolated momentum (Chen et al., 2023), parameter by parameter, in place."""
+    """The sign of an interpolated momentum (Chen et al., 2023), one parameter after another."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})

@@ -95,7 +95,7 @@ def test_settings_of_methods():
     assert other == dataclasses.replace(spectrain(), law="difference")
     rules = rules_at(other, Place(2, 4, 2))
     assert (rules.forward_horizon, rules.backward_horizon, rules.keeps_before) == (2, 1, True)
-    with pytest.raises(ValueError, match="law of 'spectrain': expected one of .*got 'cubic'"):
+    with pytest.raises(ValueError, match=r"law of 'spectrain': expected one of .*got 'cubic'"):
         rules_at(spectrain(law="cubic"), Place(0, 1, 1))
 
 

@@ -209,9 +209,8 @@ def test_after_release_the_optimizer_goes_on_alone():
                     t.grad = p.grad
         for optimizer in optimizers:
             optimizer.step()
-    for mine, true in zip(
-        pipe.parameters(), (t for true in oracle.true for t in true), strict=True
-    ):
+    versions = [true for stage in oracle.true for true in stage]
+    for mine, true in zip(pipe.parameters(), versions, strict=True):
         close(mine, true.detach())
     assert torch.stack(losses(pipe, data[4:])).isfinite().all()
 
@@ -360,13 +359,9 @@ def test_what_no_law_but_the_difference_can_predict():
     for name in ("spectrain", "second-order", "msnag", "lwp-v", "xpipe", "spectrain-local"):
         with pytest.raises(ValueError, match=r"spectrain_ext\.spectrain\(law='difference'\)"):
             st.Pipeline(tanh_stages(2), FOREIGN["Lion"], mse, name)
-    with pytest.raises(
-        ValueError, match=r"stages\[0\] has torch\.optim.*AdamW, .*optim\.AdamW, or"
-    ):
+    with pytest.raises(ValueError, match=r"stages\[0\] has torch\.optim.*AdamW, .*optim\.AdamW"):
         st.Pipeline(tanh_stages(2), FOREIGN["AdamW"], mse)
-    with pytest.raises(
-        ValueError, match=r"has Lion, and method 'spectrain-ema' is defined for sgd"
-    ):
+    with pytest.raises(ValueError, match=r"has Lion, and method 'spectrain-ema' is defined for"):
         st.Pipeline(tanh_stages(2), FOREIGN["Lion"], mse, "spectrain-ema")
     Compared(tanh_stages(1), "spectrain", optimizer=(FOREIGN["Lion"],) * 2).run(batches(3))
 
