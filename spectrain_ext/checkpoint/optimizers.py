@@ -176,7 +176,10 @@ class OptimizerState:
         self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
 
     def undo(self) -> Callable[[], object]:
-        before = self._optimizer.state_dict()
+        try:
+            before = self._optimizer.state_dict()
+        except RuntimeError:  # ZeRO's, of which each process has a part: that cannot be undone
+            return lambda: None
         return lambda: self._optimizer.load_state_dict(before)
 
 

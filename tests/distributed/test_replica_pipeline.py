@@ -284,3 +284,8 @@ def test_one_stage_with_two_replicas_is_data_parallel_training():
         assert own == pytest.approx(theirs, rel=1e-12)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_a_checkpoint_of_an_optimizer_whose_state_is_sharded(tmp_path):
+    for kept, loaded in run_ranks(replica_programs.sharded_checkpoint, 2, str(tmp_path / "c")):
+        assert kept == loaded

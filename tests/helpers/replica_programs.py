@@ -307,3 +307,25 @@ def against_ddp(rank, ranks):
     )
     own = [result.loss.item() for result in pipe.run(data(12))]
     return losses, own, list(replicated.module.parameters()), list(module.parameters())
+
+
+def sharded_checkpoint(rank, ranks, path):
+    """Losses after a checkpoint of a sharded optimizer, of whoever saved and of whoever loaded."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def pipe():
+        return make(
+            rank,
+            [ranks],
+            optimizer=lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=0.03),
+            part=stages(1, layers=2)[0],
+            microbatches=2,
+        )
+
+    kept, other = pipe(), pipe()
+    pieces = data(7)
+    list(kept.run(pieces[:3]))
+    kept.optimizers[0].consolidate_state_dict()  # on rank 0, which saves
+    st.checkpoint.save(path, kept)
+    st.checkpoint.load(path, other)
+    return [[r.loss.item() for r in each.run(pieces[3:])] for each in (kept, other)]
