@@ -8,7 +8,7 @@ what the stage computes with again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakMethod
 
@@ -68,7 +68,12 @@ def loose_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """State on a GPU that is not in the buffers of ``bind``."""
     if isinstance(optimizer, PredictingOptimizer):
         return []
-    return [tensor for tensor in _tensors_in(optimizer.state) if tensor.is_cuda]
+    return [tensor for tensor in _tensors_in(_state_of(optimizer)) if tensor.is_cuda]
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Nothing where a wrapper keeps it elsewhere."""
+    return getattr(optimizer, "state", {})
 
 
 class Foreign:
@@ -89,10 +94,11 @@ class Foreign:
         self._optimizer = optimizer
         self._order: WeakMethod[Callable[[], AbstractContextManager[object]]] | None = None
         self._forget()
-        # Weak: whoever goes on with the optimizer alone would keep all of a pipeline's buffers.
-        optimizer.register_state_dict_pre_hook(_weak(self._wait))
-        optimizer.register_load_state_dict_pre_hook(_weak(self._before_load))
-        optimizer.register_load_state_dict_post_hook(_weak(self._after_load))
+        with suppress(AttributeError):  # of wrappers that never call torch's ``__init__``
+            # Weak: whoever goes on with the optimizer alone would keep a pipeline's buffers.
+            optimizer.register_state_dict_pre_hook(_weak(self._wait))
+            optimizer.register_load_state_dict_pre_hook(_weak(self._before_load))
+            optimizer.register_load_state_dict_post_hook(_weak(self._after_load))
 
     def _forget(self) -> None:
         self._given: Mapping[str, Views] | None = None
@@ -205,7 +211,7 @@ class Foreign:
         self._wait(optimizer)
 
     def _convert_state(self, p: Tensor, like: Tensor) -> None:
-        entry = self._optimizer.state.get(p)
+        entry = _state_of(self._optimizer).get(p)
         if isinstance(entry, dict):
             entry.update(_converted(entry, like))
 

@@ -103,13 +103,32 @@ class Together(torch.optim.Optimizer):
             part.step()
 
 
+class Bare(torch.optim.Optimizer):
+    """Two optimizers behind a class that has of torch's nothing but the name."""
+
+    def __init__(self, params):
+        self.first = torch.optim.SGD(params[:1], lr=0.05, momentum=0.9)
+        self.second = torch.optim.RMSprop(params[1:], lr=0.01)
+
+    @property
+    def param_groups(self):
+        return self.first.param_groups + self.second.param_groups
+
+    def step(self):
+        self.first.step()
+        self.second.step()
+
+
 def muon_and_adamw(params):
     """Muon for matrices, AdamW for what is none."""
     matrices = [p for p in params if p.dim() == 2]
     others = [p for p in params if p.dim() != 2]
-    return Together(
-        torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01, weight_decay=0.1)
-    )
+    parts = []
+    if matrices:
+        parts.append(torch.optim.Muon(matrices, lr=0.02))
+    if others:
+        parts.append(torch.optim.AdamW(others, lr=0.01, weight_decay=0.1))
+    return Together(*parts)
 
 
 FOREIGN = {

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.foreign_optimizers import FOREIGN, Lion, Replacing, muon_and_adamw
+from helpers.foreign_optimizers import (
+    FOREIGN,
+    Bare,
+    Lion,
+    Replacing,
+    Together,
+    muon_and_adamw,
+)
 from helpers.pipeline_cases import (
     Compared,
     batches,
@@ -369,6 +376,22 @@ def test_what_no_law_but_the_difference_can_predict():
 def test_a_step_that_needs_a_closure():
     with pytest.raises(ValueError, match=r"stages\[0\] it made a LBFGS, whose step\(\) needs clos"):
         st.Pipeline(tanh_stages(2), torch.optim.LBFGS, mse, "vanilla")
+
+
+@pytest.mark.parametrize("kind", ["sync", "vanilla", "lwp-w"])
+def test_a_wrapper_that_has_nothing_of_torchs(kind):
+    stages, data, found = tanh_stages(3), batches(7), []
+    for optimizer in (
+        Bare,
+        lambda p: Together(
+            torch.optim.SGD(p[:1], lr=0.05, momentum=0.9), torch.optim.RMSprop(p[1:], lr=0.01)
+        ),
+    ):
+        pipe = st.Pipeline(copy.deepcopy(stages), optimizer, mse, kind)
+        found.append(losses(pipe, data[:5]))
+        pipe.release()
+        found[-1] += losses(pipe, data[5:])
+    assert found[0] == found[1]
 
 
 def test_an_optimizer_without_a_learning_rate(tmp_path):
