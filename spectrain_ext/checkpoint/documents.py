@@ -9,7 +9,7 @@ import math
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,19 @@ _OVERHEAD = 1 << 16  # bytes around a tensor's own; torch.save has about 1,500
 Json = dict[str, Any]
 
 
-def encode(value: object, where: str, depth: int = _DEEPEST) -> Any:
+def encode(
+    value: object,
+    where: str,
+    depth: int = _DEEPEST,
+    name_of: Callable[[Tensor], str] | None = None,
+) -> Any:
     """Return ``value`` in JSON's types; tuples, counters and the like are objects with one "$" key.
+
+    Args:
+        value: numbers, strings, None, and containers of them.
+        where: it is, for errors.
+        depth: containers in one another, at most.
+        name_of: keeps a tensor elsewhere and gives its name; None: a tensor is a number.
 
     Raises:
         TypeError: something that only pickle could hold, or more than 100 containers in one
@@ -39,6 +50,8 @@ def encode(value: object, where: str, depth: int = _DEEPEST) -> Any:
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, Tensor) and name_of is not None:
+        return {"$tensor": name_of(value)}
     if isinstance(value, Tensor) and value.numel() == 1:
         number = value.item()
         return {"$scalar": [str(value.dtype).removeprefix("torch."), encode(number, where, depth)]}
@@ -51,20 +64,32 @@ def encode(value: object, where: str, depth: int = _DEEPEST) -> Any:
     if depth == 0:
         raise TypeError(f"{where[:80]}...: more than {_DEEPEST} containers in one another")
     if not isinstance(value, Mapping):
-        members = [encode(member, f"{where}[{k}]", depth - 1) for k, member in enumerate(value)]
+        members = [
+            encode(member, f"{where}[{k}]", depth - 1, name_of) for k, member in enumerate(value)
+        ]
         return members if isinstance(value, list) else {"$tuple": members}
     plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
     if plain and not isinstance(value, Counter):
-        return {key: encode(member, f"{where}.{key}", depth - 1) for key, member in value.items()}
+        return {
+            key: encode(member, f"{where}.{key}", depth - 1, name_of)
+            for key, member in value.items()
+        }
     pairs = [
-        [encode(k, where, depth - 1), encode(v, f"{where}[{k!r}]", depth - 1)]
+        [encode(k, where, depth - 1), encode(v, f"{where}[{k!r}]", depth - 1, name_of)]
         for k, v in value.items()
     ]
     return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
 
 
-def decode(value: Any, depth: int = _DEEPEST) -> Any:
+def decode(
+    value: Any, depth: int = _DEEPEST, tensor_of: Callable[[str], object] | None = None
+) -> Any:
     """Return what ``encode`` was given. Nothing but plain containers and numbers comes out.
+
+    Args:
+        value: in JSON's types.
+        depth: containers in one another, at most.
+        tensor_of: what stands for the tensor of a name; None: there are none.
 
     Raises:
         ValueError: what ``encode`` never returns.
@@ -74,25 +99,29 @@ def decode(value: Any, depth: int = _DEEPEST) -> Any:
     if depth == 0:
         raise ValueError(f"more than {_DEEPEST} containers in one another")
     if isinstance(value, list):
-        return [decode(member, depth - 1) for member in value]
+        return [decode(member, depth - 1, tensor_of) for member in value]
     tag, held = next(iter(value.items()), ("", None))
     if not tag.startswith("$"):
-        return {key: decode(member, depth - 1) for key, member in value.items()}
+        return {key: decode(member, depth - 1, tensor_of) for key, member in value.items()}
+    if tag == "$tensor" and len(value) == 1 and isinstance(held, str) and tensor_of is not None:
+        return tensor_of(held)
     if len(value) == 1 and isinstance(held, list):
         if tag == "$tuple":
-            return tuple(decode(member, depth - 1) for member in held)
+            return tuple(decode(member, depth - 1, tensor_of) for member in held)
         if tag in ("$dict", "$counter"):
-            return (Counter if tag == "$counter" else dict)(_pairs(held, depth - 1))
+            return (Counter if tag == "$counter" else dict)(_pairs(held, depth - 1, tensor_of))
         if tag == "$scalar":
             return _scalar(held)
     raise ValueError(f"{tag!r} with {reprlib.repr(held)}")
 
 
-def _pairs(held: list[Any], depth: int) -> dict[Any, Any]:
+def _pairs(
+    held: list[Any], depth: int, tensor_of: Callable[[str], object] | None
+) -> dict[Any, Any]:
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in held):
         raise ValueError("expected pairs of a key and a value")
     try:
-        found = {decode(key, depth): decode(member, depth) for key, member in held}
+        found = {decode(key, depth): decode(member, depth, tensor_of) for key, member in held}
     except TypeError as error:
         raise ValueError(f"a key that is none: {error}") from None
     if len(found) != len(held):
@@ -249,9 +278,12 @@ def _check_optimizer(where: str, optimizer: Json) -> None:
     _check_shape(where, optimizer, _OPTIMIZER)
     _check_shape(f"{where}.class", optimizer.get("class"), (str, type(None)))  # older ones: none
     options = [group["options"] for group in optimizer["groups"]]
-    for values in (*options, *optimizer["scalars"].values()):
+    for values in options:
         for key, value in values.items():
             _check_decoded(f"{where}: {key!r}", value)
+    for values in optimizer["scalars"].values():
+        for key, value in values.items():
+            _check_decoded(f"{where}: {key!r}", value, lambda name: None)
 
 
 def _check_places(body: Json) -> None:
@@ -286,8 +318,10 @@ def _small(number: int) -> bool:
     return 0 <= number < 1 << 62
 
 
-def _check_decoded(where: str, value: Any) -> None:
+def _check_decoded(
+    where: str, value: Any, tensor_of: Callable[[str], object] | None = None
+) -> None:
     try:
-        decode(value)
+        decode(value, tensor_of=tensor_of)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from spectrain_ext.optim import PredictingOptimizer
 
 from .documents import Json, decode, dtype_of, encode
 from .parts import Part
@@ -36,22 +39,30 @@ class OptimizerState:
     def saved(self) -> tuple[dict[str, Tensor], Json]:
         """Return the tensors of its state, and the rest with the groups.
 
+        Tensors may be inside lists, tuples and dicts.
+
         Raises:
-            TypeError: state that is neither a tensor nor what JSON can hold.
+            TypeError: state that is neither tensors nor what JSON can hold, or of no parameter, or
+                a ``state_dict`` that is not like that of torch's optimizers.
         """
         where = self.what.removeprefix("the ")
-        state = self._optimizer.state_dict()
+        state = self._state_dict(where)
         tensors: dict[str, Tensor] = {}
         scalars: Json = {}
         groups = []
         for g, group in enumerate(self._optimizer.param_groups):
             names = [self._names[p] for p in group["params"]]
             for name, index in zip(names, state["param_groups"][g]["params"], strict=True):
-                for key, value in state["state"].get(index, {}).items():
+                entry = state["state"].get(index, {})
+                for key, value in _entry(entry, f"{where}: {name}").items():
                     if isinstance(value, Tensor):
                         tensors[_state_key(name, key)] = value
-                    elif value is not None:
-                        scalars.setdefault(name, {})[key] = encode(value, f"{where}: {name}.{key}")
+                        continue
+                    if value is None and key in _ELEMENTWISE and self._is_known:
+                        continue  # SGD without momentum
+                    keep = _keeper(name, key, tensors)
+                    found = encode(value, f"{where}: {name}.{key}", name_of=keep)
+                    scalars.setdefault(name, {})[key] = found
             options = {
                 key: encode(value, f"{where}: group {g}: {key}")
                 for key, value in group.items()
@@ -60,6 +71,23 @@ class OptimizerState:
             groups.append({"params": names, "options": options})
         kind = type(self._optimizer).__name__
         return tensors, {"optimizer": {"class": kind, "groups": groups, "scalars": scalars}}
+
+    def _state_dict(self, where: str) -> Json:
+        optimizer = self._optimizer
+        state = optimizer.state_dict()
+        groups = state.get("param_groups") if isinstance(state, Mapping) else None
+        if groups is None or "state" not in state or len(groups) != len(optimizer.param_groups):
+            raise TypeError(
+                f"{where}: the state_dict() of a {type(optimizer).__name__} has not the form of "
+                "torch.optim.Optimizer's, in which state belongs to parameters; it cannot be saved"
+            )
+        known = {index for group in groups for index in group["params"]}
+        for key in state["state"]:
+            if key not in known:
+                raise TypeError(
+                    f"{where}: its state has {key!r}, which is no parameter's; it cannot be saved"
+                )
+        return dict(state)
 
     def match(self, body: Json) -> list[str]:
         """Find what belongs to its parameters.
@@ -82,30 +110,49 @@ class OptimizerState:
                 f"has no optimizer for stage {self._part.stage}; only_model=True loads without"
             )
         entries = _state_entries(body)
-        # what load_state_dict takes, with names in place of tensors
-        self._tensors: dict[int, dict[str, str]] = {}
-        self._scalars: dict[int, dict[str, Any]] = {}
+        # per parameter its name, what its tensors are called, and the rest
+        self._state: list[tuple[str, list[str], Json]] = []
         self._groups: list[dict[str, Any]] = []
-        index = 0
         for number, group in enumerate(self._optimizer.param_groups):
             mine = [self._names[p] for p in group["params"]]
             where = f"group {number} of {self.what}"
             merged = {**group, **_options(group, mine, options, where)}
-            merged["params"] = list(range(index, index + len(mine)))
+            merged["params"] = list(range(len(self._state), len(self._state) + len(mine)))
             self._groups.append(merged)
             for p, name in zip(group["params"], mine, strict=True):
-                state = entries.get(name, {})
+                state, rest = entries.get(name, {}), scalars.get(name, {})
+                inside = _inside(name, rest, state)
                 for key, entry in state.items():
-                    _check_entry(name, key, entry, p)
-                self._tensors[index] = {key: _state_key(name, key) for key in state}
-                self._scalars[index] = {k: decode(v) for k, v in scalars.get(name, {}).items()}
-                for key in self._scalars[index].keys() & _ELEMENTWISE:
+                    self._check_entry(name, key, entry, p, key in inside)
+                for key in rest.keys() & _ELEMENTWISE if self._is_known else ():
                     raise ValueError(
                         f"{_state_key(name, key)!r} is no tensor, expected one of shape "
                         f"{list(p.shape)}"
                     )
-                index += 1
-        return [name for state in self._tensors.values() for name in state.values()]
+                self._state.append((name, list(state), rest))
+        return [_state_key(name, key) for name, keys, _ in self._state for key in keys]
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether it is torch's or one of the package's; what others keep nobody knows."""
+        torchs = type(self._optimizer).__module__.startswith("torch.optim")
+        return torchs or isinstance(self._optimizer, PredictingOptimizer)
+
+    def _check_entry(self, name: str, key: str, entry: Json, p: Tensor, inside: bool) -> None:
+        shape = entry["shape"]
+        ours = isinstance(self._optimizer, PredictingOptimizer)
+        fits = shape == list(p.shape) or not self._is_known
+        if not fits and key not in _ELEMENTWISE:  # torch's Adafactor keeps rows and columns
+            fits = not ours or shape in ([], [1])
+        if not fits or (inside and ours):
+            raise ValueError(
+                f"{_state_key(name, key)!r} has shape {shape}, expected {list(p.shape)}"
+            )
+        if dtype_of(entry["dtype"]).is_complex and not p.is_complex():
+            raise ValueError(
+                f"{_state_key(name, key)!r} is {entry['dtype']}, and its parameter has no "
+                "imaginary part"
+            )
 
     def _check_kind(self, body: Json) -> None:
         here = [kind.__name__ for kind in type(self._optimizer).__mro__]
@@ -119,21 +166,61 @@ class OptimizerState:
                 )
 
     def apply(self, tensors: Mapping[str, Tensor]) -> None:
-        state = {
-            index: self._scalars[index] | {key: tensors[name] for key, name in names.items()}
-            for index, names in self._tensors.items()
-            if names or self._scalars[index]
-        }
+        state: dict[int, dict[str, Any]] = {}
+        for index, (name, keys, scalars) in enumerate(self._state):
+            entry: dict[str, Any] = {key: tensors[_state_key(name, key)] for key in keys}
+            for key, value in scalars.items():
+                entry[key] = decode(value, tensor_of=entry.pop)
+            if entry:
+                state[index] = entry
         self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
 
     def undo(self) -> Callable[[], object]:
-        before = self._optimizer.state_dict()
+        try:
+            before = self._optimizer.state_dict()
+        except RuntimeError:  # ZeRO's, of which each process has a part: that cannot be undone
+            return lambda: None
         return lambda: self._optimizer.load_state_dict(before)
 
 
+def _keeper(name: str, key: str, tensors: dict[str, Tensor]) -> Callable[[Tensor], str]:
+    """What takes the tensors inside an entry of a parameter's state, and numbers them."""
+    numbers = count()
+
+    def keep(tensor: Tensor) -> str:
+        numbered = f"{key}[{next(numbers)}]"
+        tensors[_state_key(name, numbered)] = tensor
+        return numbered
+
+    return keep
+
+
+def _inside(name: str, scalars: Json, state: Json) -> set[str]:
+    """What the tensors inside entries of a parameter's state are called.
+
+    Raises:
+        ValueError: one that is not there, or is in two places.
+    """
+    named: list[str] = []
+    for value in scalars.values():
+        decode(value, tensor_of=named.append)
+    found = set(named)
+    for key in named:
+        if key not in state or len(found) != len(named):
+            raise ValueError(f"has not one {_state_key(name, key)!r} for each of its places")
+    return found
+
+
+def _entry(entry: Any, where: str) -> Mapping[str, Any]:
+    """A parameter's state, if it is one by names; TypeError."""
+    if not isinstance(entry, Mapping) or not all(isinstance(key, str) for key in entry):
+        raise TypeError(f"{where}: its state is not a dict with names as keys; it cannot be saved")
+    return entry
+
+
 def _state_key(name: str, key: str) -> str:
-    """What a checkpoint calls a parameter's state."""
-    return f"optimizer.state.{name}.{key}"
+    """What a checkpoint calls a parameter's state; a key's own dots are not those between names."""
+    return f"optimizer.state.{name}.{key.replace('%', '%25').replace('.', '%2E')}"
 
 
 def _state_entries(body: Json) -> dict[str, dict[str, Json]]:
@@ -142,21 +229,9 @@ def _state_entries(body: Json) -> dict[str, dict[str, Json]]:
     for name, entry in body["tensors"].items():
         if name.startswith("optimizer.state."):
             parameter, _, key = name.removeprefix("optimizer.state.").rpartition(".")
+            key = key.replace("%2E", ".").replace("%25", "%")
             found.setdefault(parameter, {})[key] = entry
     return found
-
-
-def _check_entry(name: str, key: str, entry: Json, p: Tensor) -> None:
-    shapes = [list(p.shape)] + [[], [1]] * (key not in _ELEMENTWISE)
-    if entry["shape"] not in shapes:
-        raise ValueError(
-            f"{_state_key(name, key)!r} has shape {entry['shape']}, expected {list(p.shape)}"
-        )
-    if dtype_of(entry["dtype"]).is_complex and not p.is_complex():
-        raise ValueError(
-            f"{_state_key(name, key)!r} is {entry['dtype']}, and its parameter has no imaginary "
-            "part"
-        )
 
 
 def _options(

@@ -128,7 +128,7 @@ def parts_of(
     schedulers = {id(s.optimizer): s for s in target.schedulers}
     for k, module in enumerate(target.children()):
         own = set(module.parameters())
-        found = next((o for o in optimizers if o.param_groups[0]["params"][0] in own), None)
+        found = next((o for o in optimizers if not own.isdisjoint(_first(o))), None)
         stage = begin + k
         parts.append(
             Part(
@@ -144,6 +144,11 @@ def parts_of(
             )
         )
     return parts
+
+
+def _first(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """One of its parameters; a group may have none."""
+    return [p for group in optimizer.param_groups for p in group["params"]][:1]
 
 
 def _names(module: nn.Module, prefix: str) -> dict[str, str]:

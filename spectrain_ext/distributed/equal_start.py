@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 
-from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.schedule import Replicas
 
 from .board import gathered
@@ -22,7 +21,7 @@ def check_equal_start(
     rank: int,
     replicas: Replicas,
     module: nn.Module,
-    optimizer: PredictingOptimizer | None,
+    optimizer: torch.optim.Optimizer | None,
 ) -> None:
     """Compare the parameters of every stage's replicas, and the options of their optimizers.
 
@@ -52,13 +51,19 @@ def check_equal_start(
                 raise ValueError(_difference(k, first, other, a, b))
 
 
-def _digests(module: nn.Module, optimizer: PredictingOptimizer | None) -> dict[str, str]:
+def _digests(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
     found = {repr(name): _digest(p) for name, p in module.named_parameters()}
     for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
         for name, value in sorted(group.items()):
             if name != "params":
-                found[f"{_OPTION}{name!r} of parameter group {g}"] = repr(value)
+                found[f"{_OPTION}{name!r} of parameter group {g}"] = _shown(value)
     return found
+
+
+def _shown(value: object) -> str:
+    """A value, or only its type where its text has an address in it, as a function's has."""
+    text = repr(value)
+    return f"a {type(value).__qualname__}" if " at 0x" in text else text
 
 
 def _digest(tensor: Tensor) -> str:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from spectrain_ext.method import Method
-from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
@@ -82,14 +81,14 @@ class DistributedPipeline(Pipeline):
     def __init__(
         self,
         stage: nn.Module,
-        optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         loss_fn: Callable[..., Tensor],
         method: str | Method = "auto",
         *,
         replicas: int | Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | int | None = None,
-        scheduler: Callable[[PredictingOptimizer], LRScheduler] | None = None,
+        scheduler: Callable[[Any], LRScheduler] | None = None,
         microbatches: int | Literal["auto"] = "auto",
         window: Window = None,
         clip_norm: float | None = None,

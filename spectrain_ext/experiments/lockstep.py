@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from spectrain_ext.method import Method, Window, check_optimizer, delay, places_of, rules_at
-from spectrain_ext.optim import PredictingOptimizer
+from spectrain_ext.optim.foreign import updater_of
 from spectrain_ext.pipeline.clipping import clip, gradient_norm
 from spectrain_ext.schedule import Action, Entries, Kind, Place, Rules, find_generator
 from spectrain_ext.weights import rates_of
@@ -45,7 +45,7 @@ class _Stage:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: PredictingOptimizer,
+        optimizer: torch.optim.Optimizer,
         scheduler: LRScheduler | None,
         rules: Rules,
         places: tuple[Place, Place],
@@ -54,7 +54,7 @@ class _Stage:
     ) -> None:
         self.module = module
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self._optimizer = optimizer
+        self._updater = updater_of(optimizer)
         self._scheduler = scheduler
         self._max_norm = max_norm
         entry, place = places
@@ -62,7 +62,7 @@ class _Stage:
         self._actions: Iterator[Action] = generator(place)
         self._storage = Storage(
             self.params,
-            optimizer,
+            self._updater,
             master=True,
             before=rules.keeps_before,
             kept=0,
@@ -160,8 +160,8 @@ class _Stage:
         ordered = self._versions.step_writes(None)
         self._storage.before_update()
         if ordered is not None:
-            self._optimizer.write_with_next_step(self._storage.sink, ordered.law or 0.0)
-        self._optimizer.step()
+            self._updater.write_with_next_step(self._storage.sink, ordered.law or 0.0)
+        self._updater.step()
         self._versions.updated()
         if self._scheduler is not None:
             self._scheduler.step()
@@ -194,11 +194,11 @@ class Lockstep:
     def __init__(
         self,
         stages: Sequence[nn.Module],
-        optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         loss_fn: Callable[[Tensor, Tensor], Tensor],
         method: Method,
         *,
-        scheduler: Callable[[PredictingOptimizer], LRScheduler] | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         microbatches: int = 1,
         window: Window = None,
         clip_norm: float | None = None,

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from spectrain_ext.extras import require
 from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.method import (
     Method,
@@ -35,7 +36,6 @@ from spectrain_ext.method import (
     second_order,
 )
 from spectrain_ext.method.formulas import none, rest_of_delay
-from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.schedule import FLUSHING, Law, Place
 
 from .data.batches import training_batches
@@ -113,6 +113,16 @@ _EXTRA = {
     ),
     "linear-even": Contender(_even("linear")),
     "difference-even": Contender(_even("difference")),
+    # arXiv 2606.30634 and 2602.03515
+    **{
+        f"{name}-{kind}": Contender(method, {"optimizer": kind})
+        for kind in ("muon", "soap")
+        for name, method in (
+            *((name, find_method(name)) for name in ("sync", "vanilla", "pipedream")),
+            ("pipedream-2bw", find_method("pipedream-2bw")),
+            ("auto", find_method("auto")),
+        )
+    },
     "second-order-all": Contender(replace(second_order(lead=none), forward_horizon=_farthest)),
     "second-order-all-lead-1": Contender(
         replace(second_order(lead=lambda place: 1), forward_horizon=_farthest)
@@ -143,6 +153,43 @@ class Cell:
 
     def with_rate(self, lr: float) -> TrainSettings:
         return replace(self.settings, **contender(self.contender).changes, lr=lr)
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one: the groups of all."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self._parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        groups = iter(self.param_groups)
+        for part in parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self._parts:
+            part.step()
+
+
+def _optimizer(
+    settings: TrainSettings, method: Method, hidden: set[nn.Parameter], params: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The settings' optimizer; muon and soap are for hidden matrices, AdamW for the rest."""
+    if settings.optimizer not in ("muon", "soap"):
+        return make_optimizer(settings, method, params)
+    matrices = [p for p in params if p in hidden]
+    rest = [p for p in params if p not in hidden]
+    made: list[torch.optim.Optimizer] = []
+    if matrices and settings.optimizer == "muon":
+        decay = settings.weight_decay
+        made += [torch.optim.Muon(matrices, settings.lr, decay, adjust_lr_fn="match_rms_adamw")]
+    elif matrices:
+        require("pytorch_optimizer", "SOAP comes with pytorch-optimizer", "soap")
+        from pytorch_optimizer import SOAP  # type: ignore[import-not-found]
+
+        made += [SOAP(matrices, lr=settings.lr, weight_decay=settings.weight_decay)]
+    if rest:
+        made += [torch.optim.AdamW(rest, lr=settings.lr, weight_decay=settings.weight_decay)]
+    return Together(*made)
 
 
 class Workload(NamedTuple):
@@ -259,9 +306,12 @@ def train(cell: Cell, lr: float, seed: int, data: Split) -> Curve:
     torch.manual_seed(seed)
     method = contender(cell.contender).method
     delays = map(delay, places_of(method, settings.stages, microbatches_in(method, settings)))
+    stages = build_stages(settings, settings.stages, seed, data)
+    # between the embedding and the head
+    hidden = {p for stage in stages[1:-1] for p in stage.parameters() if p.dim() == 2}
     lock = Lockstep(
-        build_stages(settings, settings.stages, seed, data),
-        partial(make_optimizer, settings, method),
+        stages,
+        partial(_optimizer, settings, method, hidden),
         mean_loss,
         method,
         scheduler=lambda optimizer: _scheduler(cell, settings, optimizer, next(delays)),
@@ -290,7 +340,7 @@ def train(cell: Cell, lr: float, seed: int, data: Split) -> Curve:
 
 
 def _scheduler(
-    cell: Cell, settings: TrainSettings, optimizer: PredictingOptimizer, late: int
+    cell: Cell, settings: TrainSettings, optimizer: torch.optim.Optimizer, late: int
 ) -> LRScheduler:
     """The workload's, with T1 for a stage that is late by so many updates."""
     usual, careful = factor_of(settings, cell.updates), contender(cell.contender).careful

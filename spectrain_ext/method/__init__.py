@@ -2,7 +2,7 @@
 
 from .formulas import delay, recipe_clip
 from .places import Window, microbatches_of, numbers_of, places_of
-from .registry import find_method, methods, second_order, xgrad
+from .registry import find_method, methods, second_order, spectrain, xgrad
 from .rules import check, check_optimizer, in_words, rules_at
 from .value import Method
 
@@ -21,5 +21,6 @@ __all__ = [
     "recipe_clip",
     "rules_at",
     "second_order",
+    "spectrain",
     "xgrad",
 ]

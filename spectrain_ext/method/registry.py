@@ -6,10 +6,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from spectrain_ext.schedule import Place
+from spectrain_ext.schedule import Law, Place
 
 from . import formulas
 from .value import Method, StageRule
+
+
+def spectrain(*, law: Law = "linear") -> Method:
+    """The ``spectrain`` method with another law: ``"difference"`` works with every optimizer.
+
+    Args:
+        law: how forwards and backwards predict, see ``Method``.
+    """
+    return Method(
+        "spectrain",
+        "forward and backward predict the weights at the minibatch's end (arXiv 1809.02839)",
+        law=law,
+        forward_horizon=formulas.spectrain_forward,
+        backward="predict",
+        backward_horizon=formulas.spectrain_backward,
+    )
 
 
 def second_order(
@@ -51,14 +67,6 @@ def xgrad(*, steps: int = 1) -> Method:
     )
 
 
-_SPECTRAIN = Method(
-    "spectrain",
-    "forward and backward predict the weights at the minibatch's end (arXiv 1809.02839)",
-    forward_horizon=formulas.spectrain_forward,
-    backward="predict",
-    backward_horizon=formulas.spectrain_backward,
-)
-
 _ROWS = (
     replace(
         second_order(),
@@ -96,7 +104,7 @@ _ROWS = (
         min_microbatches=lambda place: place.stages,
         microbatches=formulas.one_per_stage,
     ),
-    _SPECTRAIN,
+    spectrain(),
     Method(
         "spectrain-local",
         "the forward predicts its own backward's version, by the counted number of updates",
@@ -109,7 +117,7 @@ _ROWS = (
         backward="stash",
     ),
     replace(
-        _SPECTRAIN,
+        spectrain(),
         name="spectrain-ema",
         summary="spectrain with averaged momentum, as the paper writes it; SGD(ema=True)",
         direction="ema",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, Protocol, get_args
+from typing import Literal, NoReturn, Protocol, get_args, runtime_checkable
 
 import torch
 
@@ -16,10 +16,9 @@ from .registry import find_method
 from .value import FAMILIES, Method, StageRule, at_least
 
 
-class Predicting(Protocol):
-    """What is asked of an optimizer of ``spectrain_ext.optim``."""
-
-    param_groups: list[dict[str, Any]]
+@runtime_checkable
+class _Predicting(Protocol):
+    """What an optimizer of ``spectrain_ext.optim`` has, and none of anybody else's."""
 
     def check_can_predict(self) -> None:
         """Raise ValueError if there is no momentum to predict with."""
@@ -32,7 +31,7 @@ def check(
     microbatches: int | Literal["auto"] = "auto",
     window: Window = None,
     replicas: Replicas | Sequence[int] | None = None,
-    optimizer: Predicting | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Raise what ``Pipeline`` would, were it made with a method and these.
 
@@ -59,11 +58,12 @@ def check(
             check_optimizer(method, rules, place.stage, optimizer)
 
 
-def check_optimizer(method: Method, rules: Rules, k: int, optimizer: Predicting) -> None:
+def check_optimizer(method: Method, rules: Rules, k: int, optimizer: torch.optim.Optimizer) -> None:
     """Refuse stage k's optimizer if the method is not defined for it, or cannot predict with it."""
-    if _family_of(optimizer) not in method.families:
+    family, kind = _family_of(optimizer), type(optimizer).__name__
+    if family not in method.families and not (family is None and {*method.families} >= {*FAMILIES}):
         raise ValueError(
-            f"optimizer: stages[{k}] has {type(optimizer).__name__}, and method {method.name!r} is "
+            f"optimizer: stages[{k}] has {kind}, and method {method.name!r} is "
             f"defined for {', '.join(method.families)}"
         )
     if method.direction == "ema":
@@ -74,6 +74,14 @@ def check_optimizer(method: Method, rules: Rules, k: int, optimizer: Predicting)
                     "has no averaged momentum; pass ema=True to spectrain_ext.optim.SGD"
                 )
     if rules.predicts and rules.law != "difference":
+        if not isinstance(optimizer, _Predicting):
+            same = "" if family is None else f"spectrain_ext.optim.{_CLASSES[family].__name__}, or "
+            raise ValueError(
+                f"optimizer: stages[{k}] has {type(optimizer).__module__}.{kind}, and method "
+                f"{method.name!r} predicts with the momentum of an optimizer of "
+                f"spectrain_ext.optim; use {same}a method that needs none, such as "
+                "'auto' or spectrain_ext.spectrain(law='difference')"
+            )
         try:
             optimizer.check_can_predict()
         except ValueError as error:
@@ -82,16 +90,21 @@ def check_optimizer(method: Method, rules: Rules, k: int, optimizer: Predicting)
             ) from None
 
 
-def _family_of(optimizer: object) -> str:
-    """Which of ``FAMILIES`` an optimizer belongs to, as torch's classes tell."""
-    if isinstance(optimizer, torch.optim.NAdam):
-        return "nadam"
-    if isinstance(optimizer, torch.optim.AdamW):  # an Adam as well
-        return "adamw"
-    return "adam" if isinstance(optimizer, torch.optim.Adam) else "sgd"
+# An AdamW is an Adam as well.
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "nadam": torch.optim.NAdam,
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
 
 
-def rules_at(method: Method, place: Place, optimizer: Predicting | None = None) -> Rules:
+def _family_of(optimizer: torch.optim.Optimizer) -> str | None:
+    """Which of ``FAMILIES`` an optimizer belongs to, as torch's classes tell; None: to none."""
+    return next((name for name, kind in _CLASSES.items() if isinstance(optimizer, kind)), None)
+
+
+def rules_at(method: Method, place: Place, optimizer: torch.optim.Optimizer | None = None) -> Rules:
     """The method at one place, with an optimizer like the one there, if that is known.
 
     Raises:
@@ -131,7 +144,9 @@ def rules_at(method: Method, place: Place, optimizer: Predicting | None = None) 
     return replace(found, law=method.otherwise, forward_horizon=horizon, lead=0)
 
 
-def _has_momentum(optimizer: Predicting) -> bool:
+def _has_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    if not isinstance(optimizer, _Predicting):
+        return False
     try:
         optimizer.check_can_predict()
     except ValueError:
@@ -139,7 +154,9 @@ def _has_momentum(optimizer: Predicting) -> bool:
     return True
 
 
-def in_words(method: Method, places: Sequence[Place], optimizer: Predicting | None = None) -> str:
+def in_words(
+    method: Method, places: Sequence[Place], optimizer: torch.optim.Optimizer | None = None
+) -> str:
     """What a method does on these stages, in a line: microbatches, delay, prediction, backward."""
     parts, late = places[0].microbatches, max(map(delay, places))
     rules = [rules_at(method, place, optimizer) for place in places]

@@ -50,7 +50,8 @@ class Method:
         clip: a rule for the largest norm of a stage's gradient, None: not clipped.
         future_rates: a prediction over s updates uses the learning rates that the scheduler will
             give these, instead of s times the present one.
-        families: the optimizers that the method is defined for, out of sgd, adam, adamw, nadam.
+        families: the optimizers that the method is defined for, out of sgd, adam, adamw, nadam; all
+            of these stand for every other one as well.
         max_stages: the most stages that the method is defined for.
         min_microbatches: a rule for the fewest microbatches per minibatch.
         microbatches: how many a minibatch has on so many stages where nobody says; None: 1.

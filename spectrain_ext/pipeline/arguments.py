@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import signature
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from spectrain_ext import _C
 from spectrain_ext.method import Method, microbatches_of
-from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.schedule import FLUSHING, Place, Replicas
 
 if TYPE_CHECKING:
@@ -206,19 +205,23 @@ def check_loss_fn(loss_fn: object) -> None:
 
 
 def make_optimizer(
-    factory: Callable[[list[nn.Parameter]], PredictingOptimizer], module: nn.Module, k: int
-) -> PredictingOptimizer | None:
+    factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer], module: nn.Module, k: int
+) -> torch.optim.Optimizer | None:
     """The optimizer of stage k, None if it has nothing to train."""
     params = [p for p in module.parameters() if p.requires_grad]
     if not params:
         return None
     made: object = factory(params)
-    if not isinstance(made, PredictingOptimizer):
+    if not isinstance(made, torch.optim.Optimizer):
         kind = f"{type(made).__module__}.{type(made).__qualname__}"
         raise TypeError(
-            f"optimizer: for stages[{k}] it made a {kind}; the pipeline needs one of "
-            "spectrain_ext.optim, which can predict: "
+            f"optimizer: for stages[{k}] it made a {kind}, expected a torch.optim.Optimizer: "
             "optimizer=lambda params: spectrain_ext.optim.SGD(params, lr=..., momentum=...)"
+        )
+    if needed := _needed(made.step):
+        raise ValueError(
+            f"optimizer: for stages[{k}] it made a {type(made).__name__}, whose step() needs "
+            f"{needed}; the pipeline steps it without arguments, once per minibatch"
         )
     held = [p for group in made.param_groups for p in group["params"]]
     if len(held) != len(params) or set(held) != set(params):
@@ -230,8 +233,8 @@ def make_optimizer(
 
 
 def make_scheduler(
-    factory: Callable[[PredictingOptimizer], LRScheduler] | None,
-    optimizer: PredictingOptimizer,
+    factory: Callable[[Any], LRScheduler] | None,
+    optimizer: torch.optim.Optimizer,
     k: int,
     method: Method,
 ) -> LRScheduler | None:
@@ -239,12 +242,7 @@ def make_scheduler(
     if factory is None:
         return None
     made = factory(optimizer)
-    needed = [
-        p.name
-        for p in signature(made.step).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if needed:
+    if needed := _needed(made.step):
         also = (
             f", and no rates to come can be known (future_rates of method {method.name!r})"
             if method.future_rates
@@ -252,6 +250,15 @@ def make_scheduler(
         )
         raise ValueError(
             f"scheduler: for stages[{k}] it made a {type(made).__name__}, whose step() needs "
-            f"{', '.join(needed)}; the pipeline steps it without arguments{also}"
+            f"{needed}; the pipeline steps it without arguments{also}"
         )
     return made
+
+
+def _needed(step: Callable[..., object]) -> str:
+    """The arguments that a call of it cannot leave out."""
+    return ", ".join(
+        p.name
+        for p in signature(step).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    )

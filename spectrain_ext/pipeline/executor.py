@@ -274,5 +274,6 @@ class Executor:
         except Exception as error:
             if kind is Kind.PULL:  # the caller's own iterator, or what came out of it
                 raise
-            reason = f"{type(error).__name__}: {error}"
+            notes = getattr(error, "__notes__", ())
+            reason = "; ".join((f"{type(error).__name__}: {error}", *notes))
             raise StageError(stage.index, i, kind.value, reason) from error

@@ -19,7 +19,6 @@ from spectrain_ext.method import (
     places_of,
     rules_at,
 )
-from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place
 from spectrain_ext.transport import Value, callers_stream
@@ -57,8 +56,10 @@ class Pipeline(nn.Module):
     Args:
         stages: the parts of the model in order, at least one. A stage takes what the previous one
             returned: a tensor or a tuple of tensors (as one argument, as in ``nn.Sequential``).
-        optimizer: makes a stage's optimizer from the list of its trainable parameters. It must be
-            one of ``spectrain_ext.optim`` and hold exactly these parameters, in any groups. A stage
+        optimizer: makes a stage's optimizer from the list of its trainable parameters: any
+            ``torch.optim.Optimizer`` that holds exactly these, in any groups. Those of
+            ``spectrain_ext.optim`` work with every method, and are the fast ones; any other with
+            methods that predict nothing, or by the law ``"difference"``, see below. A stage
             without trainable parameters gets none.
         loss_fn: ``(output, target) -> loss``, a 0-d tensor.
         method: a name out of ``methods()``, or a ``Method``. ``"auto"`` predicts on every stage as
@@ -95,9 +96,10 @@ class Pipeline(nn.Module):
         devices: a device per stage.
 
     Raises:
-        TypeError: a member of ``stages`` that is no module, or an optimizer that is not one of
-            ``spectrain_ext.optim``.
-        ValueError: an argument that does not fit; the message names it, and what was expected.
+        TypeError: a member of ``stages`` that is no module, or what ``optimizer`` makes is no
+            ``torch.optim.Optimizer``.
+        ValueError: an argument that does not fit; the message names it, and what was expected. An
+            optimizer that the method cannot predict with, or whose ``step`` needs a closure.
         RuntimeError: a CUDA device where none can be used.
 
     While a pipeline exists the parameters are views of flat buffers, which kernels overwrite
@@ -109,6 +111,11 @@ class Pipeline(nn.Module):
     and recomputations draw them again; batches, and what hooks and backwards draw, come from the
     caller's generator. Pipelines in several threads take turns in whatever may draw, which is every
     forward, loss, backward and update: none of them may wait for another thread's pipeline.
+
+    An optimizer that is none of ``spectrain_ext.optim`` is stepped as it is. While its ``step``
+    runs, with its hooks, the parameters are the true weights, and with ``master_dtype`` they and
+    their gradients are of that dtype; it has to read both anew each time. If its ``step`` raises,
+    it may have been made in part.
 
     Stages work on streams of their own. Every call orders these with the streams that are current
     at that call, which may be others each time.
@@ -122,11 +129,11 @@ class Pipeline(nn.Module):
     def __init__(
         self,
         stages: Iterable[nn.Module],
-        optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         loss_fn: Callable[..., Tensor],
         method: str | Method = "auto",
         devices: Sequence[torch.device | str | int] | None = None,
-        scheduler: Callable[[PredictingOptimizer], LRScheduler] | None = None,
+        scheduler: Callable[[Any], LRScheduler] | None = None,
         microbatches: int | Literal["auto"] = "auto",
         window: Window = None,
         clip_norm: float | None = None,
@@ -195,7 +202,7 @@ class Pipeline(nn.Module):
         self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
         for held in weights:
             if held is not None:
-                held.optimizer.order_by(self._executor.callers_turn)
+                held.updater.order_by(self._executor.callers_turn)
 
     # Training.
 
@@ -336,7 +343,7 @@ class Pipeline(nn.Module):
     # What it holds.
 
     @property
-    def optimizers(self) -> list[PredictingOptimizer]:
+    def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers in the order of stages; a stage without trainable parameters has none."""
         self._mend()
         return [weights.optimizer for weights in self._weights if weights is not None]
@@ -420,8 +427,8 @@ class Pipeline(nn.Module):
 
 def _weights_of(
     module: nn.Module,
-    optimizer: Callable[[list[nn.Parameter]], PredictingOptimizer],
-    scheduler: Callable[[PredictingOptimizer], LRScheduler] | None,
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    scheduler: Callable[[Any], LRScheduler] | None,
     chosen: Method,
     places: tuple[Place, Place],
     master_dtype: torch.dtype | None,

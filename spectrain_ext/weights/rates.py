@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spectrain_ext.operators.laws import FutureRates, Law
-from spectrain_ext.optim import PredictingOptimizer
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -46,7 +45,7 @@ class ComingRates:
 
     def __init__(
         self,
-        optimizer: PredictingOptimizer,
+        optimizer: torch.optim.Optimizer,
         factory: Callable[[Any], LRScheduler] | None,
     ) -> None:
         self._optimizer = optimizer
@@ -110,5 +109,8 @@ class ComingRates:
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> Rates:
-    """The present learning rate of every parameter group."""
-    return tuple(map(float, map(_lr, optimizer.param_groups)))
+    """The present learning rate of every parameter group; 0 where an optimizer has none."""
+    try:
+        return tuple(map(float, map(_lr, optimizer.param_groups)))
+    except KeyError:
+        return tuple(float(group.get("lr", 0.0)) for group in optimizer.param_groups)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from spectrain_ext.optim.foreign import loose_state, updater_of
 from spectrain_ext.schedule import Entries, Place, Rules, count_stage, find_generator
 
 from .flat import flat_nbytes
@@ -19,8 +20,6 @@ from .versions import Versions
 if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
-
-    from spectrain_ext.optim import PredictingOptimizer
 
 
 class StageMemory(NamedTuple):
@@ -49,7 +48,7 @@ class StageWeights:
 
     Args:
         module: the stage.
-        optimizer: holds exactly the stage's trainable parameters.
+        optimizer: any that holds exactly the stage's trainable parameters.
         scheduler: stepped after every update, or None.
         rules: the method at this stage.
         places: the places of stage 0 and of this one.
@@ -60,6 +59,7 @@ class StageWeights:
 
     Attributes:
         peak: what the stage holds at once, as its schedule predicts.
+        updater: the optimizer as the storage knows it.
         entry: makes the actions of stage 0.
         versions: of a run: what the working buffer holds, and is to hold. Whoever runs actions asks
             it for the weights first, so as not to prepare for a load that does nothing.
@@ -68,7 +68,7 @@ class StageWeights:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: PredictingOptimizer,
+        optimizer: torch.optim.Optimizer,
         scheduler: LRScheduler | None,
         rules: Rules,
         places: tuple[Place, Place],
@@ -78,6 +78,7 @@ class StageWeights:
     ) -> None:
         self.module = module
         self.optimizer = optimizer
+        self.updater = updater_of(optimizer)
         self.scheduler = scheduler
         self._names: dict[Tensor, str] = {
             p: name for name, p in module.named_parameters() if p.requires_grad
@@ -111,7 +112,9 @@ class StageWeights:
 
     def buffers(self) -> list[Tensor]:
         """All memory of weights and of the optimizer's state."""
-        return [] if self.storage is None else self.storage.buffers()
+        if self.storage is None:
+            return []
+        return [*self.storage.buffers(), *loose_state(self.optimizer)]
 
     def measured(self, microbatches: int) -> StageMemory:
         """What there is now, and the most microbatches that were in flight."""
@@ -134,7 +137,7 @@ class StageWeights:
         self.drop_gradients()
         self._moving = made = Storage(
             self.params,
-            self.optimizer,
+            self.updater,
             master=self._has_master,
             master_dtype=self._master_dtype,
             before=self._rules.keeps_before,
@@ -211,8 +214,8 @@ class StageWeights:
 
         An update that was interrupted is finished. An end that was may be repeated.
         """
-        self.optimizer.mend()
-        self.optimizer.write_with_next_step(None)
+        self.updater.mend()
+        self.updater.write_with_next_step(None)
         self._bound.end()
         self.drop_gradients()
         # A graph that the caller made before the run must not meet the new weights unnoticed.
@@ -244,12 +247,14 @@ class StageWeights:
                 change the learning rate that they are predicted with.
         """
         storage, versions = self._bound, self.versions
-        ordered = self._ordered(versions.step_writes(forward))
+        ordered = None
+        if storage.sink is not None:
+            ordered = self._ordered(versions.step_writes(forward))
         versions.before_update(ordered is not None)
         storage.before_update()
         if ordered is not None:
-            self.optimizer.write_with_next_step(storage.sink, ordered.law or 0.0)
-        self.optimizer.step()
+            self.updater.write_with_next_step(storage.sink, ordered.law or 0.0)
+        self.updater.step()
         after = rates_of(self.optimizer)  # a hook may have changed them
         if ordered is not None and ordered.rates not in (None, after):
             ordered = None

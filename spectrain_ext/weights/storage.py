@@ -16,7 +16,8 @@ from spectrain_ext.operators.plan import Plan
 from .flat import Flat
 
 if TYPE_CHECKING:
-    from spectrain_ext.optim import PredictingOptimizer
+    from spectrain_ext.optim.binding import PredictionSink
+    from spectrain_ext.optim.foreign import Updater
 
 
 class Content(NamedTuple):
@@ -71,7 +72,7 @@ class Storage:
     def __init__(
         self,
         params: Sequence[Tensor],
-        optimizer: PredictingOptimizer,
+        optimizer: Updater,
         *,
         master: bool,
         master_dtype: torch.dtype | None,
@@ -92,6 +93,8 @@ class Storage:
         self._state = {key: flat.views for key, flat in state.items()}
         self._state_flats = list(state.values())
         self._buffers = [_Kept(self.working, params) for _ in range(kept)]
+        #: where the optimizer writes predictions; None: it makes none, or there is no master
+        self.sink: PredictionSink | None = None
         self.before: Flat | None = None
         self.ahead: Flat | None = None
         self._difference: Plan | None = None
@@ -258,6 +261,7 @@ class Storage:
             if self.ahead is not None:
                 self._rounding.write_out()
         else:
+            assert self.sink is not None
             self.sink.write(law)
 
     def write_true(self) -> None:

@@ -35,6 +35,20 @@ def test_every_method_gives_the_same_bits_as_in_one_process(n):
             same(optimizer["state"], optimizers[rank]["state"], f"{method}, rank {rank}")
 
 
+@pytest.mark.parametrize("name", ["Muon", "Lion"])
+def test_optimizers_that_are_not_the_packages(name):
+    methods = ["sync", "vanilla", "pipedream", "lwp-w"]
+    torch.set_num_threads(1)
+    found = run_ranks(rank_pipelines.apart, 2, methods, RUNS, name)
+    for method in methods:
+        losses, states, optimizers = rank_pipelines.together(method, 2, RUNS, name)
+        assert found[-1][method][0] == losses, method
+        for rank in range(2):
+            _, state, optimizer = found[rank][method]
+            same(state, states[rank], f"{method}, rank {rank}")
+            same(optimizer["state"], optimizers[rank]["state"], f"{method}, rank {rank}")
+
+
 @pytest.mark.parametrize("way", ["staged", "apart"])
 def test_the_way_of_bodies_does_not_change_the_bits(way):
     methods = ["vanilla", "gpipe", "spectrain"]
@@ -79,7 +93,7 @@ def test_what_ranks_must_agree_on():
     )
     assert "rank 1 has 2 and rank 0 has 1" in found[1]["microbatches"]
     assert "first cause: rank 1, meeting: TypeError: optimizer" in found[0]["optimizer"]
-    assert "pipeline needs one of spectrain_ext.optim" in found[1]["optimizer"]
+    assert "expected a torch.optim.Optimizer" in found[1]["optimizer"]
     assert "the ranks of the first and the last stage need them" in found[1]["no batches"]
     assert "one stage of the model only" in found[0]["forward"]
 

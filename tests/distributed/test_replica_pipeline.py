@@ -131,6 +131,15 @@ def of_torch(kind=torch.optim.SGD, **more):
     return lambda params: kind(params, lr=0.03, momentum=0.9, weight_decay=0.01, **more)
 
 
+def test_an_optimizer_whose_state_is_sharded_over_the_replicas():
+    """ZeRO: each replica keeps and updates a part, and the parts are exchanged in the step."""
+    for whole, sharded, narrow, whole_narrow in run_ranks(replica_programs.sharded, 2):
+        for mine, other in ((sharded, whole), (narrow, whole_narrow)):
+            assert (mine[2], other[2]) == (2, 4)
+            assert mine[0] == other[0]
+            assert all(map(torch.equal, mine[1].values(), other[1].values()))
+
+
 @pytest.mark.parametrize(("counts", "leaves"), [([2, 1], 0), ([2, 1], 1), ([1, 2], 2)])
 def test_rank_0_decides_when_the_run_ends(counts, leaves):
     made = run_ranks(replica_programs.leaving, 3, counts, leaves, 4)
@@ -275,3 +284,8 @@ def test_one_stage_with_two_replicas_is_data_parallel_training():
         assert own == pytest.approx(theirs, rel=1e-12)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_a_checkpoint_of_an_optimizer_whose_state_is_sharded(tmp_path):
+    for kept, loaded in run_ranks(replica_programs.sharded_checkpoint, 2, str(tmp_path / "c")):
+        assert kept == loaded

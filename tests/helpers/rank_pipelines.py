@@ -8,6 +8,7 @@ from itertools import cycle
 
 import torch
 import torch.distributed as dist
+from helpers.foreign_optimizers import FOREIGN
 from helpers.rank_programs import commit
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -87,23 +88,29 @@ def settings_of(method, n):
     return {"microbatches": parts, "scheduler": scheduler, **more.get(method, {})}
 
 
-def make_optimizer(method):
+def make_optimizer(method, foreign=None):
+    if foreign is not None:
+        return FOREIGN[foreign]
     return lambda params: optimizer(params, ema=method == "spectrain-ema")
 
 
-def together(method, n, runs):
-    """Losses and final states of a run in this process."""
+def together(method, n, runs, foreign=None):
+    """Losses and final states of a run in this process; ``foreign`` names an optimizer."""
     torch.manual_seed(5)
     parts = [copy.deepcopy(stage) for stage in stages(n)]
     torch.manual_seed(5)
     pipe = st.Pipeline(
-        parts, make_optimizer(method), nn.functional.mse_loss, method, **settings_of(method, n)
+        parts,
+        make_optimizer(method, foreign),
+        nn.functional.mse_loss,
+        method,
+        **settings_of(method, n),
     )
     losses = [[result.loss for result in pipe.run(data(*run))] for run in runs]
     return losses, [part.state_dict() for part in parts], [o.state_dict() for o in pipe.optimizers]
 
 
-def apart(rank, ranks, methods, runs):
+def apart(rank, ranks, methods, runs, foreign=None):
     """The same of this rank, for one method after another."""
     found = {}
     for method in methods:
@@ -111,7 +118,7 @@ def apart(rank, ranks, methods, runs):
         torch.manual_seed(5)
         pipe = st.DistributedPipeline(
             part,
-            make_optimizer(method),
+            make_optimizer(method, foreign),
             nn.functional.mse_loss,
             method,
             timeout=30.0,
@@ -277,7 +284,7 @@ def disagreeing(rank, ranks):
 
     attempt("method", lambda: small(rank, ranks, ["vanilla", "spectrain"][rank]))
     attempt("microbatches", lambda: small(rank, ranks, microbatches=rank + 1))
-    makers = [optimizer, lambda params: torch.optim.SGD(params, lr=0.1)]
+    makers = [optimizer, lambda params: None]
     attempt("optimizer", lambda: small(rank, ranks, make=makers[rank]))
     pipe = small(rank, ranks)
     attempt("no batches", lambda: pipe.run())

@@ -84,6 +84,36 @@ def trained(rank, ranks, cases):
     return found
 
 
+def sharded(rank, ranks):
+    """Per way to update a replicated stage: losses, and its weights."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which takes a second to import
+
+    found = []
+    for way in ("whole", "sharded", "sharded narrow", "whole narrow"):
+
+        def optimizer(params, way=way):
+            more = {"lr": 0.03, "weight_decay": 0.1}
+            if way.startswith("sharded"):
+                return ZeroRedundancyOptimizer(params, torch.optim.AdamW, **more)
+            made = torch.optim.AdamW(params, **more)
+            made.param_groups[0]["called"] = lambda: 0  # whose text is another on every rank
+            return made
+
+        settings = {"microbatches": 4, "clip_norm": 0.05}
+        pieces = data(6)
+        part = stages(1, layers=2)[0]
+        if way.endswith("narrow"):
+            part = part.bfloat16()
+            pieces = [(x.bfloat16(), y.bfloat16()) for x, y in pieces]
+            settings["master_dtype"] = torch.float32
+        pipe = make(rank, [ranks], optimizer=optimizer, part=part, **settings)
+        losses = [result.loss.item() for result in pipe.run(pieces)]
+        entries = pipe.optimizers[0].state  # of its shard
+        held = len(entries) if way.startswith("whole") else len(pipe.optimizers[0].optim.state)
+        found.append((losses, pipe.state_dict(), held))
+    return found
+
+
 def leaving(rank, ranks, counts, leaves, after):
     """One rank leaves the loop; results seen here, and updates after each of two runs."""
     pipe = make(rank, counts, microbatches=2)
@@ -277,3 +307,25 @@ def against_ddp(rank, ranks):
     )
     own = [result.loss.item() for result in pipe.run(data(12))]
     return losses, own, list(replicated.module.parameters()), list(module.parameters())
+
+
+def sharded_checkpoint(rank, ranks, path):
+    """Losses after a checkpoint of a sharded optimizer, of whoever saved and of whoever loaded."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def pipe():
+        return make(
+            rank,
+            [ranks],
+            optimizer=lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=0.03),
+            part=stages(1, layers=2)[0],
+            microbatches=2,
+        )
+
+    kept, other = pipe(), pipe()
+    pieces = data(7)
+    list(kept.run(pieces[:3]))
+    kept.optimizers[0].consolidate_state_dict()  # on rank 0, which saves
+    st.checkpoint.save(path, kept)
+    st.checkpoint.load(path, other)
+    return [[r.loss.item() for r in each.run(pieces[3:])] for each in (kept, other)]

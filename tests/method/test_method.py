@@ -18,6 +18,7 @@ from spectrain_ext.method import (
     recipe_clip,
     rules_at,
     second_order,
+    spectrain,
     xgrad,
 )
 from spectrain_ext.optim import SGD, AdamW
@@ -133,6 +134,13 @@ def test_settings_of_methods():
     assert (rules.forward_horizon, rules.lead, rules.backward_horizon) == (1, 1, 1)
     assert other.clip(Place(2, 4, 2)) == pytest.approx(0.285)
     assert rules_at(xgrad(steps=3), Place(0, 1, 1)).forward_horizon == 3
+    assert spectrain() == find_method("spectrain")
+    other = spectrain(law="difference")
+    assert other == dataclasses.replace(spectrain(), law="difference")
+    rules = rules_at(other, Place(2, 4, 2))
+    assert (rules.forward_horizon, rules.backward_horizon, rules.keeps_before) == (2, 1, True)
+    with pytest.raises(ValueError, match=r"law of 'spectrain': expected one of .*got 'cubic'"):
+        rules_at(spectrain(law="cubic"), Place(0, 1, 1))
 
 
 def test_a_method_is_a_value():
@@ -237,6 +245,13 @@ def sgd(**more):
     return SGD([torch.zeros(1)], lr=0.1, **more)
 
 
+def torchs(kind):
+    return kind([torch.zeros(1)], lr=0.1)
+
+
+OF_ADAM = dataclasses.replace(find_method("vanilla"), name="own", families=("adam",))
+
+
 @pytest.mark.parametrize(
     ("name", "stages", "more", "match"),
     [
@@ -247,6 +262,15 @@ def sgd(**more):
         ("lwp-w", 4, {"optimizer": sgd()}, None),
         ("spectrain-ema", 2, {"optimizer": AdamW([torch.zeros(1)])}, "AdamW.*defined for sgd"),
         ("spectrain-ema", 2, {"optimizer": sgd(momentum=0.9)}, "no averaged momentum"),
+        ("lwp-w", 4, {"optimizer": torchs(torch.optim.Adafactor)}, None),
+        ("pipedream", 4, {"optimizer": torchs(torch.optim.SGD)}, None),
+        ("spectrain", 1, {"optimizer": torchs(torch.optim.RMSprop)}, None),
+        (spectrain(law="difference"), 4, {"optimizer": torchs(torch.optim.NAdam)}, None),
+        ("spectrain", 4, {"optimizer": torchs(torch.optim.NAdam)}, r"optim\.NAdam, or a method"),
+        ("lwp-v", 4, {"optimizer": torchs(torch.optim.RMSprop)}, "use a method that needs none"),
+        (OF_ADAM, 4, {"optimizer": torchs(torch.optim.Adam)}, None),
+        (OF_ADAM, 4, {"optimizer": torchs(torch.optim.RMSprop)}, "RMSprop, .* is defined for adam"),
+        ("spectrain-ema", 2, {"optimizer": torchs(torch.optim.RMSprop)}, "is defined for sgd"),
         ("xgrad", 2, {}, "at most 1 stage, got 2"),
         ("pipedream-2bw", 4, {"microbatches": 3}, "at least 4 microbatches"),
         ("vanilla", 3, {"window": [1, 2, 1]}, "a deadlock"),

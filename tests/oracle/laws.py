@@ -48,7 +48,7 @@ def predict(law, versions, u, steps, lead=0, rates=None):
         coming = [row.group["lr"]] * steps if rates is None else rates[r]
         if law == "difference":
             found.append(row.weight + steps * (row.weight - before.weight))
-        elif row.velocity is None or (law == "second-order" and u == 0):
+        elif not (steps or lead) or row.velocity is None or (law == "second-order" and u == 0):
             found.append(row.weight)
         elif law == "linear":
             found.append(row.weight - sum(coming) * direction(row))

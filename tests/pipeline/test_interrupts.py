@@ -10,7 +10,17 @@ from itertools import count
 
 import pytest
 import torch
-from helpers.interrupting import Case, Interrupts, adam, clones, groups, moments, same, sgd
+from helpers.interrupting import (
+    Case,
+    Interrupts,
+    adam,
+    clones,
+    foreign,
+    groups,
+    moments,
+    same,
+    sgd,
+)
 
 import spectrain_ext as st
 
@@ -24,6 +34,11 @@ EXTRAS = {
     "difference": ("lwp-w", {"dtype": torch.bfloat16, "master_dtype": torch.float32}),
     "adam": ("spectrain", {"optimizer": adam}),
     "groups": ("vanilla", {"optimizer": groups}),
+    "foreign": ("vanilla", {"optimizer": foreign}),
+    "foreign master": (
+        "lwp-w",
+        {"optimizer": foreign, "dtype": torch.bfloat16, "master_dtype": torch.float32},
+    ),
     "window": ("spectrain-stash", {"window": "wide", "microbatches": 2}),
 }
 
@@ -105,6 +120,8 @@ def sweep(case, first, then=None, how=trained):
         ("pipedream", 239),
         ("groups", 479),
         ("master", 1499),
+        ("foreign", 479),
+        ("foreign master", 999),
         *(pytest.param(name, 1, marks=pytest.mark.nightly) for name in ("spectrain", "pipedream")),
         *(pytest.param(name, 31, marks=pytest.mark.nightly) for name in (*METHODS, *EXTRAS)),
     ],

@@ -1,0 +1,296 @@
+"""Foreign: any optimizer of torch's interface where a stage's storage wants one of the package's.
+
+The optimizer stays the user's own object. It keeps references to the parameters, which therefore
+stay the very same ones: for the length of a step their data is the true weights, and afterwards
+what the stage computes with again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+
+# Private in torch, 2.10 to 2.15; FSDP2 stands on it. A step in place counts as a change of what
+# autograd has saved for the microbatches in flight, whose backwards would then raise; that they
+# meet other weights than their forwards is what a pipeline method is about.
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as versions_preserved
+
+from .base import PredictingOptimizer
+from .binding import PredictionSink, Views
+
+
+class Updater(Protocol):
+    """What a stage's storage asks of an optimizer; see ``PredictingOptimizer``."""
+
+    @property
+    def buffer_keys(self) -> tuple[str, ...]:
+        """Keys of the state that ``bind`` wants buffers for."""
+
+    def momentum_dtype(self, param: Tensor) -> torch.dtype:
+        """The dtype of a parameter's buffers."""
+
+    def bind(self, master: Views | None, buffers: Mapping[str, Views]) -> None:
+        """Update ``master[p]``, or p itself, until ``unbind``; keep the state in the buffers."""
+
+    def unbind(self) -> None:
+        """Give the state ordinary storage again."""
+
+    def is_bound_to(self, buffers: Mapping[str, Views]) -> bool:
+        """Whether these are what the last ``bind`` was given, not undone since."""
+
+    def prediction_sink(self, outs: Views) -> PredictionSink | None:
+        """What writes predictions there; None: the optimizer makes none."""
+
+    def write_with_next_step(self, sink: PredictionSink | None, steps: Any = 0.0) -> None:
+        """Let the next step write a prediction; None: it is not to."""
+
+    def step(self) -> Any:
+        """Update every parameter that has a gradient."""
+
+    def mend(self) -> None:
+        """Put in order what an exception has cut short."""
+
+    def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None:
+        """Enter what this bound method returns wherever the caller reads or loads state."""
+
+
+def updater_of(optimizer: torch.optim.Optimizer) -> Updater:
+    """The optimizer itself if it is one of the package's, which nothing then stands before."""
+    return optimizer if isinstance(optimizer, PredictingOptimizer) else Foreign(optimizer)
+
+
+def loose_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """State on a GPU that is not in the buffers of ``bind``."""
+    if isinstance(optimizer, PredictingOptimizer):
+        return []
+    return [tensor for tensor in _tensors_in(_state_of(optimizer)) if tensor.is_cuda]
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Nothing where a wrapper keeps it elsewhere."""
+    return getattr(optimizer, "state", {})
+
+
+class Foreign:
+    """A user's optimizer as an ``Updater``: its state stays where it puts it, it predicts nothing.
+
+    With a master of a wider dtype a parameter is of that dtype for the length of a step, and its
+    gradient as well. State is then made in that dtype; ``load_state_dict`` keeps it there while the
+    optimizer is bound, and ``unbind`` converts it to the parameter's own.
+
+    Args:
+        optimizer: reads its parameters and their gradients anew in each step, and changes them in
+            place, or gives a parameter other data of the same shape.
+    """
+
+    buffer_keys = ()
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._order: WeakMethod[Callable[[], AbstractContextManager[object]]] | None = None
+        self._forget()
+        with suppress(AttributeError):  # of wrappers that never call torch's ``__init__``
+            # Weak: whoever goes on with the optimizer alone would keep a pipeline's buffers.
+            optimizer.register_state_dict_pre_hook(_weak(self._wait))
+            optimizer.register_load_state_dict_pre_hook(_weak(self._before_load))
+            optimizer.register_load_state_dict_post_hook(_weak(self._after_load))
+
+    def _forget(self) -> None:
+        self._given: Mapping[str, Views] | None = None
+        self._master: Views | None = None
+        self._wide: dict[Tensor, Tensor] = {}  # what has a wider master: that
+        self._params: tuple[Tensor, ...] = ()
+        self._places: list[_Place] | None = None
+        self._away = False  # whether parameters may hold what is theirs in a step only
+        self._loading: dict[str, Any] | None = None
+
+    # Binding.
+
+    def momentum_dtype(self, param: Tensor) -> torch.dtype:
+        """The parameter's; nobody asks, as there are no buffers."""
+        return param.dtype
+
+    def bind(self, master: Views | None, buffers: Mapping[str, Views]) -> None:
+        """Make steps on the master from now on, or on the parameters where there is none."""
+        self._forget()
+        self._params = tuple(p for group in self._optimizer.param_groups for p in group["params"])
+        self._master = master
+        if master is not None:
+            self._wide = {p: master[p] for p in self._params if master[p].dtype != p.dtype}
+        self._given = buffers
+        for p, true in self._wide.items():
+            self._convert_state(p, true)
+
+    def unbind(self) -> None:
+        """Leave parameters and state to the optimizer alone."""
+        for p in self._wide:
+            self._convert_state(p, p)
+        self._forget()
+
+    def is_bound_to(self, buffers: Mapping[str, Views]) -> bool:
+        """Whether the last ``bind`` was given this very mapping."""
+        return self._given is buffers
+
+    def prediction_sink(self, outs: Views) -> None:
+        """There is none."""
+
+    def write_with_next_step(self, sink: PredictionSink | None, steps: Any = 0.0) -> None:
+        """Withdraw an order, of which there are none."""
+
+    # The step.
+
+    def step(self) -> None:
+        """Make a step of the optimizer on the true weights.
+
+        What comes out of the optimizer has a note that its step may have been made in part.
+
+        Raises:
+            RuntimeError: it gave a parameter data of another shape.
+        """
+        if self._places is None:  # not in ``bind``: its caller moves the parameters after it
+            self._places = [_Place.of(p, self._master) for p in self._params]
+        self._away = True
+        try:
+            if self._master is not None:
+                for place in self._places:
+                    place.enter()
+            try:
+                with versions_preserved(self._params):
+                    self._optimizer.step()
+            except BaseException as error:
+                _note(error, type(self._optimizer).__name__)
+                raise
+        finally:
+            self.mend()
+
+    def mend(self) -> None:
+        """Give the parameters back what they had before a step, which keeps what it has made.
+
+        Gradients of parameters that were wider in between are gone.
+        """
+        if not self._away:
+            return
+        assert self._places is not None
+        refused = [k for k, place in enumerate(self._places) if not place.leave()]
+        self._away = False
+        for k in refused:
+            raise RuntimeError(
+                f"{type(self._optimizer).__name__}: its step gave parameter {k} data of another "
+                f"shape than {tuple(self._params[k].shape)}; that one was not updated"
+            )
+
+    # State that the caller reads or loads.
+
+    def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None:
+        """Enter what this bound method returns wherever the caller reads or loads state."""
+        self._order = WeakMethod(turn)
+
+    def _wait(self, _: object) -> None:
+        turn = None if self._order is None else self._order()
+        if turn is not None:
+            with turn():
+                pass
+
+    def _before_load(self, optimizer: object, state_dict: dict[str, Any]) -> None:
+        self._wait(optimizer)
+        self._loading = state_dict if self._wide else None
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        """Torch has cast the state to its parameters' dtypes: take it from where it came from."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            for group, saved in zip(optimizer.param_groups, loading["param_groups"], strict=True):
+                for p, key in zip(group["params"], saved["params"], strict=True):
+                    if p in self._wide and key in loading["state"]:
+                        optimizer.state[p].update(_converted(loading["state"][key], self._wide[p]))
+        self._wait(optimizer)
+
+    def _convert_state(self, p: Tensor, like: Tensor) -> None:
+        entry = _state_of(self._optimizer).get(p)
+        if isinstance(entry, dict):
+            entry.update(_converted(entry, like))
+
+
+class _Place(NamedTuple):
+    """Where a parameter is, and where its true weights are: both the same without a master."""
+
+    p: Tensor
+    own: Tensor
+    true: Tensor
+    at: tuple[int, int]  # the addresses of these
+
+    @classmethod
+    def of(cls, p: Tensor, master: Views | None) -> _Place:
+        own = p.data
+        true = own if master is None else master[p]
+        return cls(p, own, true, (own.data_ptr(), true.data_ptr()))
+
+    def enter(self) -> None:
+        p, own, true, _ = self
+        if true.dtype == own.dtype:
+            p.data = true
+            return
+        gradient, p.grad = p.grad, None
+        p.data = true
+        p.grad = None if gradient is None else gradient.to(true.dtype)
+
+    def leave(self) -> bool:
+        """Whether the optimizer has left its shape alone."""
+        p, own, true, at = self
+        fits, now = True, p.data_ptr()
+        if now not in at:  # as after ``p.data = p.data - lr * p.grad``
+            fits = p.shape == true.shape
+            if fits:
+                true.copy_(p.detach())
+        if p.dtype != own.dtype:
+            p.grad = None
+        if now != at[0]:
+            p.data = own
+        return fits
+
+
+def _converted(entry: Mapping[Any, Any], like: Tensor) -> dict[Any, Any]:
+    """A parameter's state, of the dtype that torch gives it where it loads it for ``like``."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            dtype = like.dtype if value.is_floating_point() else value.dtype
+            return value.to(like.device, dtype)
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(of, value))
+        return {k: of(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    return {key: of(value) for key, value in entry.items() if key != "step"}
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for member in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(member)
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that does nothing once the method's object is gone."""
+    ref = WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        found = ref()
+        if found is not None:
+            found(*args)
+
+    return hook
+
+
+def _note(error: BaseException, name: str) -> None:
+    text = (
+        f"the step of {name} was cut short: of the stage's true weights and optimizer state some "
+        "may have been updated and others not"
+    )
+    vars(error).setdefault("__notes__", []).append(text)  # add_note, for Python 3.10 as well

@@ -1,0 +1,212 @@
+"""State of optimizers that are not the package's: kept whole, by parameter, or refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers.checkpoint_cases import LOSS, batches, everything, model, pipeline, train
+from helpers.foreign_optimizers import FOREIGN, Lion, Whitened
+from helpers.forged_checkpoints import forge
+
+import spectrain_ext as st
+from spectrain_ext.checkpoint import load, save
+from spectrain_ext.errors import CheckpointError
+from spectrain_ext.partitioning import cut_at
+
+every_optimizer = pytest.mark.parametrize("name", FOREIGN)
+
+
+def same(found, expected, where=""):
+    """The same containers with the same bits in them."""
+    assert type(found) is type(expected), where
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, where
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            same(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for k, value in enumerate(expected):
+            same(found[k], value, f"{where}[{k}]")
+    else:
+        assert found == expected, where
+
+
+@pytest.mark.parametrize("method", ["vanilla", "lwp-w"])
+@every_optimizer
+def test_stopped_and_continued_is_never_stopped(tmp_path, name, method):
+    kept = pipeline(3, optimizer=FOREIGN[name], method=method)
+    train(kept, batches(3))
+    save(tmp_path / "c", kept)
+    other = pipeline(3, seed=9, optimizer=FOREIGN[name], method=method)
+    train(other, batches(2, seed=4))  # state of its own
+    load(tmp_path / "c", other)
+    same(everything(other), everything(kept))
+    assert train(other, batches(5, seed=1)) == train(kept, batches(5, seed=1))
+
+
+@pytest.mark.parametrize("name", ["Muon", "Whitened", "Adafactor"])
+def test_any_cut_loads_into_any_other(tmp_path, name):
+    saved = pipeline(3, optimizer=FOREIGN[name], method="lwp-w")
+    train(saved, batches(3))
+    save(tmp_path / "c", saved)
+    plain, alone = model(seed=4), pipeline(1, seed=5, optimizer=FOREIGN[name], method="lwp-w")
+    optimizer = FOREIGN[name](list(plain.parameters()))
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], gamma=0.5)
+    load(tmp_path / "c", plain, optimizer=optimizer, scheduler=scheduler)
+    load(tmp_path / "c", alone)
+    expected = {
+        stage.full_name(k): o.state[p]
+        for stage, o in zip(saved.children(), saved.optimizers, strict=True)
+        for k, p in stage.named_parameters()
+    }
+    for key, p in plain.named_parameters():
+        same(optimizer.state[p], expected[key], key)
+    (stage,) = alone.children()
+    for key, p in stage.named_parameters():
+        same(alone.optimizers[0].state[p], expected[stage.full_name(key)], key)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "Whitened"])
+def test_state_of_float32_masters(tmp_path, name):
+    """Which torch would load in the parameters' 16 bits."""
+
+    def made(seed):
+        stages = cut_at(model(seed).bfloat16(), [2, 4])
+        return st.Pipeline(
+            stages, FOREIGN[name], LOSS, "lwp-w", master_dtype=torch.float32, microbatches=2
+        )
+
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(6)]
+    kept, other = made(0), made(3)
+    train(kept, data[:3])
+    save(tmp_path / "c", kept)
+    load(tmp_path / "c", other)
+    same(everything(other), everything(kept))
+    assert train(other, data[3:]) == train(kept, data[3:])
+
+
+class Peculiar(Lion):
+    """Keeps something beside what Lion does."""
+
+    kept: object
+
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["more"] = self.kept
+
+
+@pytest.mark.parametrize(
+    ("kept", "match"),
+    [
+        (object(), r"optimizer of stage 0: 0\.linear\.weight\.more: .* hold a builtins\.object"),
+        ([{1, 2}], r"0\.linear\.weight\.more\[0\]: a checkpoint cannot hold a builtins\.set"),
+    ],
+)
+def test_what_cannot_be_kept(tmp_path, monkeypatch, kept, match):
+    monkeypatch.setattr(Peculiar, "kept", kept, raising=False)
+    pipe = pipeline(2, optimizer=Peculiar, method="vanilla")
+    train(pipe, batches(1))
+    with pytest.raises(TypeError, match=match):
+        save(tmp_path / "c", pipe)
+    assert not (tmp_path / "c").exists()
+
+
+def test_state_that_is_no_parameters(tmp_path):
+    pipe = pipeline(2, optimizer=Lion, method="vanilla")
+    train(pipe, batches(1))
+    state = pipe.optimizers[1].state
+    state["all"] = {"count": 3}
+    with pytest.raises(TypeError, match="stage 1: its state has 'all', which is no parameter's"):
+        save(tmp_path / "c", pipe)
+    del state["all"]
+    first = next(iter(state))
+    state[first] = {1: 2}
+    with pytest.raises(TypeError, match=r"stage 1: 2\.linear\.weight: its state is not a dict"):
+        save(tmp_path / "c", pipe)
+    state[first] = {}
+    save(tmp_path / "c", pipe)
+
+
+def test_a_state_dict_of_another_form(tmp_path):
+    class Own(Lion):
+        def state_dict(self):
+            return {"whole": super().state_dict()}
+
+    pipe = pipeline(2, optimizer=Own, method="vanilla")
+    with pytest.raises(TypeError, match=r"stage 0: the state_dict\(\) of a Own has not the form"):
+        save(tmp_path / "c", pipe)
+
+
+def test_keys_with_dots(tmp_path):
+    class Dotted(Lion):
+        def step(self):
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                self.state[p].update({"a.b": torch.ones(3), "a%2Eb": 5, "100%": torch.zeros(())})
+
+    pipe, other = (pipeline(2, s, optimizer=Dotted, method="vanilla") for s in (0, 1))
+    train(pipe, batches(1))
+    save(tmp_path / "c", pipe)
+    load(tmp_path / "c", other)
+    same(everything(other), everything(pipe))
+
+
+@pytest.fixture
+def whitened(tmp_path):
+    pipe = pipeline(2, optimizer=Whitened, method="vanilla")
+    train(pipe, batches(1))
+    save(tmp_path / "c", pipe)
+    return tmp_path / "c"
+
+
+def inside(body):
+    """The document's entry of a list of matrices."""
+    return body["stages"][0]["optimizer"]["scalars"]["0.linear.weight"]["GG"]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda b: inside(b)[0].update({"$tensor": "GG[7]"}), r"has not one .*weight\.GG\[7\]'"),
+        (lambda b: inside(b)[0].update({"$tensor": "GG[1]"}), r"has not one .*weight\.GG\[1\]'"),
+        (lambda b: inside(b)[0].update({"$tensor": 3}), r"'GG': '\$tensor' with 3"),
+        (lambda b: inside(b)[0].update(more=3), r"'GG': '\$tensor' with 'GG\[0\]'"),
+        (lambda b: b.update(extra={"$tensor": "x"}), r"extra: '\$tensor' with 'x'"),
+    ],
+)
+def test_forged(whitened, change, match):
+    forge(whitened, change)
+    pipe = pipeline(2, seed=3, optimizer=Whitened, method="vanilla")
+    train(pipe, batches(1, seed=2))
+    before = copy.deepcopy(everything(pipe))
+    with pytest.raises(CheckpointError, match=match):
+        load(whitened, pipe)
+    same(everything(pipe), before)
+
+
+def test_the_packages_own_and_torchs_take_only_their_own_state(tmp_path):
+    for k, name in enumerate(("SGD", "AdamW")):
+        pipe = pipeline(2, optimizer=FOREIGN[name], method="vanilla")
+        train(pipe, batches(2))
+        save(tmp_path / name, pipe)
+        ours = (st.optim.SGD, st.optim.AdamW)[k]
+        back = pipeline(3, seed=2, optimizer=lambda p, o=ours: o(p, lr=1.0), method="vanilla")
+        load(tmp_path / name, back)
+        train(back, batches(1))
+        key = ("momentum_buffer", "exp_avg")[k]
+        forge(
+            tmp_path / name,
+            lambda b, key=key: b["tensors"][f"optimizer.state.0.linear.weight.{key}"].update(
+                shape=[16]
+            ),
+        )
+        for optimizer in (FOREIGN[name], lambda p, o=ours: o(p, lr=1.0)):
+            other = pipeline(2, seed=2, optimizer=optimizer, method="vanilla")
+            with pytest.raises(CheckpointError, match=r"has shape \[16\], expected \[4, 4\]"):
+                load(tmp_path / name, other)

@@ -1,0 +1,143 @@
+"""Optimizers that are not the package's, written as people write them."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Lion(torch.optim.Optimizer):
+    """The sign of an interpolated momentum (Chen et al., 2023), one parameter after another."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                average = state["exp_avg"]
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(torch.sign(average * first + p.grad * (1 - first)), alpha=-group["lr"])
+                average.lerp_(p.grad, 1 - second)
+
+
+class Replacing(torch.optim.Optimizer):
+    """SGD by somebody who gives parameters new data."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad
+
+
+class Whitened(torch.optim.Optimizer):
+    """State of every kind, as Shampoo and SOAP keep it: per axis a matrix or None, in a list."""
+
+    def __init__(self, params, lr=1e-2, largest=8):
+        super().__init__(params, {"lr": lr, "largest": largest})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    sizes = [n if n <= group["largest"] else None for n in p.shape]
+                    state["count"] = 0
+                    state["GG"] = [
+                        None if n is None else torch.zeros(n, n, dtype=p.dtype) for n in sizes
+                    ]
+                    state["sums"] = {"of.rows": torch.zeros(1), "last": (None, p.new_zeros(()))}
+                    state["unused"] = None
+                    state["projected"] = p.new_zeros(2, p.numel() // 2)
+                state["count"] += 1
+                moved = p.grad
+                for axis, gram in enumerate(state["GG"]):
+                    if gram is not None:
+                        other = [d for d in range(p.dim()) if d != axis]
+                        gram.mul_(0.9).add_(torch.tensordot(p.grad, p.grad, [other, other]))
+                        inverse = torch.linalg.inv(gram + torch.eye(len(gram), dtype=p.dtype))
+                        moved = torch.movedim(
+                            torch.tensordot(inverse, moved, [[1], [axis]]), 0, axis
+                        )
+                state["sums"]["of.rows"] += float(moved.sum())
+                last = state["sums"]["last"][1]
+                state["sums"]["last"] = (None, moved.mean() + last / 2)
+                even = p.grad.flatten()[: p.numel() // 2 * 2].view(2, -1)
+                state["projected"].lerp_(even, 0.5)
+                p.add_(moved + last + state["projected"].sum(), alpha=-group["lr"] / state["count"])
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one: their groups, one state, and whatever replaces these."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {"lr": 0.0})
+        self._share()
+
+    def _share(self):
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._share()
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+
+
+class Bare(torch.optim.Optimizer):
+    """Two optimizers behind a class that has of torch's nothing but the name."""
+
+    def __init__(self, params):
+        self.first = torch.optim.SGD(params[:1], lr=0.05, momentum=0.9)
+        self.second = torch.optim.RMSprop(params[1:], lr=0.01)
+
+    @property
+    def param_groups(self):
+        return self.first.param_groups + self.second.param_groups
+
+    def step(self):
+        self.first.step()
+        self.second.step()
+
+
+def muon_and_adamw(params):
+    """Muon for matrices, AdamW for what is none."""
+    matrices = [p for p in params if p.dim() == 2]
+    others = [p for p in params if p.dim() != 2]
+    parts = []
+    if matrices:
+        parts.append(torch.optim.Muon(matrices, lr=0.02))
+    if others:
+        parts.append(torch.optim.AdamW(others, lr=0.01, weight_decay=0.1))
+    return Together(*parts)
+
+
+FOREIGN = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.02),
+    "Lion": lambda p: Lion(p, lr=0.003, weight_decay=0.01),
+    "Replacing": lambda p: Replacing(p, lr=0.05),
+    "Whitened": lambda p: Whitened(p, lr=0.02),
+    "Muon": muon_and_adamw,
+}

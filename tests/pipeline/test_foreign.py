@@ -1,0 +1,412 @@
+"""Optimizers that are not the package's: what they make of every method that they can have."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.foreign_optimizers import (
+    FOREIGN,
+    Bare,
+    Lion,
+    Replacing,
+    Together,
+    muon_and_adamw,
+)
+from helpers.pipeline_cases import (
+    Compared,
+    batches,
+    close,
+    float64,  # noqa: F401  # a fixture
+    losses,
+    mse,
+    tanh_stages,
+)
+from oracle.definition import Oracle
+from oracle.methods import METHODS
+from torch import nn
+
+import spectrain_ext as st
+
+DIFFERENCE = (st.spectrain(law="difference"), replace(METHODS["spectrain"], law="difference"))
+# (the package's, torch's) with the same numbers
+SAME = {
+    "SGD": (st.optim.SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.02}),
+    "AdamW": (st.optim.AdamW, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+}
+KINDS = ["sync", "1f1b", "vanilla", "pipedream", "pipedream-2bw", "lwp-w", "spectrain"]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_optimizer = pytest.mark.parametrize("name", FOREIGN)
+
+
+def of_kind(kind, m, n=4):
+    """What a kind asks the pipeline for, and the oracle."""
+    if kind == "spectrain":
+        return {"method": DIFFERENCE[0], "definition": DIFFERENCE[1], "microbatches": m}
+    return {"method": kind, "microbatches": n if kind == "pipedream-2bw" else m}
+
+
+@every_kind
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize("name", SAME)
+def test_torchs_own_make_what_the_packages_make(kind, m, name):
+    ours, torchs, options = SAME[name]
+    asked = of_kind(kind, m)
+    asked.pop("definition", None)
+    stages, data, found = tanh_stages(4), batches(13, size=8, last=5), []
+    for optimizer in (ours, torchs):
+        modules = copy.deepcopy(stages)
+        pipe = st.Pipeline(modules, lambda p, o=optimizer: o(p, **options), mse, **asked)
+        made = [*losses(pipe, data[:9]), *losses(pipe, data[9:])]
+        found.append((torch.stack(made), pipe.state_dict()))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-12, atol=1e-12)
+    for key, expected in found[0][1].items():
+        torch.testing.assert_close(found[1][1][key], expected, rtol=1e-12, atol=1e-12)
+
+
+@every_kind
+@every_optimizer
+def test_the_definition(kind, name):
+    """In an oracle that knows nothing of an optimizer but that it steps."""
+    compared = Compared(tanh_stages(4), optimizer=(FOREIGN[name],) * 2, **of_kind(kind, 2))
+    compared.run(batches(9, size=8))
+    compared.run(batches(3, size=8, last=5))
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "lwp-w", "spectrain"])
+def test_clipping_recomputation_schedulers_and_windows(kind):
+    for more in (
+        {"clip_norm": 0.03},
+        {"recompute": True},
+        {"window": "wide"},
+        {"scheduler": lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)},
+    ):
+        compared = Compared(
+            tanh_stages(3), optimizer=(FOREIGN["Lion"],) * 2, **of_kind(kind, 2), **more
+        )
+        compared.run(batches(8, size=4))
+        compared.run(batches(3, size=4))
+
+
+@every_optimizer
+def test_one_minibatch_at_a_time_is_a_plain_loop_to_the_bit(name):
+    stages, data = tanh_stages(3), batches(7)
+    pipe = st.Pipeline(copy.deepcopy(stages), FOREIGN[name], mse, "sync")
+    found = losses(pipe, data)
+    optimizers = [FOREIGN[name](list(stage.parameters())) for stage in stages]
+    model = nn.Sequential(*stages)
+    for (x, y), loss in zip(data, found, strict=True):
+        model.zero_grad()
+        expected = mse(model(x), y)
+        assert torch.equal(loss, expected.detach())
+        expected.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for mine, expected in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "lwp-w", "spectrain"])
+@every_optimizer
+def test_bfloat16_weights_with_a_float32_master(kind, name):
+    """Losses, weights, and the dtype of what is updated."""
+    stages = [stage.bfloat16() for stage in tanh_stages(3)]
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(8, size=4)]
+    asked = of_kind(kind, 2)
+    definition = asked.pop("definition", None)
+    oracle = Oracle(
+        stages,
+        FOREIGN[name],
+        mse,
+        definition or asked["method"],
+        microbatches=2,
+        master_dtype=torch.float32,
+    )
+    seen = set()
+
+    def optimizer(params):
+        made = FOREIGN[name](params)
+        made.register_step_pre_hook(lambda *_: seen.update((p.dtype, p.grad.dtype) for p in params))
+        return made
+
+    pipe = st.Pipeline(stages, optimizer, mse, master_dtype=torch.float32, **asked)
+    expected, found = oracle.run(data), losses(pipe, data)
+    assert seen == {(torch.float32, torch.float32)}
+    torch.testing.assert_close(
+        torch.stack(found).float(), torch.stack(expected).float(), rtol=0.02, atol=0.01
+    )
+    for params, stage in zip(oracle.params, pipe.children(), strict=True):
+        for theirs, mine in zip(params, stage.parameters(), strict=True):
+            assert mine.dtype == torch.bfloat16
+            torch.testing.assert_close(mine, theirs, rtol=0.03, atol=0.02)
+    for p, master in pipe.masters().items():
+        assert torch.equal(master.to(torch.bfloat16), p)
+
+
+def test_a_master_keeps_what_bfloat16_weights_would_lose():
+    found = []
+    for master in (None, torch.float32):
+        stage = nn.Linear(1, 1, bias=False).bfloat16()
+        nn.init.ones_(stage.weight)
+        pipe = st.Pipeline(
+            [stage],
+            lambda p: torch.optim.SGD(p, lr=1 / 512),
+            lambda value, target: value.sum(),
+            "sync",
+            master_dtype=master,
+        )
+        one = torch.ones(1, 1, dtype=torch.bfloat16)
+        losses(pipe, [(one, one)] * 64)
+        found.append(stage.weight.item())
+    assert found == [1.0, 1 - 64 / 512]
+
+
+def test_the_optimizers_are_the_users_own():
+    made = []
+
+    def optimizer(params):
+        made.append(muon_and_adamw(params))
+        return made[-1]
+
+    pipe = st.Pipeline(
+        tanh_stages(2),
+        optimizer,
+        mse,
+        "lwp-w",
+        scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1, 0.5),
+    )
+    assert all(map(lambda a, b: a is b, pipe.optimizers, made))
+    assert all(s.optimizer is o for s, o in zip(pipe.schedulers, made, strict=True))
+    losses(pipe, batches(2))
+    assert [g["lr"] for g in made[0].parts[1].param_groups] == [0.01 / 4]
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "lwp-w"])
+def test_state_dicts_of_one_run_go_on_in_another_pipeline(kind):
+    for name, make in FOREIGN.items():
+        stages, data = tanh_stages(3), batches(8)
+        kept = st.Pipeline(copy.deepcopy(stages), make, mse, kind)
+        losses(kept, data[:4])
+        other = st.Pipeline(copy.deepcopy(stages), make, mse, kind)
+        losses(other, data[4:6])  # state of its own
+        other.load_state_dict(kept.state_dict())
+        for mine, theirs in zip(other.optimizers, kept.optimizers, strict=True):
+            mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        assert losses(other, data[4:]) == losses(kept, data[4:]), name
+
+
+def test_after_release_the_optimizer_goes_on_alone():
+    stages, data = tanh_stages(2), batches(6)
+    pipe = st.Pipeline(copy.deepcopy(stages), FOREIGN["AdamW"], mse, "lwp-w")
+    losses(pipe, data[:3])
+    pipe.release()
+    oracle = Oracle(stages, FOREIGN["AdamW"], mse, "lwp-w")
+    oracle.run(data[:3])
+    x, y = data[3]
+    for modules, optimizers in (
+        (list(pipe.children()), pipe.optimizers),
+        (oracle.stages, oracle.optimizers),
+    ):
+        mse(nn.Sequential(*modules)(x), y).backward()
+        if modules is oracle.stages:  # whose optimizers have tensors of their own
+            for stage, true in zip(oracle.stages, oracle.true, strict=True):
+                for p, t in zip(stage.parameters(), true, strict=True):
+                    t.grad = p.grad
+        for optimizer in optimizers:
+            optimizer.step()
+    versions = [true for stage in oracle.true for true in stage]
+    for mine, true in zip(pipe.parameters(), versions, strict=True):
+        close(mine, true.detach())
+    assert torch.stack(losses(pipe, data[4:])).isfinite().all()
+
+
+def test_after_release_16_bit_parameters_and_their_state_fit_together():
+    stages = [stage.bfloat16() for stage in tanh_stages(2)]
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(6)]
+    pipe = st.Pipeline(stages, FOREIGN["AdamW"], mse, "vanilla", master_dtype=torch.float32)
+    losses(pipe, data[:3])
+    (first, _) = pipe.optimizers
+    state = next(iter(first.state.values()))
+    assert state["exp_avg"].dtype == torch.float32
+    pipe.release()
+    state = next(iter(first.state.values()))
+    assert state["exp_avg"].dtype == torch.bfloat16
+    assert state["step"].dtype == torch.get_default_dtype()  # as torch made it
+    for p in pipe.parameters():
+        p.grad = torch.ones_like(p)
+    for optimizer in pipe.optimizers:
+        optimizer.step()
+    losses(pipe, data[3:])
+    assert next(iter(first.state.values()))["exp_avg"].dtype == torch.float32
+
+
+def test_a_parameter_without_gradient_stays():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x):
+            return self.used(x)
+
+    stages = [Unused() for _ in range(3)]
+    Compared(stages, "lwp-w", optimizer=(FOREIGN["Lion"],) * 2, microbatches=2).run(
+        batches(7, size=4)
+    )
+
+
+class Failing(Lion):
+    """Raises after its first parameter, in one of its steps."""
+
+    def __init__(self, params, fails_at, error):
+        super().__init__(params, lr=0.01)
+        self.left, self.error = fails_at, error
+
+    def step(self):
+        self.left -= 1
+        if self.left == 0:
+            groups, self.param_groups = self.param_groups, copy.copy(self.param_groups)
+            self.param_groups = [{**groups[0], "params": groups[0]["params"][:1]}]
+            super().step()
+            self.param_groups = groups
+            raise self.error
+        super().step()
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "pipedream", "lwp-w"])
+def test_a_step_that_raises(kind):
+    stages, data = tanh_stages(3), batches(9)
+    made = []
+
+    def optimizer(params):
+        made.append(Failing(params, 4 if len(made) == 1 else 0, ArithmeticError("planned")))
+        return made[-1]
+
+    pipe = st.Pipeline(copy.deepcopy(stages), optimizer, mse, kind)
+    with pytest.raises(st.StageError, match=r"(?s)planned; the step of Failing was cut short") as e:
+        losses(pipe, data)
+    assert (e.value.stage, e.value.action) == (1, "update")
+    assert type(e.value.__cause__) is ArithmeticError
+    check_own_storage(pipe)
+    weights = copy.deepcopy(pipe.state_dict())
+    state = [copy.deepcopy(o.state_dict()) for o in pipe.optimizers]
+    again = losses(pipe, data[:3])
+    other = st.Pipeline(stages, lambda p: Lion(p, lr=0.01), mse, kind)
+    other.load_state_dict(weights)
+    for mine, theirs in zip(other.optimizers, state, strict=True):
+        mine.load_state_dict(theirs)
+    assert losses(other, data[:3]) == again
+
+
+def check_own_storage(pipe):
+    """The parameters are where the pipeline has them, with its weights."""
+    assert all(weights.in_place() for weights in pipe._weights)
+    pipe.check_drained("this")
+    for weights in pipe._weights:
+        weights.check(0)
+
+
+def test_an_interrupt_in_a_step():
+    stages, data = [stage.bfloat16() for stage in tanh_stages(3)], batches(9)
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in data]
+    made = []
+
+    def optimizer(params):
+        made.append(Failing(params, 3 if len(made) == 2 else 0, KeyboardInterrupt("planned")))
+        return made[-1]
+
+    pipe = st.Pipeline(stages, optimizer, mse, "lwp-w", master_dtype=torch.float32)
+    with pytest.raises(KeyboardInterrupt) as error:
+        losses(pipe, data)
+    assert "was cut short" in error.value.__notes__[0]
+    check_own_storage(pipe)
+    assert all(p.dtype == torch.bfloat16 and p.grad is None for p in pipe.parameters())
+    assert torch.stack(losses(pipe, data)).isfinite().all()
+
+
+def test_data_of_another_shape_is_refused():
+    class Flattening(Replacing):
+        def step(self):
+            for group in self.param_groups:
+                group["params"][0].data = group["params"][0].data.flatten() * 2
+
+    stages = tanh_stages(2)
+    before = copy.deepcopy(stages)
+    pipe = st.Pipeline(stages, lambda p: Flattening(p, lr=1.0), mse, "lwp-w")
+    with pytest.raises(st.StageError, match=r"Flattening: its step gave parameter 0 .*\(5, 5\)"):
+        losses(pipe, batches(3))
+    check_own_storage(pipe)
+    assert all(map(torch.equal, pipe.parameters(), (p for s in before for p in s.parameters())))
+
+
+def test_hooks_see_the_true_weights_and_count_every_step():
+    stages, data = tanh_stages(3), batches(6)
+    oracle = Oracle(stages, FOREIGN["SGD"], mse, "lwp-w")
+    oracle.run(data)
+    seen = [[] for _ in stages]
+
+    def optimizer(params):
+        made = FOREIGN["SGD"](params)
+        steps = seen[sum(map(bool, seen))]
+        steps.append([p.detach().clone() for p in params])
+        made.register_step_post_hook(lambda *_: steps.append([p.detach().clone() for p in params]))
+        return made
+
+    losses(st.Pipeline(stages, optimizer, mse, "lwp-w"), data)
+    for steps, versions in zip(seen, oracle.versions, strict=True):
+        assert len(steps) == len(versions) == 7
+        for mine, rows in zip(steps, versions, strict=True):
+            for weight, row in zip(mine, rows, strict=True):
+                close(weight, row.weight)
+
+
+def test_what_no_law_but_the_difference_can_predict():
+    for name in ("spectrain", "second-order", "msnag", "lwp-v", "xpipe", "spectrain-local"):
+        with pytest.raises(ValueError, match=r"spectrain_ext\.spectrain\(law='difference'\)"):
+            st.Pipeline(tanh_stages(2), FOREIGN["Lion"], mse, name)
+    with pytest.raises(ValueError, match=r"stages\[0\] has torch\.optim.*AdamW, .*optim\.AdamW"):
+        st.Pipeline(tanh_stages(2), FOREIGN["AdamW"], mse)
+    with pytest.raises(ValueError, match=r"has Lion, and method 'spectrain-ema' is defined for"):
+        st.Pipeline(tanh_stages(2), FOREIGN["Lion"], mse, "spectrain-ema")
+    Compared(tanh_stages(1), "spectrain", optimizer=(FOREIGN["Lion"],) * 2).run(batches(3))
+
+
+def test_a_step_that_needs_a_closure():
+    with pytest.raises(ValueError, match=r"stages\[0\] it made a LBFGS, whose step\(\) needs clos"):
+        st.Pipeline(tanh_stages(2), torch.optim.LBFGS, mse, "vanilla")
+
+
+@pytest.mark.parametrize("kind", ["sync", "vanilla", "lwp-w"])
+def test_a_wrapper_that_has_nothing_of_torchs(kind):
+    stages, data, found = tanh_stages(3), batches(7), []
+    for optimizer in (
+        Bare,
+        lambda p: Together(
+            torch.optim.SGD(p[:1], lr=0.05, momentum=0.9), torch.optim.RMSprop(p[1:], lr=0.01)
+        ),
+    ):
+        pipe = st.Pipeline(copy.deepcopy(stages), optimizer, mse, kind)
+        found.append(losses(pipe, data[:5]))
+        pipe.release()
+        found[-1] += losses(pipe, data[5:])
+    assert found[0] == found[1]
+
+
+def test_an_optimizer_without_a_learning_rate(tmp_path):
+    class Halving(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                p.mul_(0.5)
+
+    stages = tanh_stages(2)
+    before = [p.detach().clone() for s in stages for p in s.parameters()]
+    pipe = st.Pipeline(stages, Halving, mse, "lwp-w")
+    list(pipe.run(batches(3), trace=st.Metrics(pipe, tmp_path / "m", errors_every=1)))
+    for p, start in zip(pipe.parameters(), before, strict=True):
+        assert torch.equal(p, start / 8)
