@@ -7,6 +7,7 @@ import copy
 import hypothesis.strategies as some
 import pytest
 import torch
+from helpers.foreign_optimizers import FOREIGN
 from helpers.pipeline_cases import (
     Compared,
     batches,
@@ -53,14 +54,18 @@ def method_and_definition(name="own", **choices):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_auto_without_momentum_goes_by_the_last_change_of_the_weights(parts):
+@pytest.mark.parametrize(
+    "optimizer",
+    [(sgd(momentum=0.0), torch_sgd(momentum=0.0)), (FOREIGN["AdamW"],) * 2],
+    ids=["no momentum", "torch's"],
+)
+def test_auto_without_momentum_goes_by_the_last_change_of_the_weights(parts, optimizer):
     """As far as stage 0 has to; the same rows with momentum are among every method's."""
 
     def farthest(k, n, w, m):
         return -(-(w + k - 1) // m)
 
     definition = Definition(law="difference", forward=farthest, backward="stash")
-    optimizer = (sgd(momentum=0.0), torch_sgd(momentum=0.0))
     compared = Compared(
         tanh_stages(4), "auto", definition=definition, optimizer=optimizer, microbatches=parts
     )
