@@ -8,7 +8,7 @@ what the stage computes with again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakMethod
 
@@ -81,7 +81,8 @@ class Foreign:
 
     With a master of a wider dtype a parameter is of that dtype for the length of a step, and its
     gradient as well. State is then made in that dtype; ``load_state_dict`` keeps it there while the
-    optimizer is bound, and ``unbind`` converts it to the parameter's own.
+    optimizer is bound, and ``unbind`` converts it to the parameter's own. While it is bound
+    ``state_dict`` has copies, as that of the package's optimizers.
 
     Args:
         optimizer: reads its parameters and their gradients anew in each step, and changes them in
@@ -96,7 +97,7 @@ class Foreign:
         self._forget()
         with suppress(AttributeError):  # of wrappers that never call torch's ``__init__``
             # Weak: whoever goes on with the optimizer alone would keep a pipeline's buffers.
-            optimizer.register_state_dict_pre_hook(_weak(self._wait))
+            optimizer.register_state_dict_post_hook(_weak(self._copied))
             optimizer.register_load_state_dict_pre_hook(_weak(self._before_load))
             optimizer.register_load_state_dict_post_hook(_weak(self._after_load))
 
@@ -190,25 +191,31 @@ class Foreign:
         """Enter what this bound method returns wherever the caller reads or loads state."""
         self._order = WeakMethod(turn)
 
-    def _wait(self, _: object) -> None:
+    def _owners_turn(self) -> AbstractContextManager[object]:
         turn = None if self._order is None else self._order()
-        if turn is not None:
-            with turn():
-                pass
+        return nullcontext() if turn is None else turn()
 
-    def _before_load(self, optimizer: object, state_dict: dict[str, Any]) -> None:
-        self._wait(optimizer)
-        self._loading = state_dict if self._wide else None
+    def _copied(self, _: object, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What the next step does not change, which may run beside whoever reads it."""
+        if self._given is None:
+            return state_dict
+        with self._owners_turn():
+            return {**state_dict, "state": _mapped(state_dict["state"], _clone)}
+
+    def _before_load(self, _: object, state_dict: dict[str, Any]) -> None:
+        with self._owners_turn():
+            self._loading = state_dict if self._wide else None
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """Torch has cast the state to its parameters' dtypes: take it from where it came from."""
         loading, self._loading = self._loading, None
-        if loading is not None:
+        with self._owners_turn():
+            if loading is None:
+                return
             for group, saved in zip(optimizer.param_groups, loading["param_groups"], strict=True):
                 for p, key in zip(group["params"], saved["params"], strict=True):
                     if p in self._wide and key in loading["state"]:
                         optimizer.state[p].update(_converted(loading["state"][key], self._wide[p]))
-        self._wait(optimizer)
 
     def _convert_state(self, p: Tensor, like: Tensor) -> None:
         entry = _state_of(self._optimizer).get(p)
@@ -257,15 +264,25 @@ class _Place(NamedTuple):
 def _converted(entry: Mapping[Any, Any], like: Tensor) -> dict[Any, Any]:
     """A parameter's state, of the dtype that torch gives it where it loads it for ``like``."""
 
-    def of(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            dtype = like.dtype if value.is_floating_point() else value.dtype
-            return value.to(like.device, dtype)
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(of, value))
-        return {k: of(v) for k, v in value.items()} if isinstance(value, dict) else value
+    def of(tensor: Tensor) -> Tensor:
+        return tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
 
-    return {key: of(value) for key, value in entry.items() if key != "step"}
+    return {key: _mapped(value, of) for key, value in entry.items() if key != "step"}
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _mapped(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
+    """State with something else for each of its tensors."""
+    if isinstance(value, Tensor):
+        return of(value)
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(member, of) for member in value)
+    if isinstance(value, dict):
+        return {key: _mapped(member, of) for key, member in value.items()}
+    return value
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -276,14 +293,13 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(member)
 
 
-def _weak(method: Callable[..., None]) -> Callable[..., None]:
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that does nothing once the method's object is gone."""
     ref = WeakMethod(method)
 
-    def hook(*args: Any) -> None:
+    def hook(*args: Any) -> Any:
         found = ref()
-        if found is not None:
-            found(*args)
+        return None if found is None else found(*args)
 
     return hook
 

@@ -174,11 +174,17 @@ def test_the_owner_takes_turns_with_whoever_reads_or_loads_state():
             return torch.no_grad()
 
     held, owner = params(), Owner()
-    optimizer = torch.optim.SGD(held, lr=0.1)
+    optimizer = torch.optim.SGD(held, lr=0.1, momentum=0.9)
     updater, _ = bound(optimizer, held)
     updater.order_by(owner.turn)
+    graded(held)
+    updater.step()
     saved = optimizer.state_dict()
     assert owner.turns == 1
+    kept = saved["state"][0]["momentum_buffer"]
+    assert torch.equal(kept, optimizer.state[held[0]]["momentum_buffer"])
+    updater.step()
+    assert not torch.equal(kept, optimizer.state[held[0]]["momentum_buffer"])
     optimizer.load_state_dict(saved)
     assert owner.turns == 3
     del owner

@@ -34,11 +34,19 @@ def _batches(count: int, device: str) -> list[tuple[Tensor, Tensor]]:
     return out
 
 
-def _pipeline(method: str, device: str, **options: Any) -> st.Pipeline:
+def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return st.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def _torchs(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def _pipeline(method: str, device: str, optimizer: Any = _sgd, **options: Any) -> st.Pipeline:
     stages = [m.to(device) for m in _stages()]
     return st.Pipeline(
         stages,
-        optimizer=lambda params: st.optim.SGD(params, lr=0.05, momentum=0.9),
+        optimizer=optimizer,
         loss_fn=nn.functional.cross_entropy,
         method=method,
         devices=[f"{device}:0" if device == "cuda" else device] * _STAGES,
@@ -75,9 +83,49 @@ def test_the_same_bits_each_time(method: str) -> None:
         assert all(torch.equal(state[k], first[k]) for k in first)
 
 
-@pytest.mark.parametrize("method", _METHODS)
-def test_no_host_synchronization_in_steady_state(method: str) -> None:
-    pipe = _pipeline(method, "cuda")
+@pytest.mark.parametrize("method", ["vanilla", "pipedream", "lwp-w"])
+def test_an_optimizer_that_is_not_the_packages(method: str) -> None:
+    """It allocates its state and what it computes in between on the stage's stream."""
+    host_loss, host = _train(method, "cpu", optimizer=_torchs, microbatches=2)
+    first_loss, first = _train(method, "cuda", optimizer=_torchs, microbatches=2)
+    torch.testing.assert_close(first_loss, host_loss, rtol=1e-7, atol=1e-9)
+    for key in host:
+        torch.testing.assert_close(first[key], host[key], rtol=1e-6, atol=1e-8)
+    for _ in range(3):
+        loss, state = _train(method, "cuda", optimizer=_torchs, microbatches=2)
+        assert torch.equal(loss, first_loss)
+        assert all(torch.equal(state[k], first[k]) for k in first)
+
+
+def test_an_optimizer_that_is_not_the_packages_goes_on_alone() -> None:
+    """Its state, read in a run and after it, was written on the stages' streams."""
+    found = []
+    for device in ("cpu", "cuda"):
+        pipe = _pipeline("lwp-w", device, optimizer=_torchs)
+        seen = []
+        for result in pipe.run(_batches(12, device)):
+            if result.index in (3, 8):
+                states = [o.state_dict()["state"] for o in pipe.optimizers]
+                seen += [e["exp_avg_sq"].sum().clone() for s in states for e in s.values()]
+        for optimizer in pipe.optimizers:
+            optimizer.load_state_dict(optimizer.state_dict())
+        list(pipe.run(_batches(4, device)))
+        pipe.release()
+        for p in pipe.parameters():
+            p.grad = torch.ones_like(p)
+        for optimizer in pipe.optimizers:
+            optimizer.step()
+        found.append([*seen, *(p.detach() for p in pipe.parameters())])
+    for host, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine.cpu(), host, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("method", "optimizer"),
+    [*((method, _sgd) for method in _METHODS), ("vanilla", _torchs), ("lwp-w", _torchs)],
+)
+def test_no_host_synchronization_in_steady_state(method: str, optimizer: Any) -> None:
+    pipe = _pipeline(method, "cuda", optimizer)
     batches = _batches(60, "cuda")
     for _ in pipe.run(batches[:12]):
         pass

@@ -394,6 +394,21 @@ def test_a_wrapper_that_has_nothing_of_torchs(kind):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_memory_that_was_predicted(kind):
+    """The difference law has one version more than the package's prediction would need."""
+    asked = of_kind(kind, 1)
+    asked.pop("definition", None)
+    pipe = st.Pipeline(tanh_stages(4), FOREIGN["Lion"], mse, **asked)
+    losses(pipe, batches(12, size=8))
+    assert pipe.measured_memory() == pipe.predicted_memory()
+    versions = [memory.versions for memory in pipe.measured_memory()]
+    if kind == "spectrain":
+        assert versions == [3, 3, 3, 3]  # working, master, before
+    elif kind == "vanilla":
+        assert versions == [1, 1, 1, 1]
+
+
 def test_an_optimizer_without_a_learning_rate(tmp_path):
     class Halving(torch.optim.Optimizer):
         def __init__(self, params):
