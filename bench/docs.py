@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,40 @@ def section(report: Report, folder: str) -> str:
 
 
 def frontier(folder: Path) -> str:
-    """The tables of a study, one for each of its files and numbers of stages."""
+    """The decision table of a study, and all its rows: one table per file and number of stages."""
+    studies = {p.stem: json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))}
     parts = [BEGIN]
-    for path in sorted(folder.glob("*.json")):
-        document = json.loads(path.read_text())
-        parts.append(f"### {path.stem}")
+    for wanted, heading in (
+        (lambda row: row["delay"] == 1, "One update late at most (M >= N)"),
+        (lambda row: row["delay"] > 1, "More updates late (M < N)"),
+    ):
+        parts += [f"### {heading}", decision(studies, wanted)]
+    for name, document in studies.items():
+        parts.append(f"### All of {name}")
         for n in sorted({row["stages"] for row in document["rows"]}):
             rows = [row for row in document["rows"] if row["stages"] == n]
             seeds = len(rows[0]["losses"])
             parts.append(f"{n} stages, {seeds} seeds, {document['updates']} updates:")
             parts.append(compared(rows))
     return "\n\n".join([*parts, END])
+
+
+def decision(studies: dict[str, dict[str, Any]], wanted: Callable[[dict[str, Any]], bool]) -> str:
+    """Gaps in per cent: a line per method, a column per workload, stages and microbatches."""
+    found: dict[str, dict[tuple[str, int, int], str]] = {}
+    for name, document in studies.items():
+        for row in filter(wanted, document["rows"]):
+            gap = row["gap"]["mean"]
+            cell = "diverged" if gap is None else f"{100 * gap:+.1f}"
+            at = (name, row["stages"], row["microbatches"])
+            found.setdefault(row["contender"], {})[at] = cell
+    columns = sorted({at for cells in found.values() for at in cells})
+    lines = [
+        [f"`{method}`", *(cells.get(at, "") for at in columns)]
+        for method, cells in sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
+    ]
+    heads = [f">{name}, N = {n}, M = {m}" for name, n, m in columns]
+    return table("|".join(["method", *heads]), lines)
 
 
 def compared(rows: Sequence[dict[str, Any]]) -> str:
