@@ -27,7 +27,9 @@ _SUFFIXES = (".svg", ".png", ".json")
 )
 @click.option("--stages", type=_POSITIVE, default=4)
 @click.option("--minibatches", type=_POSITIVE, default=8)
-@click.option("--microbatches", type=_POSITIVE, default=1, help="Parts of every minibatch.")
+@click.option(
+    "--microbatches", type=_POSITIVE, help="Parts of every minibatch.  [default: the method's]"
+)
 @click.option(
     "--window",
     callback=numbers("classic", "wide"),
@@ -52,7 +54,7 @@ def timeline(
     csv: Path | None,
     stages: int,
     minibatches: int,
-    microbatches: int,
+    microbatches: int | None,
     window: Window,
     forward: float,
     backward: float,
@@ -100,7 +102,7 @@ def timeline(
                         method,
                         stages,
                         minibatches,
-                        microbatches=microbatches,
+                        microbatches=microbatches or "auto",
                         window=window,
                         forward=forward,
                         backward=backward,
