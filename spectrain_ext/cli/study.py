@@ -10,6 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from spectrain_ext.experiments.contenders import WORKLOADS
 from spectrain_ext.experiments.frontier import (
     draw_gaps,
     draw_times,
@@ -19,7 +20,7 @@ from spectrain_ext.experiments.frontier import (
 )
 from spectrain_ext.experiments.report import versions
 from spectrain_ext.experiments.settings import OptionError
-from spectrain_ext.experiments.study import WORKLOADS, Curves, cells_of, data_of, search_all
+from spectrain_ext.experiments.study import Curves, cells_of, data_of, search_all
 from spectrain_ext.extras import require, require_matplotlib
 
 from .options import names

@@ -19,9 +19,10 @@ from spectrain_ext.files import replace_file
 from spectrain_ext.method import places_of, rules_at
 from spectrain_ext.schedule import FLUSHING, Durations, simulate, streams, summarize
 
+from .contenders import contender
 from .data.split import Split
 from .report import line_of
-from .study import Cell, Curve, Curves, contender
+from .study import Cell, Curve, Curves
 from .workload import build_stages, mean_loss
 
 if TYPE_CHECKING:

@@ -10,16 +10,16 @@ import pytest
 from click.testing import CliRunner
 
 from spectrain_ext.cli.group import main
-from spectrain_ext.experiments import study
+from spectrain_ext.experiments import contenders, study
 from spectrain_ext.experiments.frontier import Interval, rows_of, smoothed, write_frontier
-from spectrain_ext.experiments.study import Cell, Curve, Curves, Workload, cells_of, search
+from spectrain_ext.experiments.study import Cell, Curve, Curves, cells_of, search
 
-SMALL = Workload({"batch_size": 64, "warmup": 0, "lr": 0.05, "width": 16}, 20)
+SMALL = contenders.Workload({"batch_size": 64, "warmup": 0, "lr": 0.05, "width": 16}, 20)
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(study.WORKLOADS, "digits", SMALL)
+    monkeypatch.setitem(contenders.WORKLOADS, "digits", SMALL)
 
 
 def _cells(*names: str, microbatches: tuple[str, ...] = ("1", "N")) -> list[Cell]:

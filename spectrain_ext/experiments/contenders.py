@@ -1,0 +1,181 @@
+"""Contenders and workloads of a study: what is compared, and on what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from spectrain_ext.extras import require
+from spectrain_ext.method import Method, delay, find_method, recipe_clip, second_order
+from spectrain_ext.method.formulas import none, rest_of_delay
+from spectrain_ext.schedule import Law, Place
+
+from .settings import TrainSettings
+from .workload import make_optimizer
+
+
+class Contender(NamedTuple):
+    """A method with what it has otherwise than the workload.
+
+    Attributes:
+        method: the method.
+        changes: fields of ``TrainSettings``.
+        careful: the share of a synchronous run over which learning rates rise from lr/D to lr on a
+            stage with delay D (PipeMare's T1: lr/D^(1 - min(t/T, 1))).
+    """
+
+    method: Method
+    changes: Mapping[str, Any] = {}
+    careful: float = 0.0
+
+
+def contender(name: str) -> Contender:
+    """A method by its name, or another that is only compared with.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name in _EXTRA:
+        return _EXTRA[name]
+    return Contender(find_method(name))
+
+
+def _even(law: Law) -> Method:
+    """Every stage predicts as far as stage 0 has to, by another law than the second-order one."""
+    return Method(
+        f"{law}-even",
+        "",
+        law=law,
+        forward_horizon=_farthest,
+        backward="stash",
+    )
+
+
+def _farthest(place: Place) -> int:
+    return delay(place) + rest_of_delay(place)
+
+
+_SYNC_AHEAD = Method(
+    "sync-ahead",
+    "",
+    schedule="gpipe",
+    law="second-order",
+    forward_horizon=lambda place: 1,
+    backward="stash",
+)
+_SLOW = {"betas": (0.95, 0.999)}
+_EXTRA = {
+    # what looking ahead gives by itself, without any delay
+    "sync-nadam": Contender(find_method("sync"), {"optimizer": "nadam"}),
+    "sync-nesterov": Contender(find_method("sync"), {"nesterov": True}),
+    "sync-ahead": Contender(_SYNC_AHEAD),
+    "sync-b95": Contender(find_method("sync"), _SLOW),
+    # arXiv 2505.01099
+    "nesterov-async": Contender(
+        find_method("pipedream"), {"optimizer": "nadam", "betas": (0.99, 0.999)}
+    ),
+    "linear-even": Contender(_even("linear")),
+    "difference-even": Contender(_even("difference")),
+    # arXiv 2606.30634 and 2602.03515
+    **{
+        f"{name}-{kind}": Contender(method, {"optimizer": kind})
+        for kind in ("muon", "soap")
+        for name, method in (
+            *((name, find_method(name)) for name in ("sync", "vanilla", "pipedream")),
+            ("pipedream-2bw", find_method("pipedream-2bw")),
+            ("auto", find_method("auto")),
+        )
+    },
+    "second-order-all": Contender(replace(second_order(lead=none), forward_horizon=_farthest)),
+    "second-order-all-lead-1": Contender(
+        replace(second_order(lead=lambda place: 1), forward_horizon=_farthest)
+    ),
+    "second-order-lead0": Contender(second_order(lead=none)),
+    "second-order-lead-1": Contender(second_order(lead=lambda place: rest_of_delay(place) + 1)),
+    "second-order-lead-k": Contender(second_order(lead=lambda place: place.stage)),
+    "second-order-b95": Contender(second_order(), _SLOW),
+    "second-order-b975": Contender(second_order(), {"betas": (0.975, 0.999)}),
+    "second-order-b95-clip": Contender(second_order(clip=recipe_clip), _SLOW),
+    "second-order-b95-t1": Contender(second_order(), _SLOW, careful=0.5),
+    "pipedream-t1": Contender(find_method("pipedream"), careful=0.5),
+    "linear-even-b95": Contender(_even("linear"), _SLOW),
+}
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers as one: the groups of all."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self._parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        groups = iter(self.param_groups)
+        for part in parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self._parts:
+            part.step()
+
+
+def make_contenders_optimizer(
+    settings: TrainSettings, method: Method, hidden: set[nn.Parameter], params: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The settings' optimizer; muon and soap are for hidden matrices, AdamW for the rest."""
+    if settings.optimizer not in ("muon", "soap"):
+        return make_optimizer(settings, method, params)
+    matrices = [p for p in params if p in hidden]
+    rest = [p for p in params if p not in hidden]
+    made: list[torch.optim.Optimizer] = []
+    if matrices and settings.optimizer == "muon":
+        decay = settings.weight_decay
+        made += [torch.optim.Muon(matrices, settings.lr, decay, adjust_lr_fn="match_rms_adamw")]
+    elif matrices:
+        require("pytorch_optimizer", "SOAP comes with pytorch-optimizer", "soap")
+        from pytorch_optimizer import SOAP  # type: ignore[import-not-found]
+
+        made += [SOAP(matrices, lr=settings.lr, weight_decay=settings.weight_decay)]
+    if rest:
+        made += [torch.optim.AdamW(rest, lr=settings.lr, weight_decay=settings.weight_decay)]
+    return Together(*made)
+
+
+class Workload(NamedTuple):
+    """What a study trains: fields of ``TrainSettings``, and the updates of a synchronous run.
+
+    Every contender's learning rate is sought from ``settings["lr"]`` on.
+    """
+
+    settings: Mapping[str, Any]
+    updates: int
+
+
+WORKLOADS = {
+    # nanoGPT's small setting for characters, whose published validation loss is 1.88
+    "nanogpt": Workload(
+        {
+            **{"data": "text", "width": 128, "context": 64, "batch_size": 12, "test_samples": 512},
+            **{"weight_decay": 0.1, "betas": (0.9, 0.99), "clip_norm": 1.0, "warmup": 100},
+            **{"lr_schedule": "cosine", "lr": 0.001},
+        },
+        2000,
+    ),
+    "text": Workload(
+        {
+            **{"width": 32, "context": 32, "batch_size": 32, "weight_decay": 0.01, "warmup": 30},
+            **{"lr": 0.004, "test_samples": 256},
+        },
+        400,
+    ),
+    "digits": Workload({"batch_size": 16, "warmup": 0, "lr": 0.05}, 360),
+    "cifar10": Workload(
+        {
+            **{"width": 8, "batch_size": 32, "weight_decay": 5e-4, "warmup": 30, "lr": 0.02},
+            **{"train_samples": 3072, "test_samples": 1000},
+        },
+        192,
+    ),
+}
