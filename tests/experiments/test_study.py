@@ -7,7 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import nn
 
 from spectrain_ext.cli.group import main
 from spectrain_ext.experiments import contenders, study
@@ -135,3 +137,36 @@ def test_the_command_on_real_digits(tmp_path: Path) -> None:
         refused = CliRunner().invoke(main, ["study", *bad, "--out", str(tmp_path)])
         assert refused.exit_code != 0
         assert said in " ".join(refused.output.split())
+
+
+def test_t1_begins_with_the_rate_over_the_delay() -> None:
+    """PipeMare's: lr/D^(1 - min(t/T, 1)), here over half of a synchronous run."""
+    (cell,) = _cells("pipedream-t1", microbatches=("1",))
+    rates = []
+    for late in (0, 4):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler = study._scheduler(cell, cell.settings, optimizer, late)
+        rates.append([])
+        for _ in range(15):
+            rates[-1].append(scheduler.get_last_lr()[0])
+            optimizer.step()
+            scheduler.step()
+    assert rates[0] == [1.0] * 15
+    assert rates[1] == pytest.approx([4.0 ** -(1 - min(t / 10, 1)) for t in range(15)])
+
+
+@pytest.mark.parametrize("name", ["auto-muon", "pipedream-2bw-muon", "sync-muon"])
+def test_hidden_matrices_are_muons(name: str) -> None:
+    (cell,) = _cells(name, microbatches=("N",))
+    stages = study.build_stages(cell.settings, 3, 0, study.data_of(cell.settings, Path()))
+    hidden = {p for p in stages[1].parameters() if p.dim() == 2}
+    settings = cell.with_rate(0.01)
+    made = contenders.make_contenders_optimizer(
+        settings, contenders.contender(name).method, hidden, list(stages[1].parameters())
+    )
+    assert isinstance(made, contenders.Together)
+    assert {p for p in made.param_groups[0]["params"]} == hidden
+    assert len(made.param_groups[1]["params"]) == len(list(stages[1].parameters())) - len(hidden)
+    curve = study.train(cell, 0.01, 0, study.data_of(cell.settings, Path()))
+    assert curve.points[-1][0] == 20
+    assert curve.loss < curve.points[0][1]
