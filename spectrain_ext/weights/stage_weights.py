@@ -247,21 +247,22 @@ class StageWeights:
                 change the learning rate that they are predicted with.
         """
         storage, versions = self._bound, self.versions
-        ordered = None
-        if storage.sink is not None:
+        sink, ordered = storage.sink, None
+        if sink is not None:
             ordered = self._ordered(versions.step_writes(forward))
         versions.before_update(ordered is not None)
         storage.before_update()
         if ordered is not None:
-            self.updater.write_with_next_step(storage.sink, ordered.law or 0.0)
+            self.updater.write_with_next_step(sink, ordered.law or 0.0)
         self.updater.step()
-        after = rates_of(self.optimizer)  # a hook may have changed them
+        # A hook may have changed them. Nobody asks without a sink, and one on a GPU takes a wait.
+        after = () if sink is None else rates_of(self.optimizer)
         if ordered is not None and ordered.rates not in (None, after):
             ordered = None
         versions.after_update(ordered)
         if self.scheduler is not None:
             self.scheduler.step()
-            self._rates_move = rates_of(self.optimizer) != after
+            self._rates_move = sink is not None and rates_of(self.optimizer) != after
         if self._future is not None:
             self._future.advance()
         self.drop_gradients()
