@@ -93,14 +93,13 @@ class Setup:
         def optimizer(params: list[nn.Parameter]) -> Any:
             return st.optim.SGD(params, lr=0.02, momentum=0.9, ema=self.method == "spectrain-ema")
 
-        count = len(self.devices)
         return st.Pipeline(
             self.stages(),
             optimizer=optimizer,
             loss_fn=nn.functional.cross_entropy,
             method=self.method,
             devices=list(self.devices),
-            microbatches=count if self.method == "pipedream-2bw" else 1,
+            microbatches="auto" if self.method in ("auto", "pipedream-2bw") else 1,
             recompute=self.recompute,
         )
 
