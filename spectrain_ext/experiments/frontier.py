@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SHARES = (0.5, 0.75, 1.0)  # of synchronous training's updates
-_TIMED = 5  # runs of a stage, of which the median counts
+_TIMED = 9  # runs of a stage, of which the fastest counts: others may use the machine as well
 _SIMULATED = 12  # minibatches
 _SMOOTHED = 4  # tests, a fifth of a synchronous run
 
@@ -189,8 +189,8 @@ def _durations(cell: Cell, data: Split) -> tuple[list[float], list[float]]:
             ahead.append(done - began)
             back.append(time.perf_counter() - done)
         value = output
-        forward.append(statistics.median(ahead))
-        backward.append(statistics.median(back))
+        forward.append(min(ahead))
+        backward.append(min(back))
     return forward, backward
 
 
@@ -271,7 +271,7 @@ def draw_gaps(path: Path, rows: Sequence[Row], title: str) -> None:
             color, dashes = line_of(number)
             mine = sorted((r for r in rows if r.contender == name), key=lambda r: r.delay)
             mine = [row for row in mine if math.isfinite(row.gap.mean)]
-            x = [row.delay for row in mine]
+            x = [row.delay * 1.04 ** (number - len(names) / 2) for row in mine]  # side by side
             y = [100 * row.gap.mean for row in mine]
             error = [100 * (row.gap.high - row.gap.mean) for row in mine]
             error = [value if math.isfinite(value) else 0.0 for value in error]
@@ -319,7 +319,7 @@ def draw_times(
                 [statistics.fmean(loss for _, loss, _ in column) for column in points],
                 color=color,
                 linestyle=dashes,
-                label=f"{row.contender}, M = {row.stages if reference else row.microbatches}",
+                label=f"{row.contender}, M = {row.microbatches if row.delay else row.stages}",
             )
         axes.set_xlabel("simulated time, in minibatches of the slowest stage's work")
         axes.set_ylabel("test loss (nats)")
