@@ -67,8 +67,8 @@ class Row:
             mean of the last tests, over a fifth of it.
         accuracies: likewise, the shares of targets that were found.
         gap: its loss over that of synchronous training, less 1, paired by seed.
-        updates: by share of synchronous training's updates, those that it takes to the test loss
-            there, over these; infinite where a seed does not reach it.
+        updates: by share of synchronous training's updates, those that it takes to the least test
+            loss until there, over these: the median of the seeds, infinite for one that never does.
         time: of a minibatch, over that without any bubble, as simulated.
     """
 
@@ -87,16 +87,16 @@ class Row:
 def rows_of(
     folder: Path, found: Mapping[Cell, float], seeds: Sequence[int], data: Split
 ) -> list[Row]:
-    """Compare what was found: the best learning rate of every cell.
+    """Compare what was found, the best learning rate of every cell, by the seeds that there are.
 
     Raises:
         ValueError: a number of stages has no ``sync`` to compare with.
     """
     curves = Curves(folder)
 
-    def runs(cell: Cell) -> list[Curve]:
-        read = [curves.find(cell, found[cell], seed) for seed in seeds]
-        return [smoothed(curve) for curve in read if curve is not None]
+    def runs(cell: Cell) -> dict[int, Curve]:
+        read = {seed: curves.find(cell, found[cell], seed) for seed in seeds}
+        return {seed: smoothed(curve) for seed, curve in read.items() if curve is not None}
 
     reference = {c.settings.stages: runs(c) for c in found if c.contender == "sync"}
     rows, work = [], {}
@@ -108,8 +108,8 @@ def rows_of(
         if n not in work:
             work[n] = _durations(cell, data)
         mine, sync = runs(cell), reference[n]
-        ends = [_at(curve, cell.updates) for curve in mine]
-        pairs = list(zip(mine, sync, strict=True))
+        ends = [_at(curve, cell.updates) for curve in mine.values()]
+        pairs = [(curve, sync[seed]) for seed, curve in mine.items() if seed in sync]
         rows.append(
             Row(
                 cell.contender,
@@ -121,7 +121,7 @@ def rows_of(
                 tuple(accuracy for _, accuracy in ends),
                 Interval.of([_at(a, cell.updates)[0] / b.loss - 1.0 for a, b in pairs]),
                 {
-                    share: statistics.fmean(
+                    share: statistics.median(
                         _updates_to(a, _least(b, share * cell.updates)) / (share * cell.updates)
                         for a, b in pairs
                     )
@@ -223,7 +223,7 @@ def frontier_table(rows: Sequence[Row]) -> Table:
     table = Table(
         title=f"Against sync, each at its own best learning rate: means over {len(rows[0].losses)} "
         "seeds; the gap with its 95 % interval; updates to sync's loss at 50, 75 and 100 % of its "
-        "own, over these; simulated time of a minibatch",
+        "own, over these (medians); simulated time of a minibatch",
         title_justify="left",
     )
     for heading in ("N", "M", "delay", "method", "lr", "test loss", "gap %", "updates", "time"):
