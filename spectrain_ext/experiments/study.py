@@ -270,8 +270,8 @@ def _one(folder: Path, cell: Cell, lr: float, seed: int) -> Curve:
 def search(folder: Path, cell: Cell, start: float, seeds: Sequence[int], first: int) -> float:
     """The learning rate with the least loss, among ``start`` times powers of two, and its runs.
 
-    It goes downhill from the start until both neighbours are worse, judged by the first seeds, and
-    then trains the others at the best.
+    It goes downhill from the start until both neighbours are worse, judged by the ``first`` seeds,
+    and then trains the others at the best.
     """
 
     @cache
@@ -290,7 +290,7 @@ def search(folder: Path, cell: Cell, start: float, seeds: Sequence[int], first: 
 
 
 def search_all(
-    folder: Path, cells: Sequence[Cell], seeds: Sequence[int], *, first: int = 2, jobs: int = 1
+    folder: Path, cells: Sequence[Cell], seeds: Sequence[int], first: int, *, jobs: int = 1
 ) -> Iterator[tuple[Cell, float]]:
     """Search every cell, from its settings' learning rate on; yields each when it is done.
 
