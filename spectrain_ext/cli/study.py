@@ -34,7 +34,7 @@ _USUAL = "sync,vanilla,pipedream,pipedream-2bw,spectrain,spectrain-stash,auto"
     context_settings={"show_default": True},
     epilog="Every run is a file in --out: the same command with the same --out goes on where it "
     "was interrupted, and trains what more seeds, stages or methods add. Learning rates go up and "
-    "down by factors of two until both neighbours of the best are worse, judged by the first seeds.",
+    "down by factors of two until both neighbours of the best are worse, by the first seeds.",
 )
 @click.option("--data", type=click.Choice(tuple(WORKLOADS)), default="digits")
 @click.option(
