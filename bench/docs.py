@@ -77,8 +77,7 @@ def frontier(folder: Path) -> str:
         parts.append(f"### All of {name}")
         for n in sorted({row["stages"] for row in document["rows"]}):
             rows = [row for row in document["rows"] if row["stages"] == n]
-            seeds = len(rows[0]["losses"])
-            parts.append(f"{n} stages, {seeds} seeds, {document['updates']} updates:")
+            parts.append(f"{n} stages, {document['updates']} updates:")
             parts.append(compared(rows))
     return "\n\n".join([*parts, END])
 
@@ -114,7 +113,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             [
                 *(f"`{row['contender']}`", str(row["microbatches"]), str(row["delay"])),
-                f"{row['lr']:.3g}",
+                *(str(len(row["losses"])), f"{row['lr']:.3g}"),
                 f"{statistics.fmean(losses):.3f}" if len(losses) == len(row["losses"]) else "",
                 f"{100 * statistics.fmean(row['accuracies']):.1f}",
                 *(gap, between),
@@ -122,7 +121,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['time']:.2f}",
             ]
         )
-    columns = "method|>M|>delay|>lr|>test loss|>accuracy %|>gap %|95 % interval"
+    columns = "method|>M|>delay|>seeds|>lr|>test loss|>accuracy %|>gap %|95 % interval"
     return table(f"{columns}|>updates, 50 %|>75 %|>100 %|>time", lines)
 
 

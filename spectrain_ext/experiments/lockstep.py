@@ -4,7 +4,8 @@ A pipeline of N stages and M microbatches runs N*M forwards for a minibatch, of 
 each where models are small. But a stage's microbatches of one minibatch differ in the weights that
 they meet by one update at most: here all that meet the same weights run together. The weights are
 those that the engine's own bookkeeping names, made by its own kernels, so that the numbers are the
-engine's up to the order of sums. 32 stages with 32 microbatches take a tenth of the time.
+engine's up to the order of sums. A small transformer in 32 stages with 32 microbatches takes a
+seventh of the time, in 8 stages with 8 two fifths.
 """
 
 from __future__ import annotations
