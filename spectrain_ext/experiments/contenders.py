@@ -163,7 +163,7 @@ WORKLOADS = {
         {
             **{"data": "text", "width": 128, "context": 64, "batch_size": 12, "test_samples": 512},
             **{"weight_decay": 0.1, "betas": (0.9, 0.99), "clip_norm": 1.0, "warmup": 100},
-            **{"lr_schedule": "cosine", "lr": 0.001},
+            **{"lr_schedule": "cosine", "lr": 0.001, "depth": 4},
         },
         2000,
     ),

@@ -88,7 +88,7 @@ def cells_of(
     for n in stages:
         own = {"data": data, "lr_schedule": "constant", **work.settings}
         if own["data"] == "text":
-            own["depth"] = n - 2  # a block for every stage
+            own.setdefault("depth", max(1, n - 2))  # a block for every stage
         for text in microbatches:
             m = _microbatches(text, n)
             for name in contenders:
