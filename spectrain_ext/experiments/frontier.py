@@ -22,7 +22,7 @@ from spectrain_ext.schedule import FLUSHING, Durations, simulate, streams, summa
 from .contenders import contender
 from .data.split import Split
 from .report import line_of
-from .study import Cell, Curve, Curves
+from .study import Cell, Curve, Curves, smoothed
 from .workload import build_stages, mean_loss
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 _SHARES = (0.5, 0.75, 1.0)  # of synchronous training's updates
 _TIMED = 9  # runs of a stage, of which the fastest counts: others may use the machine as well
 _SIMULATED = 12  # minibatches
-_SMOOTHED = 4  # tests, a fifth of a synchronous run
 
 
 @dataclass(frozen=True)
@@ -131,16 +130,6 @@ def rows_of(
             )
         )
     return sorted(rows, key=lambda row: (row.stages, row.delay, row.contender != "sync"))
-
-
-def smoothed(curve: Curve) -> Curve:
-    """The same with trailing means: at a constant rate two tests differ by 1 % from noise alone."""
-    points = []
-    for end in range(1, len(curve.points) + 1):
-        last = curve.points[max(0, end - _SMOOTHED) : end]
-        loss, accuracy = (statistics.fmean(point[i] for point in last) for i in (1, 2))
-        points.append((last[-1][0], loss, accuracy))
-    return Curve(tuple(points), curve.seconds)
 
 
 def _at(curve: Curve, updates: int) -> tuple[float, float]:

@@ -42,6 +42,7 @@ from .world import World
 
 _LARGEST = 1 << 24  # bytes of a run
 _POINTS = 20  # of a curve, per length of a synchronous run
+_SMOOTHED = 4  # of these
 _TEST_BATCH = 256
 _ENDLESS = 1000  # epochs; a run is as long as its cell says
 
@@ -130,6 +131,16 @@ class Curve:
     def loss(self) -> float:
         """At the end."""
         return self.points[-1][1]
+
+
+def smoothed(curve: Curve) -> Curve:
+    """The same with trailing means: at a constant rate two tests differ by 1 % from noise alone."""
+    points = []
+    for end in range(1, len(curve.points) + 1):
+        last = curve.points[max(0, end - _SMOOTHED) : end]
+        loss, accuracy = (fmean(point[i] for point in last) for i in (1, 2))
+        points.append((last[-1][0], loss, accuracy))
+    return Curve(tuple(points), curve.seconds)
 
 
 def train(cell: Cell, lr: float, seed: int, data: Split) -> Curve:
@@ -276,7 +287,8 @@ def search(folder: Path, cell: Cell, start: float, seeds: Sequence[int], first: 
 
     @cache
     def judged(power: int) -> float:
-        return fmean(_one(folder, cell, start * 2.0**power, s).loss for s in seeds[:first])
+        runs = (_one(folder, cell, start * 2.0**power, seed) for seed in seeds[:first])
+        return fmean(smoothed(run).loss for run in runs)
 
     best = 0
     while True:

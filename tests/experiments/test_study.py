@@ -13,8 +13,8 @@ from torch import nn
 
 from spectrain_ext.cli.group import main
 from spectrain_ext.experiments import contenders, study
-from spectrain_ext.experiments.frontier import Interval, rows_of, smoothed, write_frontier
-from spectrain_ext.experiments.study import Cell, Curve, Curves, cells_of, search
+from spectrain_ext.experiments.frontier import Interval, rows_of, write_frontier
+from spectrain_ext.experiments.study import Cell, Curve, Curves, cells_of, search, smoothed
 
 SMALL = contenders.Workload({"batch_size": 64, "warmup": 0, "lr": 0.05, "width": 16}, 20)
 
