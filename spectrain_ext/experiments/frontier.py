@@ -260,7 +260,8 @@ def draw_gaps(path: Path, rows: Sequence[Row], title: str) -> None:
             color, dashes = line_of(number)
             mine = sorted((r for r in rows if r.contender == name), key=lambda r: r.delay)
             mine = [row for row in mine if math.isfinite(row.gap.mean)]
-            x = [row.delay * 1.04 ** (number - len(names) / 2) for row in mine]  # side by side
+            beside = 1.3 ** (number / max(1, len(names) - 1) - 0.5)  # error bars do not overlap
+            x = [row.delay * beside for row in mine]
             y = [100 * row.gap.mean for row in mine]
             error = [100 * (row.gap.high - row.gap.mean) for row in mine]
             error = [value if math.isfinite(value) else 0.0 for value in error]
