@@ -101,6 +101,7 @@ def manager_of(path, rank, ranks, seed, share_loss=True, timeout=60.0, **more):
         cut_at(model(seed), ends(4, ranks))[rank],
         sgd,
         LOSS,
+        "spectrain",
         scheduler=halving,
         share_loss=share_loss,
         timeout=timeout,

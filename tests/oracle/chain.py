@@ -40,7 +40,8 @@ class TanhChainOracle:
             return w - self.lr * v * (self.mu - self.mu ** (s + 1)) / (1 - self.mu)
         if law == "second-order":
             change = v - self.versions[k][max(0, u - 1)][1]
-            ahead = self.lr * ((s + k) * v + s * (s + 1) / 2 * change)
+            lead = self.method.lead(k, len(self.stages), self.windows[k], self.m)
+            ahead = self.lr * ((s + lead) * v + s * (s + 1) / 2 * change)
             return w - ahead if u else w
         return w - s * self.lr * v
 

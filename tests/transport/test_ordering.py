@@ -203,7 +203,7 @@ def test_a_use_lasts_as_long_as_its_work(streams):
 def test_running_statistics_are_put_back_before_whoever_reads_them():
     """Recomputation puts them back after its backward."""
     stages = [nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(3)]
-    pipe = Pipeline(stages, sgd(), mse, recompute=True)
+    pipe = Pipeline(stages, sgd(), mse, microbatches=1, recompute=True)
     for _ in pipe.run(batches(9)):
         pipe.state_dict()
 
@@ -263,7 +263,7 @@ def test_an_optimizer_is_asked_for_its_state_in_a_run(monkeypatch, load):
         ask()
         return mse(output, target)
 
-    pipe = Pipeline(tanh_stages(3), sgd(), loss_fn)
+    pipe = Pipeline(tanh_stages(3), sgd(), loss_fn, microbatches=1)
     optimizer = pipe.optimizers[1]
     reading = declared(pipe, torch.optim.SGD.state_dict)
     monkeypatch.setattr(torch.optim.SGD, "state_dict", reading)
