@@ -36,7 +36,7 @@ from .data.split import Split
 from .report import describe, versions
 from .results import Run, RunStore, as_json
 from .settings import TrainSettings, stages_of
-from .workload import build_pipeline, build_stages, make_scheduler, mean_loss, synchronize
+from .workload import build_pipeline, build_stages, make_scheduler, synchronize, tested
 from .world import World
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_TEST_BATCH = 256
 # Minibatches from one measurement of prediction errors to the next, counted from each checkpoint.
 _ERRORS_EVERY = 10
 _KEPT = 2  # checkpoints: the newest, and one more should it be damaged
@@ -258,7 +257,7 @@ def train_once(
             return None
         device = pipe.devices[0]
         model = nn.Sequential(*stages).to(device) if world.together else pipe
-        accuracy, loss = _test(model, data, device, told)
+        accuracy, loss = tested(model, data, device, told)
     return Run(
         method=name,
         seed=seed,
@@ -348,22 +347,3 @@ class _Log:
         self._fresh.clear()
         self.losses += self._world.tell(fresh)[-1]
         return {"losses": [as_json(loss) for loss in self.losses], "seconds": self.seconds}
-
-
-def _test(
-    model: nn.Module, data: Split, device: torch.device, told: Callable[..., None]
-) -> tuple[float, float]:
-    """Accuracy and mean loss over all targets of the test part."""
-    model.eval()
-    loss, correct, done = 0.0, 0, 0
-    with torch.no_grad():
-        for inputs, targets in zip(
-            data.test_inputs.split(_TEST_BATCH), data.test_targets.split(_TEST_BATCH), strict=True
-        ):
-            told("testing after", done, "of", len(data.test_inputs), "samples")
-            done += len(inputs)
-            outputs = model(data.prepare(inputs).to(device)).cpu()
-            loss += mean_loss(outputs, targets).item() * targets.numel()
-            correct += int((outputs.argmax(dim=-1) == targets).sum())
-    targets_in_all = data.test_targets.numel()
-    return correct / targets_in_all, loss / targets_in_all

@@ -21,7 +21,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from spectrain_ext.files import read_json, replace_file
@@ -37,13 +36,12 @@ from .data.batches import training_batches
 from .data.split import Split
 from .lockstep import Lockstep
 from .settings import OptionError, TrainSettings, microbatches_in, settle
-from .workload import build_stages, factor_of, load_data, mean_loss
+from .workload import build_stages, factor_of, load_data, mean_loss, tested
 from .world import World
 
 _LARGEST = 1 << 24  # bytes of a run
 _POINTS = 20  # of a curve, per length of a synchronous run
 _SMOOTHED = 4  # of these
-_TEST_BATCH = 256
 _ENDLESS = 1000  # epochs; a run is as long as its cell says
 
 
@@ -178,7 +176,8 @@ def train(cell: Cell, lr: float, seed: int, data: Split) -> Curve:
             break
         if update % every == 0 or update == total:
             with lock.true_weights() as model:
-                points.append((update, *_test(model, data)))
+                accuracy, loss = tested(model, data)
+            points.append((update, loss if math.isfinite(loss) else math.inf, accuracy))
     return Curve(tuple(points), time.perf_counter() - began)
 
 
@@ -193,19 +192,6 @@ def _scheduler(
         return usual(update) / math.pow(max(1, late), rest)
 
     return LambdaLR(optimizer, factor)
-
-
-def _test(model: nn.Module, data: Split) -> tuple[float, float]:
-    loss, correct = 0.0, 0
-    for value, target in zip(
-        data.test_inputs.split(_TEST_BATCH), data.test_targets.split(_TEST_BATCH), strict=True
-    ):
-        output = model(data.prepare(value))
-        loss += mean_loss(output, target).item() * target.numel()
-        correct += int((output.argmax(dim=-1) == target).sum())
-    count = data.test_targets.numel()
-    loss /= count
-    return (loss if math.isfinite(loss) else math.inf), correct / count
 
 
 class Curves:

@@ -25,6 +25,8 @@ from .models import gpt, residual_lstm, residual_mlp, resnet, vgg
 from .models.building import cut_evenly
 from .settings import AUTO, TrainSettings, microbatches_in, stages_of, window_of
 
+_TEST_BATCH = 256
+
 
 def load_data(settings: TrainSettings, cache: Path) -> Split:
     """Read the data set; decoded images are kept below ``cache``.
@@ -93,6 +95,31 @@ def build_stages(settings: TrainSettings, stages: int, seed: int, data: Split) -
 def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy in nats per target: ``(..., classes)`` against int64 ``(...)``."""
     return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def tested(
+    model: nn.Module,
+    data: Split,
+    device: torch.device | str = "cpu",
+    told: Callable[..., None] = lambda *words: None,
+) -> tuple[float, float]:
+    """Accuracy and mean loss over all targets of the test part; leaves the model in evaluation.
+
+    ``told`` hears from time to time how far it is.
+    """
+    model.eval()
+    loss, correct, done = 0.0, 0, 0
+    with torch.no_grad():
+        for inputs, targets in zip(
+            data.test_inputs.split(_TEST_BATCH), data.test_targets.split(_TEST_BATCH), strict=True
+        ):
+            told("testing after", done, "of", len(data.test_inputs), "samples")
+            done += len(inputs)
+            outputs = model(data.prepare(inputs).to(device)).cpu()
+            loss += mean_loss(outputs, targets).item() * targets.numel()
+            correct += int((outputs.argmax(dim=-1) == targets).sum())
+    targets_in_all = data.test_targets.numel()
+    return correct / targets_in_all, loss / targets_in_all
 
 
 def make_optimizer(
