@@ -16,12 +16,12 @@ from rich.table import Table
 
 from spectrain_ext.extras import require_matplotlib
 from spectrain_ext.files import replace_file
-from spectrain_ext.method import places_of, rules_at
-from spectrain_ext.schedule import FLUSHING, Durations, simulate, streams, summarize
+from spectrain_ext.schedule import FLUSHING, summarize
+from spectrain_ext.timelines.method_timeline import simulate_method
 
 from .contenders import contender
 from .data.split import Split
-from .report import line_of
+from .report import REFERENCE, line_of
 from .study import Cell, Curve, Curves, smoothed
 from .workload import build_stages, mean_loss
 
@@ -194,15 +194,13 @@ def _time_of(cell: Cell, forward: Sequence[float], backward: Sequence[float]) ->
     assert m != "auto"
     if method.schedule in FLUSHING:
         m = n
-    places = places_of(method, n, m)
-    durations = Durations.of(
-        n, forward=[f / m for f in forward], backward=[b / m for b in backward]
-    )
-    spans = simulate(
-        streams(method.schedule, [place.window for place in places], m),
-        durations,
-        minibatches=_SIMULATED + 2 * n // m,
-        rules=[rules_at(method, place) for place in places],
+    spans = simulate_method(
+        method,
+        n,
+        _SIMULATED + 2 * n // m,
+        microbatches=m,
+        forward=[f / m for f in forward],
+        backward=[b / m for b in backward],
     )
     return summarize(spans).period / max(f + b for f, b in zip(forward, backward, strict=True))
 
@@ -302,7 +300,7 @@ def draw_times(
             runs = [smoothed(c) for c in curves[row.contender, row.stages, row.microbatches]]
             points = list(zip(*(run.points for run in runs), strict=False))
             reference = row.contender == "sync"
-            color, dashes = ("#000000", "solid") if reference else line_of(number)
+            color, dashes = REFERENCE if reference else line_of(number)
             number += not reference
             axes.plot(
                 [column[0][0] * row.time for column in points],

@@ -26,7 +26,7 @@ from .world import World
 
 # Okabe and Ito's colours, distinguishable with any colour vision; dashes tell the lines apart in
 # print as well, and lines of the same colour. The reference is black.
-_REFERENCE = ("#000000", "solid")
+REFERENCE = ("#000000", "solid")
 _COLORS = ("#D55E00", "#E69F00", "#0072B2", "#56B4E9", "#009E73", "#CC79A7")
 _DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = (
     (0, (5, 1.5)),
@@ -260,7 +260,7 @@ def draw_losses(
     number = 0
     for result in results:
         reference = result.method == "sync"
-        color, dashes = _REFERENCE if reference else line_of(number)
+        color, dashes = REFERENCE if reference else line_of(number)
         number += not reference
         smoothed = [_trailing_mean(run.losses, window) for run in result.runs]
         columns = [sorted(column) for column in zip(*smoothed, strict=True)]

@@ -19,13 +19,13 @@ def simulate_method(
     *,
     microbatches: int | Literal["auto"] = "auto",
     window: Window = None,
-    forward: float = 1.0,
-    backward: float = 2.0,
+    forward: float | Sequence[float] = 1.0,
+    backward: float | Sequence[float] = 2.0,
     update: float = 0.0,
     prediction: float = 0.0,
     communication: float = 0.0,
 ) -> Iterator[Span]:
-    """The spans of a run with a method, all stages being alike.
+    """The spans of a run with a method.
 
     Args:
         method: a name, or a Method.
@@ -33,8 +33,9 @@ def simulate_method(
         minibatches: the length of the run.
         microbatches: parts per minibatch; ``"auto"``: what is usual for the method.
         window: as for ``Pipeline``.
-        forward: its duration, of a microbatch; the others are in the same unit.
-        backward: its duration, of a microbatch.
+        forward: its duration, of a microbatch, on all stages or on each; the others are in the same
+            unit.
+        backward: its duration, of a microbatch, likewise.
         update: its duration.
         prediction: how long it takes to predict weights, where the method does.
         communication: how long an activation or a gradient takes to the next stage.
