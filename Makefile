@@ -34,12 +34,13 @@ CXX_SOURCES := $(sort $(shell find csrc tests bench -type f \( $(CXX_SUFFIXES) \
 .DELETE_ON_ERROR:
 # two pips must not write to one environment at the same time
 .NOTPARALLEL:
-.PHONY: help install train check test lint pytest bench bench-host nightly doctor gpu-wheel clean FORCE
+.PHONY: help install train check test lint docs pytest bench bench-host nightly doctor gpu-wheel clean FORCE
 
 help:
 	@echo "make train    train a pipeline with every method and compare (ARGS=\"--help\" lists the options)"
 	@echo "make check    the tests that start no processes and no compiler, for while you work; ROOM=optim: of one folder"
-	@echo "make test     lint, types, all tests that guard a release"
+	@echo "make test     lint, types, documentation, all tests that guard a release"
+	@echo "make docs     the documentation as a site, in build/docs; a warning is an error"
 	@echo "make bench    every operator against its rivals (ARGS=\"--help\" lists the options), the pipeline's own cost"
 	@echo "make doctor   what was built, what this machine has, what is missing"
 	@echo "make nightly  all tests, those that take minutes too, with many more random cases"
@@ -54,7 +55,12 @@ train: $(VENV)/.extra-train
 doctor: $(VENV)/.package
 	$(BIN)/spectrain doctor $(ARGS)
 
-test: lint pytest
+test: lint docs pytest
+
+# What is generated from the code is generated from the installed package.
+docs: $(VENV)/.extra-docs
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
 
 lint: $(VENV)/.extra-lint $(VENV)/.package
 	$(BIN)/ruff check .
@@ -66,13 +72,13 @@ lint: $(VENV)/.extra-lint $(VENV)/.package
 # installed; test_project.py checks that it is so.
 PYTEST := cd tests && SPECTRAIN_TEST_INSTALLED=1 $(abspath $(BIN))/pytest $(WORKERS)
 
-check: $(VENV)/.extra-test $(VENV)/.extra-train
+check: $(VENV)/.extra-test $(VENV)/.extra-train $(VENV)/.extra-examples
 	$(PYTEST) -m 'not (nightly or processes or compiler)' $(ROOM) $(ARGS)
 
-pytest: $(VENV)/.extra-test $(VENV)/.extra-train
+pytest: $(VENV)/.extra-test $(VENV)/.extra-train $(VENV)/.extra-examples
 	$(PYTEST) --durations 25 $(ROOM) $(ARGS)
 
-nightly: $(VENV)/.extra-test $(VENV)/.extra-train
+nightly: $(VENV)/.extra-test $(VENV)/.extra-train $(VENV)/.extra-examples
 	SPECTRAIN_HYPOTHESIS_PROFILE=nightly; export SPECTRAIN_HYPOTHESIS_PROFILE; \
 		$(PYTEST) -m 'nightly or not nightly' --timeout 3600 $(ARGS)
 

@@ -1,0 +1,32 @@
+"""The documentation site: `make docs` builds it into build/docs; a warning is an error."""
+
+from __future__ import annotations
+
+import spectrain_ext
+
+project = "spectrain_ext"
+author = copyright = "the spectrain_ext authors"
+version = release = spectrain_ext.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_click",
+]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["conf.py"]
+
+html_theme = "furo"
+html_title = f"spectrain_ext {version}"
+
+# Links between the pages are those that work on a code host as well: to files and to headings.
+myst_heading_anchors = 4
+myst_enable_extensions = ["deflist", "colon_fence"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True

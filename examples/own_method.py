@@ -1,0 +1,55 @@
+"""A method of one's own beside those of the package: which weights every forward computes with.
+
+python examples/own_method.py
+
+The command line knows it as well: spectrain train --method sync,spectrain,own_method:cautious
+"""
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+import spectrain_ext as st
+
+# Predict half as far as the weights are late, and let a backward meet its forward's weights.
+cautious = st.Method(
+    "cautious",
+    "predicts half of the delay, in zero-gradient updates, and keeps that for the backward",
+    law="geometric",
+    forward_horizon=lambda place: (place.stages - place.stage) // 2,
+    backward="stash",
+)
+
+
+def train(method: str | st.Method, epochs: int) -> tuple[float, float]:
+    """The last epoch's mean loss, and the accuracy on what was not trained on."""
+    torch.manual_seed(0)
+    images, labels = load_digits(return_X_y=True)
+    data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
+    train, test = random_split(data, [0.8, 0.2])
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU()) for _ in range(7)]
+    pipe = st.Pipeline(
+        [*blocks, nn.Linear(64, 10)],
+        optimizer=lambda parameters: st.optim.SGD(parameters, lr=0.02, momentum=0.9),
+        loss_fn=nn.functional.cross_entropy,
+        method=method,
+    )
+    *_, loss = pipe.fit(DataLoader(train, 16, shuffle=True), epochs=epochs)
+    scores = pipe.evaluate(DataLoader(test, 64), {"accuracy": accuracy})
+    return loss, scores["accuracy"]
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) == target).float().mean()
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--epochs", type=int, default=4)
+    args = arguments.parse_args()
+    for method in ("1f1b", "pipedream", "spectrain", cautious):
+        loss, score = train(method, args.epochs)
+        print(f"{getattr(method, 'name', method):10} loss {loss:.3f}, {100 * score:.1f} %")

@@ -1,0 +1,56 @@
+"""A model over several processes: trained, saved, evaluated; going on where it was stopped.
+
+torchrun --nproc-per-node 2 examples/torchrun.py --checkpoints runs/torchrun
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import spectrain_ext as st
+from spectrain_ext.checkpoint import CheckpointManager, ShuffledSampler
+from spectrain_ext.partitioning import cut_at
+
+arguments = argparse.ArgumentParser(description=__doc__)
+arguments.add_argument("--epochs", type=int, default=3)
+arguments.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
+args = arguments.parse_args()
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)  # the same weights everywhere
+images, labels = load_digits(return_X_y=True)
+data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
+sampler = ShuffledSampler(1440, batch_size=48, seed=1)  # its order is a function of the seed
+train = DataLoader(data, batch_sampler=sampler)
+test = DataLoader(torch.utils.data.Subset(data, range(1440, len(data))), 64)
+
+blocks = [
+    nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU()) for _ in range(2 * ranks - 1)
+]
+stages = cut_at([*blocks, nn.Linear(64, 10)], ends=[2 * k + 2 for k in range(ranks)])
+pipe = st.DistributedPipeline(
+    stages[rank],
+    optimizer=lambda parameters: st.optim.AdamW(parameters, lr=2e-3),
+    loss_fn=nn.functional.cross_entropy,
+)
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) == target).float().mean()
+
+
+manager = CheckpointManager(args.checkpoints, pipe, sampler=sampler, every_minibatches=30, keep=2)
+manager.restore()
+while sampler.epoch < args.epochs:
+    for _ in manager.run(train):
+        pass
+    scores = pipe.evaluate(test, {"accuracy": accuracy})  # on every rank the same
+    if rank == 0:
+        print(f"epoch {sampler.epoch}: {100 * scores['accuracy']:.1f} %")
+dist.destroy_process_group()

@@ -1,0 +1,169 @@
+"""What the documentation says is tried: programs run, commands exist, links lead somewhere."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from spectrain_ext.cli.group import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAKEFILE = (ROOT / "Makefile").read_text()
+# The first line of a program for several processes: its name, and the command that starts it.
+STARTED = re.compile(r"# (\S+\.py): (torchrun .*)\n")
+# What a block may import that is not there, and no test can install.
+OPTIONAL = {"cupy", "wandb"}
+SERVED = {"tools"}  # wandb starts a process of its own
+
+
+class Block(NamedTuple):
+    """A code block: where it is, in which language, and its text."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+
+def _blocks() -> Iterator[Block]:
+    def inside(tokens: list[Token]) -> Iterator[Token]:
+        for token in tokens:
+            yield token
+            yield from inside(token.children or [])
+
+    for page in PAGES:
+        for token in inside(MarkdownIt().parse(page.read_text())):
+            if token.type in ("fence", "code_block"):
+                assert token.map is not None
+                language = token.info.split()[0] if token.info.strip() else ""
+                yield Block(page, token.map[0] + 1, language, token.content)
+
+
+BLOCKS = list(_blocks())
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+PROGRAMS = [block for block in PYTHON if STARTED.match(block.text)]
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page, marks=pytest.mark.processes if page.stem in SERVED else (), id=_name(page)
+        )
+        for page in sorted({block.page for block in PYTHON})
+    ],
+)
+def test_the_blocks_of_a_page_run_one_after_another(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one namespace, as somebody reads them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in PYTHON:
+        if block.page != page or block in PROGRAMS:
+            continue
+        imported = set(re.findall(r"^ *(?:import|from) (\w+)", block.text, re.MULTILINE))
+        if any(find_spec(name) is None for name in imported & OPTIONAL):
+            continue
+        # the line numbers of a failure are the page's
+        source = "\n" * block.line + block.text
+        exec(compile(source, str(page), "exec"), names)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda block: f"{_name(block.page)}:{block.line}")
+def test_the_programs_for_several_processes_run(program: Block, tmp_path: Path) -> None:
+    started = STARTED.match(program.text)
+    assert started is not None
+    name, command = started.groups()
+    (tmp_path / name).write_text(program.text)
+    _, *arguments = shlex.split(command)
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+
+
+def _commands() -> Iterator[tuple[str, str]]:
+    for block in BLOCKS:
+        if block.language in ("", "console", "bash", "sh"):
+            for line in block.text.splitlines():
+                command = line.removeprefix("$ ").partition("  ")[0].partition(" #")[0].strip()
+                if command.startswith(("spectrain ", "make ")):
+                    yield f"{_name(block.page)}:{block.line}", command
+
+
+@pytest.mark.parametrize(("place", "command"), sorted(set(_commands())))
+def test_the_commands_exist(place: str, command: str) -> None:
+    program, *arguments = shlex.split(command)
+    if program == "make":
+        for target in (word for word in arguments if "=" not in word):
+            assert re.search(rf"^{target}:|^\.PHONY:.*\b{target}\b", MAKEFILE, re.MULTILINE), place
+        return
+    name, *options = arguments
+    found = main.commands.get(name)
+    assert found is not None, f"{place}: spectrain has no command {name!r}"
+    try:
+        found.make_context(name, options)
+    except click.exceptions.Exit as asked_for_help:
+        assert asked_for_help.exit_code == 0
+    except click.BadParameter as error:  # a file of the reader's
+        assert "does not exist" in str(error), f"{place}: {error}"
+
+
+def test_every_link_of_a_page_leads_somewhere() -> None:
+    wrong = []
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]:
+        for target in re.findall(r"\]\(\s*(?!https?:)([^)\s]+)\s*\)", page.read_text()):
+            path, _, anchor = target.partition("#")
+            there = (page.parent / path) if path else page
+            if not there.exists():
+                wrong.append(f"{_name(page)}: {target}")
+            elif anchor and there.suffix == ".md" and anchor not in _anchors(there):
+                wrong.append(f"{_name(page)}: no heading {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.stem == "index" or re.search(rf"\b{page.stem}\b", index), page.name
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    """Every first cell quotes a piece of a message, which has to be found in some source."""
+    code = " ".join(
+        re.sub(r'"\s*\n\s*f?"', "", path.read_text())
+        for path in (ROOT / "spectrain_ext").rglob("*.py")
+    )
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
+    assert len(quoted) > 8
+    missing = [text for text in quoted if text not in code]
+    assert not missing, missing
