@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spectrain_ext.transport import Value
+from spectrain_ext.transport import Value, tensors_of
 
 # Elements of a tensor that count: as many as are read in some microseconds.
 _ELEMENTS = 4096
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, and as an int64
+_Seen = tuple[list[int], int]  # of a tensor, its shape and its checksum
 
 
 class Fingerprint(NamedTuple):
-    """What is known of a batch without having it: an int64 of each side."""
+    """What is known of a batch without having it: an int64 of each side.
+
+    Of a mapping the target's is that of its integers, such as labels and tokens, if it has any.
+    """
 
     input: int = 0
     target: int = 0
 
     @staticmethod
     def of(minibatch: int, batch: object) -> Fingerprint:
-        """Of a pair that ``split`` has checked: its number, sizes of tensors, a sample of bits.
+        """Of a batch that ``split`` has checked: its number, sizes of tensors, a sample of bits.
 
         Equal values have equal fingerprints on every device and in every memory format. Where they
         are on a GPU the host waits for what the caller's stream has been given so far.
         """
+        if isinstance(batch, Mapping):
+            seen = {key: _seen(tensor) for key, tensor in batch.items()}
+            integers = {key: seen[key] for key, of in batch.items() if _counts(of)}
+            return Fingerprint(*(_digest_of(minibatch, side) for side in (seen, integers or seen)))
         assert isinstance(batch, (tuple, list))
         return Fingerprint(*(_digest(minibatch, side) for side in batch))
 
@@ -43,10 +52,25 @@ class Fingerprint(NamedTuple):
 
 
 def _digest(minibatch: int, value: Value) -> int:
-    tensors = (value,) if isinstance(value, Tensor) else value
-    text = f"{minibatch} {[(list(tensor.shape), _checksum(tensor)) for tensor in tensors]}"
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    if isinstance(value, Mapping):
+        return _digest_of(minibatch, {key: _seen(tensor) for key, tensor in value.items()})
+    tensors = value if isinstance(value, list) else tensors_of(value)
+    return _digest_of(minibatch, [_seen(tensor) for tensor in tensors])
+
+
+def _digest_of(minibatch: int, seen: dict[str, _Seen] | list[_Seen]) -> int:
+    said = sorted(seen.items()) if isinstance(seen, dict) else seen
+    digest = hashlib.blake2b(f"{minibatch} {said}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def _seen(tensor: Tensor) -> _Seen:
+    return list(tensor.shape), _checksum(tensor)
+
+
+def _counts(tensor: Tensor) -> bool:
+    """Whether it has integers; a mask of bools may be the same of every batch."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
 def _checksum(tensor: Tensor) -> int:

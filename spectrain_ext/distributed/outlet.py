@@ -148,6 +148,7 @@ class Outlet:
             [None if t is None else (t.shape, t.stride(), t.dtype) for t in message.tensors],
             message.differentiable,
             message.single,
+            message.keys,
         )
         if self._last is not None and self._last.looks == looks:
             return self._last, b""

@@ -81,11 +81,13 @@ class Layout(NamedTuple):
 
     Attributes:
         tensors: its tensors, None for one that is not sent.
-        single: whether the value is the one tensor itself, not a tuple.
+        single: whether the value is the one tensor itself, not a tuple or a dict.
+        keys: the tensors' names, where it is a dict.
     """
 
     tensors: tuple[TensorLayout | None, ...]
     single: bool
+    keys: tuple[str, ...] | None = None
 
     @staticmethod
     def of(message: Message) -> Layout:
@@ -99,6 +101,7 @@ class Layout(NamedTuple):
                 for tensor, flag in zip(message.tensors, flags, strict=True)
             ),
             message.single,
+            message.keys,
         )
 
     def places(self) -> tuple[list[int], int]:
@@ -124,11 +127,13 @@ class Layout(NamedTuple):
 
     def message(self, tensors: list[Tensor | None]) -> Message:
         flags = tuple(tensor is not None and tensor.differentiable for tensor in self.tensors)
-        return Message(tuple(tensors), self.single, flags)
+        return Message(tuple(tensors), self.single, flags, self.keys)
 
     def shrinks_to(self, other: Layout) -> bool:
         """Whether the other has the same tensors, smaller in at most one dimension each."""
-        if self.single != other.single or len(self.tensors) != len(other.tensors):
+        if (self.single, self.keys) != (other.single, other.keys):
+            return False
+        if len(self.tensors) != len(other.tensors):
             return False
         for mine, its in zip(self.tensors, other.tensors, strict=True):
             if mine is None or its is None:
@@ -157,7 +162,8 @@ class Layout(NamedTuple):
             ]
             for tensor in self.tensors
         ]
-        return json.dumps({"tensors": tensors, "single": self.single}).encode()
+        form = {"tensors": tensors, "single": self.single, "keys": self.keys}
+        return json.dumps(form).encode()
 
     @staticmethod
     def from_bytes(text: bytes) -> Layout:
@@ -169,12 +175,20 @@ class Layout(NamedTuple):
         try:
             read = json.loads(text)
             tensors = tuple(None if t is None else _tensor_layout(*t) for t in read["tensors"])
-            return Layout(tensors, bool(read["single"]))
+            keys = read["keys"]
+            if keys is not None:
+                keys = _names(keys, len(tensors))
+            return Layout(tensors, bool(read["single"]), keys)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the layout of a message: {text[:200]!r} ({error})") from None
 
     def __str__(self) -> str:
-        tensors = ", ".join("nothing" if t is None else str(t) for t in self.tensors)
+        each = ["nothing" if t is None else str(t) for t in self.tensors]
+        if self.keys is not None:
+            each = [f"{key!r}: {of}" for key, of in zip(self.keys, each, strict=True)]
+        tensors = ", ".join(each)
+        if self.keys is not None:
+            return f"{{{tensors}}}"
         return tensors if self.single else f"({tensors})"
 
 
@@ -217,6 +231,13 @@ def _dense(tensor: Tensor) -> tuple[int, ...]:
     if tensor.is_contiguous():
         return tensor.stride()
     return torch.empty_like(tensor, device="meta").stride()
+
+
+def _names(keys: object, count: int) -> tuple[str, ...]:
+    names = tuple(keys) if isinstance(keys, list) else ()
+    if len(set(names)) != count or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{keys!r} are no names of {count} tensors")
+    return names
 
 
 def _tensor_layout(

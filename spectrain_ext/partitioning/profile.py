@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.rng import TURN
-from spectrain_ext.transport import Value
+from spectrain_ext.transport import VALUES, Value, as_value, each, tensors_in, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ def measure(
     Args:
         blocks: the model's blocks; each is run where its parameters are and as it is set (training
             or evaluation).
-        example_input: what the first block takes, a tensor or a tuple of tensors: a microbatch.
+        example_input: what the first block takes, a tensor, a tuple of tensors, or a mapping of
+            names to tensors: a microbatch.
         repeats: timed runs of each block, after one that is not counted.
         ties: passed on.
 
@@ -89,29 +90,30 @@ def measure(
         as they were.
 
     Raises:
-        TypeError: a block that returns something else than a tensor or a tuple of tensors.
+        TypeError: a block that returns something else than these, and is not the last.
         ValueError: ``repeats`` below 1.
     """
     if repeats < 1:
         raise ValueError(f"repeats: expected at least 1, got {repeats}")
-    value = _checked(example_input, "example_input")
+    value = as_value(example_input, "example_input")
     found: list[BlockProfile] = []
     devices = {t.device.index for b in blocks for t in b.parameters() if t.device.type == "cuda"}
     cuda = sorted(index for index in devices if index is not None)
     with TURN, torch.random.fork_rng(devices=cuda):
         for index, block in enumerate(blocks):
             with _untouched(block):
-                profile, value = _measured(block, value, index, repeats)
+                place = index, index == len(blocks) - 1
+                profile, value = _measured(block, value, place, repeats)
             found.append(profile)
     return Profile(tuple(found), ties)
 
 
 def _measured(
-    block: nn.Module, value: Value, index: int, repeats: int
+    block: nn.Module, value: Value, place: tuple[int, bool], repeats: int
 ) -> tuple[BlockProfile, Value]:
     device = next((p.device for p in block.parameters()), None)
     if device is not None:
-        value = _each(value, lambda tensor: tensor.to(device))
+        value = each(value, lambda tensor: tensor.to(device))
     saved: dict[int, int] = {}
     own = {p.untyped_storage().data_ptr() for p in block.parameters()}
 
@@ -123,36 +125,38 @@ def _measured(
 
     # The first run is not timed: it counts, and warms what is cached.
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        _, output = _forward_backward(block, value, index)
-    seconds = [_forward_backward(block, value, index)[0] for _ in range(repeats)]
+        _, output = _forward_backward(block, value, *place)
+    seconds = [_forward_backward(block, value, *place)[0] for _ in range(repeats)]
     profile = BlockProfile(
         statistics.median(seconds),
         _bytes(output),
         sum(p.nbytes for p in block.parameters()),
         sum(saved.values()),
-        f"{index}: {type(block).__name__}",
+        f"{place[0]}: {type(block).__name__}",
     )
     return profile, output
 
 
-def _forward_backward(block: nn.Module, value: Value, index: int) -> tuple[float, Value]:
+def _forward_backward(
+    block: nn.Module, value: Value, index: int, last: bool
+) -> tuple[float, Value]:
     def entered(tensor: Tensor) -> Tensor:
         # Nobody asks for the gradient of the batch. A clone, because a layer may work in place.
         leaf = tensor.detach()
         differentiable = leaf.is_floating_point() or leaf.is_complex()
         return leaf.requires_grad_(index > 0 and differentiable).clone()
 
-    given = _each(value, entered)
+    given = each(value, entered)
     with torch.enable_grad():
         _wait(given)
         start = time.perf_counter()
-        output = _checked(block(given), f"block {index}")
-        roots = [t for t in _tensors(output) if t.requires_grad]
+        output = _checked(block(given), index, last)
+        roots = [t for t in tensors_of(output) if t.requires_grad]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         _wait(output)
         elapsed = time.perf_counter() - start
-    return elapsed, _each(output, Tensor.detach)
+    return elapsed, each(output, Tensor.detach)
 
 
 @contextmanager
@@ -172,31 +176,20 @@ def _untouched(block: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def _tensors(value: Value) -> tuple[Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _each(value: Value, apply: Callable[[Tensor], Tensor]) -> Value:
-    if isinstance(value, tuple):
-        return tuple(apply(tensor) for tensor in value)
-    return apply(value)
-
-
 def _bytes(value: Value) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(value))
+    return sum(tensor.nbytes for tensor in tensors_of(value))
 
 
 def _wait(value: Value) -> None:
-    for device in {tensor.device for tensor in _tensors(value)}:
+    for device in {tensor.device for tensor in tensors_of(value)}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
-def _checked(value: object, what: str) -> Value:
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, tuple) and value and all(isinstance(t, Tensor) for t in value):
-        return value
-    raise TypeError(
-        f"{what}: expected a tensor or a tuple of tensors, got a {type(value).__name__}"
-    )
+def _checked(output: object, index: int, last: bool) -> Value:
+    """What the next block is given; of the last one's output, whatever it is, the tensors."""
+    if last:
+        return tuple(tensors_in(output))
+    if isinstance(output, list):
+        raise TypeError(f"block {index}: expected {VALUES}, got a list")
+    return as_value(output, f"block {index}")

@@ -135,8 +135,8 @@ def partition(
             so that the stages have both modes; one that they cannot have is an error when ``train``
             or ``eval`` asks for it.
         n_stages: how many stages, at least 1.
-        example_input: a microbatch as the model takes it, a tensor or a tuple of tensors, on the
-            model's device.
+        example_input: a microbatch as the model takes it, a tensor, a tuple of tensors or, without
+            ``split_points``, a mapping of names to tensors, on the model's device.
         split_points: names of submodules to cut before, or name -> ``SplitPoint``. There must be
             ``n_stages - 1`` of them, or more: they are then candidates, and the best are used.
         profile: use this one instead of measuring; of the blocks, or of what lies between all the

@@ -98,7 +98,7 @@ class TracedStage(nn.Module):
         for module in self.modules():
             module.training = mode
 
-    def forward(self, value: Value) -> Any:
+    def forward(self, value: Tensor | tuple[Tensor, ...]) -> Any:
         """Return what later stages need.
 
         Raises:
@@ -156,7 +156,9 @@ def split(
     for name in points:
         if name not in modules or not name:
             raise ValueError(f"split_points: the model has no submodule {name!r}")
-    arguments = example_input if isinstance(example_input, tuple) else (example_input,)
+    arguments: tuple[Any, ...] = (
+        example_input if isinstance(example_input, tuple) else (example_input,)
+    )
     before = {modules[n] for n, point in points.items() if point is SplitPoint.BEGINNING}
     after = {modules[n] for n, point in points.items() if point is SplitPoint.END}
     return _Assembly(model, traces(model, arguments, before, after)).stages()

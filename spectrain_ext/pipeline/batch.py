@@ -1,13 +1,21 @@
-"""Minibatch: the caller's (input, target) pair, checked and split into microbatches."""
+"""Minibatch: the caller's (input, target) pair or mapping, checked and split."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spectrain_ext.transport import Buffer, Sender, Value, callers_stream
+from spectrain_ext.transport import (
+    Buffer,
+    Sender,
+    Value,
+    as_value,
+    callers_stream,
+    tensors_of,
+)
 
 from .tape import activation
 
@@ -24,39 +32,45 @@ def split(batch: object, minibatch: int, microbatches: int) -> list[Microbatch]:
     """Check a batch and cut it along dimension 0 into parts whose sizes differ by at most one.
 
     A minibatch with fewer samples than microbatches is cut into as many parts as it has samples.
+    One that is a mapping is input and target.
 
     Raises:
-        TypeError: the batch is not a pair, or a member is neither a tensor nor a tuple of tensors.
+        TypeError: the batch is neither a pair nor a mapping, or a member is no value.
         ValueError: it is to be cut, and its tensors do not have the same size in dimension 0.
     """
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+    where = f"batches[{minibatch}]"
+    if isinstance(batch, Mapping):
+        value = target = as_value(batch, where)
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        value = as_value(batch[0], f"{where}[0]", " (input)")
+        target = as_value(batch[1], f"{where}[1]", " (target)")
+    else:
         what = type(batch).__name__
         if isinstance(batch, (tuple, list)):
             what += f" of length {len(batch)}"
-        raise TypeError(f"batches[{minibatch}]: expected a pair (input, target), got a {what}")
-    value = _value(batch[0], f"batches[{minibatch}][0] (input)")
-    target = _value(batch[1], f"batches[{minibatch}][1] (target)")
+        raise TypeError(
+            f"{where}: expected a pair (input, target), or a mapping of names to tensors that is "
+            f"both, got a {what}"
+        )
     if microbatches == 1:
         return [Microbatch(value, target, 1.0)]
 
-    samples = None
-    for name, side in (("input", value), ("target", target)):
-        for tensor in side if isinstance(side, tuple) else (side,):
-            size = tensor.shape[0] if tensor.dim() else None
-            samples = size if samples is None else samples
-            if size is None or size != samples:
-                raise ValueError(
-                    f"batches[{minibatch}]: to be split into microbatches, its tensors must have "
-                    f"the same size in dimension 0; the first has {samples}, one of the {name} has "
-                    f"shape {tuple(tensor.shape)}"
-                )
+    samples, first = None, ""
+    for name, tensor in _named(value, target):
+        size = tensor.shape[0] if tensor.dim() else None
+        if samples is None:
+            samples, first = size, name
+        if size is None or size != samples:
+            than = f"{first} has {samples}, " if name != first else ""
+            raise ValueError(
+                f"{where}: to be split into microbatches, its tensors must have the same size in "
+                f"dimension 0; {than}{name} has shape {tuple(tensor.shape)}"
+            )
     parts = max(1, min(microbatches, samples or 0))
-    return [
-        Microbatch(x, y, share)
-        for x, y, share in zip(
-            _cut(value, parts), _cut(target, parts), shares_of(samples or 0, parts), strict=True
-        )
-    ]
+    inputs = _cut(value, parts)
+    targets = inputs if target is value else _cut(target, parts)
+    shares = shares_of(samples or 0, parts)
+    return list(map(Microbatch, inputs, targets, shares))
 
 
 def shares_of(samples: int, parts: int) -> list[float]:
@@ -74,8 +88,7 @@ def hand_in(edge: Sender | None, value: Value, batch: Buffer) -> None:
     """Send a side of the caller's batch where it is used, if that is in this process."""
     if edge is None:
         return
-    tensors = value if isinstance(value, tuple) else (value,)
-    callers = {tensor.device: callers_stream(tensor.device) for tensor in tensors}
+    callers = {tensor.device: callers_stream(tensor.device) for tensor in tensors_of(value)}
     given = []
     for caller in callers.values():
         caller.writes(batch)
@@ -89,19 +102,26 @@ def hand_in(edge: Sender | None, value: Value, batch: Buffer) -> None:
             caller.wait(read)
 
 
-def _value(value: object, where: str) -> Value:
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, (tuple, list)) and value and all(isinstance(v, Tensor) for v in value):
-        return tuple(value)
-    raise TypeError(f"{where}: expected a tensor or a tuple of tensors, got {type(value).__name__}")
+def _named(value: Value, target: Value) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a batch, with what to call them."""
+    for name, side in (("input", value), ("target", target)):
+        if isinstance(side, Tensor):
+            yield f"the {name}", side
+        elif isinstance(side, dict):
+            of = "" if value is target else f" of the {name}"
+            yield from ((f"{key!r}{of}", tensor) for key, tensor in side.items())
+        else:
+            yield from ((f"{name}[{n}]", tensor) for n, tensor in enumerate(side))
 
 
 def _size(value: Value) -> int:
-    return (value[0] if isinstance(value, tuple) else value).shape[0]
+    return tensors_of(value)[0].shape[0]
 
 
 def _cut(value: Value, parts: int) -> list[Value]:
     if isinstance(value, Tensor):
         return list(torch.tensor_split(value, parts))
-    return list(zip(*(torch.tensor_split(tensor, parts) for tensor in value), strict=True))
+    cut = zip(*(torch.tensor_split(tensor, parts) for tensor in tensors_of(value)), strict=True)
+    if isinstance(value, dict):
+        return [dict(zip(value, part, strict=True)) for part in cut]
+    return list(cut)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from spectrain_ext.method import (
 )
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place
-from spectrain_ext.transport import Value, callers_stream
+from spectrain_ext.transport import callers_stream, each
 from spectrain_ext.weights import ComingRates, StageMemory, StageWeights
 
 from .arguments import (
@@ -55,13 +55,16 @@ class Pipeline(nn.Module):
 
     Args:
         stages: the parts of the model in order, at least one. A stage takes what the previous one
-            returned: a tensor or a tuple of tensors (as one argument, as in ``nn.Sequential``).
+            returned, as one argument, as in ``nn.Sequential``: a tensor, a tuple of tensors, or a
+            dict of them by name. The last one may return anything that ``loss_fn`` takes, such as
+            a dataclass or the output of a Hugging Face model.
         optimizer: makes a stage's optimizer from the list of its trainable parameters: any
             ``torch.optim.Optimizer`` that holds exactly these, in any groups. Those of
             ``spectrain_ext.optim`` work with every method, and are the fast ones; any other with
             methods that predict nothing, or by the law ``"difference"``, see below. A stage
             without trainable parameters gets none.
-        loss_fn: ``(output, target) -> loss``, a 0-d tensor.
+        loss_fn: ``(output, target) -> loss``, a 0-d tensor. Of a batch that is a mapping, the
+            target is all of it.
         method: a name out of ``methods()``, or a ``Method``. ``"auto"`` predicts on every stage as
             far ahead as stage 0 has to, one update with its usual microbatches; its law is the
             second-order one, or, for optimizers without a momentum that it could use, the last
@@ -210,10 +213,13 @@ class Pipeline(nn.Module):
         """Train on every batch, one update per batch and stage, without flushing in between.
 
         Args:
-            batches: pairs (input, target), each a tensor or a tuple of tensors, on any device. A
-                batch is taken only when stage 0 is ready for it, and is trained on in full. On the
-                GPU and in pageable memory it may be overwritten as soon as the next one is asked
-                for; in pinned memory it must be left alone.
+            batches: pairs (input, target), each a tensor, a tuple of tensors, or a mapping of names
+                to tensors; or one such mapping, as Hugging Face's collators make it (a
+                ``BatchEncoding`` too), which is both: stage 0 gets it as a dict, and so does
+                ``loss_fn(output, batch)``. On any device. A batch is taken only when stage 0 is
+                ready for it, and is trained on in full. On the GPU and in pageable memory it may
+                be overwritten as soon as the next one is asked for; in pinned memory it must be
+                left alone.
             trace: a ``Trace`` records when every action runs, ``Metrics`` sums up; at some cost.
 
         Yields:
@@ -224,7 +230,8 @@ class Pipeline(nn.Module):
 
         Raises:
             StageError: an exception inside a stage, the loss or an optimizer, from its cause.
-            TypeError, ValueError: a batch that is no pair, or cannot be split into microbatches.
+            TypeError, ValueError: a batch that is neither a pair nor a mapping, has something else
+                than tensors in it, or cannot be split into microbatches.
             RuntimeError: a run has not ended yet, a parameter left its flat buffer, autocast or
                 inference mode is on.
 
@@ -478,9 +485,7 @@ def _follow_load(pipe: Pipeline, *_: object) -> None:
     pipe._executor.follow_caller()
 
 
-def _moved(value: Value, device: torch.device) -> Value:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, (tuple, list)):
-        return tuple(tensor.to(device) for tensor in value)
-    return value
+def _moved(value: Any, device: torch.device) -> Any:
+    """A value there, in the form in which a stage gets it; anything else as it is."""
+    known = isinstance(value, (Tensor, tuple, list, Mapping))
+    return each(value, lambda tensor: tensor.to(device)) if known else value

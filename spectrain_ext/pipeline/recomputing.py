@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from spectrain_ext.rng import TURN, States
 from spectrain_ext.transport import Buffer, Slot, Transit
 
 from .stage import Stage
-from .tape import Tape, activation, check_dependence, check_loss, value_of
+from .tape import Tape, activation, check_dependence, check_loss, packed, value_of
 
 
 class RecomputingStage(Stage):
@@ -41,14 +40,15 @@ class RecomputingStage(Stage):
         with compute.using(reads=reads, writes=writes), torch.no_grad(), TURN, self.random:
             # An in-place first layer must leave the inputs for the second time.
             copies = tuple(None if t is None else t.clone() for t in message.tensors)
-            output = activation(self.module(value_of(message._replace(tensors=copies))))
-        learns = self.weights is not None or any(message.differentiable)
-        differentiable = tuple(
-            learns and t is not None and (t.is_floating_point() or t.is_complex())
-            for t in output.tensors
-        )
-        tape.message = output._replace(differentiable=differentiable)
-        tape.output = cast("Tensor", value_of(output))
+            tape.output = self.module(packed(message, copies))
+        if self.to_next is not None:
+            output = activation(tape.output)
+            learns = self.weights is not None or any(message.differentiable)
+            differentiable = tuple(
+                learns and t is not None and (t.is_floating_point() or t.is_complex())
+                for t in output.tensors
+            )
+            tape.message = output._replace(differentiable=differentiable)
         compute.record(self.computed)
         self._keep(i, j, tape)
         self._states[i, j] = states
@@ -77,7 +77,7 @@ class RecomputingStage(Stage):
                     target = tape.target.message
                     assert target is not None
                     loss = self._loss_fn(tape.output, value_of(target))
-                    check_dependence(loss, tape.message)
+                    check_dependence(loss, tape.output)
                     tape.output = loss
         super()._differentiate(i, j, tape, arrived)
         self._restore_buffers()

@@ -11,14 +11,32 @@ from torch import Tensor, nn
 
 from spectrain_ext.rng import TURN, StageRandom
 from spectrain_ext.schedule import Kind
-from spectrain_ext.transport import Buffer, Message, Receiver, Sender, Slot, Transit, new_stream
+from spectrain_ext.transport import (
+    Buffer,
+    Message,
+    Receiver,
+    Sender,
+    Slot,
+    Transit,
+    new_stream,
+    tensors_of,
+)
 from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import Content
 from spectrain_ext.weights.versions import Versions
 
 from .clipping import GlobalNorm, clip, gradient_norm
 from .cursor import Cursor, Extent
-from .tape import Entry, Tape, activation, check_dependence, check_loss, differentiate, value_of
+from .tape import (
+    Entry,
+    Tape,
+    activation,
+    check_dependence,
+    check_loss,
+    differentiate,
+    packed,
+    value_of,
+)
 
 #: What runs an action of a stage, for minibatch i and microbatch j.
 Handler = Callable[[int, int], None]
@@ -223,7 +241,8 @@ class Stage:
             self.random,
         ):
             tape.leaves, tape.output = self._run(message)
-        tape.message = activation(tape.output)
+        if self.to_next is not None:
+            tape.message = activation(tape.output)
         compute.record(self.computed)
         self._keep(i, j, tape)
 
@@ -261,7 +280,7 @@ class Stage:
                     value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
             leaves.append(leaf)
             values.append(value)
-        return leaves, self.module(values[0] if message.single else tuple(values))
+        return leaves, self.module(packed(message, values))
 
     def _keep(self, i: int, j: int, tape: Tape) -> None:
         self._tapes[i, j] = tape
@@ -280,7 +299,7 @@ class Stage:
         with compute.using(writes=writes), _grad_enabled(), TURN, self.random:
             loss = loss_fn(tape.output, target)
         check_loss(loss)
-        check_dependence(loss, tape.message)
+        check_dependence(loss, tape.output)
         tape.output = loss
         compute.record(self.computed)
         return loss.detach()
@@ -324,7 +343,7 @@ class Stage:
             else:
                 message = arrived.message
                 assert message is not None
-                outputs = tape.output if isinstance(tape.output, tuple) else (tape.output,)
+                outputs = tensors_of(tape.output)
                 # No gradient comes back for what does not require one or nothing depends on.
                 pairs = [
                     (output, seed)

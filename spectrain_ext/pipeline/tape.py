@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spectrain_ext.transport import Buffer, Message, Slot, Value
+from spectrain_ext.transport import VALUES, Buffer, Message, Slot, tensors_in
 
 
 class Entry(torch.autograd.Function):
@@ -31,13 +31,13 @@ class Tape:
         buffer: stands for the memory of all of this.
         leaves: the inputs, None where no gradient is wanted.
         output: where the backward starts: the module's output, on the last stage then the loss.
-        message: the output without its graph.
+        message: the output without its graph, where it goes on to another stage.
         target: the receive buffer of the loss's target, on the last stage.
     """
 
     __slots__ = ("buffer", "leaves", "message", "output", "slot", "target")
     leaves: Sequence[Tensor | None]
-    output: Value
+    output: Any
     message: Message
     target: Slot
 
@@ -50,28 +50,48 @@ def activation(value: object) -> Message:
     """What to send of a stage's output, or of a batch's side.
 
     Raises:
-        TypeError: it is neither a tensor nor a tuple of tensors.
+        TypeError: it is no value.
     """
     if isinstance(value, Tensor):
         return Message((value.detach(),), True, (value.requires_grad,))
-    if not isinstance(value, tuple) or not all(isinstance(tensor, Tensor) for tensor in value):
-        inside = (
-            ", ".join(type(member).__name__ for member in value) if isinstance(value, tuple) else ""
-        )
-        raise TypeError(
-            "a stage must return a tensor or a tuple of tensors, got a "
-            f"{type(value).__name__}{inside and f' of {inside}'}"
-        )
+    keys, tensors = None, value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        keys, tensors = tuple(value), tuple(value.values())
+    if not isinstance(tensors, tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise _not_to_be_sent(value)
     return Message(
-        tuple(tensor.detach() for tensor in value),
+        tuple(tensor.detach() for tensor in tensors),
         False,
-        tuple(tensor.requires_grad for tensor in value),
+        tuple(tensor.requires_grad for tensor in tensors),
+        keys,
+    )
+
+
+def _not_to_be_sent(value: object) -> TypeError:
+    inside = ""
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{key!r}: {type(member).__name__}" for key, member in value.items())
+    elif isinstance(value, tuple):
+        inside = ", ".join(type(member).__name__ for member in value)
+    return TypeError(
+        f"a stage must return {VALUES}, to the stage after it; got a "
+        f"{type(value).__name__}{inside and f' of {inside}'}. What the last stage returns may be "
+        "anything that loss_fn takes"
     )
 
 
 def value_of(message: Message) -> Any:
-    """What a module or a loss takes: the tensor, or the tuple of tensors."""
-    return message.tensors[0] if message.single else message.tensors
+    """What a module or a loss takes."""
+    return packed(message, message.tensors)
+
+
+def packed(message: Message, tensors: Sequence[Tensor | None]) -> Any:
+    """Tensors in the form of the message's: itself, a tuple, or a dict."""
+    if message.single:
+        return tensors[0]
+    if message.keys is None:
+        return tuple(tensors)
+    return dict(zip(message.keys, tensors, strict=True))
 
 
 # What torch.autograd.backward calls once it has compared the shapes of outputs and seeds in Python,
@@ -102,7 +122,7 @@ def check_loss(loss: object) -> None:
         )
 
 
-def check_dependence(loss: Tensor, output: Message) -> None:
+def check_dependence(loss: Tensor, output: object) -> None:
     """Raise ValueError if nothing can be learned from the loss."""
-    if not loss.requires_grad and any(output.differentiable):
+    if not loss.requires_grad and any(tensor.requires_grad for tensor in tensors_in(output)):
         raise ValueError("loss_fn returned a loss that does not depend on the output by autograd")

@@ -1,6 +1,6 @@
 """How tensors get from stage to stage, and what orders their use."""
 
-from .local import Edge, Message, Receiver, Sender, Slot, Transit, Value
+from .local import Edge, Message, Receiver, Sender, Slot, Transit
 from .streams import (
     Buffer,
     CudaStream,
@@ -11,8 +11,10 @@ from .streams import (
     checked_streams,
     new_stream,
 )
+from .value import VALUES, Value, as_value, each, tensors_in, tensors_of
 
 __all__ = [
+    "VALUES",
     "Buffer",
     "CudaStream",
     "Edge",
@@ -24,8 +26,12 @@ __all__ = [
     "Stream",
     "Transit",
     "Value",
+    "as_value",
     "callers_stream",
     "captured",
     "checked_streams",
+    "each",
     "new_stream",
+    "tensors_in",
+    "tensors_of",
 ]

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from .streams import Buffer, Event, Stream, callers_stream, new_stream
 
-#: What goes into a stage and comes out of it.
-Value = Tensor | tuple[Tensor, ...]
-
 _CPU = torch.device("cpu")
 #: Of pageable memory CUDA takes so much into memory of its own and returns; with more, the copy may
 #: keep the host until the device comes to it, after all that the copy waits for.
@@ -31,16 +28,18 @@ class Message(NamedTuple):
 
     Attributes:
         tensors: detached; None stands for the gradient of something that nothing depends on.
-        single: whether the stage's value is the one tensor itself, not a tuple.
+        single: whether the stage's value is the one tensor itself, not a tuple or a dict.
         differentiable: which of the tensors a gradient is wanted for.
+        keys: their names, where the value is a dict.
     """
 
     tensors: tuple[Tensor | None, ...]
     single: bool = True
     differentiable: tuple[bool, ...] = ()
+    keys: tuple[str, ...] | None = None
 
     def without_gradient(self) -> Message:
-        return Message(self.tensors, self.single, (False,) * len(self.tensors))
+        return self._replace(differentiable=(False,) * len(self.tensors))
 
 
 class _Room(NamedTuple):
@@ -202,7 +201,7 @@ class Edge:
                 if to is not None and tensor is not None:
                     to.copy_(tensor, non_blocking=True)
         copy.record(slot.arrived)
-        slot.message = Message(tuple(tensors), message.single, message.differentiable)
+        slot.message = Message(tuple(tensors), message.single, message.differentiable, message.keys)
         self._sent += 1
         return slot.arrived
 

@@ -128,10 +128,15 @@ def test_blame_goes_to_whom_all_others_wait_for():
     assert Cause.read(b"") is None
 
 
-def test_a_layout_survives_the_wire():
-    message = Message(rank_programs.tensors(0), False, rank_programs.GRADS)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_layout_survives_the_wire(named):
+    tensors = rank_programs.tensors(0)
+    keys = tuple(f"é{n}" for n in range(len(tensors))) if named else None
+    message = Message(tensors, False, rank_programs.GRADS, keys)
     layout = Layout.of(message)
     assert Layout.from_bytes(layout.to_bytes()) == layout
+    assert layout.message(list(tensors)).keys == keys
+    assert ("'é0': " in str(layout)) == named
     memory = torch.zeros(layout.places()[1], dtype=torch.uint8)
     for to, tensor in zip(layout.views(memory), message.tensors, strict=True):
         assert (to is None) == (tensor is None)
@@ -145,12 +150,15 @@ def test_a_layout_survives_the_wire():
     [
         b"{",
         b"[]",
-        b'{"tensors": [[[2], [1], "load", true]], "single": true}',
-        b'{"tensors": [[[2], [1, 1], "float32", true]], "single": true}',
-        b'{"tensors": [[[2], [64], "float32", true]], "single": true}',
-        b'{"tensors": [[[-2], [1], "float32", true]], "single": true}',
+        b'{"tensors": [[[2], [1], "load", true]], "single": true, "keys": null}',
+        b'{"tensors": [[[2], [1, 1], "float32", true]], "single": true, "keys": null}',
+        b'{"tensors": [[[2], [64], "float32", true]], "single": true, "keys": null}',
+        b'{"tensors": [[[-2], [1], "float32", true]], "single": true, "keys": null}',
+        b'{"tensors": [[[2], [1], "float32", true]], "single": false, "keys": ["a", "b"]}',
+        b'{"tensors": [[[2], [1], "float32", true]], "single": false, "keys": [3]}',
+        b'{"tensors": [null, null], "single": false, "keys": ["a", "a"]}',
     ],
-    ids=["cut", "list", "no-dtype", "ranks", "beyond", "negative"],
+    ids=["cut", "list", "no-dtype", "ranks", "beyond", "negative", "names", "no-names", "twice"],
 )
 def test_a_layout_that_is_none_is_refused(text):
     with pytest.raises(ValueError):
@@ -158,8 +166,8 @@ def test_a_layout_that_is_none_is_refused(text):
 
 
 def test_what_a_layout_may_shrink_to():
-    def of(*tensors):
-        return Layout.of(Message(tensors, False, (True,) * len(tensors)))
+    def of(*tensors, keys=None):
+        return Layout.of(Message(tensors, False, (True,) * len(tensors), keys))
 
     a, b = torch.zeros(4, 5), torch.zeros(4)
     assert of(a, b).shrinks_to(of(a[:3], b[:3]))
@@ -169,3 +177,6 @@ def test_what_a_layout_may_shrink_to():
     assert not of(a).shrinks_to(of(a.double()))
     assert not of(a[:3]).shrinks_to(of(a))
     assert not of(a, None).shrinks_to(of(a, b))
+    assert of(a, b, keys=("a", "b")).shrinks_to(of(a[:3], b, keys=("a", "b")))
+    assert not of(a, b, keys=("a", "b")).shrinks_to(of(a, b, keys=("a", "c")))
+    assert not of(a, b, keys=("a", "b")).shrinks_to(of(a, b))

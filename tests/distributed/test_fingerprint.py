@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import pytest
 import torch
 
@@ -53,6 +55,34 @@ def test_what_differs_does_not_match(shape):
     # One side is enough.
     assert of(x, y[:0]).matches(mine)
     assert of(x + 1, y).matches(mine)
+
+
+def test_mappings():
+    """All of it, or its integers, which augmentations leave alone."""
+    images, labels = random(6, 5), torch.arange(6)
+    mask = torch.ones(6, dtype=torch.bool)
+
+    def mapped(i=0, **batch):
+        return Fingerprint.of(i, batch)
+
+    mine = mapped(images=images, labels=labels, mask=mask)
+    assert mapped(mask=mask, labels=labels, images=images) == mine
+    assert Fingerprint.of(0, UserDict(images=images, labels=labels, mask=mask)) == mine
+    assert mapped(images=images + 1, labels=labels, mask=mask).matches(mine)
+    for other in (
+        mapped(i=1, images=images, labels=labels, mask=mask),
+        mapped(images=images, labels=labels.flip(0), mask=mask),
+        mapped(images=images, other=labels, mask=mask),
+        mapped(images=images, labels=labels, mask=mask, more=labels),
+    ):
+        assert not other.matches(mine)
+    # Without integers all counts.
+    mine = mapped(images=images, mask=mask)
+    assert mapped(images=images, mask=mask).matches(mine)
+    assert not mapped(images=images + 1, mask=mask).matches(mine)
+    # As one side of a pair.
+    assert of({"a": images, "b": labels}).input == of({"b": labels, "a": images}).input
+    assert of({"a": images}).input != of({"b": images}).input
 
 
 def test_elements_that_change_places_are_seen_wherever_the_sample_has_them():

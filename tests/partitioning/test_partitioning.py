@@ -130,13 +130,14 @@ def test_no_repeats(repeats):
 
 
 def test_what_a_block_may_not_return():
-    class Dict(nn.Module):
+    class Listed(nn.Module):
         def forward(self, x):
-            return {"x": x}
+            return [x]
 
-    with pytest.raises(TypeError, match=r"block 1: expected a tensor or a tuple of tensors.*dict"):
-        measure([nn.ReLU(), Dict()], torch.zeros(1))
-    with pytest.raises(TypeError, match="example_input: expected a tensor"):
+    with pytest.raises(TypeError, match=r"block 1: expected a tensor, a tuple of tensors.*list"):
+        measure([nn.ReLU(), Listed(), nn.ReLU()], torch.zeros(1))
+    assert measure([nn.ReLU(), Listed()], torch.zeros(3)).blocks[1].output_bytes == 12
+    with pytest.raises(TypeError, match=r"example_input\[0\]: expected a tensor"):
         st.partition([nn.ReLU()], 1, [1.0])
 
 

@@ -209,10 +209,9 @@ def test_losses(loss_fn, error, match):
 @pytest.mark.parametrize(
     ("output", "match"),
     [
-        (lambda x: [x, x], "a stage must return a tensor or a tuple of tensors, got a list"),
+        (lambda x: [x, x], "a stage must return a tensor, a tuple of tensors, .* got a list"),
         (lambda x: (x, 3), "got a tuple of Tensor, int"),
         (lambda x: None, "got a NoneType"),
-        (lambda x: {"x": x}, "got a dict"),
     ],
 )
 def test_activations(output, match):
@@ -230,13 +229,13 @@ def test_activations(output, match):
 @pytest.mark.parametrize(
     ("batch", "match"),
     [
-        (torch.zeros(2, 5), r"batches\[2\]: expected a pair \(input, target\), got a Tensor"),
+        (torch.zeros(2, 5), r"batches\[2\]: expected a pair \(input, target\), .* got a Tensor"),
         ((torch.zeros(2, 5),), r"batches\[2\]: expected a pair .* got a tuple of length 1"),
         ([torch.zeros(1)] * 3, r"batches\[2\]: expected a pair .* got a list of length 3"),
-        ({"x": 1, "y": 2}, r"got a dict"),
-        ((3, torch.zeros(1)), r"batches\[2\]\[0\] \(input\): expected a tensor or a tuple .* int"),
-        ((torch.zeros(1), None), r"batches\[2\]\[1\] \(target\): .* got NoneType"),
-        (((torch.zeros(1), 3), torch.zeros(1)), r"batches\[2\]\[0\] \(input\)"),
+        ({"x": 1, "y": 2}, r"batches\[2\]\['x'\]: expected a tensor, got a int"),
+        ((3, torch.zeros(1)), r"batches\[2\]\[0\] \(input\): expected a tensor, a tuple .* int"),
+        ((torch.zeros(1), None), r"batches\[2\]\[1\] \(target\): .* got a NoneType"),
+        (((torch.zeros(1), 3), torch.zeros(1)), r"batches\[2\]\[0\]\[1\] \(input\)"),
         (((), torch.zeros(1)), r"batches\[2\]\[0\] \(input\)"),
     ],
 )
@@ -251,10 +250,10 @@ def test_batches(batch, match):
 def test_batches_that_cannot_be_split():
     pipe = st.Pipeline(tanh_stages(2), sgd(), mse, microbatches=2)
     with pytest.raises(
-        ValueError, match=r"batches\[0\]: .* the first has 4, one of the target has"
+        ValueError, match=r"batches\[0\]: .* the input has 4, the target has shape \(3, 5\)"
     ):
         losses(pipe, [(torch.zeros(4, 5), torch.zeros(3, 5))])
-    with pytest.raises(ValueError, match=r"shape \(\)"):
+    with pytest.raises(ValueError, match=r"dimension 0; the input has shape \(\)"):
         losses(pipe, [(torch.zeros(()), torch.zeros(()))])
     assert len(losses(pipe, batches(2, size=4))) == 2
 

@@ -1,0 +1,181 @@
+"""What goes into stages and comes out of them: dicts between them, batches that are mappings."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+
+import pytest
+import torch
+from helpers.pipeline_cases import float64, losses, mse, sgd, tanh_stages  # noqa: F401  # a fixture
+from helpers.value_programs import ENDS, data, loss_fn, stages, together
+from torch import nn
+
+import spectrain_ext as st
+
+SIZES = [8, 8, 8, 8, 8, 8, 5]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "spectrain", "microbatches": 1},
+        {"method": "auto", "microbatches": 3},
+        {"method": "spectrain", "microbatches": 2, "recompute": True},
+        {"method": "gpipe", "microbatches": 3, "recompute": True},
+    ],
+    ids=str,
+)
+def test_dicts_give_the_bits_of_tuples(n, settings):
+    dtype = torch.float64
+    expected, states = together(n, SIZES, "tuple", dtype=dtype, **settings)
+    for end in ENDS:
+        found, its = together(n, SIZES, "dict", end, dtype=dtype, **settings)
+        assert found == expected, end
+        for state, wanted in zip(its, states, strict=True):
+            for name, tensor in wanted.items():
+                assert torch.equal(state[name], tensor), (end, name)
+
+
+def test_calling_the_pipeline_with_a_mapping():
+    pipe = st.Pipeline(stages(3, "dict", "dataclass", torch.float64), sgd(), mse).eval()
+    (batch,) = data([4], "dict", torch.float64)
+    output = pipe(UserDict(batch))
+    plain = st.Pipeline(stages(3, "tuple", dtype=torch.float64), sgd(), mse).eval()
+    ((value, _),) = data([4], "tuple", torch.float64)
+    assert torch.equal(output.parts["h"][0], plain(value))
+
+
+def test_other_mappings_between_stages_become_dicts():
+    class Ordered(nn.Module):
+        def forward(self, x):
+            return OrderedDict(x=x)
+
+    class Plain(nn.Module):
+        def forward(self, value):
+            assert type(value) is dict
+            return value["x"]
+
+    pipe = st.Pipeline([*tanh_stages(1), Ordered(), Plain(), *tanh_stages(1)], sgd(), mse)
+    assert len(losses(pipe, [(torch.randn(4, 5), torch.randn(4, 5))] * 3)) == 3
+    assert pipe(torch.zeros(2, 5)).shape == (2, 5)
+
+
+def test_a_transformer_of_hugging_face():
+    """Its output is an OrderedDict and a dataclass; its batches are BatchEncodings."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = transformers.GPT2LMHeadModel(config)
+
+        def forward(self, batch):
+            return self.model(batch["input_ids"], attention_mask=batch["attention_mask"])
+
+    def loss(output, batch):
+        assert output["logits"] is output.logits
+        return nn.functional.cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten())
+
+    ids = torch.arange(8 * 3 * 8).reshape(3, 8, 8) % 11
+    batches = [
+        transformers.BatchEncoding(
+            {"input_ids": part, "attention_mask": torch.ones_like(part), "labels": part}
+        )
+        for part in ids
+    ]
+    torch.set_default_dtype(torch.float32)
+    plain, found = Model(), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches:
+        optimizer.zero_grad()
+        found.append(loss(plain(batch), batch))
+        found[-1].backward()
+        optimizer.step()
+    pipe = st.Pipeline([Model()], sgd(lr=0.1), loss, "sync", microbatches=2)
+    for result, expected in zip(pipe.run(batches), found, strict=True):
+        torch.testing.assert_close(result.loss, expected.detach())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_loss_that_does_not_depend_on_any_of_the_output(end, recompute):
+    def constant(output, batch):
+        return loss_fn("dict", end)(output, batch).detach()
+
+    parts = stages(2, "dict", end, torch.float64)
+    pipe = st.Pipeline(parts, sgd(), constant, microbatches=1, recompute=recompute)
+    with pytest.raises(st.StageError, match="does not depend on the output by autograd"):
+        losses(pipe, data([4, 4], "dict", torch.float64))
+
+
+@dataclass
+class Hidden:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("output", "match"),
+    [
+        (Hidden, r"a stage must return .* or a dict of them .* got a Hidden\. What the last stage"),
+        (lambda x: {"x": x, "n": 3}, r"got a dict of 'x': Tensor, 'n': int"),
+        (lambda x: {0: x}, r"got a dict of 0: Tensor"),
+    ],
+)
+def test_what_a_stage_before_the_last_may_not_return(output, match):
+    class Odd(nn.Module):
+        def forward(self, value):
+            return output(value)
+
+    pipe = st.Pipeline([*tanh_stages(1), Odd(), *tanh_stages(1)], sgd(), mse)
+    with pytest.raises(st.StageError, match=match) as caught:
+        losses(pipe, [(torch.zeros(4, 5), torch.zeros(4, 5))])
+    assert caught.value.stage == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"labels": "a"}, TypeError, r"batches\[1\]\['labels'\]: expected a tensor, got a str"),
+        ({"x": None}, TypeError, r"batches\[1\]\['x'\]: expected a tensor, got None; leave it out"),
+        ({"x": [1.0]}, TypeError, r"batches\[1\]\['x'\]: expected a tensor, got a list"),
+        ({3: torch.ones(4)}, TypeError, r"batches\[1\]: expected strings as keys, got 3"),
+        (
+            {"labels": torch.ones(3)},
+            ValueError,
+            r"batches\[1\]: .* 'labels' has 3, 'x' has shape \(4, 4\)",
+        ),
+        ({"scale": torch.ones(())}, ValueError, r"batches\[1\]: .* 'scale' has shape \(\)"),
+    ],
+)
+def test_mappings_that_are_no_batches(change, error, match):
+    good, other = data([4, 4], "dict", torch.float64)
+    parts = stages(2, "dict", dtype=torch.float64)
+    pipe = st.Pipeline(parts, sgd(), loss_fn("dict"), microbatches=2)
+    with pytest.raises(error, match=match):
+        losses(pipe, [good, {**other, **change}])
+    assert len(losses(pipe, [good])) == 1
+
+
+def test_pairs_with_a_mapping_on_one_side():
+    class First(nn.Module):
+        def forward(self, batch):
+            return batch["x"]
+
+    pipe = st.Pipeline([First(), *tanh_stages(1)], sgd(), mse, microbatches=2)
+    x, y = torch.randn(4, 5), torch.randn(4, 5)
+    plain = st.Pipeline([nn.Identity(), *tanh_stages(1)], sgd(), mse, microbatches=2)
+    plain.load_state_dict(pipe.state_dict())
+    assert losses(pipe, [({"x": x}, y)] * 3) == losses(plain, [(x, y)] * 3)
+    with pytest.raises(TypeError, match=r"batches\[0\]\[0\]\['x'\] \(input\): expected a tensor"):
+        losses(pipe, [({"x": 3}, y)])
+    with pytest.raises(TypeError, match=r"batches\[0\]\[0\] \(input\): .* got an empty dict"):
+        losses(pipe, [({}, y)])
+    with pytest.raises(ValueError, match=r"'x' of the input has 4, 'y' of the target has shape"):
+        losses(pipe, [({"x": x}, {"y": y[:3]})])
