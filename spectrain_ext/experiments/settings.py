@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from spectrain_ext.method import Method, Window, methods, microbatches_of, numbers_of
-from spectrain_ext.schedule import FLUSHING, Replicas
+from spectrain_ext.schedule import Replicas, flushes
 
 from .presets import DEFAULT_MODEL, models_for, preset
 from .world import World
@@ -229,4 +229,4 @@ def microbatches_in(method: Method, settings: TrainSettings) -> int:
 
 def window_of(method: Method, settings: TrainSettings) -> Window:
     """The settings' window, where the method's schedule has one to choose."""
-    return None if method.schedule in FLUSHING else settings.window
+    return None if flushes(method.schedule) else settings.window

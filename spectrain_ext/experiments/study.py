@@ -29,7 +29,7 @@ from spectrain_ext.method import (
     delay,
     places_of,
 )
-from spectrain_ext.schedule import FLUSHING
+from spectrain_ext.schedule import flushes
 
 from .contenders import WORKLOADS, contender, make_contenders_optimizer
 from .data.batches import training_batches
@@ -92,8 +92,8 @@ def cells_of(
             m = _microbatches(text, n)
             for name in contenders:
                 method = contender(name).method
-                flushes = method.schedule in FLUSHING
-                parts = 1 if flushes else m
+                flushing = flushes(method.schedule)
+                parts = 1 if flushing else m
                 asked = {**own, "data_dir": data_dir, "stages": n, "microbatches": parts}
                 asked |= {"methods": ["sync"], "devices": ["cpu"], "epochs": _ENDLESS}
                 settings = settle(asked, World.of_environment())
@@ -103,7 +103,7 @@ def cells_of(
                     why = error
                     continue
                 # more than the updates that synchronous training makes, to see how many it takes
-                length = 1.0 if flushes or n - 1 <= m else 1.5
+                length = 1.0 if flushing or n - 1 <= m else 1.5
                 found[name, n, parts] = Cell(name, settings, work.updates, length)
     if not found:
         raise why
