@@ -34,6 +34,7 @@ from spectrain_ext.schedule import flushes
 from .contenders import WORKLOADS, contender, make_contenders_optimizer
 from .data.batches import training_batches
 from .data.split import Split
+from .imported import source_of
 from .lockstep import Lockstep
 from .settings import OptionError, TrainSettings, microbatches_in, settle
 from .workload import build_stages, factor_of, load_data, mean_loss, tested
@@ -210,12 +211,18 @@ class Curves:
             "length": cell.length,
             "seed": seed,
             "settings": settings,
+            **source_of(cell.contender),
         }
         asked = json.loads(json.dumps(asked, sort_keys=True))
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
         s = cell.settings
         where = f"{s.data}-N{s.stages}-M{s.microbatches}"
-        return self._folder / where / f"{cell.contender}-lr{lr:g}-seed{seed}-{key}.json", asked
+        return (
+            self._folder
+            / where
+            / f"{cell.contender.replace(':', '.')}-lr{lr:g}-seed{seed}-{key}.json",
+            asked,
+        )
 
     def find(self, cell: Cell, lr: float, seed: int) -> Curve | None:
         """The finished run, None if there is none, or its file is not what was written."""
