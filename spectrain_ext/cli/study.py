@@ -57,8 +57,8 @@ _USUAL = "sync,vanilla,pipedream,pipedream-2bw,spectrain,spectrain-stash,auto"
     default=[_USUAL],
     metavar="NAME",
     callback=names,
-    help="Methods, with commas; sync is always one of them. Others that are only compared with: "
-    "see docs/frontier.md.",
+    help="Methods, with commas, module:NAME for your own; sync is always one of them. Others that "
+    "are only compared with: see docs/frontier.md.",
 )
 @click.option("--seeds", type=_POSITIVE, default=5, help="Train with seeds 0 to this, less one.")
 @click.option("--jobs", type=_POSITIVE, default=1, help="Runs at once, on a core each.")

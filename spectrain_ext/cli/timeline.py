@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from spectrain_ext.experiments.imported import is_imported, method_of
 from spectrain_ext.method import Window, methods, numbers_of
 from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import simulate_method
@@ -19,7 +20,9 @@ _SUFFIXES = (".svg", ".png", ".json")
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--method", "-m", default="spectrain", help="Whose schedule and versions.")
+@click.option(
+    "--method", "-m", default="spectrain", help="Whose schedule and versions; or module:NAME."
+)
 @click.option(
     "--csv",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -93,13 +96,14 @@ def timeline(
             )
             name, spans = printable(csv.name), list(simulate(actions, durations))
         else:
-            if method not in methods():
+            if not is_imported(method) and method not in methods():
                 raise ValueError(f"there is no method {method!r}; there are {', '.join(methods())}")
+            chosen = method_of(method)
             name, spans = (
-                f"{method}, {stages} stages",
+                f"{chosen.name}, {stages} stages",
                 list(
                     simulate_method(
-                        method,
+                        chosen,
                         stages,
                         minibatches,
                         microbatches=microbatches or "auto",

@@ -57,7 +57,8 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     multiple=True,
     metavar="NAME",
     callback=names,
-    help="A method, or several with commas, or all; may be repeated.  "
+    help="A method, or several with commas, or all; may be repeated. module:NAME is one of your "
+    "own, or a function that gives it, from the working directory or PYTHONPATH.  "
     "[default: sync,vanilla,pipedream,spectrain,spectrain-stash,auto]",
 )
 @click.option(

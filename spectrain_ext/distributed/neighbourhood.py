@@ -20,7 +20,7 @@ from spectrain_ext.pipeline.neighbourhood import Ready, Work
 from spectrain_ext.pipeline.observer import Observer, watched
 from spectrain_ext.pipeline.stage import Handler, Stage
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.schedule import Kind, Place, Replicas
+from spectrain_ext.schedule import Kind, Place, Replicas, name_of
 from spectrain_ext.transport import Buffer, Edge, Receiver
 
 from .board import Board
@@ -92,7 +92,7 @@ class DistributedNeighbourhood:
             {
                 "replicas": list(seats.counts),
                 "method": method.name,
-                "schedule": method.schedule,
+                "schedule": name_of(method.schedule),
                 "microbatches": self._microbatches,
                 "window": [each.window for each in places],
                 "device": stage.device.type,

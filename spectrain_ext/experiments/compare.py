@@ -26,13 +26,13 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from spectrain_ext.errors import CheckpointError
-from spectrain_ext.method import find_method
 from spectrain_ext.observation.metrics import Metrics
 from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from .data.batches import count_batches, training_batches
 from .data.split import Split
+from .imported import method_of, source_of
 from .report import describe, versions
 from .results import Run, RunStore, as_json
 from .settings import TrainSettings, stages_of
@@ -108,7 +108,10 @@ def train_all(
         RankError: another rank failed; likewise.
         CheckpointError: a checkpoint could not be read or written; likewise.
     """
-    store = RunStore(folder / "runs", {**describe(settings, data, world), **versions()})
+    about = {**describe(settings, data, world), **versions()}
+    stores = {
+        name: RunStore(folder / "runs", {**about, **source_of(name)}) for name in settings.methods
+    }
     per_run = count_updates(settings, data)
     columns = (
         TextColumn("{task.description}"),
@@ -126,7 +129,8 @@ def train_all(
         task = progress.add_task("", total=per_run * len(settings.seeds) * len(settings.methods))
         # seeds outside: when it is interrupted or watched, the methods advance together
         for number, seed in enumerate(settings.seeds, start=1):
-            for method in settings.methods:
+            for asked, store in stores.items():
+                method = method_of(asked).name
                 label = f"seed {number}/{len(settings.seeds)} [bold]{method}[/]"
                 progress.update(task, description=label)
                 run = store.find(method, seed) if world.first else None
@@ -138,12 +142,12 @@ def train_all(
                     world.renew()
                     checkpoints = Path(world.tell(str(checkpoints))[0])
                     # with fewer stages than the settings say it has nothing for other ranks to do
-                    cut = stages_of(find_method(method), settings) == settings.stages
+                    cut = stages_of(method_of(asked), settings) == settings.stages
                     with world.part(cut, f"training with {method}") as part:
                         if part is not None:
                             run = train_once(
                                 settings,
-                                method,
+                                asked,
                                 seed,
                                 data,
                                 lambda count: progress.advance(task, count),
@@ -187,14 +191,14 @@ def train_once(
     observation: Observation,
     checkpoints: Path,
 ) -> Run | None:
-    """Train method ``name`` from the weights and in the batch order of ``seed``, then test it.
+    """Train the method ``name`` from the weights and in the batch order of ``seed``, then test it.
 
     Weights and order depend on ``seed`` and ``settings`` alone, so methods can be compared. Where
     there are several processes each trains its stage.
 
     Args:
         settings: of the comparison.
-        name: of the method.
+        name: of the method, as the settings have it.
         seed: of weights and order.
         data: to train on, and to test with.
         advance: told how many minibatches have been done since it was last called.
@@ -211,7 +215,7 @@ def train_once(
         CheckpointError: a checkpoint could not be read or written.
     """
     torch.manual_seed(seed)
-    method = find_method(name)
+    method = method_of(name)
     count = stages_of(method, settings)
     stages = build_stages(settings, count, seed, data)
     total = count_updates(settings, data)
@@ -243,11 +247,11 @@ def train_once(
     has_loss = world.stage == world.seats.stages - 1
     # between the first and the last stage nobody looks at them
     feeds = has_loss or world.stage == 0
-    with observation.of(pipe, name, seed, start=begin) as metrics:
+    with observation.of(pipe, method.name, seed, start=begin) as metrics:
         for result in run(log.timed(batches) if feeds else (), trace=metrics):
             log.add(result, has_loss)
             advance(1)
-            world.tell_others("training with", name, "after minibatch", log.minibatches)
+            world.tell_others("training with", method.name, "after minibatch", log.minibatches)
         log.so_far()
     version_bytes = sum(world.tell(pipe.weight_version_bytes))
     pipe.release()
@@ -259,7 +263,7 @@ def train_once(
         model = nn.Sequential(*stages).to(device) if world.together else pipe
         accuracy, loss = tested(model, data, device, told)
     return Run(
-        method=name,
+        method=method.name,
         seed=seed,
         test_accuracy=accuracy,
         test_loss=loss,

@@ -14,6 +14,7 @@ from spectrain_ext.method import Method, delay, find_method, recipe_clip, second
 from spectrain_ext.method.formulas import none, rest_of_delay
 from spectrain_ext.schedule import Law, Place
 
+from .imported import method_of
 from .settings import TrainSettings
 from .workload import make_optimizer
 
@@ -34,14 +35,14 @@ class Contender(NamedTuple):
 
 
 def contender(name: str) -> Contender:
-    """A method by its name, or another that is only compared with.
+    """A method by its name or as ``module:NAME``, or another that is only compared with.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is none of that name, or as ``method_of``.
     """
     if name in _EXTRA:
         return _EXTRA[name]
-    return Contender(find_method(name))
+    return Contender(method_of(name))
 
 
 def _even(law: Law) -> Method:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from spectrain_ext.extras import require_matplotlib
 from spectrain_ext.files import replace_file
-from spectrain_ext.schedule import FLUSHING, summarize
+from spectrain_ext.schedule import flushes, summarize
 from spectrain_ext.timelines.method_timeline import simulate_method
 
 from .contenders import contender
@@ -114,7 +114,7 @@ def rows_of(
                 cell.contender,
                 n,
                 m,
-                0 if contender(cell.contender).method.schedule in FLUSHING else -(-(n - 1) // m),
+                0 if flushes(contender(cell.contender).method.schedule) else -(-(n - 1) // m),
                 found[cell],
                 tuple(loss for loss, _ in ends),
                 tuple(accuracy for _, accuracy in ends),
@@ -192,7 +192,7 @@ def _time_of(cell: Cell, forward: Sequence[float], backward: Sequence[float]) ->
     method = contender(cell.contender).method
     n, m = cell.settings.stages, cell.settings.microbatches
     assert m != "auto"
-    if method.schedule in FLUSHING:
+    if flushes(method.schedule):
         m = n
     spans = simulate_method(
         method,

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from spectrain_ext.method import Method, Window, check_optimizer, delay, places_of, rules_at
 from spectrain_ext.optim.foreign import updater_of
 from spectrain_ext.pipeline.clipping import clip, gradient_norm
-from spectrain_ext.schedule import Action, Entries, Kind, Place, Rules, find_generator
+from spectrain_ext.schedule import Action, Entries, Generator, Kind, Place, Rules, find_generator
 from spectrain_ext.weights import rates_of
 from spectrain_ext.weights.storage import Content, Storage
 from spectrain_ext.weights.versions import Versions
@@ -50,7 +50,7 @@ class _Stage:
         scheduler: LRScheduler | None,
         rules: Rules,
         places: tuple[Place, Place],
-        schedule: str,
+        schedule: str | Generator,
         max_norm: float | None,
     ) -> None:
         self.module = module

@@ -15,11 +15,11 @@ from rich.text import Text
 
 from spectrain_ext._C import build_info
 from spectrain_ext.extras import require_matplotlib
-from spectrain_ext.method import find_method
 from spectrain_ext.timelines.method_timeline import draw_method_timelines
 
 from .data.batches import count_batches
 from .data.split import Split
+from .imported import method_of
 from .results import MethodResult, Run, summarize, write_results
 from .settings import TrainSettings, stages_of
 from .world import World
@@ -141,7 +141,7 @@ def report(
         metric=metric,
     )
     # what trains the uncut model has no timeline of the pipeline
-    found = [find_method(name) for name in settings.methods]
+    found = [method_of(name) for name in settings.methods]
     draw_method_timelines(
         folder / "timelines",
         [method for method in found if stages_of(method, settings) == settings.stages],

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 
 from spectrain_ext.method import Method, Window, methods, microbatches_of, numbers_of
-from spectrain_ext.schedule import FLUSHING, Replicas
+from spectrain_ext.schedule import Replicas, flushes
 
+from .imported import is_imported, method_of
 from .presets import DEFAULT_MODEL, models_for, preset
 from .world import World
 
@@ -32,9 +33,9 @@ class OptionError(ValueError):
 class TrainSettings:
     """The same for every method and seed of one comparison.
 
-    ``devices`` has one entry per stage; ``replicas`` too, and is None where all have one. With
-    ``microbatches="auto"`` every method has what is usual for it. ``depth`` None is the model's
-    own, ``train_samples`` and ``test_samples`` None are all.
+    ``methods`` are names, or ``module:NAME``. ``devices`` has one entry per stage; ``replicas``
+    too, and is None where all have one. With ``microbatches="auto"`` every method has what is usual
+    for it. ``depth`` None is the model's own, ``train_samples`` and ``test_samples`` None are all.
     """
 
     data: str = "digits"
@@ -199,18 +200,30 @@ def choose_devices(names: Sequence[str], stages: int, local_rank: int = 0) -> tu
 
 
 def choose_methods(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the methods that are named, each once; ``"all"`` is every one that there is.
+    """Return the methods that are named, each once; ``"all"`` is every one that has a name here.
 
     Raises:
-        OptionError: a name that is no method; the message lists those that exist.
+        OptionError: a name that is no method, the message lists those that exist; or a module's
+            that cannot be had, or two of one name.
     """
     known = methods()
-    for name in names:
-        if name not in (*known, ALL):
+    called: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        if is_imported(name):
+            try:
+                other = called.setdefault(method_of(name).name, name)
+            except ValueError as error:
+                raise OptionError("method", str(error)) from error
+            if other != name:
+                both = f"{other!r} and {name!r} are both called {method_of(name).name!r}"
+                raise OptionError("method", f"{both}; expected another name for each")
+        elif name not in (*known, ALL):
             raise OptionError(
-                "method", f"unknown method {name!r}; the methods are {', '.join(known)}, or {ALL}"
+                "method",
+                f"unknown method {name!r}; the methods are {', '.join(known)}, or {ALL}, or "
+                "module:NAME for one of your own",
             )
-    return known if ALL in names else tuple(dict.fromkeys(names))
+    return (*known, *called.values()) if ALL in names else tuple(dict.fromkeys(names))
 
 
 def stages_of(method: Method, settings: TrainSettings) -> int:
@@ -229,4 +242,4 @@ def microbatches_in(method: Method, settings: TrainSettings) -> int:
 
 def window_of(method: Method, settings: TrainSettings) -> Window:
     """The settings' window, where the method's schedule has one to choose."""
-    return None if method.schedule in FLUSHING else settings.window
+    return None if flushes(method.schedule) else settings.window

@@ -29,11 +29,12 @@ from spectrain_ext.method import (
     delay,
     places_of,
 )
-from spectrain_ext.schedule import FLUSHING
+from spectrain_ext.schedule import flushes
 
 from .contenders import WORKLOADS, contender, make_contenders_optimizer
 from .data.batches import training_batches
 from .data.split import Split
+from .imported import source_of
 from .lockstep import Lockstep
 from .settings import OptionError, TrainSettings, microbatches_in, settle
 from .workload import build_stages, factor_of, load_data, mean_loss, tested
@@ -92,8 +93,8 @@ def cells_of(
             m = _microbatches(text, n)
             for name in contenders:
                 method = contender(name).method
-                flushes = method.schedule in FLUSHING
-                parts = 1 if flushes else m
+                flushing = flushes(method.schedule)
+                parts = 1 if flushing else m
                 asked = {**own, "data_dir": data_dir, "stages": n, "microbatches": parts}
                 asked |= {"methods": ["sync"], "devices": ["cpu"], "epochs": _ENDLESS}
                 settings = settle(asked, World.of_environment())
@@ -103,7 +104,7 @@ def cells_of(
                     why = error
                     continue
                 # more than the updates that synchronous training makes, to see how many it takes
-                length = 1.0 if flushes or n - 1 <= m else 1.5
+                length = 1.0 if flushing or n - 1 <= m else 1.5
                 found[name, n, parts] = Cell(name, settings, work.updates, length)
     if not found:
         raise why
@@ -210,12 +211,18 @@ class Curves:
             "length": cell.length,
             "seed": seed,
             "settings": settings,
+            **source_of(cell.contender),
         }
         asked = json.loads(json.dumps(asked, sort_keys=True))
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
         s = cell.settings
         where = f"{s.data}-N{s.stages}-M{s.microbatches}"
-        return self._folder / where / f"{cell.contender}-lr{lr:g}-seed{seed}-{key}.json", asked
+        return (
+            self._folder
+            / where
+            / f"{cell.contender.replace(':', '.')}-lr{lr:g}-seed{seed}-{key}.json",
+            asked,
+        )
 
     def find(self, cell: Cell, lr: float, seed: int) -> Curve | None:
         """The finished run, None if there is none, or its file is not what was written."""

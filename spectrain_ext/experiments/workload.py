@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from spectrain_ext import optim
 from spectrain_ext.distributed import DistributedPipeline
-from spectrain_ext.method import Method, check, find_method, in_words, places_of
+from spectrain_ext.method import Method, check, in_words, places_of
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Replicas
@@ -21,6 +21,7 @@ from .data.cifar import load_cifar10
 from .data.digits import load_digits
 from .data.split import Split
 from .data.text import load_text
+from .imported import method_of
 from .models import gpt, residual_lstm, residual_mlp, resnet, vgg
 from .models.building import cut_evenly
 from .settings import AUTO, TrainSettings, microbatches_in, stages_of, window_of
@@ -250,7 +251,7 @@ def fitting(settings: TrainSettings, *, leave_out: bool) -> tuple[TrainSettings,
 
 def choice(settings: TrainSettings) -> str:
     """What the method ``auto`` does with these settings, in a line."""
-    method = find_method(AUTO)
+    method = method_of(AUTO)
     parts = microbatches_in(method, settings)
     replicas = None if settings.replicas is None else Replicas(settings.replicas)
     places = places_of(method, settings.stages, parts, settings.window, replicas)
@@ -260,7 +261,7 @@ def choice(settings: TrainSettings) -> str:
 
 def _why_not(name: str, settings: TrainSettings) -> str | None:
     """What keeps a method from working with these settings, None if nothing does."""
-    method = find_method(name)
+    method = method_of(name)
     count = stages_of(method, settings)
     try:
         check(

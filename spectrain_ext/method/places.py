@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 from math import lcm
 from typing import Literal
 
-from spectrain_ext.schedule import FLUSHING, Place, Replicas, find_generator
+from spectrain_ext.schedule import (
+    Place,
+    Replicas,
+    ScheduleError,
+    check_generator,
+    find_generator,
+    flushes,
+    name_of,
+)
 
 from .value import Method, at_least
 
@@ -40,8 +48,9 @@ def places_of(
 
     Raises:
         ValueError: an unknown schedule, a window below 1, or one for a schedule that flushes; or
-            replicas that the method cannot have, or that do not divide the microbatches.
-        TypeError: a window that is no number.
+            replicas that the method cannot have, or that do not divide the microbatches; or a
+            generator whose actions cannot be run, or do not keep to the windows.
+        TypeError: a window that is no number, or a schedule that is none.
     """
     if replicas is None:
         replicas = Replicas((1,) * stages)
@@ -57,9 +66,10 @@ def places_of(
             f"stage; expected the same number everywhere, got {list(replicas.counts)}"
         )
     try:
-        find_generator(method.schedule)
-    except ValueError as error:
-        raise ValueError(f"method: schedule of {method.name!r}: {error}") from None
+        generate = find_generator(method.schedule)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"method: schedule of {method.name!r}: {error}") from None
+    named = isinstance(method.schedule, str)
     parts = [microbatches // count for count in replicas.counts]
     asked = [(replicas.depth(k), parts[k]) for k in range(stages)]
     if window is not None:
@@ -68,13 +78,20 @@ def places_of(
         if method.window is not None:
             windows = [method.window(k, stages, parts[k]) for k in range(stages)]
         else:
-            rule = _USUAL.get(method.schedule, _NAMED["classic"])
+            rule = _USUAL.get(str(method.schedule), _NAMED["classic"])
             windows = [rule(*of) for of in asked]
         for k, w in enumerate(windows):
             at_least(method, k, stages, "window", w, 1)
-    if not (replicas.dealt and method.schedule in FLUSHING):
+    places = [Place(k, stages, w, parts[k]) for k, w in enumerate(windows)]
+    if not named and not replicas.dealt:
+        try:
+            check_generator(generate, places)
+        except (ScheduleError, TypeError) as error:
+            kind = ValueError if isinstance(error, ScheduleError) else TypeError
+            raise kind(f"method: schedule of {method.name!r}: {error}") from error
+    elif not (replicas.dealt and flushes(method.schedule)):
         _check_windows(windows, replicas)
-    return [Place(k, stages, w, parts[k]) for k, w in enumerate(windows)]
+    return places
 
 
 def microbatches_of(method: Method, stages: int, replicas: Replicas | None = None) -> int:
@@ -137,10 +154,10 @@ def numbers_of(window: Window, stages: int) -> list[int] | None:
 
 def _given_windows(method: Method, asked: Sequence[tuple[int, int]], window: Window) -> list[int]:
     stages = len(asked)
-    if method.schedule in FLUSHING:
+    if flushes(method.schedule):
         raise ValueError(
             f"window: method {method.name!r} finishes every minibatch before the next "
-            f"(schedule {method.schedule!r}): there is no window to choose"
+            f"(schedule {name_of(method.schedule)!r}): there is no window to choose"
         )
     given = numbers_of(window, stages)
     if given is None:

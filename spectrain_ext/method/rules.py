@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Literal, NoReturn, Protocol, get_args, runtime_checkable
 
 import torch
 
-from spectrain_ext.schedule import FLUSHING, Backward, Law, Place, Reads, Replicas, Rules
+from spectrain_ext.operators.laws import terms_of
+from spectrain_ext.operators.numbers import Adam, Sgd
+from spectrain_ext.schedule import Backward, Law, Place, Reads, Replicas, Rules, flushes
 
 from .formulas import delay
 from .places import Window, microbatches_of, places_of
@@ -111,8 +113,12 @@ def rules_at(method: Method, place: Place, optimizer: torch.optim.Optimizer | No
         ValueError: a value that a field cannot have, fields that contradict one another, or a place
             that the method is not defined for; the message names the method, the stage, the field.
     """
-    for field, annotation in (("forward_reads", Reads), ("law", Law), ("backward", Backward)):
+    for field, annotation in (("forward_reads", Reads), ("backward", Backward)):
         _one_of(method, field, getattr(method, field), get_args(annotation))
+    if callable(method.law):
+        _check_own_law(method)
+    else:
+        _one_of(method, "law", method.law, get_args(Law))
     if method.direction is not None:
         _one_of(method, "direction", method.direction, ("ema",))
     for family in method.families:
@@ -120,7 +126,7 @@ def rules_at(method: Method, place: Place, optimizer: torch.optim.Optimizer | No
     horizon: int | Literal["counted"]
     if method.forward_horizon != "counted":
         horizon = _count(method, place, "forward_horizon")
-    elif method.schedule in FLUSHING or delay(place) == 0:
+    elif flushes(method.schedule) or delay(place) == 0:
         horizon = 0  # there is nothing to count
     else:
         horizon = "counted"
@@ -161,7 +167,7 @@ def in_words(
     parts, late = places[0].microbatches, max(map(delay, places))
     rules = [rules_at(method, place, optimizer) for place in places]
     said = f"{method.name}: {parts} microbatch{'es' * (parts > 1)} a minibatch"
-    if method.schedule in FLUSHING or late == 0:
+    if flushes(method.schedule) or late == 0:
         return f"{said}, nothing is late and nothing predicted"
     said += f", so that forwards are at most {_updates(late)} late"
     horizons = [rule.forward_horizon for rule in rules]
@@ -172,7 +178,9 @@ def in_words(
         least, most = min(ahead), max(ahead)
         far = _updates(most) if least == most else f"{least} to {_updates(most)}"
         if most:
-            said += f"; every stage predicts {far} ahead by the {rules[0].law} law"
+            law = rules[0].law
+            name = law if isinstance(law, str) else getattr(law, "__name__", type(law).__name__)
+            said += f"; every stage predicts {far} ahead by the {name} law"
     met = {
         "current": "backwards meet the newest weights",
         "predict": "backwards predict again",
@@ -233,6 +241,30 @@ def _check_range(method: Method, place: Place) -> None:
             raise ValueError(
                 f"method: {method.name!r} needs at least {least} microbatches for "
                 f"{place.stages} stages, got {place.microbatches}"
+            )
+
+
+def _check_own_law(method: Method) -> None:
+    """Refuse a function that gives no law, or one that only a step could obey."""
+    assert callable(method.law)
+    law, where = method.law(1), f"method: law of {method.name!r}"
+    if not all(callable(getattr(law, name, None)) for name in ("sgd", "adam")):
+        raise TypeError(f"{where}: expected a function that gives a law (sgd, adam), got {law!r}")
+    if not isinstance(law, Hashable):
+        raise TypeError(
+            f"{where}: expected a law that can be a key of a dict, as a frozen dataclass can, got "
+            f"{law!r}"
+        )
+    kinds: tuple[tuple[Sgd | Adam, set[str]], ...] = (
+        (Sgd(0.1, 0.9), {"sgd"}),
+        (Adam(0.1, step=1), {"adam", "adamw", "nadam"}),
+    )
+    for numbers, families in kinds:
+        known = families & {*method.families}
+        if known and any(term.gradient for term in terms_of(law, numbers)):
+            raise ValueError(
+                f"{where}: {law!r} takes the gradient, which only a step has; 'second-order' is "
+                "the one law that a step writes"
             )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from spectrain_ext.schedule import Backward, Law, Place, Reads
+from spectrain_ext.operators import laws
+from spectrain_ext.schedule import Backward, Generator, Law, Place, Reads
 
 from .formulas import none
 
@@ -27,15 +28,19 @@ class Method:
         name: the name that ``Pipeline(method=...)`` accepts.
         summary: one line for people.
         schedule: the order of a stage's forwards, backwards and updates: a key of
-            ``schedule.GENERATORS``.
+            ``schedule.GENERATORS``, or a generator like those: a function from a ``Place`` to its
+            endless actions.
         window: ``(k, N, M) -> w``, how many microbatches stage k of N may have in flight where a
-            minibatch has M; None: what is usual for the schedule, N - k without a flush.
+            minibatch has M; None: what is usual for the schedule, N - k without a flush, and for a
+            generator of your own.
         forward_reads: the version that a forward starts from. ``"newest"``: all updates so far;
             ``"entry"``: as many as stage 0 had made when it began this microbatch (vertical sync);
             ``"previous"``: i - 1 for minibatch i, all but the last before it (PipeDream-2BW).
         law: how the weights some updates ahead follow. ``"linear"``, ``"geometric"`` and
             ``"second-order"`` are those of ``spectrain_ext.laws``; ``"difference"`` is
-            ``W + s*(W - W_before)`` with the weights of one update before.
+            ``W + s*(W - W_before)`` with the weights of one update before. Or a function of s, at
+            least 1, that gives a law as those of ``spectrain_ext.laws`` are: it has ``sgd`` and
+            ``adam``, takes no gradient, and can be a key of a dict.
         forward_horizon: a rule for s, by how many updates the forward's weights are predicted
             ahead of the version it reads, 0 for the version itself; or ``"counted"``: exactly the
             updates until this microbatch's backward. The second-order law's delay.
@@ -63,10 +68,10 @@ class Method:
 
     name: str
     summary: str
-    schedule: str = "1f1b-async"
+    schedule: str | Generator = "1f1b-async"
     window: WindowRule | None = None
     forward_reads: Reads = "newest"
-    law: Law = "linear"
+    law: Law | Callable[[int], laws.Law] = "linear"
     forward_horizon: StageRule | Literal["counted"] = none
     lead: StageRule = none
     backward: Backward = "current"

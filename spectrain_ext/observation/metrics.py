@@ -13,7 +13,7 @@ from spectrain_ext.method import delay
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.stage import Handler, Stage
-from spectrain_ext.schedule import FLUSHING, Kind, Place, Rules
+from spectrain_ext.schedule import Kind, Place, Rules, flushes
 from spectrain_ext.weights import rates_of
 
 from .meter import Meter, Window
@@ -71,7 +71,7 @@ class Metrics(Observer):
             raise ValueError("path: expected a file, or a folder as tensorboard, got neither")
         self._pipe = pipe
         self._every, self._errors_every, self._start = every, errors_every, start
-        self._flushes = pipe.method.schedule in FLUSHING
+        self._flushes = flushes(pipe.method.schedule)
         self._labels = dict(labels or {})
         self._rank: int | None = getattr(pipe, "rank", None)
         self._meters: dict[int, Meter] = {}

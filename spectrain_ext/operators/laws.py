@@ -14,7 +14,10 @@ from typing import Protocol, SupportsFloat, TypeAlias
 from spectrain_ext._C import MAX_TERMS
 
 from .expressions import Expression
-from .numbers import Adam, Sgd, Term, non_negative
+from .numbers import Adam as Adam
+from .numbers import Sgd as Sgd
+from .numbers import Term as Term
+from .numbers import non_negative
 
 
 class Law(Protocol):

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from spectrain_ext import _C
 from spectrain_ext.method import Method, microbatches_of
-from spectrain_ext.schedule import FLUSHING, Place, Replicas
+from spectrain_ext.schedule import Place, Replicas, flushes
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -151,7 +151,7 @@ def max_norms_of(
 ) -> list[float | None]:
     if clip_scope not in ("stage", "global"):
         raise ValueError(f"clip_scope: expected 'stage' or 'global', got {clip_scope!r}")
-    if clip_scope == "global" and method.schedule not in FLUSHING:
+    if clip_scope == "global" and not flushes(method.schedule):
         raise ValueError(
             f"clip_scope: under method {method.name!r} the stages of an asynchronous pipeline "
             "update at different times, each with another minibatch's gradient: there is no norm "

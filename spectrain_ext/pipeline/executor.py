@@ -10,6 +10,7 @@ from weakref import ref
 
 from spectrain_ext.errors import RankError, StageError, make_all, noted_on
 from spectrain_ext.schedule import Action, Kind, Place, find_generator
+from spectrain_ext.schedule import Generator as Schedule
 from spectrain_ext.transport import Stream, callers_stream, captured
 
 from .cursor import Cursor, Extent
@@ -35,7 +36,7 @@ class Executor:
     Args:
         stages: the stages of this process.
         places: the places of all stages of the pipeline.
-        schedule: the name of the order in which they act.
+        schedule: the order in which they act, by name, or its generator.
         around: what the stages are connected to.
 
     Attributes:
@@ -46,7 +47,11 @@ class Executor:
     """
 
     def __init__(
-        self, stages: list[Stage], places: list[Place], schedule: str, around: Neighbourhood
+        self,
+        stages: list[Stage],
+        places: list[Place],
+        schedule: str | Schedule,
+        around: Neighbourhood,
     ) -> None:
         self._run: Callable[[], _Run | None] = _no_run
         self._ended = True

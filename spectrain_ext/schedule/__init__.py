@@ -1,13 +1,21 @@
 """Schedules are data: generators write actions, the executor runs them, a count checks them."""
 
-from .actions import Action, Kind, ScheduleError
+from .actions import Action, Kind, ScheduleError, backward, forward
 from .compute_csv import read_csv, write_csv
-from .counting import Met, read, validate
-from .generators import FLUSHING, GENERATORS, Generator, find_generator, streams
+from .counting import Met, check_generator, read, validate
+from .generators import (
+    FLUSHING,
+    GENERATORS,
+    Generator,
+    find_generator,
+    flushes,
+    name_of,
+    streams,
+)
 from .ledger import Count, Ledger, count_stage, open_ledgers
 from .levels import simulate_repeating
 from .place import Place, Replicas
-from .reading import Backward, Entries, Law, Reader, Reading, Reads, Rules
+from .reading import Backward, Entries, Law, OwnLaw, Reader, Reading, Reads, Rules
 from .simulation import (
     Durations,
     Horizons,
@@ -35,6 +43,7 @@ __all__ = [
     "Law",
     "Ledger",
     "Met",
+    "OwnLaw",
     "Place",
     "Reader",
     "Reading",
@@ -44,10 +53,15 @@ __all__ = [
     "ScheduleError",
     "Span",
     "Summary",
+    "backward",
+    "check_generator",
     "count_horizons",
     "count_stage",
     "find_generator",
+    "flushes",
+    "forward",
     "interleave",
+    "name_of",
     "open_ledgers",
     "read",
     "read_csv",

@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from .actions import Action, Kind
+from .actions import Action, Kind, ScheduleError
+from .generators import Generator
 from .ledger import Count, Ledger, Pair, open_ledgers
+from .place import Place
 from .reading import Reading, Rules
-from .turns import interleave
+from .turns import interleave, turns
 
 _FORWARD, _UPDATE = Kind.FORWARD, Kind.UPDATE
 
@@ -73,6 +75,41 @@ def validate(
     ledgers = open_ledgers(len(actions), rules, windows, microbatches)
     deque(follow(actions, ledgers, minibatches), maxlen=0)
     return [ledger.count for ledger in ledgers]
+
+
+def check_generator(generate: Generator, places: Sequence[Place]) -> None:
+    """Raise unless a generator's actions can be run, and every update is of one minibatch alone.
+
+    Some minibatches are looked at, enough for any window to be full and for its steady state.
+
+    Args:
+        generate: the generator.
+        places: of all stages, with the windows that their actions have to keep to.
+
+    Raises:
+        ScheduleError: as ``validate``; or a backward adds to the gradient of another minibatch.
+        TypeError: it gives something else than actions.
+    """
+    stages, microbatches = len(places), places[0].microbatches
+    minibatches = max(place.window for place in places) // microbatches + 6
+    for place in places:
+        for action in generate(place):
+            if not isinstance(action, Action):
+                raise TypeError(
+                    f"expected actions one by one, got {action!r} for stage {place.stage} of "
+                    f"{stages}: 'yield from forward(place, i, j)' gives those of a forward"
+                )
+            break
+    windows = [place.window for place in places]
+    made = [generate(place) for place in places]
+    validate(made, minibatches=minibatches, microbatches=microbatches, windows=windows)
+    for place in places:
+        updates = 0
+        for turn in turns(generate(place), place.stage, stages, minibatches):
+            updates += turn.kind is _UPDATE
+            if turn.kind is Kind.BACKWARD and turn.minibatch != updates:
+                due = Action(_UPDATE, updates)
+                raise ScheduleError(place.stage, turn, f"expected {due} before it")
 
 
 class Met(NamedTuple):

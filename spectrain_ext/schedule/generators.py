@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
 
-from .actions import Action, backward, forward
+from .actions import Action, Kind, backward, forward
 from .place import Place
 
 #: A schedule: a stage's place -> its endless actions.
@@ -79,15 +79,42 @@ GENERATORS: dict[str, Generator] = {
 FLUSHING = frozenset({"gpipe", "1f1b"})
 
 
-def find_generator(schedule: str) -> Generator:
-    """The schedule of that name.
+def find_generator(schedule: str | Generator) -> Generator:
+    """The schedule of that name; a generator is returned as it is.
 
     Raises:
         ValueError: there is none; the message lists those that exist.
+        TypeError: neither a name nor a function.
     """
+    if callable(schedule):
+        return schedule
+    if not isinstance(schedule, str):
+        raise TypeError(f"schedule: expected a name or a generator, got {type(schedule).__name__}")
     if schedule not in GENERATORS:
         raise ValueError(f"schedule: there is no {schedule!r}; there are {', '.join(GENERATORS)}")
     return GENERATORS[schedule]
+
+
+def name_of(schedule: str | Generator) -> str:
+    """What people call it; the same in every process."""
+    if isinstance(schedule, str):
+        return schedule
+    named = schedule if hasattr(schedule, "__qualname__") else type(schedule)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def flushes(schedule: str | Generator) -> bool:
+    """Whether it finishes a minibatch before the next one begins: of a generator, on stage 0 of 3.
+
+    Of three microbatches that may be in flight the third is the next minibatch's.
+    """
+    if isinstance(schedule, str):
+        return schedule in FLUSHING
+    try:
+        first = next(a for a in schedule(Place(0, 3, 3, 2)) if a.minibatch or a.kind is Kind.UPDATE)
+    except Exception:  # one that is made for other numbers of stages, or is no schedule at all
+        return False
+    return first.minibatch == 0
 
 
 def streams(
@@ -103,7 +130,7 @@ def streams(
     Raises:
         ValueError: there is no schedule of that name; a window or ``microbatches`` is below 1.
     """
-    generate = find_generator(schedule) if isinstance(schedule, str) else schedule
+    generate = find_generator(schedule)
     if microbatches < 1:
         raise ValueError(f"microbatches: expected at least 1, got {microbatches}")
     for k, window in enumerate(windows):

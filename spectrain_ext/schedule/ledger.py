@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from .actions import Action, Kind, ScheduleError
-from .generators import find_generator
+from .generators import Generator, find_generator
 from .place import Place
 from .reading import Entries, Reader, Rules
 from .turns import turns
@@ -282,11 +282,13 @@ def open_ledgers(
     return ledgers
 
 
-def count_stage(schedule: str, entry: Place, place: Place, rules: Rules, master: bool) -> Count:
+def count_stage(
+    schedule: str | Generator, entry: Place, place: Place, rules: Rules, master: bool
+) -> Count:
     """What one stage comes to in a long run of a schedule.
 
     Args:
-        schedule: its name.
+        schedule: its name, or its generator.
         entry: the place of stage 0.
         place: the stage's.
         rules: which weights it computes with.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -12,6 +12,8 @@ from .actions import Action, Kind
 
 Reads = Literal["newest", "entry", "previous"]
 Law = Literal["linear", "geometric", "second-order", "difference"]
+#: A law of one's own: from a horizon to what an optimizer can predict by.
+OwnLaw = Callable[[int], Any]
 Backward = Literal["current", "predict", "stash"]
 
 
@@ -27,7 +29,8 @@ class Rules:
             that of stage 0 when the microbatch began there; ``"previous"``: of minibatch i, version
             i - 1.
         law: how predictions are made. ``"second-order"`` ones are written by the step and cannot be
-            made again; ``"difference"`` needs the version before the newest as well.
+            made again; ``"difference"`` needs the version before the newest as well. Any other is a
+            function of the horizon.
         forward_horizon: updates by which the forward's weights are predicted ahead; ``"counted"``:
             to the version that its backward will meet.
         lead: updates further of the second-order law.
@@ -39,7 +42,7 @@ class Rules:
     """
 
     forward_reads: Reads = "newest"
-    law: Law = "linear"
+    law: Law | OwnLaw = "linear"
     forward_horizon: int | Literal["counted"] = 0
     lead: int = 0
     backward: Backward = "current"

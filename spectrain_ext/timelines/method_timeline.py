@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from spectrain_ext.method import Method, Window, find_method, microbatches_of, places_of, rules_at
-from spectrain_ext.schedule import FLUSHING, Durations, Span, simulate, streams
+from spectrain_ext.schedule import Durations, Span, flushes, simulate, streams
 
 from .timeline import draw_timeline
 
@@ -91,7 +91,7 @@ def draw_method_timelines(
             stages,
             2 * stages if parts == 1 else 2 + 2 * stages // parts,
             microbatches=parts,
-            window=None if method.schedule in FLUSHING else window,
+            window=None if flushes(method.schedule) else window,
             update=0.2,
             prediction=0.2,
         )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from spectrain_ext.optim.foreign import loose_state, updater_of
-from spectrain_ext.schedule import Entries, Place, Rules, count_stage, find_generator
+from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
 from .flat import flat_nbytes
 from .rates import ComingRates, rates_of
@@ -52,7 +52,7 @@ class StageWeights:
         scheduler: stepped after every update, or None.
         rules: the method at this stage.
         places: the places of stage 0 and of this one.
-        schedule: the schedule's name.
+        schedule: the schedule's name, or its generator.
         future: the learning rates of updates to come, where the method asks for them.
         master_dtype: the dtype of the master and of the optimizer's state for 16-bit parameters;
             None: the parameters'.
@@ -72,7 +72,7 @@ class StageWeights:
         scheduler: LRScheduler | None,
         rules: Rules,
         places: tuple[Place, Place],
-        schedule: str,
+        schedule: str | Generator,
         future: ComingRates | None = None,
         master_dtype: torch.dtype | None = None,
     ) -> None:

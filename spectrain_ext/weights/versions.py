@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from spectrain_ext.operators.laws import Geometric, Law, Linear, SecondOrder
-from spectrain_ext.schedule import Entries, Place, Reader, Rules
+from spectrain_ext.schedule import Entries, OwnLaw, Place, Reader, Rules
 
 from .storage import Content, Difference, Storage
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 @lru_cache(maxsize=1024)  # a run asks for the same few all the time
-def _named(law: str, horizon: int, lead: int = 0) -> Law:
+def _named(law: str | OwnLaw, horizon: int, lead: int = 0) -> Law:
+    if not isinstance(law, str):
+        made: Law = law(horizon)
+        return made
     if law == "second-order":
         return SecondOrder(horizon, lead)
     return Geometric(horizon) if law == "geometric" else Linear(horizon)
@@ -76,10 +79,10 @@ class Versions(Reader[Content]):
             "linear" if self._law == "second-order" else self._law, version, horizon
         )
 
-    def _predicted(self, law: str, version: int, horizon: int) -> Content:
+    def _predicted(self, law: str | OwnLaw, version: int, horizon: int) -> Content:
         if law == "difference":
             return Content(version, Difference(horizon))
-        if self._future is not None:
+        if self._future is not None and isinstance(law, str):
             return Content(version, self._future.law(law, version, horizon))
         return Content(version, _named(law, horizon), self._rates())
 

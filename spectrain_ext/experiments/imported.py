@@ -1,0 +1,103 @@
+"""Imported: methods that are named as module:NAME, from the working directory or PYTHONPATH."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import re
+import sys
+import traceback
+from functools import lru_cache
+from pathlib import Path
+
+from spectrain_ext.method import Method, find_method, methods
+
+# It becomes the name of files.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+
+
+def is_imported(name: str) -> bool:
+    """Whether it names a method by its module."""
+    return ":" in name
+
+
+@lru_cache
+def method_of(name: str) -> Method:
+    """A method by its name, or, as ``module:NAME``, what a module has: a Method or what makes one.
+
+    The working directory comes first where modules are looked for, as for ``python -m``. What is
+    called is called without arguments, once.
+
+    Raises:
+        ValueError: there is none; the module cannot be imported, or has something else of that
+            name; or a method whose own name is taken, or cannot be the name of a file.
+    """
+    if not is_imported(name):
+        return find_method(name)
+    module, _, attribute = name.partition(":")
+    found = _attribute(module, attribute)
+    where = f"{name!r}"
+    if callable(found) and not isinstance(found, Method):
+        where = f"{name!r}, called,"
+        try:
+            found = found()
+        except Exception as error:
+            raise ValueError(f"{where} failed: {_told(error)}") from error
+    if not isinstance(found, Method):
+        raise ValueError(
+            f"{where} is of type {type(found).__name__}, expected a spectrain_ext.Method, or a "
+            "function without arguments that gives one"
+        )
+    if found.name in methods():
+        raise ValueError(
+            f"{where} has the name {found.name!r}, which is a method of spectrain_ext; give it "
+            "another: dataclasses.replace(method, name=...)"
+        )
+    if not isinstance(found.name, str) or not _NAME.fullmatch(found.name):
+        raise ValueError(
+            f"{where} has the name {found.name!r}, which is to be the name of files: expected "
+            "letters, digits, '_', '-', '+' and '.'"
+        )
+    return found
+
+
+def _attribute(module: str, attribute: str) -> object:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: object = importlib.import_module(module)
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        raise ValueError(
+            f"there is no module {module!r} in {here} or on PYTHONPATH"
+            if missing
+            else f"module {module!r} cannot be imported: {_told(error)}"
+        ) from error
+    try:
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise ValueError(f"module {module!r} has no {attribute!r}") from error
+    return found
+
+
+def _told(error: Exception) -> str:
+    """What went wrong, and in which line, of the user's own files if there is one."""
+    lines = traceback.extract_tb(error.__traceback__)
+    last = next((at for at in reversed(lines) if at.filename.startswith(os.getcwd())), lines[-1])
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
+
+
+def source_of(name: str) -> dict[str, str]:
+    """What a run depends on besides its settings: the module and its file; nothing if registered.
+
+    What the module itself imports is not seen.
+    """
+    if not is_imported(name):
+        return {}
+    method_of(name)
+    file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
+    content = b"" if file is None else Path(file).read_bytes()
+    return {"method": name, "method_sha256": hashlib.sha256(content).hexdigest()}

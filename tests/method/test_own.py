@@ -1,0 +1,237 @@
+"""Generators and laws of one's own: the named ones' numbers to the bit, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import chain, count
+
+import pytest
+import torch
+from helpers.pipeline_cases import (
+    batches,
+    float64,  # noqa: F401  # a fixture
+    losses,
+    mse,
+    sgd,
+    tanh_stages,
+)
+
+import spectrain_ext as st
+from spectrain_ext import laws
+from spectrain_ext.experiments.lockstep import Lockstep
+from spectrain_ext.method import Method, find_method, in_words, places_of, rules_at
+from spectrain_ext.schedule import GENERATORS, backward, flushes, forward, name_of
+from spectrain_ext.timelines.method_timeline import simulate_method
+
+
+def trained(method, optimizer=None, n=3, minibatches=9, **more):
+    torch.manual_seed(0)
+    stages = tanh_stages(n)
+    pipe = st.Pipeline(stages, optimizer or sgd(), mse, method, **more)
+    found = [loss.item() for loss in losses(pipe, batches(minibatches))]
+    pipe.release()
+    return found, [p.detach().clone() for stage in stages for p in stage.parameters()]
+
+
+def same(a, b):
+    return a[0] == b[0] and all(map(torch.equal, a[1], b[1]))
+
+
+def last_first(place):
+    """All forwards of a minibatch, then its backwards, the last microbatch's first."""
+    m = place.microbatches
+    for i in count():
+        yield from chain.from_iterable(forward(place, i, j) for j in range(m))
+        for j in reversed(range(m)):
+            # the update stands behind the last microbatch's actions; here microbatch 0 is last
+            yield from (a for a in backward(place, i, j) if a.kind.value != "update")
+        yield backward(place, i, m - 1)[-1]
+
+
+@dataclass(frozen=True)
+class Half:
+    """Half of the way of the linear law."""
+
+    steps: int
+
+    def sgd(self, numbers):
+        return [laws.Term(1.0, numbers.lr * self.steps / 2)]
+
+    def adam(self, numbers):
+        return [laws.Term(1.0, numbers.lr * self.steps / 2, 0.0, numbers.root(numbers.step))]
+
+
+def early(place):
+    return place.window - 1
+
+
+# The same to the bit.
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", ["vanilla", "pipedream", "spectrain", "spectrain-local", "auto"])
+def test_a_generator_that_is_the_usual_one(name, microbatches):
+    own = replace(find_method(name), name="own", schedule=GENERATORS["1f1b-async"])
+    assert same(trained(own, microbatches=microbatches), trained(name, microbatches=microbatches))
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize(
+    ("law", "own"), [("linear", laws.Linear), ("geometric", lambda s: laws.Geometric(s))]
+)
+@pytest.mark.parametrize("met", ["current", "stash", "predict"])
+def test_a_law_that_is_a_named_one(law, own, met, kind):
+    def optimizer(params):
+        return getattr(st.optim, kind)(params, lr=0.05)
+
+    def momentum(params):
+        return st.optim.SGD(params, lr=0.05, momentum=0.9)
+
+    chosen = momentum if kind == "SGD" else optimizer
+    fields = {"forward_horizon": early, "backward": met}
+    if met == "predict":
+        fields["backward_horizon"] = lambda place: 1
+    ours, theirs = Method("own", "", law=own, **fields), Method("named", "", law=law, **fields)
+    assert same(trained(ours, chosen), trained(theirs, chosen))
+
+
+def test_half_as_far_is_what_half_the_horizon_gives():
+    """Linear in s: half of two updates is one."""
+    twice = Method("own", "", law=Half, forward_horizon=lambda place: 2 * early(place))
+    once = Method("named", "", forward_horizon=early)
+    assert same(trained(twice), trained(once))
+
+
+def test_backwards_from_the_last_microbatch_on_are_synchronous_training(float64):  # noqa: F811
+    own = Method("own", "", schedule=last_first, window=lambda k, n, m: m)
+    assert flushes(last_first)
+    found, weights = trained(own, microbatches=2)
+    expected, theirs = trained("gpipe", microbatches=2)
+    assert found == pytest.approx(expected, rel=1e-12)
+    for a, b in zip(weights, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    with pytest.raises(ValueError, match="finishes every minibatch before the next"):
+        trained(own, microbatches=2, window="wide")
+    assert "nothing is late" in in_words(own, places_of(own, 3, 2))
+
+
+def test_lockstep_and_timelines_take_them_as_well():
+    own = Method(
+        "own", "", GENERATORS["1f1b-async"], law=Half, forward_horizon=early, backward="stash"
+    )
+    torch.manual_seed(0)
+    lock = Lockstep(tanh_stages(3), sgd(), mse, own)
+    found = [lock.train_on(value, target) for value, target in batches(6)]
+    assert found == pytest.approx(trained(own, minibatches=6)[0], rel=1e-4)
+    spans = list(simulate_method(own, 3, 4))
+    named = list(simulate_method("spectrain-stash", 3, 4))
+    assert [span[:6] for span in spans] == [span[:6] for span in named]
+    assert "by the Half law" in in_words(own, places_of(own, 3, 1))
+
+
+def test_a_schedules_name_is_the_same_everywhere():
+    class Callable:
+        def __call__(self, place):
+            return last_first(place)
+
+    assert name_of("gpipe") == "gpipe"
+    assert name_of(last_first).endswith("test_own.last_first")
+    assert "Callable" in name_of(Callable())
+    assert "0x" not in name_of(Callable())
+
+
+# What is refused.
+
+
+def tuples(place):
+    for i in count():
+        yield forward(place, i, 0)
+        yield backward(place, i, 0)
+
+
+def hasty(place):
+    """Two forwards more than the window allows."""
+    yield from chain.from_iterable(forward(place, i, 0) for i in range(place.window + 2))
+    for i in count():
+        yield from backward(place, i, 0)
+        yield from forward(place, i + place.window + 2, 0)
+
+
+def mixed(place):
+    """The backward of the second minibatch is in the first one's update."""
+    for i in count(0, 2):
+        yield from chain.from_iterable(forward(place, i + n, 0) for n in range(2))
+        first, second = backward(place, i, 0), backward(place, i + 1, 0)
+        yield from (*first[:-1], *second[:-1], first[-1], second[-1])
+
+
+def waiting(place):
+    """Stage 0 waits for a gradient before it has sent the microbatch."""
+    yield from backward(place, 0, 0)
+
+
+def ending(place):
+    yield from forward(place, 0, 0)
+    yield from backward(place, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind", "said"),
+    [
+        (tuples, TypeError, "yield from forward(place, i, j)"),
+        (hasty, ValueError, "the window allows 3 microbatches in flight"),
+        (mixed, ValueError, "expected update of minibatch 0 before it"),
+        (waiting, ValueError, "stage 2, "),
+        (ending, ValueError, "missing at the end"),
+        (7, TypeError, "expected a name or a generator, got int"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_schedule_that_is_none(schedule, kind, said):
+    window = (lambda k, n, m: 2) if schedule is mixed else None
+    with pytest.raises(kind) as caught:
+        trained(Method("own", "", schedule=schedule, window=window))
+    assert "method: schedule of 'own': " in str(caught.value)
+    assert said in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Greedy(Half):
+    def sgd(self, numbers):
+        return [laws.Term(1.0, 0.0, numbers.lr)]
+
+
+@pytest.mark.parametrize(
+    ("law", "kind", "said"),
+    [
+        (lambda s: 2.0 * s, TypeError, "expected a function that gives a law (sgd, adam), got 2.0"),
+        (Greedy, ValueError, "takes the gradient"),
+        (7, ValueError, "expected one of linear, geometric, second-order, difference, got 7"),
+    ],
+    ids=["a number", "the gradient", "no function"],
+)
+def test_a_law_that_is_none(law, kind, said):
+    with pytest.raises(kind) as caught:
+        trained(Method("own", "", law=law, forward_horizon=early))
+    assert "method: law of 'own': " in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_law_that_no_buffer_can_be_found_by():
+    class Listed(Half):
+        __hash__ = None  # type: ignore[assignment]
+
+    method = Method("own", "", law=Listed, forward_horizon=early)
+    with pytest.raises(TypeError, match="a key of a dict, as a frozen dataclass can"):
+        rules_at(method, places_of(method, 2, 1)[0])
+
+
+def test_a_law_for_one_family_need_not_know_the_others():
+    class ForSgd(Half):
+        def adam(self, numbers):
+            raise NotImplementedError
+
+    method = Method("own", "", law=ForSgd, forward_horizon=early, families=("sgd",))
+    assert trained(method)[0]
+    with pytest.raises(ValueError, match="is defined for sgd"):
+        trained(method, lambda params: st.optim.Adam(params))
