@@ -4,7 +4,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from .imported import method_of, source_of
 from .report import describe, versions
 from .results import Run, RunStore, as_json
 from .settings import TrainSettings, stages_of
-from .workload import build_pipeline, build_stages, make_scheduler, synchronize, tested
+from .workload import build_pipeline, build_stages, make_scheduler, synchronize, tested, threads
 from .world import World
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def train_all(
     runs = []
     found = 0
     with (
-        _threads(settings.threads),
+        threads(settings.threads),
         Progress(*columns, console=console, disable=not world.first) as progress,
     ):
         task = progress.add_task("", total=per_run * len(settings.seeds) * len(settings.methods))
@@ -164,16 +164,6 @@ def train_all(
         told = f"{found} of {len(runs)} runs were finished before and read from {folder}"
         console.print(told, markup=False)
     return runs
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def count_updates(settings: TrainSettings, data: Split) -> int:
