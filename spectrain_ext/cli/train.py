@@ -13,7 +13,7 @@ from spectrain_ext.experiments.compare import Observation, train_all
 from spectrain_ext.experiments.data.split import Split
 from spectrain_ext.experiments.presets import DATA_SETS, MODELS
 from spectrain_ext.experiments.report import report
-from spectrain_ext.experiments.settings import ALL, AUTO, TrainSettings, settle
+from spectrain_ext.experiments.settings import ALL, AUTO, DEFAULT_METHODS, TrainSettings, settle
 from spectrain_ext.experiments.workload import build_stages, choice, fitting, load_data
 from spectrain_ext.experiments.world import World
 from spectrain_ext.extras import require_matplotlib, require_tensorboard
@@ -59,7 +59,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     callback=names,
     help="A method, or several with commas, or all; may be repeated. module:NAME is one of your "
     "own, or a function that gives it, from the working directory or PYTHONPATH.  "
-    "[default: sync,vanilla,pipedream,spectrain,spectrain-stash,auto]",
+    f"[default: {','.join(DEFAULT_METHODS)}]",
 )
 @click.option(
     "--devices",
@@ -123,7 +123,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for results.json, losses.png and timelines.  [default: runs/train-<date>-<time>]",
+    help="Folder for results.json, pictures and timelines.  [default: runs/train-<date>-<time>]",
 )
 @click.option(
     "--cache-dir",

@@ -4,7 +4,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,16 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
 from torch import Tensor, nn
 
 from spectrain_ext.errors import CheckpointError
@@ -33,10 +23,11 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from .data.batches import count_batches, training_batches
 from .data.split import Split
 from .imported import method_of, source_of
+from .progress import Progress
 from .report import describe, versions
 from .results import Run, RunStore, as_json
 from .settings import TrainSettings, stages_of
-from .workload import build_pipeline, build_stages, make_scheduler, synchronize, tested
+from .workload import build_pipeline, build_stages, make_scheduler, synchronize, tested, threads
 from .world import World
 
 if TYPE_CHECKING:
@@ -82,14 +73,6 @@ class Observation:
         )
 
 
-class _Rate(ProgressColumn):
-    """Minibatches per second, of late."""
-
-    def render(self, task: Task) -> Text:
-        """Return the rate, empty as long as it is not known."""
-        return Text("" if task.speed is None else f"{task.speed:.0f}/s")
-
-
 def train_all(
     settings: TrainSettings,
     data: Split,
@@ -113,31 +96,23 @@ def train_all(
         name: RunStore(folder / "runs", {**about, **source_of(name)}) for name in settings.methods
     }
     per_run = count_updates(settings, data)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        _Rate(),
-        TimeRemainingColumn(),
-    )
+    count = len(settings.seeds) * len(settings.methods)
     runs = []
     found = 0
     with (
-        _threads(settings.threads),
-        Progress(*columns, console=console, disable=not world.first) as progress,
+        threads(settings.threads),
+        Progress.on(console, per_run, count, shown=world.first) as progress,
     ):
-        task = progress.add_task("", total=per_run * len(settings.seeds) * len(settings.methods))
         # seeds outside: when it is interrupted or watched, the methods advance together
         for number, seed in enumerate(settings.seeds, start=1):
             for asked, store in stores.items():
                 method = method_of(asked).name
-                label = f"seed {number}/{len(settings.seeds)} [bold]{method}[/]"
-                progress.update(task, description=label)
+                progress.begin(method, f"{number}/{len(settings.seeds)}")
                 run = store.find(method, seed) if world.first else None
                 checkpoints = folder / "checkpoints" / store.path(method, seed).stem
                 if world.tell(run is not None)[0]:
                     found += 1
-                    progress.advance(task, per_run)
+                    progress.skip(per_run)
                 else:
                     world.renew()
                     checkpoints = Path(world.tell(str(checkpoints))[0])
@@ -150,7 +125,7 @@ def train_all(
                                 asked,
                                 seed,
                                 data,
-                                lambda count: progress.advance(task, count),
+                                progress,
                                 part,
                                 observation,
                                 checkpoints,
@@ -166,16 +141,6 @@ def train_all(
     return runs
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def count_updates(settings: TrainSettings, data: Split) -> int:
     """Minibatches of one run."""
     return count_batches(len(data.train_inputs), settings.batch_size, settings.epochs)
@@ -186,7 +151,7 @@ def train_once(
     name: str,
     seed: int,
     data: Split,
-    advance: Callable[[int], None],
+    progress: Progress,
     world: World,
     observation: Observation,
     checkpoints: Path,
@@ -201,7 +166,7 @@ def train_once(
         name: of the method, as the settings have it.
         seed: of weights and order.
         data: to train on, and to test with.
-        advance: told how many minibatches have been done since it was last called.
+        progress: told of every minibatch.
         world: the processes that have a part in it.
         observation: who looks on.
         checkpoints: the folder of this run's checkpoints, if the settings ask for any.
@@ -235,7 +200,7 @@ def train_once(
         log.restore(manager)
         run = partial(manager.run, extra=log.so_far)
     begin = log.minibatches
-    advance(begin)
+    progress.skip(begin)
     batches: Iterable[object] = training_batches(
         data,
         batch_size=settings.batch_size,
@@ -250,7 +215,7 @@ def train_once(
     with observation.of(pipe, method.name, seed, start=begin) as metrics:
         for result in run(log.timed(batches) if feeds else (), trace=metrics):
             log.add(result, has_loss)
-            advance(1)
+            progress.advance(result.loss if has_loss else None)
             world.tell_others("training with", method.name, "after minibatch", log.minibatches)
         log.so_far()
     version_bytes = sum(world.tell(pipe.weight_version_bytes))

@@ -5,32 +5,28 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.table import Table
 
 from spectrain_ext.extras import require_matplotlib
 from spectrain_ext.files import replace_file
-from spectrain_ext.schedule import flushes, summarize
-from spectrain_ext.timelines.method_timeline import simulate_method
+from spectrain_ext.schedule import flushes
 
 from .contenders import contender
 from .data.split import Split
-from .report import REFERENCE, line_of
+from .looks import looks
 from .study import Cell, Curve, Curves, smoothed
-from .workload import build_stages, mean_loss
+from .times import Work, measured_work, minibatch_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SHARES = (0.5, 0.75, 1.0)  # of synchronous training's updates
-_TIMED = 9  # runs of a stage, of which the fastest counts: others may use the machine as well
-_SIMULATED = 12  # minibatches
 
 
 @dataclass(frozen=True)
@@ -98,14 +94,15 @@ def rows_of(
         return {seed: smoothed(curve) for seed, curve in read.items() if curve is not None}
 
     reference = {c.settings.stages: runs(c) for c in found if c.contender == "sync"}
-    rows, work = [], {}
+    rows: list[Row] = []
+    work: dict[int, Work] = {}
     for cell in found:
         n, m = cell.settings.stages, cell.settings.microbatches
         assert m != "auto"
         if n not in reference:
             raise ValueError(f"contenders: {n} stages have no 'sync' to be compared with")
         if n not in work:
-            work[n] = _durations(cell, data)
+            work[n] = measured_work(cell.settings, data, n, ["cpu"] * n)
         mine, sync = runs(cell), reference[n]
         ends = [_at(curve, cell.updates) for curve in mine.values()]
         pairs = [(curve, sync[seed]) for seed, curve in mine.items() if seed in sync]
@@ -126,7 +123,7 @@ def rows_of(
                     )
                     for share in _SHARES
                 },
-                _time_of(cell, *work[n]),
+                _time_of(cell, work[n]),
             )
         )
     return sorted(rows, key=lambda row: (row.stages, row.delay, row.contender != "sync"))
@@ -156,53 +153,15 @@ def _updates_to(curve: Curve, loss: float) -> float:
     return math.inf
 
 
-def _durations(cell: Cell, data: Split) -> tuple[list[float], list[float]]:
-    """Seconds of each stage's forward and backward of a minibatch, measured here."""
-    settings = cell.settings
-    stages = build_stages(settings, settings.stages, 0, data)
-    batch = slice(settings.batch_size)
-    forward, backward = [], []
-    value = data.prepare(data.train_inputs[batch])
-    for k, stage in enumerate(stages):
-        ahead, back = [], []
-        for _ in range(_TIMED):
-            inputs = value.detach()
-            if inputs.is_floating_point():
-                inputs.requires_grad_()
-            began = time.perf_counter()
-            output = stage(inputs)
-            if k == len(stages) - 1:
-                output = mean_loss(output, data.train_targets[batch])
-            done = time.perf_counter()
-            output.backward(torch.ones_like(output))
-            ahead.append(done - began)
-            back.append(time.perf_counter() - done)
-        value = output
-        forward.append(min(ahead))
-        backward.append(min(back))
-    return forward, backward
-
-
-def _time_of(cell: Cell, forward: Sequence[float], backward: Sequence[float]) -> float:
+def _time_of(cell: Cell, work: Work) -> float:
     """The time of a minibatch in the schedule, over that of the slowest stage's work on it.
 
-    A microbatch takes its share of a minibatch's measured duration. What flushes has as many
-    microbatches as stages here, which is how it would be run.
+    What flushes has as many microbatches as stages here, which is how it would be run.
     """
     method = contender(cell.contender).method
     n, m = cell.settings.stages, cell.settings.microbatches
     assert m != "auto"
-    if flushes(method.schedule):
-        m = n
-    spans = simulate_method(
-        method,
-        n,
-        _SIMULATED + 2 * n // m,
-        microbatches=m,
-        forward=[f / m for f in forward],
-        backward=[b / m for b in backward],
-    )
-    return summarize(spans).period / max(f + b for f, b in zip(forward, backward, strict=True))
+    return minibatch_time(method, n if flushes(method.schedule) else m, work) / work.slowest
 
 
 def frontier_table(rows: Sequence[Row]) -> Table:
@@ -254,8 +213,7 @@ def draw_gaps(path: Path, rows: Sequence[Row], title: str) -> None:
     def draw(axes: Axes) -> None:
         axes.axhline(0.0, color="black", linewidth=1.0)
         names = list(dict.fromkeys(row.contender for row in rows if row.delay))
-        for number, name in enumerate(names):
-            color, dashes = line_of(number)
+        for number, (name, look) in enumerate(looks(names).items()):
             mine = sorted((r for r in rows if r.contender == name), key=lambda r: r.delay)
             mine = [row for row in mine if math.isfinite(row.gap.mean)]
             beside = 1.3 ** (number / max(1, len(names) - 1) - 0.5)  # error bars do not overlap
@@ -264,7 +222,14 @@ def draw_gaps(path: Path, rows: Sequence[Row], title: str) -> None:
             error = [100 * (row.gap.high - row.gap.mean) for row in mine]
             error = [value if math.isfinite(value) else 0.0 for value in error]
             axes.errorbar(
-                x, y, error, color=color, linestyle=dashes, marker="o", markersize=3, label=name
+                x,
+                y,
+                error,
+                color=look.color,
+                linestyle=look.dashes,
+                marker="o",
+                markersize=3,
+                label=name,
             )
         axes.set_xscale("log", base=2)
         delays = sorted({row.delay for row in rows if row.delay})
@@ -295,18 +260,21 @@ def draw_times(
     """
 
     def draw(axes: Axes) -> None:
-        number = 0
+        drawn = looks(row.contender for row in rows)
+        before: Counter[str] = Counter()
         for row in rows:
             runs = [smoothed(c) for c in curves[row.contender, row.stages, row.microbatches]]
             points = list(zip(*(run.points for run in runs), strict=False))
-            reference = row.contender == "sync"
-            color, dashes = REFERENCE if reference else line_of(number)
-            number += not reference
+            look = drawn[row.contender]
+            again = before[row.contender]
+            before[row.contender] += 1
             axes.plot(
                 [column[0][0] * row.time for column in points],
                 [statistics.fmean(loss for _, loss, _ in column) for column in points],
-                color=color,
-                linestyle=dashes,
+                color=look.color,
+                linestyle=look.dashes,
+                linewidth=1.5 + again,  # of a method with other microbatches
+                alpha=0.5 if again else 1.0,
                 label=f"{row.contender}, M = {row.microbatches if row.delay else row.stages}",
             )
         axes.set_xlabel("simulated time, in minibatches of the slowest stage's work")

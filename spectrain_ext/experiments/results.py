@@ -78,23 +78,25 @@ def write_results(
     *,
     settings: Mapping[str, object],
     versions: Mapping[str, str],
+    times: Mapping[str, float] = {},
 ) -> None:
     """Write ``results`` to ``path`` as JSON.
 
     ``methods`` lists one object per method: ``method``, ``test_accuracy`` (0..1), ``test_loss``,
     ``minibatches_per_second`` and ``weight_version_bytes``, means over the seeds, then the standard
-    deviations, the perplexity, and the single runs with their training losses. A number that is not
-    finite (a run that diverged) becomes null, which JSON can hold.
+    deviations, the perplexity, the simulated time of a minibatch (``times``: over the slowest
+    stage's work on it), and the single runs with their training losses. A number that is not finite
+    (a run that diverged) becomes null, which JSON can hold.
     """
     document = {
-        "methods": [_as_json(result) for result in results],
+        "methods": [_as_json(result, times.get(result.method)) for result in results],
         "settings": dict(settings),
         "versions": dict(versions),
     }
     replace_file(path, f"{json.dumps(document, indent=2, allow_nan=False)}\n".encode())
 
 
-def _as_json(result: MethodResult) -> dict[str, Any]:
+def _as_json(result: MethodResult, time: float | None) -> dict[str, Any]:
     judged = ("test_accuracy", "test_loss", "perplexity")
     return {
         "method": result.method,
@@ -104,6 +106,7 @@ def _as_json(result: MethodResult) -> dict[str, Any]:
         "weight_version_bytes": result.weight_version_bytes,
         **{f"{figure}_std": _finite(result.deviation(figure)) for figure in judged},
         "perplexity": _finite(result.mean("perplexity")),
+        "simulated_time": time,
         "seeds": [
             {
                 "seed": run.seed,

@@ -15,8 +15,9 @@ from .imported import is_imported, method_of
 from .presets import DEFAULT_MODEL, models_for, preset
 from .world import World
 
-#: What is compared where no method is named: synchronous training, one of each kind, the default.
-DEFAULT_METHODS = ("sync", "vanilla", "pipedream", "spectrain", "spectrain-stash", "auto")
+#: What is compared where no method is named: synchronous training, as it is and overlapped as far
+#: as it can be, one of each kind, the default.
+DEFAULT_METHODS = ("sync", "1f1b", "vanilla", "pipedream", "spectrain", "spectrain-stash", "auto")
 ALL = "all"
 AUTO = "auto"  # the method that says what it chose
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,17 @@ def factor_of(settings: TrainSettings, updates: int) -> Callable[[int], float]:
         return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
     return factor
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Inside, torch computes with so many threads on the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 from spectrain_ext.method import Method, Window, find_method, microbatches_of, places_of, rules_at
 from spectrain_ext.schedule import Durations, Span, flushes, simulate, streams
 
-from .timeline import draw_timeline
+from .timeline import draw_timeline, draw_timelines
 
 
 def simulate_method(
@@ -63,6 +63,49 @@ def simulate_method(
     )
     actions = streams(method.schedule, [place.window for place in places], microbatches)
     return simulate(actions, durations, minibatches=minibatches, rules=rules)
+
+
+def draw_methods_together(
+    path: Path,
+    methods: Iterable[tuple[str | Method, str]],
+    stages: int,
+    *,
+    microbatches: int | Literal["auto"] = "auto",
+    window: Window = None,
+) -> None:
+    """Draw what methods do in the same time, one below the other, into ``path``.
+
+    A minibatch's forward takes one unit on every stage and its backward two, a microbatch's its
+    share of that; updates and predictions take no time.
+
+    Args:
+        path: the picture.
+        methods: each with the colour of its name.
+        stages: their number.
+        microbatches: parts per minibatch; ``"auto"``: what is usual for each method.
+        window: as for ``Pipeline``; it does not concern methods that flush.
+    """
+    until = 6.0 * max(stages, 4)  # two minibatches of what does not overlap at all
+    runs = []
+    for name, color in methods:
+        method = find_method(name)
+        parts = microbatches_of(method, stages) if microbatches == "auto" else microbatches
+        spans = simulate_method(
+            method,
+            stages,
+            int(until / 3.0) + 2,
+            microbatches=parts,
+            window=None if flushes(method.schedule) else window,
+            forward=1.0 / parts,
+            backward=2.0 / parts,
+        )
+        of = f", M = {parts}" if parts > 1 else ""
+        runs.append((f"{method.name}{of}", color, spans))
+    title = (
+        f"The same time under every method: {stages} stages, simulated without costs of updates, "
+        "predictions and copies"
+    )
+    draw_timelines(path, runs, until=until, title=title, unit="time, in forwards of a minibatch")
 
 
 def draw_method_timelines(

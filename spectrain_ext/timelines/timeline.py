@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ _COMPUTED = (Kind.FORWARD, Kind.BACKWARD)
 _ROW, _LOWER_ROW = 0.8, 0.6  # of a stage's blocks; lower where copies are drawn in between
 _STRIP = 0.17  # of a lane of copies
 _INCH = 72.0  # points
+_ROUNDING = 1.0 + 1e-9  # of sums of durations
+_TALLEST = 30.0  # inches of rows, where there are very many
 
 
 def draw_timeline(
@@ -70,11 +73,6 @@ def draw_timeline(
         ModuleNotFoundError: matplotlib is missing.
         ValueError: there is nothing to draw.
     """
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     drawn = list(spans)
     if not drawn:
         raise ValueError("spans: expected at least one, got none")
@@ -83,27 +81,105 @@ def draw_timeline(
     length = (last - first) or 1.0
     width = _width(drawn, length, versions)
     height = 0.9 + (0.42 + 0.1 * versions + 0.12 * communication) * stages
+    with _picture(path, width, height) as figure:
+        axes = figure.add_subplot()
+        _draw_rows(axes, drawn, stages, (first, last - first), communication)
+        points = 0.88 * width * _INCH / length  # per unit of time; the rest is margins
+        _write_numbers(axes, drawn, points, versions)
+        axes.set_yticks(range(stages), [f"stage {k}" for k in range(stages)])
+        _finish(axes, (first, last), stages)
+        axes.set_xlabel(unit)
+        if title:
+            axes.set_title(title, fontsize=10, parse_math=False, loc="left")
+        bubbles = summarize(drawn).bubbles
+        idle = f"idle: {100 * sum(bubbles) / len(bubbles):.0f} % of all"
+        _draw_legend(figure, drawn, communication, idle)
+
+
+def draw_timelines(
+    path: str | Path,
+    runs: Sequence[tuple[str, str, Iterable[Span]]],
+    *,
+    until: float,
+    title: str,
+    unit: str = "time",
+) -> None:
+    """Draw the beginnings of several simulations one below the other, on one axis of time.
+
+    Beside its name stands how many minibatches each has ended, and how long its stages were idle.
+
+    Args:
+        path: the picture, a PNG or an SVG.
+        runs: of each the name, the name's colour, and its spans, at least as long as the picture.
+        until: the length of the picture; all begin at 0.
+        title: above it.
+        unit: of the time axis.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
+        ValueError: there is nothing to draw.
+    """
+    if not runs:
+        raise ValueError("runs: expected at least one, got none")
+    seen = [
+        (name, color, [span for span in spans if span.start <= until * _ROUNDING])
+        for name, color, spans in runs
+    ]
+    counts = [1 + max(span.stage for span in drawn) for _, _, drawn in seen]
+    row = min(0.12, _TALLEST / sum(counts))
+    height = 0.9 + sum(0.3 + row * stages for stages in counts)
+    with _picture(path, 12.0, height) as figure:
+        figure.suptitle(title, fontsize=10, parse_math=False, x=0.01, ha="left")
+        panels = figure.subplots(len(seen), 1, sharex=True, squeeze=False, height_ratios=counts)
+        for axes, stages, (name, color, drawn) in zip(panels[:, 0], counts, seen, strict=True):
+            _draw_rows(axes, drawn, stages, (0.0, until), False, edge=0.2)
+            axes.set_yticks([])
+            _finish(axes, (0.0, until), stages)
+            axes.tick_params(axis="x", length=3, labelbottom=axes is panels[-1, 0])
+            busy = sum(max(0.0, min(s.end, until) - s.start) for s in drawn if s.kind in _COMPUTED)
+            count = _ended(drawn, stages, until)
+            said = f"{count} minibatch{'es' * (count != 1)} ended, "
+            said += f"idle {100 * (1 - busy / (until * stages)):.0f} %"
+            axes.set_title(
+                name, fontsize=9, color=color, weight="bold", loc="left", pad=2, parse_math=False
+            )
+            axes.set_title(said, fontsize=8, color="#555555", loc="right", pad=2)
+        panels[-1, 0].set_xlabel(f"{unit}; rows are stages, the first on top")
+        _draw_legend(figure, [span for *_, drawn in seen for span in drawn], False, "idle")
+
+
+def _ended(drawn: Sequence[Span], stages: int, until: float) -> int:
+    """Minibatches that all stages have updated with."""
+    updates = Counter(
+        s.stage for s in drawn if s.kind is Kind.UPDATE and s.end <= until * _ROUNDING
+    )
+    return min(updates[k] for k in range(stages))
+
+
+@contextmanager
+def _picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
+    """A figure of so many inches, saved at the end."""
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     # No pyplot: it would choose a backend and keep global state. Text stays text in an SVG, and the
     # same picture the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "timeline"}):
         figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
         FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        _draw_rows(axes, drawn, stages, (first, last - first), communication)
-        points = 0.88 * width * _INCH / length  # per unit of time; the rest is margins
-        _write_numbers(axes, drawn, points, versions)
-        axes.set_xlim(first, last)
-        axes.set_ylim(stages - 0.5, -0.5)
-        axes.set_yticks(range(stages), [f"stage {k}" for k in range(stages)])
-        axes.tick_params(axis="y", length=0)
-        axes.set_xlabel(unit)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
-        if title:
-            axes.set_title(title, fontsize=10, parse_math=False, loc="left")
-        _draw_legend(figure, drawn, communication)
+        yield figure
         undated = {"Date": None} if Path(path).suffix == ".svg" else None
         figure.savefig(path, metadata=undated)
+
+
+def _finish(axes: Any, whole: tuple[float, float], stages: int) -> None:
+    axes.set_xlim(*whole)
+    axes.set_ylim(stages - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
 
 
 def _width(drawn: Sequence[Span], length: float, versions: bool) -> float:
@@ -114,7 +190,12 @@ def _width(drawn: Sequence[Span], length: float, versions: bool) -> float:
 
 
 def _draw_rows(
-    axes: Any, drawn: Sequence[Span], stages: int, whole: tuple[float, float], communication: bool
+    axes: Any,
+    drawn: Sequence[Span],
+    stages: int,
+    whole: tuple[float, float],
+    communication: bool,
+    edge: float = 0.5,
 ) -> None:
     blocks: dict[tuple[int, _Look, str], list[tuple[float, float]]] = defaultdict(list)
     for span in drawn:
@@ -130,7 +211,9 @@ def _draw_rows(
             place = (k + row / 2 if lane == "to next" else k - row / 2 - _STRIP, _STRIP)
         else:
             continue
-        axes.broken_barh(intervals, place, facecolor=look.color, edgecolor="#FFFFFF", linewidth=0.5)
+        axes.broken_barh(
+            intervals, place, facecolor=look.color, edgecolor="#FFFFFF", linewidth=edge
+        )
 
 
 def _write_numbers(axes: Any, drawn: Sequence[Span], points: float, versions: bool) -> None:
@@ -159,15 +242,13 @@ def _write_numbers(axes: Any, drawn: Sequence[Span], points: float, versions: bo
         )
 
 
-def _draw_legend(figure: Any, drawn: Sequence[Span], communication: bool) -> None:
+def _draw_legend(figure: Any, drawn: Sequence[Span], communication: bool, idle: str) -> None:
     from matplotlib.patches import Patch
 
     shown = {_LOOKS[span.kind] for span in drawn if span.end > span.start}
     if not communication:
         shown.discard(_SEND)
     looks = [look for look in (_FORWARD, _BACKWARD, _LOAD, _UPDATE, _SEND) if look in shown]
-    bubbles = summarize(drawn).bubbles
-    idle = f"idle: {100 * sum(bubbles) / len(bubbles):.0f} % of all"
     handles = [Patch(facecolor=look.color, label=look.name) for look in looks]
     handles.append(Patch(facecolor=_IDLE.color, edgecolor="#BBBBBB", linewidth=0.5, label=idle))
     figure.legend(

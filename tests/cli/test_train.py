@@ -48,6 +48,7 @@ def test_every_method_ends_in_a_table_a_picture_and_numbers(tmp_path: Path) -> N
         assert 0 <= entry["test_accuracy"] <= 1
         assert entry["test_loss"] > 0
         assert entry["minibatches_per_second"] > 0
+        assert 0.9 < entry["simulated_time"] < 9
         assert isinstance(entry["weight_version_bytes"], int)
         assert len(entry["seeds"][0]["train_losses"]) == 6
         assert entry["method"] in result.output
@@ -56,7 +57,9 @@ def test_every_method_ends_in_a_table_a_picture_and_numbers(tmp_path: Path) -> N
     assert document["versions"]["spectrain_ext"] == st.__version__
     assert document["versions"]["torch"] == torch.__version__
     drawn = [tmp_path / "timelines" / f"{entry['method']}.png" for entry in document["methods"]]
-    for picture in (tmp_path / "losses.png", *drawn):
+    for name in ("losses.png", "losses-over-time.png", "timelines.png"):
+        drawn.append(tmp_path / name)
+    for picture in drawn:
         assert picture.read_bytes().startswith(b"\x89PNG")
     assert "no throughput comparison" in " ".join(result.output.split())
 
@@ -346,7 +349,8 @@ def test_without_out_the_results_are_below_runs(
     result = _train(*FAST, "-m", "sync", "--stages", "1")
     assert result.exit_code == 0, result.output
     (folder,) = (tmp_path / "runs").iterdir()
-    names = {"results.json", "losses.png", "timelines", "runs"}
+    pictures = {"losses.png", "losses-over-time.png", "timelines.png"}
+    names = {"results.json", "timelines", "runs", *pictures}
     assert {path.name for path in folder.iterdir()} == names
 
 

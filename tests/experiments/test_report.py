@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from spectrain_ext.experiments.report import (
-    ACCURACY,
-    PERPLEXITY,
+from spectrain_ext.experiments.judging import ACCURACY, PERPLEXITY
+from spectrain_ext.experiments.looks import looks
+from spectrain_ext.experiments.pictures import (
     _trailing_mean,
-    comparison_table,
     draw_losses,
-    line_of,
+    draw_losses_over_time,
 )
+from spectrain_ext.experiments.report import comparison_table
 from spectrain_ext.experiments.results import MethodResult, Run, summarize, write_results
+from spectrain_ext.experiments.settings import DEFAULT_METHODS
+from spectrain_ext.method import methods
 
 
 def _run(method: str, seed: int, accuracy: float, loss: float = 0.5) -> Run:
@@ -45,12 +47,14 @@ def test_summarize_groups_by_method_in_order_of_appearance() -> None:
 def test_results_have_the_documented_shape(tmp_path: Path) -> None:
     results = summarize([_run("sync", 0, 0.5), _run("sync", 1, 0.75), _run("vanilla", 0, 0.25)])
     path = tmp_path / "results.json"
-    write_results(path, results, settings={"lr": 0.1}, versions={"torch": "2"})
+    write_results(path, results, settings={"lr": 0.1}, versions={"torch": "2"}, times={"sync": 8.0})
     document = json.loads(path.read_text())
     assert list(document) == ["methods", "settings", "versions"]
     assert document["settings"] == {"lr": 0.1}
     assert document["versions"] == {"torch": "2"}
     sync, vanilla = document["methods"]
+    assert sync["simulated_time"] == 8.0
+    assert vanilla["simulated_time"] is None
     assert list(sync)[:5] == [
         "method",
         "test_accuracy",
@@ -134,20 +138,39 @@ def test_a_single_seed_has_no_deviation() -> None:
     assert "diverged" not in text
 
 
-def test_lines_of_many_methods_differ() -> None:
-    assert len({line_of(number) for number in range(36)}) == 36
+def test_every_method_has_a_look_of_its_own() -> None:
+    found = looks(methods())
+    assert len(set(found.values())) == len(methods())
+    for name in methods():  # whatever it is drawn with
+        assert looks(["mine", name])[name] == looks([name, "sync"])[name] == found[name]
+    assert len({look.color for name, look in found.items() if name in DEFAULT_METHODS}) == 6
 
 
-@pytest.mark.parametrize("methods", [1, 5, 19])
+def test_lines_of_many_other_methods_differ() -> None:
+    names = ["auto", *(f"own-{number}" for number in range(30)), "sync"]
+    found = looks(names)
+    assert list(found) == names
+    assert len(set(found.values())) == 32
+    assert looks(names) == found
+
+
+@pytest.mark.parametrize("over_time", [False, True])
+@pytest.mark.parametrize("count", [1, 5, 19])
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_the_picture_is_a_png_that_is_not_blank(tmp_path: Path, methods: int, seeds: int) -> None:
+def test_the_picture_is_a_png_that_is_not_blank(
+    tmp_path: Path, count: int, seeds: int, over_time: bool
+) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib import image
 
-    names = ["sync", *(f"method-{number}" for number in range(1, methods))]
+    names = ["sync", *(f"method-{number}" for number in range(1, count))]
     results = summarize([_run(name, seed, 0.5) for name in names for seed in range(seeds)])
     path = tmp_path / "losses.png"
-    draw_losses(path, results, title="title", window=2)
+    if over_time:
+        times = {name: 1.0 + 8.0 * (name == "sync") for name in names}
+        draw_losses_over_time(path, results, times, title="title", window=2)
+    else:
+        draw_losses(path, results, title="title", window=2)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     pixels = image.imread(path)
     assert pixels.shape[0] > 400

@@ -12,8 +12,12 @@ from spectrain_ext.cli.group import main
 from spectrain_ext.method import methods
 from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
 from spectrain_ext.schedule import write_csv as write_schedule
-from spectrain_ext.timelines.method_timeline import draw_method_timelines, simulate_method
-from spectrain_ext.timelines.timeline import draw_timeline, write_trace
+from spectrain_ext.timelines.method_timeline import (
+    draw_method_timelines,
+    draw_methods_together,
+    simulate_method,
+)
+from spectrain_ext.timelines.timeline import draw_timeline, draw_timelines, write_trace
 
 pytest.importorskip("matplotlib")
 
@@ -196,3 +200,21 @@ def test_what_the_command_refuses(arguments, expected, tmp_path, monkeypatch):
     assert result.exit_code
     assert expected in result.output
     assert not list(tmp_path.iterdir())
+
+
+# Several methods on one axis of time.
+
+
+def test_methods_are_drawn_together(tmp_path):
+    picture = tmp_path / "t.svg"
+    draw_methods_together(picture, [("sync", "#000000"), ("auto", "#009E73")], 4)
+    text = picture.read_text()
+    # two minibatches of sync; of auto eight without a bubble, less the seven quarters of its ramp
+    for said in ("sync", "auto, M = 4", "2 minibatches ended, idle 75 %", "7 minibatches ended"):
+        assert said in text, said
+    assert "#009e73" in text.lower()
+
+
+def test_a_picture_of_no_methods(tmp_path):
+    with pytest.raises(ValueError, match="runs: expected at least one"):
+        draw_timelines(tmp_path / "t.png", [], until=1.0, title="")

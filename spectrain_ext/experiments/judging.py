@@ -1,0 +1,78 @@
+"""Judging: what a comparison is judged by, as figures of a method's runs and as text."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .looks import REFERENCE
+from .results import MethodResult
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a comparison is judged by.
+
+    Attributes:
+        figure: its name in ``Run``.
+        scale: what it is multiplied with.
+        heading: for a table's column.
+        unit: behind a value in running text, "" for none.
+        digits: after the point.
+        higher_is_better: which way.
+        loss_unit: the unit of losses.
+    """
+
+    figure: str
+    scale: int
+    heading: str
+    unit: str
+    digits: int
+    higher_is_better: bool
+    loss_unit: str
+
+    def mean(self, result: MethodResult) -> float:
+        """Over the seeds, in the unit of the heading."""
+        return self.scale * result.mean(self.figure)
+
+    def text(self, result: MethodResult) -> str:
+        """Mean, and deviation where there are several seeds; or how many of them diverged."""
+        return in_words(result, self.figure, self.digits, self.scale)
+
+    def best(self, results: Sequence[MethodResult]) -> float | None:
+        """The best mean of several methods; the reference, which overlaps nothing, is no rival."""
+        means = [self.mean(result) for result in results if result.method != REFERENCE]
+        finite = [mean for mean in means if math.isfinite(mean)]
+        if len(means) < 2 or not finite:
+            return None
+        return max(finite) if self.higher_is_better else min(finite)
+
+
+def in_words(result: MethodResult, figure: str, digits: int, scale: int = 1) -> str:
+    """``mean ± deviation``; or, for a mean that is not finite, how many seeds diverged."""
+    several = len(result.runs) > 1
+    mean = scale * result.mean(figure)
+    if not math.isfinite(mean):
+        diverged = sum(not math.isfinite(run.test_loss) for run in result.runs)
+        return f"{diverged} of {len(result.runs)} diverged" if several else "diverged"
+    deviation = f" ± {scale * result.deviation(figure):.{digits}f}" if several else ""
+    return f"{mean:.{digits}f}{deviation}"
+
+
+ACCURACY = Metric(
+    figure="test_accuracy",
+    scale=100,
+    heading="test\naccuracy %",
+    unit=" %",
+    digits=1,
+    higher_is_better=True,
+    loss_unit="nats",
+)
+PERPLEXITY = Metric(
+    figure="perplexity",
+    scale=1,
+    heading="test\nperplexity",
+    unit=" perplexity",
+    digits=2,
+    higher_is_better=False,
+    loss_unit="nats per character",
+)

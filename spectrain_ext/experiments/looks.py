@@ -1,0 +1,68 @@
+"""Looks: a method has one colour and one dash in every picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+from typing import NamedTuple
+
+Dashes = str | tuple[int, tuple[float, ...]]
+
+REFERENCE = "sync"
+
+# Okabe and Ito's colours, distinguishable with any colour vision, and four more for methods that
+# are seldom compared; dashes tell the lines apart in print as well, and lines of the same colour.
+# Kin have the same colour: what flushes is black or grey.
+_SOLID: Dashes = "solid"
+_LONG: Dashes = (0, (6, 1.5))
+_MIXED: Dashes = (0, (4, 1.2, 1, 1.2))
+_DOTTED: Dashes = (0, (1, 1))
+_SHORT: Dashes = (0, (3, 1))
+_DASHES = (_LONG, _MIXED, _SOLID, _DOTTED, _SHORT, (0, (4, 1, 1, 1, 1, 1)))
+
+
+class Look(NamedTuple):
+    """How a method is drawn."""
+
+    color: str
+    dashes: Dashes
+
+
+_TABLE = {
+    "sync": Look("#000000", _SOLID),
+    "1f1b": Look("#000000", _SHORT),
+    "gpipe": Look("#777777", _DOTTED),
+    "vanilla": Look("#D55E00", _LONG),
+    "pipedream": Look("#E69F00", _MIXED),
+    "pipedream-vertical-sync": Look("#E69F00", _DOTTED),
+    "pipedream-2bw": Look("#CC79A7", _LONG),
+    "spectrain": Look("#0072B2", _SOLID),
+    "spectrain-local": Look("#0072B2", _LONG),
+    "spectrain-ema": Look("#0072B2", _DOTTED),
+    "spectrain-stash": Look("#56B4E9", _LONG),
+    "second-order": Look("#009E73", _LONG),
+    "auto": Look("#009E73", _SOLID),
+    "pipeoptim": Look("#882255", _SOLID),
+    "xpipe": Look("#882255", _LONG),
+    "msnag": Look("#999933", _SOLID),
+    "msnag-stash": Look("#999933", _LONG),
+    "lwp-v": Look("#44AA99", _MIXED),
+    "lwp-w": Look("#44AA99", _DOTTED),
+    "xgrad": Look("#332288", _MIXED),
+}
+_COLORS = ("#882255", "#332288", "#44AA99", "#999933", "#CC79A7", "#56B4E9", "#E69F00", "#D55E00")
+
+
+def looks(names: Iterable[str]) -> dict[str, Look]:
+    """How methods are drawn together: those with a name here always alike, others in turn."""
+    wanted = list(dict.fromkeys(names))
+    found = {name: _TABLE[name] for name in wanted if name in _TABLE}
+    taken = set(found.values())
+    others = (look for number in count() if (look := _other(number)) not in taken)
+    return {name: found.get(name) or next(others) for name in wanted}
+
+
+def _other(number: int) -> Look:
+    """The first 48 are all different."""
+    turn, color = divmod(number, len(_COLORS))
+    return Look(_COLORS[color], _DASHES[(color + turn) % len(_DASHES)])

@@ -1,0 +1,237 @@
+"""Pictures: training losses of methods, over minibatches and over simulated time."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from spectrain_ext.extras import require_matplotlib
+
+from .judging import ACCURACY, Metric
+from .looks import REFERENCE, Look, looks
+from .results import MethodResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_HIGHEST = 1e3
+_WIDTH, _HEIGHT = 10.0, 5.4  # inches
+_BAND = 0.08  # of six methods' they remain apart
+# Of the axes' height: from label to label, and the highest one.
+_GAP, _TOP = 0.048, 0.94
+
+
+class _Line(NamedTuple):
+    """A method's smoothed losses: the median of the seeds, and the band around it."""
+
+    result: MethodResult
+    look: Look
+    median: list[float]
+    low: list[float]
+    high: list[float]
+
+
+class _Label(NamedTuple):
+    """What is written beside the picture, and the point that it is about."""
+
+    text: str
+    look: Look
+    x: float
+    y: float
+
+
+def draw_losses(
+    path: Path,
+    results: Sequence[MethodResult],
+    *,
+    title: str,
+    window: int,
+    metric: Metric = ACCURACY,
+) -> None:
+    """Draw the training losses of ``results`` over updates into a PNG at ``path``.
+
+    Each run is smoothed by a trailing mean over ``window`` minibatches. A line is the median of the
+    seeds, its band their whole range. Losses count as 1,000 when they are above it or not finite.
+    The labels have the methods' ``metric``, in the order in which the lines end.
+    """
+    lines = _lines(results, window)
+
+    def draw(axes: "Axes") -> None:
+        for line in lines:
+            _plot(axes, line, range(1, len(line.median) + 1))
+        axes.set_xlabel("minibatch (one update of every stage each)")
+        axes.margins(x=0.01)
+
+    labels = [
+        _Label(
+            f"{line.result.method}  {metric.text(line.result)}{metric.unit}",
+            line.look,
+            len(line.median),
+            line.median[-1],
+        )
+        for line in lines
+        if line.median
+    ]
+    _picture(path, draw, title, window, metric, labels, "at the end, on test data")
+
+
+def draw_losses_over_time(
+    path: Path,
+    results: Sequence[MethodResult],
+    times: Mapping[str, float],
+    *,
+    title: str,
+    window: int,
+    metric: Metric = ACCURACY,
+) -> None:
+    """Draw them over simulated time, as ``draw_losses`` does, into a PNG at ``path``.
+
+    Args:
+        path: of the PNG.
+        results: of the methods.
+        times: of a minibatch, by method, in a common unit: ``times.relative_times``.
+        title: above the picture.
+        window: minibatches that a loss is the mean of.
+        metric: what the labels have.
+    """
+    lines = _lines(results, window)
+    ends = {line.result.method: len(line.median) * times[line.result.method] for line in lines}
+    # What takes several times as long as all others would leave them no room: it is cut off.
+    longest = max(ends.values(), default=1.0)
+    second = max((end for end in ends.values() if end < longest), default=longest)
+    until = longest if longest < 1.5 * second else 1.08 * second
+
+    def draw(axes: "Axes") -> None:
+        for line in lines:
+            pace = times[line.result.method]
+            x = [pace * (i + 1) for i in range(len(line.median))]
+            _plot(axes, line, x)
+            if x and x[-1] <= until:
+                axes.plot(x[-1:], line.median[-1:], "o", color=line.look.color, markersize=4)
+        axes.set_xlim(0, until)
+        axes.set_xlabel(
+            "time with a device for every stage, simulated with its bubbles\n"
+            "(1 is the slowest stage's work on one minibatch)"
+        )
+
+    labels = []
+    for line in lines:
+        name, pace = line.result.method, times[line.result.method]
+        text = f"{name}  {pace:.2f}"
+        seen = len(line.median)
+        if ends[name] > until:
+            text += f", all {seen} at {ends[name]:,.0f}"
+            seen = int(until / pace)
+        if seen:
+            labels.append(_Label(text, line.look, pace * seen, line.median[seen - 1]))
+    _picture(path, draw, title, window, metric, labels, "time of a minibatch (1: no bubble)")
+
+
+def _lines(results: Sequence[MethodResult], window: int) -> list[_Line]:
+    found = []
+    drawn = looks(result.method for result in results)
+    for result in results:
+        smoothed = [_trailing_mean(run.losses, window) for run in result.runs]
+        columns = [sorted(column) for column in zip(*smoothed, strict=True)]
+        found.append(
+            _Line(
+                result,
+                drawn[result.method],
+                [statistics.median(column) for column in columns],
+                [column[0] for column in columns],
+                [column[-1] for column in columns],
+            )
+        )
+    return found
+
+
+def _plot(axes: "Axes", line: _Line, x: Sequence[float]) -> None:
+    reference = line.result.method == REFERENCE
+    axes.plot(
+        x,
+        line.median,
+        color=line.look.color,
+        linestyle=line.look.dashes,
+        linewidth=1.8 if reference else 1.4,
+        zorder=3 if reference else 4,
+    )
+    if len(line.result.runs) > 1:
+        axes.fill_between(x, line.low, line.high, color=line.look.color, alpha=_BAND, linewidth=0)
+
+
+def _picture(
+    path: Path,
+    draw: Callable[["Axes"], None],
+    title: str,
+    window: int,
+    metric: Metric,
+    labels: Sequence[_Label],
+    heading: str,
+) -> None:
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    # no pyplot: it would choose a backend and keep global state
+    figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    draw(axes)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel(f"training loss ({metric.loss_unit}),\nmean of the last {window} minibatches")
+    axes.set_title(title, fontsize=10, parse_math=False, loc="left")
+    axes.grid(True, which="major", alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    _write_labels(axes, labels, heading)
+    figure.savefig(path)
+
+
+def _write_labels(axes: "Axes", labels: Sequence[_Label], heading: str) -> None:
+    """Beside the picture, as high as their lines end where there is room, with a thread to them."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    heights = [float(to_axes.transform((label.x, label.y))[1]) for label in labels]
+    order = sorted(range(len(labels)), key=lambda number: -heights[number])
+    gap = min(_GAP, _TOP / max(1, len(labels)))
+    at: dict[int, float] = {}
+    above = _TOP + gap
+    for rank, number in enumerate(order):
+        below = gap * (len(order) - 1 - rank)  # the room that those below it need
+        at[number] = above = max(below, min(heights[number], above - gap))
+    top = max(at.values(), default=_TOP) + gap
+    axes.annotate(
+        heading, (1.035, top), xycoords="axes fraction", va="center", fontsize=8, color="#555555"
+    )
+    for number, label in enumerate(labels):
+        axes.annotate(
+            label.text,
+            xy=(label.x, label.y),
+            xytext=(1.035, at[number]),
+            textcoords="axes fraction",
+            va="center",
+            color=label.look.color,
+            fontsize=9 if gap == _GAP else 7,
+            annotation_clip=False,
+            arrowprops={
+                **{"arrowstyle": "-", "color": label.look.color, "alpha": 0.5, "linewidth": 0.7},
+                **{"shrinkA": 1, "shrinkB": 0, "relpos": (0.0, 0.5)},
+            },
+        )
+
+
+def _trailing_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last ``window`` values at every position; of all so far at the beginning."""
+    finite = [min(value, _HIGHEST) if math.isfinite(value) else _HIGHEST for value in values]
+    means = []
+    total = 0.0
+    for position, value in enumerate(finite):
+        total += value
+        if position >= window:
+            total -= finite[position - window]
+        means.append(max(total, 0.0) / min(position + 1, window))
+    return means

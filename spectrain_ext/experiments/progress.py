@@ -1,0 +1,168 @@
+"""Progress: a bar in a terminal; elsewhere, as in the log of a batch job, a line now and then."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_EVERY = 10.0  # seconds from line to line
+
+
+class Progress(ABC):
+    """How far a comparison is, told to whoever looks on; inside its ``with`` it is shown.
+
+    Args:
+        per_run: minibatches of one run.
+        runs: their number.
+    """
+
+    def __init__(self, per_run: int, runs: int) -> None:
+        self.per_run, self.total = per_run, per_run * runs
+
+    @staticmethod
+    def on(console: Console, per_run: int, runs: int, *, shown: bool) -> Progress:
+        """What suits the console; not ``shown``: it is another process that tells."""
+        if console.is_terminal or not shown:
+            return Bar(per_run, runs, console, shown)
+        return Lines(per_run, runs, lambda line: console.print(line, **_PLAIN))
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    @abstractmethod
+    def begin(self, method: str, seed: str) -> None:
+        """A run begins.
+
+        Args:
+            method: its name.
+            seed: which one it is of how many.
+        """
+
+    @abstractmethod
+    def skip(self, minibatches: int) -> None:
+        """So many minibatches were done before."""
+
+    @abstractmethod
+    def advance(self, loss: Tensor | None) -> None:
+        """One more is done, with this loss; None: another process has it."""
+
+
+class Bar(Progress):
+    """One bar for all runs."""
+
+    def __init__(self, per_run: int, runs: int, console: Console, shown: bool) -> None:
+        super().__init__(per_run, runs)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            _Rate(),
+            TimeRemainingColumn(),
+        )
+        self._rich = RichProgress(*columns, console=console, disable=not shown)
+        self._task = self._rich.add_task("", total=self.total)
+
+    def __enter__(self) -> Bar:
+        self._rich.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._rich.stop()
+
+    def begin(self, method: str, seed: str) -> None:
+        self._rich.update(self._task, description=f"seed {seed} [bold]{escape(method)}[/]")
+
+    def skip(self, minibatches: int) -> None:
+        self._rich.advance(self._task, minibatches)
+
+    def advance(self, loss: Tensor | None) -> None:
+        self._rich.advance(self._task)
+
+
+class Lines(Progress):
+    """A plain line every ten seconds.
+
+    Args:
+        per_run: minibatches of one run.
+        runs: their number.
+        tell: gets a line.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        per_run: int,
+        runs: int,
+        tell: Callable[[str], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(per_run, runs)
+        self._tell, self._clock = tell, clock
+        self._began = self._told = clock()
+        self._left = self.total
+        self._done = self._fresh = self._here = 0
+        self._label = ""
+
+    def begin(self, method: str, seed: str) -> None:
+        self._label = f"{method}, seed {seed}"
+        self._here = 0
+
+    def skip(self, minibatches: int) -> None:
+        self._here += minibatches
+        self._left -= minibatches
+
+    def advance(self, loss: Tensor | None) -> None:
+        self._here += 1
+        self._done += 1
+        self._fresh += 1
+        self._left -= 1
+        now = self._clock()
+        if now - self._told < _EVERY:
+            return
+        value = "" if loss is None else f" loss {loss.item():.4g},"
+        rate = self._fresh / (now - self._told)
+        # methods differ in their pace: what is left will take as long as what was done
+        left = self._left * (now - self._began) / self._done
+        self._tell(
+            f"{self._label}: minibatch {self._here} of {self.per_run},{value} "
+            f"{rate:.3g} minibatches/s, {_duration(left)} left"
+        )
+        self._told, self._fresh = now, 0
+
+
+class _Rate(ProgressColumn):
+    """Minibatches per second, of late."""
+
+    def render(self, task: Task) -> Text:
+        """Return the rate, empty as long as it is not known."""
+        return Text("" if task.speed is None else f"{task.speed:.0f}/s")
+
+
+_PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
