@@ -144,7 +144,10 @@ class LocalNeighbourhood:
         self._extent.add([part.share for part in parts])
         for part in parts:
             hand_in(self._inputs, part.input, self._batch)
-            hand_in(self._targets, part.target, self._batch)
+            if part.target is part.input and self._inputs.target == self._targets.target:
+                self._inputs.send_on(self._targets)
+            else:
+                hand_in(self._targets, part.target, self._batch)
 
     def leave(self) -> None:
         self._extent.stop()

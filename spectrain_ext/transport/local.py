@@ -205,6 +205,16 @@ class Edge:
         self._sent += 1
         return slot.arrived
 
+    def send_on(self, other: Sender) -> None:
+        """Send what was just sent from its slot here to another edge, on the same device.
+
+        It is there as soon as it has arrived here, and has then come from the host once.
+        """
+        slot = self._ring[(self._sent - 1) % len(self._ring)]
+        assert slot.message is not None
+        self.stream.wait(other.send(slot.message, slot.buffer, slot.arrived))
+        self.stream.record(slot.arrived)  # the receiver may now write the slot
+
     def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """What was given, or copies in pinned memory of what would keep the host.
 

@@ -38,6 +38,28 @@ def test_dicts_give_the_bits_of_tuples(n, settings):
                 assert torch.equal(state[name], tensor), (end, name)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_first_stage_that_works_in_place_does_not_change_what_the_loss_gets(n, recompute):
+    class Doubled(nn.Module):
+        def forward(self, batch):
+            return batch["x"].mul_(2)
+
+    seen = []
+
+    def loss(output, batch):
+        seen.append(batch["x"].clone())
+        return mse(output, batch["x"])
+
+    batches = [{"x": torch.randn(4, 5)} for _ in range(6)]
+    parts = [nn.Sequential(Doubled(), *tanh_stages(1)), *tanh_stages(n - 1)]
+    pipe = st.Pipeline(parts, sgd(), loss, "spectrain", microbatches=2, recompute=recompute)
+    losses(pipe, batches)
+    for i, batch in enumerate(batches):
+        for part in batch["x"].split(2):
+            assert any(torch.equal(part, x) for x in seen), i
+
+
 def test_calling_the_pipeline_with_a_mapping():
     pipe = st.Pipeline(stages(3, "dict", "dataclass", torch.float64), sgd(), mse).eval()
     (batch,) = data([4], "dict", torch.float64)
