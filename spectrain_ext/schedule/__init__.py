@@ -3,7 +3,7 @@
 from .actions import Action, Kind, ScheduleError
 from .compute_csv import read_csv, write_csv
 from .counting import Met, read, validate
-from .generators import FLUSHING, GENERATORS, Generator, find_generator, streams
+from .generators import FLUSHING, GENERATORS, Generator, find_generator, forwards, streams
 from .ledger import Count, Ledger, count_stage, open_ledgers
 from .levels import simulate_repeating
 from .place import Place, Replicas
@@ -47,6 +47,7 @@ __all__ = [
     "count_horizons",
     "count_stage",
     "find_generator",
+    "forwards",
     "interleave",
     "open_ledgers",
     "read",
