@@ -434,7 +434,8 @@ class DistributedNeighbourhood:
             total = self._sum.finish(self._loss_of.get(i, nan), stage.predict)
             self._loss_of[i] = total
             if loss is not None:
-                self.results.append(Result(i, torch.full_like(loss, total)))
+                kept = self._losses.kept.pop(i, None)
+                self.results.append(Result(i, torch.full_like(loss, total), kept))
         if self.norm is not None:
             stage.give_norm(i)
         return True

@@ -60,12 +60,14 @@ class Measures:
 
     Args:
         metrics: by name.
+        apart: whether there are other processes, which measure nothing.
 
     Raises:
         TypeError: not a mapping of names to metrics.
+        ValueError: a metric that would wait for the other processes.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+    def __init__(self, metrics: Mapping[str, Metric], apart: bool = False) -> None:
         if not isinstance(metrics, Mapping):
             raise TypeError(
                 f"metrics: expected a mapping of names to metrics, got {type(metrics).__name__}"
@@ -77,6 +79,11 @@ class Measures:
                 raise TypeError(
                     f"metrics[{name!r}]: expected a function (output, target), or an object with "
                     f"update and compute, got {type(metric).__name__}"
+                )
+            if apart and getattr(metric, "sync_on_compute", False):  # as torchmetrics has it
+                raise ValueError(
+                    f"metrics[{name!r}]: its compute() would wait for all processes, of which one "
+                    "has seen all batches; make it with sync_on_compute=False"
                 )
         self._objects = {n: m for n, m in metrics.items() if isinstance(m, Updated)}
         self._functions = {
@@ -161,7 +168,7 @@ def _number(value: object) -> Tensor | float:
 
 def samples_in(value: object) -> int:
     """The length of its first tensor that has one; 0: it has none."""
-    leaves = tree_leaves(value)
+    leaves = tree_leaves(dict(value) if isinstance(value, Mapping) else value)
     return next((len(t) for t in leaves if isinstance(t, Tensor) and t.dim()), 0)
 
 
@@ -208,6 +215,7 @@ class EvaluatingStage(Stage):
             super().end()
 
     def forward(self, i: int, j: int) -> None:
+        """Compute the output; the receive buffer of the input is then free."""
         slot = self._received
         message = slot.message
         assert message is not None
@@ -219,46 +227,47 @@ class EvaluatingStage(Stage):
             TURN,
             self._numbers,
         ):
-            tape.output = self.module(value_of(message))
-        if self.to_next is not None:
-            tape.message = activation(tape.output)
+            tape.output = _apart(self.module(value_of(message)), message)
         compute.record(self.computed)
-        self._keep(i, j, tape)
+        self.inputs.free(slot)
+        self._tapes[i, j] = tape
+
+    def send_activation(self, i: int, j: int) -> None:
+        """Copy the output to the next stage, and let go of it."""
+        assert self.to_next is not None
+        tape = self._tapes.pop((i, j))
+        message = activation(tape.output)
+        read = self.to_next.send(message, tape.buffer, self.computed)
+        self._in_transit.hold(read, tape.buffer, message)
 
     def loss(self, i: int, j: int, loss_fn: Callable[..., Any]) -> Tensor:
         """Have the output measured, which is no loss."""
         tape, target = self._with_target(i, j)
-        compute = self.compute
+        message, compute = tape.target.message, self.compute
+        assert message is not None
+        assert self.targets is not None
         writes = tape.target.buffer, tape.buffer
         with compute.using(writes=writes), torch.no_grad(), TURN, self._numbers:
-            loss_fn(_apart(tape.output, tape.slot.message), _apart(target, tape.target.message))
+            loss_fn(tape.output, _apart(target, message))
             nothing = torch.zeros((), device=self.device)
         compute.record(self.computed)
-        assert self.targets is not None
         self.targets.free(tape.target)
-        self._finish(i, j)
+        compute.writes(self._tapes.pop((i, j)).buffer)  # freed
         return nothing
 
+    # What comes back says that a batch is through, and is empty.
+
     def receive_gradient(self, i: int, j: int) -> None:
-        """Hear that the stages to come are through with a batch."""
         assert self.gradients is not None
         self.gradients.free(self.gradients.receive())
-        self._finish(i, j)
 
     def send_gradient(self, i: int, j: int) -> None:
         assert self.to_previous is not None
         self.to_previous.send(Message((), False), Buffer("nothing"), self.computed)
 
-    def _finish(self, i: int, j: int) -> None:
-        tape = self._tapes.pop((i, j))
-        self.compute.writes(tape.buffer)  # freed
-        self.compute.record(self.computed)
-        self.inputs.free(tape.slot)
 
-
-def _apart(value: Any, message: Message | None) -> Any:
+def _apart(value: Any, message: Message) -> Any:
     """A value that does not lie in a receive buffer: copies of its tensors that do."""
-    assert message is not None
     lent = {t.untyped_storage().data_ptr() for t in message.tensors if t is not None}
     return tree_map_only(
         Tensor, lambda t: t.clone() if t.untyped_storage().data_ptr() in lent else t, value

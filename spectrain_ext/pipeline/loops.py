@@ -97,7 +97,7 @@ class Loops(nn.Module):
         self.check_drained(what)
         around = self._executor._around
         chosen = {"loss": around.loss_fn} if metrics is None else metrics
-        measures = Measures(chosen)
+        measures = Measures(chosen, around.seats.ranks > len(self.devices))
         # A metric with a state has to see all batches: then one replica of every stage works.
         several = around.seats.counts[-1] > 1
         alone = several and any(self._tell(lambda: measures.stateful, what))
@@ -113,8 +113,8 @@ class Loops(nn.Module):
         evaluates: bool = True,
     ) -> None:
         """Bring all batches through the stages."""
-        self._evaluating = executor = evaluating(self._executor, measure, evaluates)
-        for _ in executor.run(batches):
+        self._evaluating = evaluating(self._executor, measure, evaluates)
+        for _ in self._evaluating.run(batches):
             pass
         self._evaluating = None
 

@@ -85,6 +85,7 @@ class LocalNeighbourhood:
     """All stages of a pipeline, in one process."""
 
     results: deque[Result]
+    _slots: int | None = None  # of activations; None: as many as the window of backwards asks for
 
     def __init__(self, stages: int, clip_scope: str) -> None:
         self.first = 0
@@ -115,18 +116,20 @@ class LocalNeighbourhood:
             return made
 
         self._edges: list[Edge] = []
-        depth = places[0].window + self._microbatches
+        depth = self._slots or places[0].window + self._microbatches
         first.inputs = self._inputs = edge(None, first, "edge batch -> 0", depth)
         last.targets = self._targets = edge(None, last, "edge batch -> loss", depth)
         for a, b, place in zip(stages, stages[1:], places, strict=False):
             depth = place.window + 1
-            a.to_next = b.inputs = edge(a, b, f"edge {a.index} -> {b.index}", depth)
+            name = f"edge {a.index} -> {b.index}"
+            a.to_next = b.inputs = edge(a, b, name, self._slots or depth)
             b.to_previous = a.gradients = edge(b, a, f"edge {b.index} -> {a.index}", depth)
 
     def evaluating(
         self, stages: list[Stage], places: list[Place], measure: LossFn
     ) -> Neighbourhood:
         made = LocalNeighbourhood(len(stages), "stage")
+        made._slots = 2
         made.connect(stages, places, self._method, measure)
         return made
 

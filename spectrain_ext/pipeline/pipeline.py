@@ -337,8 +337,9 @@ class Pipeline(Loops):
         Whatever the caller's stream is now, it may then use what the pipeline holds.
         """
         self._executor.mend()
-        if self._evaluating is not None:
+        if self._evaluating is not None and not self._evaluating.running:
             self._evaluating.mend()
+            self._evaluating = None
         for weights in self._weights:
             if weights is not None:
                 weights.mend()
@@ -360,7 +361,7 @@ class Pipeline(Loops):
 
     def _refuse_in_run(self, what: str) -> None:
         self._mend()
-        if self._evaluating is not None and self._evaluating.running:
+        if self._evaluating is not None:
             raise RuntimeError(f"{what}: an evaluation of this pipeline has not ended")
         if self._executor.running:
             raise RuntimeError(
