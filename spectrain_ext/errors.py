@@ -100,6 +100,17 @@ def make_all(calls: Iterable[Callable[[], object]]) -> None:
 
 
 @contextmanager
+def placed(where: str) -> Iterator[None]:
+    """What is raised inside gets a note that says where that was."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(where)
+        raise
+
+
+@contextmanager
 def noted_on(cause: BaseException) -> Iterator[None]:
     """What goes wrong inside, after ``cause`` has been raised, becomes a note on it.
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,19 @@ from torch import Tensor
 
 from spectrain_ext.errors import CheckpointError
 
-from .board import Board
-from .pipeline import DistributedPipeline
-
 T = TypeVar("T")
+
+
+class Watched(Protocol):
+    """Ends all processes where one fails or keeps the others waiting: a ``Board`` or a pipeline."""
+
+    timeout: float
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """Inside, all do something together."""
+
+    def busy(self, what: str) -> AbstractContextManager[None]:
+        """Inside, within ``together``, this process says what the others wait for."""
 
 
 class Peers:
@@ -38,7 +47,7 @@ class Peers:
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        watch: Board | DistributedPipeline | None = None,
+        watch: Watched | None = None,
     ) -> None:
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():

@@ -191,7 +191,7 @@ class Inlet:
             self._board.changed.notify_all()
 
     def _fill(self, tensor: Tensor, tag: int) -> None:
-        work = dist.irecv(tensor, self.link.peer, group=self.link.host, tag=tag)
+        work = dist.irecv(tensor, self.link.peer, group=self.link.host, tag=self.link.tags + tag)
         assert work is not None
         work.wait(ENDLESS)
 
@@ -204,7 +204,9 @@ class Inlet:
             into = slot.landing.bytes[:nbytes]
         else:
             return
-        slot.work = dist.irecv(into, self.link.peer, group=self.link.host, tag=TAG_BODY)
+        slot.work = dist.irecv(
+            into, self.link.peer, group=self.link.host, tag=self.link.tags + TAG_BODY
+        )
 
     # The rank's own thread.
 

@@ -17,6 +17,7 @@ from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
 
 from .board import gathered
+from .wire import TAGS
 
 _CPU = torch.device("cpu")
 
@@ -43,6 +44,8 @@ class Link(NamedTuple):
         dynamic: whether later messages may be larger than the first.
         staged: whether the stages are on devices that gloo cannot reach: bodies are copied to the
             CPU's memory before they are sent, and from there where they arrive.
+        tags: the first of its messages' tags. Two links by one group have others: gloo waits for
+            the next message of a training run beside those of an evaluation.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Link(NamedTuple):
     device: dist.ProcessGroup
     dynamic: bool
     staged: bool = False
+    tags: int = 0
 
     @property
     def by_host(self) -> bool:
@@ -94,6 +98,20 @@ class Links(NamedTuple):
     into: dict[Traffic, dict[int, Link]]
     out: dict[Traffic, dict[int, Link]]
     circle: Circle | None = None
+
+    def evaluating(self) -> Links:
+        """Links by the same groups for forwards only: messages of any size, beside those here."""
+        into, out = (
+            {
+                what: {
+                    rank: link._replace(dynamic=True, tags=link.tags + TAGS)
+                    for rank, link in ends.items()
+                }
+                for what, ends in part.items()
+            }
+            for part in (self.into, self.out)
+        )
+        return Links(into, out)
 
 
 def backend_of_bodies(store: Store, rank: int, ranks: int, device: torch.device) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from copy import copy
 from math import nan
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.distributed_c10d import Store
 from spectrain_ext.method import Method
 from spectrain_ext.pipeline.batch import Microbatch, hand_in, samples_of, shares_of, split
 from spectrain_ext.pipeline.cursor import Extent
-from spectrain_ext.pipeline.losses import Losses, LossFn, Result
+from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result
 from spectrain_ext.pipeline.neighbourhood import Ready, Work
 from spectrain_ext.pipeline.observer import Observer, watched
 from spectrain_ext.pipeline.stage import Handler, Stage
@@ -29,7 +30,7 @@ from .edges import DistributedEdges
 from .equal_start import check_equal_start
 from .fingerprint import Fingerprint
 from .inlet import Inlet
-from .links import Traffic, backend_of_bodies, open_host_group, open_links
+from .links import Links, Traffic, backend_of_bodies, open_host_group, open_links
 from .wire import Header
 
 
@@ -57,6 +58,8 @@ class DistributedNeighbourhood:
     """
 
     results: deque[Result]
+    loss_fn: LossFn
+    _evaluates = False
 
     def __init__(
         self,
@@ -85,15 +88,14 @@ class DistributedNeighbourhood:
         self, stages: list[Stage], places: list[Place], method: Method, loss_fn: LossFn
     ) -> None:
         """Meet the other ranks, and open the edges to some of them; every rank calls it."""
-        (stage,), board, seats, place = stages, self._board, self.seats, places[self.first]
-        self._stage = stage
-        self._microbatches = places[0].microbatches * seats.counts[0]
+        (stage,), board, seats = stages, self._board, self.seats
+        self.loss_fn = loss_fn
         board.meet(
             {
                 "replicas": list(seats.counts),
                 "method": method.name,
                 "schedule": name_of(method.schedule),
-                "microbatches": self._microbatches,
+                "microbatches": places[0].microbatches * seats.counts[0],
                 "window": [each.window for each in places],
                 "device": stage.device.type,
                 **self._settings,
@@ -115,8 +117,24 @@ class DistributedNeighbourhood:
         )
         if self.norm is not None:
             self.norm.connect(open_host_group(self._group, board.timeout))
+        self._sum: GradientSum | None = None
+        if links.circle is not None:
+            params = [] if stage.weights is None else stage.weights.params
+            self._sum = GradientSum(
+                params, links.circle, board, stage.compute, stage.weight_gradients
+            )
+        self._lay_edges(stage, places, links, loss_fn)
+        # whether another rank's part of a batch comes from a batch of its own
+        apart = seats.stages > 1 and not targets_first
+        self._compares = apart or seats.counts[0] > 1
+        board.begin()
 
-        self._edges = DistributedEdges(stage, places, seats, links, board)
+    def _lay_edges(self, stage: Stage, places: list[Place], links: Links, loss_fn: LossFn) -> None:
+        """Make what a stage is connected to by these links."""
+        seats, place = self.seats, places[self.first]
+        self._stage = stage
+        self._microbatches = places[0].microbatches * seats.counts[0]
+        self._edges = DistributedEdges(stage, places, seats, links, self._board)
         self._batch = Buffer("the caller's batch")
         depth = place.window + place.microbatches
         self._inputs = self._targets = None
@@ -129,20 +147,22 @@ class DistributedNeighbourhood:
             self._targets = Edge(name, None, stage.device, stage.compute, depth)
             stage.targets = self._targets
 
-        self._sum: GradientSum | None = None
         self._own_losses: dict[int, Tensor] = {}  # which those of other replicas are added to
-        if links.circle is not None:
-            params = [] if stage.weights is None else stage.weights.params
-            self._sum = GradientSum(
-                params, links.circle, board, stage.compute, stage.weight_gradients
-            )
         held = None if self._sum is None else self._own_losses
         self._losses = Losses(stage, loss_fn, len(places), held)
         self.results = self._losses.results
-        # whether another rank's part of a batch comes from a batch of its own
-        apart = seats.stages > 1 and not targets_first
-        self._compares = apart or seats.counts[0] > 1
-        board.begin()
+
+    def evaluating(
+        self, stages: list[Stage], places: list[Place], measure: LossFn
+    ) -> DistributedNeighbourhood:
+        """The same ranks, met by other messages; every rank calls it."""
+        made = copy(self)
+        made.norm = made._sum = None
+        made._share_loss = False
+        made._evaluates = True
+        (stage,) = stages
+        made._lay_edges(stage, places, self._links.evaluating(), measure)
+        return made
 
     def edges(self) -> Iterable[Receiver]:
         own = (edge for edge in (self._inputs, self._targets) if edge is not None)
@@ -153,9 +173,9 @@ class DistributedNeighbourhood:
     def run(self) -> AbstractContextManager[None]:
         return self._board.run()
 
-    def begin(self, batches: Iterator[object], extent: Extent) -> None:
+    def begin(self, batches: Iterator[object], extent: Extent, keep: Keep | None = None) -> None:
         self._batches, self._extent = batches, extent
-        self._losses.begin(extent)
+        self._losses.begin(extent, keep)
         self._forwarded = 0  # minibatches whose forwards have all been sent
         self._said_end = self._told_end = False
         self._heard_end: Inlet | None = None
@@ -212,6 +232,8 @@ class DistributedNeighbourhood:
     def _begins(self, kind: Kind, before: Ready | None) -> Ready:
         """Say that an action begins, and do what comes before it."""
         board, turn, what = self._board, self._edges.turn, kind.value
+        if self._evaluates:
+            what = f"evaluation, {_THROUGH.get(kind, what)}"
 
         def begins(i: int, j: int) -> bool:
             board.check()
@@ -226,11 +248,15 @@ class DistributedNeighbourhood:
     # Batches, and what is heard of them.
 
     def _pull(self, i: int, j: int) -> None:
-        told = self._edges.hear_of_batch()
-        if told is not None and told.end:
-            self._extent.stop()
-            return
-        for n, part in enumerate(self._take_batch(i, told)):
+        parts: list[Microbatch] = []
+        while not parts and self._extent.minibatches is None:
+            told = self._edges.hear_of_batch()
+            if told is not None and told.end:
+                self._extent.stop()
+                return
+            parts = self._take_batch(i, told)
+            i += 1  # of what is evaluated this replica may have nothing
+        for n, part in enumerate(parts):
             hand_in(self._inputs, part.input, self._batch)
             hand_in(self._edges.target_outlet(n) or self._targets, part.target, self._batch)
 
@@ -254,31 +280,49 @@ class DistributedNeighbourhood:
                 ) from None
             self._extent.stop()
             return []
-        parts = split(batch, i, self._microbatches)
+        parts, looks = self._split(batch, i)
         if told is not None and len(parts) != told.parts:
             raise ValueError(
                 f"batches[{i}]: it makes {len(parts)} microbatches here and {told.parts} on rank "
                 "0; every rank must be given the same"
             )
         for k, count in enumerate(self.seats.counts):
-            if len(parts) < count:
+            if len(parts) < count and not self._evaluates:
                 raise ValueError(
                     f"batches[{i}]: it makes {len(parts)} microbatches, and stage {k} has {count} "
                     "replicas, each of which needs one; leave such a minibatch out, or make it "
                     "larger"
                 )
-        known = Header(len(parts), samples_of(parts))
-        if self._compares:
-            known = known._replace(batch=Fingerprint.of(i, batch))
+        known = Header(len(parts), 0.0 if self._evaluates else samples_of(parts))
+        if looks is not None:
+            known = known._replace(batch=looks)
             if told is not None:
                 _check_batch(i, known.batch, told.batch)
         self._deal(i, known)
         self._edges.tell_of_batch(known)
         return self._edges.dealt(parts)
 
+    def _split(self, batch: object, i: int) -> tuple[list[Microbatch], Fingerprint | None]:
+        """The parts of a batch, and what it looks like, if that is compared.
+
+        Replicas that evaluate get a tuple of batches, which are the parts.
+        """
+        if not (self._evaluates and self.seats.dealt):
+            parts = split(batch, i, self._microbatches)
+            return parts, Fingerprint.of(i, batch) if self._compares else None
+        assert isinstance(batch, tuple)
+        parts = [split(one, i * len(batch) + n, 1)[0] for n, one in enumerate(batch)]
+        if not self._compares:
+            return parts, None
+        looks = [Fingerprint.of(n, one) for n, one in enumerate(batch, i * len(batch))]
+        inputs, targets = (hash(side) for side in zip(*looks, strict=True))  # of int64: the same
+        return parts, Fingerprint(inputs, targets)
+
     def _deal(self, i: int, known: Header) -> None:
-        self._known[i] = known
-        self._extent.add(self._edges.dealt(shares_of(int(known.value), known.parts)))
+        mine = self._edges.dealt(shares_of(int(known.value), known.parts))
+        if mine:
+            self._known[i] = known
+            self._extent.add(mine)
 
     def _expect_activation(self, i: int, j: int) -> bool:
         """Wait for a microbatch; whether there is one."""
@@ -390,7 +434,8 @@ class DistributedNeighbourhood:
             total = self._sum.finish(self._loss_of.get(i, nan), stage.predict)
             self._loss_of[i] = total
             if loss is not None:
-                self.results.append(Result(i, torch.full_like(loss, total)))
+                kept = self._losses.kept.pop(i, None)
+                self.results.append(Result(i, torch.full_like(loss, total), kept))
         if self.norm is not None:
             stage.give_norm(i)
         return True
@@ -406,6 +451,15 @@ class DistributedNeighbourhood:
     def _say_result(self, i: int) -> None:
         if self.results:
             self._board.doing("the caller's loop, which has the result of minibatch", i)
+
+
+#: What an evaluation does by actions of training, in words.
+_THROUGH = {
+    Kind.LOSS: "metrics",
+    Kind.RECEIVE_GRADIENT: "hear that the next stage is through",
+    Kind.SEND_GRADIENT: "tell the previous stage that this one is through",
+    Kind.UPDATE: "end",
+}
 
 
 def _followed(handler: Handler, after: Handler | None) -> Handler:

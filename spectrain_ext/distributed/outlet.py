@@ -261,7 +261,7 @@ class Outlet:
     def _send(self, tensor: Tensor, tag: int) -> dist.Work:
         # Not dist.isend: its checks, after a backward that has emptied the caches, take longer
         # than the call itself.
-        return self.link.host.send([tensor], self._peer, tag)
+        return self.link.host.send([tensor], self._peer, self.link.tags + tag)
 
     def _send_on_device(self, slot: _Outgoing, tensor: Tensor) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from math import lcm
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,12 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from spectrain_ext.method import Method
-from spectrain_ext.pipeline.losses import Result
+from spectrain_ext.pipeline.evaluation import minibatches
+from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Replicas
 
 from .board import Board
+from .exchange import Peers
+from .links import open_host_group
 from .neighbourhood import DistributedNeighbourhood
 
 if TYPE_CHECKING:
@@ -118,6 +122,8 @@ class DistributedPipeline(Pipeline):
         self.rank = dist.get_rank(group)
         self.ranks = len(members)
         self.timeout = timeout
+        self._group = group
+        self._peers: Peers | None = None  # opened when they first tell one another something
         self._targets_from = targets_from
         # All ranks make their pipelines in one order: the count names this one.
         prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
@@ -149,7 +155,11 @@ class DistributedPipeline(Pipeline):
             raise
 
     def run(
-        self, batches: Iterable[object] | None = None, *, trace: Observer | None = None
+        self,
+        batches: Iterable[object] | None = None,
+        *,
+        trace: Observer | Sequence[Observer] | None = None,
+        keep: Keep | None = None,
     ) -> Iterator[Result]:
         """Train on every batch; every rank calls it, and every rank yields every minibatch.
 
@@ -159,6 +169,8 @@ class DistributedPipeline(Pipeline):
                 the last stage, which use the targets, unless these come from the first. Replicas
                 take their microbatches out of them. Other ranks need none, and ignore them.
             trace: records when this rank's actions run, or measures them.
+            keep: as for ``Pipeline``; results carry it on the ranks of the last stage, with
+                replicas there each that of its own microbatches. It is shared with nobody.
 
         Yields:
             On the last rank a ``Result`` per minibatch as soon as its loss has been issued, or with
@@ -176,13 +188,22 @@ class DistributedPipeline(Pipeline):
 
         After a failure the pipeline cannot run again.
         """
+        return super().run(self._fed(batches), trace=trace, keep=keep)
+
+    def _fed(self, batches: Iterable[object] | None) -> Iterable[object]:
         last = len(self.replicas) - 1 if self._targets_from == "last" else 0
         if self.first_stage not in (0, last):
-            batches = ()
+            return ()
         if batches is None:
             first = "the first" if last == 0 else "the first and the last"
             raise ValueError(f"batches: the ranks of {first} stage need them, got None")
-        return super().run(batches, trace=trace)
+        return batches
+
+    def _tell(self, make: Callable[[], Any], doing: str) -> list[Any]:
+        with self.together(doing):
+            if self._peers is None:
+                self._peers = Peers(open_host_group(self._group, self.timeout), self)
+            return self._peers.gathered(make, doing)
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """Inside, all ranks do something together between two runs, and watch each other.
@@ -202,9 +223,30 @@ class DistributedPipeline(Pipeline):
         return self._board.busy(what)
 
     def forward(self, value: Any = None) -> Any:
-        """Not of a pipeline over several processes.
+        """The output of the true weights for one batch, through the stages of all ranks.
+
+        Every rank calls it, in whatever mode its stage is, and without a graph.
+
+        Args:
+            value: the input, on the ranks of the first stage; others need none.
+
+        Returns:
+            The output on the ranks of the last stage, None on all others.
 
         Raises:
-            RuntimeError: always.
+            RuntimeError: a run has not ended yet, or an earlier one failed.
+            ValueError: there is no input.
+            RankError, StageError: as for ``run``.
         """
-        raise RuntimeError("this process has one stage of the model only; call the stage itself")
+        self.check_drained("calling the pipeline")
+        nothing = torch.zeros(1)
+        first, last = self.first_stage == 0, self.first_stage == len(self.replicas) - 1
+        if first and value is None:
+            raise ValueError("value: the ranks of the first stage need the input, got None")
+        batch = (value if first else nothing, nothing)
+        outputs: list[Any] = []
+        seats = self._executor._around.seats
+        # Replicas deal batches out: each gets this one.
+        batches = minibatches([batch] * lcm(*seats.counts), seats, alone=False)
+        self._forward_all(batches, lambda output, _: outputs.append(output), evaluates=False)
+        return outputs[0] if last else None

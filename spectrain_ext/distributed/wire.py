@@ -24,6 +24,7 @@ HEAD = 256
 DATA, END = 1, 2
 # The same two ranks use the same group: what a message is for.
 TAG_HEADER, TAG_LAYOUT, TAG_BODY = 1, 2, 3
+TAGS = 4  # of a link, at most
 # gloo cannot be interrupted, and a wait that times out breaks its connection: the threads that
 # wait are ended with the process, and deadlines are the board's.
 ENDLESS = timedelta(days=365)

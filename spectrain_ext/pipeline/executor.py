@@ -14,7 +14,7 @@ from spectrain_ext.schedule import Generator as Schedule
 from spectrain_ext.transport import Stream, callers_stream, captured
 
 from .cursor import Cursor, Extent
-from .losses import Result
+from .losses import Keep, Result
 from .neighbourhood import Neighbourhood, Work
 from .observer import Observer
 from .stage import Handler, Stage
@@ -57,18 +57,23 @@ class Executor:
         self._ended = True
         self.places = places
         self.stages = stages
-        self._schedule = schedule
+        self._schedule = find_generator(schedule) if isinstance(schedule, str) else schedule
         self._around = around
 
     # A run.
 
-    def run(self, batches: Iterator[object], trace: Observer | None = None) -> Iterator[Result]:
+    def run(
+        self,
+        batches: Iterator[object],
+        trace: Observer | None = None,
+        keep: Keep | None = None,
+    ) -> Iterator[Result]:
         """Train on every batch; yields results in order, each as soon as its loss has been issued.
 
         Closing the generator finishes the minibatches in flight and takes no further batch.
         """
         itself: list[Callable[[], _Run | None]] = []
-        run = self._results_of(batches, trace, itself)
+        run = self._results_of(batches, trace, keep, itself)
         itself.append(ref(run))
         return run
 
@@ -76,6 +81,7 @@ class Executor:
         self,
         batches: Iterator[object],
         trace: Observer | None,
+        keep: Keep | None,
         itself: list[Callable[[], _Run | None]],
     ) -> _Run:
         with self._around.run():
@@ -85,7 +91,7 @@ class Executor:
             self._run = itself[0]
             self._ended = False
             try:
-                self._begin(batches)
+                self._begin(batches, keep)
                 try:
                     for result in self._steps(trace):
                         if trace is not None:
@@ -134,15 +140,14 @@ class Executor:
             finally:
                 del interrupt  # whose traceback has this frame
 
-    def _begin(self, batches: Iterator[object]) -> None:
+    def _begin(self, batches: Iterator[object], keep: Keep | None) -> None:
         in_flight = max(place.window // place.microbatches for place in self.places) + 2
         self._extent = Extent(in_flight)
         self.follow_caller()
-        schedule = find_generator(self._schedule)
         for stage in self.stages:
-            actions = schedule(self.places[stage.index])
+            actions = self._schedule(self.places[stage.index])
             stage.begin(Cursor(actions, self._extent), self._extent)
-        self._around.begin(batches, self._extent)
+        self._around.begin(batches, self._extent, keep)
 
     def _check(self) -> None:
         """Raise RuntimeError if a parameter left its flat buffer."""

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
+from spectrain_ext.errors import placed
 from spectrain_ext.transport import Buffer, Transit, callers_stream
 
 from .cursor import Extent
 from .stage import Stage
 
 LossFn = Callable[..., Tensor]
+#: ``(output, target) -> what a result is to carry``: a tensor, or a dict or tuple of tensors.
+Keep = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -24,14 +30,18 @@ class Result:
         index: its number within the run, counted from 0.
         loss: the loss of its forward, a detached 0-d tensor on the last stage's device. On CUDA the
             caller's current stream is ordered after its computation; the host has not waited.
+        kept: what ``run(..., keep=...)`` asked for, where the last stage is; elsewhere None. The
+            same is true of its order.
     """
 
     index: int
     _loss: Tensor | None = field(repr=False)
+    kept: Any = field(repr=False)
 
-    def __init__(self, index: int, loss: Tensor | None) -> None:
+    def __init__(self, index: int, loss: Tensor | None, kept: Any = None) -> None:
         object.__setattr__(self, "index", index)
         object.__setattr__(self, "_loss", loss)
+        object.__setattr__(self, "kept", kept)
 
     @property
     def loss(self) -> Tensor:
@@ -47,9 +57,14 @@ class Result:
             )
         return self._loss
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether ``loss`` is known here."""
+        return self._loss is not None
+
     def renumbered(self, index: int) -> Result:
         """The same result under another number."""
-        return Result(index, self._loss)
+        return Result(index, self._loss, self.kept)
 
     def __repr__(self) -> str:
         loss = "loss on the last rank" if self._loss is None else f"loss={self._loss}"
@@ -68,6 +83,7 @@ class Losses:
     Attributes:
         results: in order.
         part: the last microbatch's loss, times its share of the minibatch.
+        kept: what the results of minibatches whose losses are held will carry.
     """
 
     part: Tensor
@@ -87,13 +103,20 @@ class Losses:
         self._loss_fn = loss_fn
         self._out = Transit(last.compute, depth)
         self._held = held
+        self.kept: dict[int, Any] = {}
+        self._keeper: _Keeper | None = None
 
-    def begin(self, extent: Extent) -> None:
+    def begin(self, extent: Extent, keep: Keep | None = None) -> None:
         self._extent = extent
+        self._keeper = None if keep is None else _Keeper(keep, self._loss_fn)
+        self._now = self._keeper or self._loss_fn
 
     def loss(self, i: int, j: int) -> None:
         """Compute a microbatch's loss; with the last one's the minibatch has its result."""
-        loss = self._last.loss(i, j, self._loss_fn)
+        keeper = self._keeper
+        if keeper is not None:
+            keeper.asked = True
+        loss = self._last.loss(i, j, self._now)
         shares = self._extent.shares[i]
         if j == 0:
             self._buffer = Buffer("loss")
@@ -102,6 +125,8 @@ class Losses:
             self._sum = self.part if j == 0 else self._sum + self.part
         if j < len(shares) - 1:
             return
+        if keeper is not None:
+            self.kept[i] = keeper.take(shares, self._last)
         if self._held is None:
             self._hand_out(i, self._sum)
         else:
@@ -114,7 +139,7 @@ class Losses:
         caller = callers_stream(last.device)
         caller.wait(last.computed)
         caller.reads(buffer)
-        self.results.append(Result(i, loss.clone()))
+        self.results.append(Result(i, loss.clone(), self.kept.pop(i, None)))
         read = caller.event()
         caller.record(read)
         self._out.hold(read, buffer, loss)
@@ -122,4 +147,71 @@ class Losses:
     def end(self) -> None:
         """Forget the results that nobody has taken; may be repeated."""
         self.results.clear()
+        self.kept.clear()
         self._out.reset()
+
+
+class _Keeper:
+    """A loss function that keeps something of every microbatch as well.
+
+    Args:
+        keep: makes it.
+        loss_fn: the loss.
+
+    Attributes:
+        asked: whether the next call is of a forward, not the second one of a recomputation.
+    """
+
+    def __init__(self, keep: Keep, loss_fn: LossFn) -> None:
+        self.asked = False
+        self._keep = keep
+        self._loss_fn = loss_fn
+        self._parts: list[Any] = []
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        loss = self._loss_fn(output, target)
+        if self.asked:
+            self.asked = False
+            with torch.no_grad(), placed("in keep"):
+                self._parts.append(_copied(self._keep(output, target)))
+        return loss
+
+    def take(self, shares: list[float], last: Stage) -> Any:
+        """Put the microbatches of a minibatch together, for whoever works on the caller's stream.
+
+        Args:
+            shares: of the microbatches.
+            last: the last stage.
+        """
+        parts, self._parts = self._parts, []
+        caller = callers_stream(last.device)
+        with last.compute.using():
+            whole = parts[0] if len(parts) == 1 else _joined(parts, shares)
+        last.compute.record(last.computed)
+        caller.wait(last.computed)
+        caller.lend(tree_leaves(whole))
+        return whole
+
+
+def _copied(value: Any) -> Any:
+    """Without its graph, and in memory that nothing else uses."""
+    for leaf in tree_leaves(value):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                "keep must return a tensor, or a dict or tuple of tensors, got a "
+                f"{type(leaf).__name__}"
+            )
+    return tree_map(lambda tensor: tensor.detach().clone(), value)
+
+
+def _joined(parts: list[Any], shares: list[float]) -> Any:
+    """The mean of what has no dimensions, weighted by shares; other tensors one after another."""
+    total = sum(shares)
+
+    def join(*tensors: Tensor) -> Tensor:
+        if tensors[0].dim():
+            return torch.cat(tensors)
+        weighted = [t * (share / total) for t, share in zip(tensors, shares, strict=True)]
+        return torch.stack(weighted).sum()
+
+    return tree_map(join, *parts)

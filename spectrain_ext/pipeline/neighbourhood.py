@@ -14,7 +14,7 @@ from spectrain_ext.transport import Buffer, Edge, Receiver
 from .batch import hand_in, split
 from .clipping import GlobalNorm
 from .cursor import Extent
-from .losses import Losses, LossFn, Result
+from .losses import Keep, Losses, LossFn, Result
 from .observer import Observer, watched
 from .stage import Handler, Stage
 
@@ -31,11 +31,13 @@ class Neighbourhood(Protocol):
         first: the index of the first stage of this process.
         seats: the replicas of all stages.
         norm: where the stages put their gradients' norms together; None: each has its own.
+        loss_fn: what the last stage computes losses with.
         results: that wait for the caller.
     """
 
     first: int
     seats: Replicas
+    loss_fn: LossFn
     results: deque[Result]
 
     @property
@@ -46,13 +48,24 @@ class Neighbourhood(Protocol):
     ) -> None:
         """Give the stages of this process their edges; ``places`` are those of all stages."""
 
+    def evaluating(
+        self, stages: list[Stage], places: list[Place], measure: LossFn
+    ) -> Neighbourhood:
+        """What is around stages that only go forward: edges of their own, batches of any size.
+
+        Args:
+            stages: of this process, for the time of an evaluation.
+            places: of all stages; the parts of a minibatch there are whole batches.
+            measure: is called in place of the loss function.
+        """
+
     def edges(self) -> Iterable[Receiver]:
         """All edges that end in this process."""
 
     def run(self) -> AbstractContextManager[None]:
         """Inside, a run takes place."""
 
-    def begin(self, batches: Iterator[object], extent: Extent) -> None:
+    def begin(self, batches: Iterator[object], extent: Extent, keep: Keep | None = None) -> None:
         """The stages have begun a run."""
 
     def work_of(self, stage: Stage, trace: Observer | None) -> Work:
@@ -72,6 +85,7 @@ class LocalNeighbourhood:
     """All stages of a pipeline, in one process."""
 
     results: deque[Result]
+    _slots: int | None = None  # of activations; None: as many as the window of backwards asks for
 
     def __init__(self, stages: int, clip_scope: str) -> None:
         self.first = 0
@@ -89,6 +103,8 @@ class LocalNeighbourhood:
         whole: there its other microbatches have slots as well.
         """
         first, last = stages[0], stages[-1]
+        self.loss_fn = loss_fn
+        self._method = method
         self._microbatches = places[0].microbatches
         self._batch = Buffer("the caller's batch")
         self._losses = Losses(last, loss_fn, len(places))
@@ -100,13 +116,22 @@ class LocalNeighbourhood:
             return made
 
         self._edges: list[Edge] = []
-        depth = places[0].window + self._microbatches
+        depth = self._slots or places[0].window + self._microbatches
         first.inputs = self._inputs = edge(None, first, "edge batch -> 0", depth)
         last.targets = self._targets = edge(None, last, "edge batch -> loss", depth)
         for a, b, place in zip(stages, stages[1:], places, strict=False):
             depth = place.window + 1
-            a.to_next = b.inputs = edge(a, b, f"edge {a.index} -> {b.index}", depth)
+            name = f"edge {a.index} -> {b.index}"
+            a.to_next = b.inputs = edge(a, b, name, self._slots or depth)
             b.to_previous = a.gradients = edge(b, a, f"edge {b.index} -> {a.index}", depth)
+
+    def evaluating(
+        self, stages: list[Stage], places: list[Place], measure: LossFn
+    ) -> Neighbourhood:
+        made = LocalNeighbourhood(len(stages), "stage")
+        made._slots = 2
+        made.connect(stages, places, self._method, measure)
+        return made
 
     def edges(self) -> Iterable[Receiver]:
         return self._edges
@@ -114,9 +139,9 @@ class LocalNeighbourhood:
     def run(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def begin(self, batches: Iterator[object], extent: Extent) -> None:
+    def begin(self, batches: Iterator[object], extent: Extent, keep: Keep | None = None) -> None:
         self._batches, self._extent = batches, extent
-        self._losses.begin(extent)
+        self._losses.begin(extent, keep)
 
     def work_of(self, stage: Stage, trace: Observer | None) -> Work:
         handlers = {**stage.handlers(), Kind.PULL: self._pull, Kind.LOSS: self._losses.loss}

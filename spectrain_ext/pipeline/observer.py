@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import profiler
 
+from spectrain_ext.errors import make_all
 from spectrain_ext.schedule import Kind, Rules
 
 if TYPE_CHECKING:
@@ -56,6 +57,51 @@ class Observer:
 
     def end(self) -> None:
         """The run has ended, or failed."""
+
+
+class _Several(Observer):
+    """Some of them, as one."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+        self._begun: list[Observer] = []
+        self.ranges = any(observer.ranges for observer in observers)
+
+    def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
+        self._begun = []
+        for observer in self._observers:
+            try:
+                observer.begin(rules, devices)
+            except BaseException:
+                self.end()
+                raise
+            self._begun.append(observer)
+
+    def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+        for observer in self._observers:
+            handlers = observer.watch(stage, handlers)
+        return handlers
+
+    def result(self, result: Result) -> None:
+        for observer in self._observers:
+            observer.result(result)
+
+    def end(self) -> None:
+        make_all([observer.end for observer in self._begun])
+
+
+def observer_of(trace: Observer | Sequence[Observer] | None) -> Observer | None:
+    """One observer for what was given as ``trace``; None: nobody looks on.
+
+    Raises:
+        TypeError: a member of a sequence is no observer.
+    """
+    if not isinstance(trace, Sequence):
+        return trace
+    for n, one in enumerate(trace):
+        if not isinstance(one, Observer):
+            raise TypeError(f"trace[{n}]: expected an Observer, got {type(one).__name__}")
+    return _Several(trace) if len(trace) > 1 else next(iter(trace), None)
 
 
 def watched(

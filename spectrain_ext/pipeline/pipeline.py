@@ -37,9 +37,10 @@ from .arguments import (
     max_norms_of,
 )
 from .executor import Executor
-from .losses import Result
+from .loops import Loops, told_of
+from .losses import Keep, Result
 from .neighbourhood import LocalNeighbourhood, Neighbourhood
-from .observer import Observer
+from .observer import Observer, observer_of
 from .recomputing import RecomputingStage
 from .stage import Stage
 
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-class Pipeline(nn.Module):
+class Pipeline(Loops):
     """Trains a model that is cut into stages, with several minibatches in flight, in one process.
 
     Args:
@@ -209,7 +210,13 @@ class Pipeline(nn.Module):
 
     # Training.
 
-    def run(self, batches: Iterable[object], *, trace: Observer | None = None) -> Iterator[Result]:
+    def run(
+        self,
+        batches: Iterable[object],
+        *,
+        trace: Observer | Sequence[Observer] | None = None,
+        keep: Keep | None = None,
+    ) -> Iterator[Result]:
         """Train on every batch, one update per batch and stage, without flushing in between.
 
         Args:
@@ -221,6 +228,11 @@ class Pipeline(nn.Module):
                 be overwritten as soon as the next one is asked for; in pinned memory it must be
                 left alone.
             trace: a ``Trace`` records when every action runs, ``Metrics`` sums up; at some cost.
+                Several of them may look on.
+            keep: ``(output, target) -> tensor``, or a dict or tuple of tensors, called for every
+                microbatch beside the loss, without a graph; results carry what it returns as
+                ``kept``: the mean over microbatches, weighted by samples, of what has no
+                dimensions, and other tensors one after another. None: nothing is kept.
 
         Yields:
             A ``Result`` per minibatch, in order, as soon as its loss has been issued; backwards and
@@ -241,9 +253,19 @@ class Pipeline(nn.Module):
         should one come in between, whatever asks the pipeline for weights next ends the run first.
         """
         self._refuse_in_run("run")
-        return self._run(iter(batches), trace)
+        if keep is not None and not callable(keep):
+            raise TypeError(f"keep: expected a callable, got {type(keep).__name__}")
+        begun: list[bool] = []
+        return told_of(self._run(iter(batches), observer_of(trace), keep, begun), begun)
 
-    def _run(self, batches: Iterator[object], trace: Observer | None) -> Iterator[Result]:
+    def _run(
+        self,
+        batches: Iterator[object],
+        trace: Observer | None,
+        keep: Keep | None,
+        begun: list[bool],
+    ) -> Iterator[Result]:
+        begun.append(True)
         self._refuse_in_run("run")
         if torch.is_inference_mode_enabled():
             raise RuntimeError("run: inference mode is on; training needs autograd")
@@ -259,9 +281,9 @@ class Pipeline(nn.Module):
         _logger.info("run begins: %s, %s", self.method.name, self._where())
         try:
             if trace is None:
-                yield from self._executor.run(batches)
+                yield from self._executor.run(batches, None, keep)
             else:
-                yield from self._watched(batches, trace)
+                yield from self._watched(batches, trace, keep)
         except GeneratorExit:
             _logger.info("run ended, left by the caller: %s", self._where())
             raise
@@ -270,10 +292,12 @@ class Pipeline(nn.Module):
             raise
         _logger.info("run ended: %s", self._where())
 
-    def _watched(self, batches: Iterator[object], trace: Observer) -> Iterator[Result]:
+    def _watched(
+        self, batches: Iterator[object], trace: Observer, keep: Keep | None
+    ) -> Iterator[Result]:
         trace.begin(self._rules, self.devices)
         try:
-            yield from self._executor.run(batches, trace)
+            yield from self._executor.run(batches, trace, keep)
         except GeneratorExit:
             trace.end()
             raise
@@ -320,6 +344,9 @@ class Pipeline(nn.Module):
         Whatever the caller's stream is now, it may then use what the pipeline holds.
         """
         self._executor.mend()
+        if self._evaluating is not None and not self._evaluating.running:
+            self._evaluating.mend()
+            self._evaluating = None
         for weights in self._weights:
             if weights is not None:
                 weights.mend()
@@ -341,6 +368,8 @@ class Pipeline(nn.Module):
 
     def _refuse_in_run(self, what: str) -> None:
         self._mend()
+        if self._evaluating is not None:
+            raise RuntimeError(f"{what}: an evaluation of this pipeline has not ended")
         if self._executor.running:
             raise RuntimeError(
                 f"{what}: a run of this pipeline has not ended, and the modules may hold predicted "

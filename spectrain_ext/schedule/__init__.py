@@ -9,6 +9,7 @@ from .generators import (
     Generator,
     find_generator,
     flushes,
+    forwards,
     name_of,
     streams,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "find_generator",
     "flushes",
     "forward",
+    "forwards",
     "interleave",
     "name_of",
     "open_ledgers",

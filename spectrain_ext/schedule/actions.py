@@ -81,6 +81,15 @@ def backward(place: Place, i: int, j: int) -> tuple[Action, ...]:
     return _backward(stage == 0, stage == stages - 1, j == microbatches - 1, i, j)
 
 
+def through(place: Place, i: int, j: int) -> tuple[Action, ...]:
+    """The actions of a backward without its computation: word of it goes from stage to stage."""
+    return tuple(
+        action
+        for action in backward(place, i, j)
+        if action.kind is not _LOAD_BACKWARD and action.kind is not _BACKWARD
+    )
+
+
 # Stages that are a few minibatches apart share these values. Making them anew on each of 64 stages
 # took a third of the time of a validation.
 @lru_cache(maxsize=1 << 10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
 
-from .actions import Action, Kind, backward, forward
+from .actions import Action, Kind, backward, forward, through
 from .place import Place
 
 #: A schedule: a stage's place -> its endless actions.
@@ -29,16 +29,28 @@ def asynchronous(place: Place) -> Iterator[Action]:
     inputs. A run of finite length is the stream without the actions of minibatches that do not
     exist, which gives warm-up and drain without a word about them.
     """
-    return chain.from_iterable(_alternating(place))
+    return chain.from_iterable(_alternating(place, backward))
 
 
-def _alternating(place: Place) -> Iterator[tuple[Action, ...]]:
+def _alternating(
+    place: Place, comes_back: Callable[[Place, int, int], tuple[Action, ...]]
+) -> Iterator[tuple[Action, ...]]:
     window, parts = place.window, place.microbatches
     for q in range(window):
         yield forward(place, *divmod(q, parts))
     for q in count():
-        yield backward(place, *divmod(q, parts))
+        yield comes_back(place, *divmod(q, parts))
         yield forward(place, *divmod(q + window, parts))
+
+
+def forwards(place: Place) -> Iterator[Action]:
+    """Forwards only, of an evaluation: it trains nothing, and is no schedule of a method.
+
+    As ``asynchronous``, but what comes back from the next stage is the word that a microbatch is
+    through, instead of a gradient: so no stage gets ahead of the last one by more than its window,
+    with memory for as many messages. What ends a minibatch there, its update, ends it here.
+    """
+    return chain.from_iterable(_alternating(place, through))
 
 
 def flushing(place: Place) -> Iterator[Action]:

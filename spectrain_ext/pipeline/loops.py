@@ -1,0 +1,270 @@
+"""Loops: what drives a pipeline: an evaluation, a whole training, and a run that nobody drives."""
+
+from __future__ import annotations
+
+import warnings
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from math import nan
+from typing import TYPE_CHECKING, Any, cast
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+
+from .evaluation import Measured, Measures, Metric, evaluating, mean_of, minibatches, undisturbed
+from .executor import Executor
+from .losses import Keep, Result
+from .observer import Observer
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+#: Losses that the host asks for at once.
+_WAITING = 256
+
+
+class Loops(nn.Module):
+    """The base of a pipeline, which says how it runs; here is what is made of runs."""
+
+    _executor: Executor
+    _evaluating: Executor | None = None  # while one goes on, or until its end has been made up for
+    devices: tuple[torch.device, ...]
+
+    # What a pipeline of several processes does otherwise.
+
+    def _fed(self, batches: Iterable[object] | None) -> Iterable[object]:
+        """The batches that this process goes through."""
+        if batches is None:
+            raise TypeError("batches: expected an iterable, got None")
+        return batches
+
+    def _tell(self, make: Callable[[], Any], doing: str) -> list[Any]:
+        """What ``make`` returns in every process, by rank: JSON's types."""
+        return [make()]
+
+    def check_drained(self, what: str) -> None:
+        """Raise RuntimeError, naming ``what`` was asked for, if a run has not ended."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        batches: Iterable[object],
+        *,
+        trace: Observer | Sequence[Observer] | None = None,
+        keep: Keep | None = None,
+    ) -> Iterator[Result]:
+        """Train on every batch."""
+        raise NotImplementedError
+
+    # Evaluation.
+
+    def evaluate(
+        self,
+        batches: Iterable[object] | None,
+        metrics: Mapping[str, Metric] | None = None,
+    ) -> dict[str, float]:
+        """Measure the model on every batch: true weights, modules in evaluation, no graph.
+
+        Several batches are in flight at once, one on each stage and more on their way; no other
+        versions of the weights are made. A batch is computed with as a whole, whatever
+        ``microbatches`` is, and batches of any sizes may follow one another.
+
+        Args:
+            batches: as for ``run``. Of several processes the same ones give them.
+            metrics: by name functions ``(output, target) -> mean over the batch's samples``, a 0-d
+                tensor or a number; or objects with ``update(output, target)`` and ``compute()``,
+                as torchmetrics has them, which are ``reset()`` first if they can be. None: the loss
+                as ``"loss"``. They are called without a graph, where the last stage is.
+
+        Returns:
+            The value of each metric. Those of functions are means over all batches, each weighted
+            by its samples, the length of its target's first tensor; added up in float64 without
+            rounding. All processes of a pipeline get the same floats, those of one process.
+
+        Raises:
+            RuntimeError: a run has not ended yet.
+            ValueError: there was no batch, or a metric is not one number.
+            TypeError: a metric is neither, or a batch is no pair.
+            StageError: an exception inside a stage or a metric, from its cause.
+
+        Whatever comes, all modules are then in the modes that they were in. Training goes on to the
+        bit as if there had been no evaluation: neither the stages' random numbers nor those of
+        torch's default generators have advanced, and no running statistics.
+        """
+        what = "evaluate"
+        self.check_drained(what)
+        around = self._executor._around
+        chosen = {"loss": around.loss_fn} if metrics is None else metrics
+        measures = Measures(chosen, around.seats.ranks > len(self.devices))
+        # A metric with a state has to see all batches: then one replica of every stage works.
+        several = around.seats.counts[-1] > 1
+        alone = several and any(self._tell(lambda: measures.stateful, what))
+        with undisturbed(self.devices):
+            self._forward_all(minibatches(self._fed(batches), around.seats, alone), measures)
+        told = self._tell(lambda: list(measures.told()), "sharing the metrics of an evaluation")
+        return mean_of(chosen, [Measured(*one) for one in told])
+
+    def _forward_all(
+        self,
+        batches: Iterator[object],
+        measure: Callable[..., Any],
+        evaluates: bool = True,
+    ) -> None:
+        """Bring all batches through the stages."""
+        self._evaluating = evaluating(self._executor, measure, evaluates)
+        for _ in self._evaluating.run(batches):
+            pass
+        self._evaluating = None
+
+    # Training.
+
+    def fit(
+        self,
+        batches: Iterable[object] | None,
+        epochs: int = 1,
+        callbacks: Iterable[Callable[[Result], object]] = (),
+        *,
+        trace: Observer | Sequence[Observer] | None = None,
+        keep: Keep | None = None,
+    ) -> list[float]:
+        """Train on every batch of so many epochs, in one run: the pipeline drains at its end only.
+
+        Args:
+            batches: as for ``run``; gone through anew in every epoch. A sampler with ``set_epoch``
+                (of a ``DataLoader``, or the batches' own) is told which one begins.
+            epochs: their number, at least 1.
+            callbacks: each is called with every ``Result`` as soon as ``run`` yields it, in order.
+            trace: as for ``run``.
+            keep: as for ``run``.
+
+        Returns:
+            Of every epoch the mean of its minibatches' losses, each as it was when its forward was
+            computed; nan where there was none. All processes of a pipeline get the same floats.
+
+        Raises:
+            ValueError: an epoch after the first has no batches, as of a generator, which can be
+                gone through only once.
+            TypeError: a callback that cannot be called.
+            And what ``run`` raises; an exception of a callback ends the run like leaving its loop.
+        """
+        if isinstance(epochs, bool) or not isinstance(epochs, int):
+            raise TypeError(f"epochs: expected an int, got {type(epochs).__name__}")
+        if epochs < 1:
+            raise ValueError(f"epochs: expected at least 1, got {epochs}")
+        called = list(callbacks)
+        for n, callback in enumerate(called):
+            if not callable(callback):
+                raise TypeError(
+                    f"callbacks[{n}]: expected a callable, got {type(callback).__name__}"
+                )
+        given = _Epochs(self._fed(batches), epochs)
+        losses = _Losses()
+        run = cast("Generator[Result, None, None]", self.run(iter(given), trace=trace, keep=keep))
+        failure: Exception | None = None
+        with closing(run):
+            for result in run:
+                losses.add(result)
+                try:
+                    for callback in called:
+                        callback(result)
+                except Exception as error:
+                    failure = error
+                    break
+
+        def lengths() -> list[int]:
+            if failure is not None:
+                raise failure
+            return given.lengths
+
+        what = "sharing the losses of a training"
+        counts = self._tell(lengths, what)[0]
+        return cast("list[float]", self._tell(lambda: losses.means(counts), what)[-1])
+
+
+class _Epochs:
+    """Batches, gone through so many times.
+
+    Attributes:
+        lengths: of every epoch that has begun, its batches so far.
+    """
+
+    def __init__(self, batches: Iterable[object], epochs: int) -> None:
+        if epochs > 1 and isinstance(batches, Iterator):
+            raise ValueError(
+                f"batches: a {type(batches).__name__} can be gone through only once, and there are "
+                f"{epochs} epochs; give what makes a new iterator every time, as a list or a "
+                "DataLoader does"
+            )
+        self._batches = batches
+        self._epochs = epochs
+        self.lengths: list[int] = []
+
+    def __iter__(self) -> Iterator[object]:
+        for epoch in range(self._epochs):
+            for sampler in _samplers(self._batches):
+                sampler.set_epoch(epoch)
+            self.lengths.append(0)
+            for batch in self._batches:
+                self.lengths[epoch] += 1
+                yield batch
+            if epoch and self.lengths[0] and not self.lengths[epoch]:
+                raise ValueError(
+                    f"batches: they were exhausted after epoch {epoch - 1}; give what makes a new "
+                    "iterator every time, as a list or a DataLoader does"
+                )
+
+
+def _samplers(batches: object) -> list[Any]:
+    """Who wants to know which epoch begins, each once."""
+    there = [batches, *(getattr(batches, name, None) for name in ("sampler", "batch_sampler"))]
+    there.append(getattr(there[-1], "sampler", None))
+    wanting = {id(one): one for one in there if callable(getattr(one, "set_epoch", None))}
+    return list(wanting.values())
+
+
+class _Losses:
+    """The losses of all minibatches, on a process that has them, 8 bytes each."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Tensor] = []
+        self._known = array("d")
+
+    def add(self, result: Result) -> None:
+        if result.has_loss:
+            self._waiting.append(result.loss)
+            if len(self._waiting) >= 2 * _WAITING:
+                self._ask(_WAITING)  # which have long been computed
+
+    def _ask(self, count: int) -> None:
+        self._known.extend(float(loss) for loss in self._waiting[:count])
+        del self._waiting[:count]
+
+    def means(self, lengths: Sequence[int]) -> list[float]:
+        """Of every epoch."""
+        self._ask(len(self._waiting))
+        found, begin = [], 0
+        for length in lengths:
+            part = self._known[begin : begin + length]
+            found.append(sum(part) / len(part) if part else nan)
+            begin += length
+        return found
+
+
+# A run that nobody drives.
+
+
+def told_of(run: Iterator[Result], begun: list[bool]) -> Iterator[Result]:
+    """The run, whose end without a beginning is told: an iterator is easily taken for a call."""
+    finalize(run, _tell_unless, begun).atexit = False
+    return run
+
+
+def _tell_unless(begun: list[bool]) -> None:
+    if not begun:
+        warnings.warn(
+            "the iterator that run() returned was dropped, and nothing was trained; iterate over "
+            "it, or call fit()",
+            stacklevel=3,
+        )

@@ -1,0 +1,205 @@
+"""Evaluations and whole trainings that tests run in one process and on several ranks."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from helpers.replica_programs import seat
+from torch import nn
+
+import spectrain_ext as st
+
+WIDTH = 5
+SIZES = (6, 6, 11, 6, 3, 1, 6)  # larger than any batch of training, and smaller
+
+
+def stages(n):
+    """In training they draw, and keep statistics."""
+    torch.manual_seed(3)
+    return [
+        nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH)
+        )
+        for _ in range(n)
+    ]
+
+
+def data(sizes, seed=11):
+    g = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(s, WIDTH, generator=g), torch.randint(WIDTH, (s,), generator=g)) for s in sizes
+    ]
+
+
+def accuracy(output, target):
+    return (output.argmax(-1) == target).float().mean()
+
+
+class Count:
+    """A metric with a state that must see all batches, in order."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.targets, self.right = [], 0
+
+    def update(self, output, target):
+        self.targets.append(target)
+        self.right += int((output.argmax(-1) == target).sum())
+
+    def compute(self):
+        order = torch.cat(self.targets).double()
+        return self.right + (order * torch.arange(len(order))).sum()
+
+
+def metrics():
+    return {"loss": nn.functional.cross_entropy, "accuracy": accuracy, "count": Count()}
+
+
+def sgd(params):
+    return st.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def program(pipe, feeds, evaluates=True):
+    """What a training with evaluations in between gives: every process calls this."""
+    torch.manual_seed(7)
+    train, test = data([12] * 5), data(SIZES, seed=12)
+    found = []
+
+    def measure():
+        if evaluates:
+            found.append(pipe.evaluate(test if feeds else None, metrics()))
+            found.append(pipe.evaluate(iter(test) if feeds else None))
+
+    measure()
+    kept = [result.kept for result in pipe.run(train if feeds else None, keep=accuracy)]
+    measure()
+    seen = []
+    means = pipe.fit(train if feeds else None, 2, [lambda result: seen.append(result.index)])
+    assert seen == list(range(10))
+    measure()
+    output = None
+    if evaluates:
+        pipe.eval()
+        with torch.no_grad():
+            output = pipe(test[2][0] if feeds else None)
+        pipe.train()
+    return found, kept, means, output, pipe.state_dict(), torch.rand(())
+
+
+def together(n, method, parts, evaluates=True):
+    torch.manual_seed(5)
+    pipe = st.Pipeline(
+        stages(n), sgd, nn.functional.cross_entropy, method, microbatches=parts, recompute=n == 2
+    )
+    return program(pipe, True, evaluates)
+
+
+def apart(rank, ranks, cases):
+    found = []
+    for counts, method, parts, more in cases:
+        k, _ = seat(counts, rank)
+        torch.manual_seed(5)
+        pipe = st.DistributedPipeline(
+            stages(len(counts))[k],
+            sgd,
+            nn.functional.cross_entropy,
+            method,
+            microbatches=parts,
+            recompute=len(counts) == 2,
+            timeout=30.0,
+            replicas=counts,
+            **more,
+        )
+        last = 0 if more.get("targets_from") == "first" else len(counts) - 1
+        found.append(program(pipe, k in (0, last)))
+    return found
+
+
+class Slow(nn.Module):
+    """Waits, and writes down when."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.seconds = seconds
+        self.times = []
+
+    def forward(self, x):
+        began = time.monotonic()
+        time.sleep(self.seconds)
+        self.times.append((began, time.monotonic()))
+        return self.linear(x)
+
+
+def slow(rank, ranks):
+    """When this rank's stage was at work in an evaluation."""
+    stage = Slow(0.02)
+    pipe = st.DistributedPipeline(stage, sgd, nn.functional.cross_entropy, timeout=30.0)
+    pipe.evaluate(data([4] * 12))
+    return stage.times
+
+
+def failing(rank, ranks, what, where):
+    """How an evaluation ends on every rank, of which one fails."""
+    pipe = st.DistributedPipeline(
+        stages(ranks)[rank], sgd, nn.functional.cross_entropy, timeout=20.0
+    )
+
+    def broken(*_):
+        raise ValueError("broken here")
+
+    batches, chosen = data([4] * 40), {"loss": nn.functional.cross_entropy}
+    if what == "metric":
+        chosen["mine"] = broken
+    if what == "computed":
+        chosen["mine"] = Broken()
+    if rank == where and what == "stage":
+        pipe.get_submodule(f"{rank}.0").register_forward_hook(broken)
+    if rank == where and what == "batch":
+        batches = map(lambda b: broken() if len(b[0]) == 5 else b, data([4, 4, 5]))
+    try:
+        pipe.evaluate(batches, chosen)
+    except Exception as error:
+        modes = {module.training for module in pipe.modules()}
+        return type(error).__name__, str(error), modes
+    return None
+
+
+class Broken(Count):
+    def compute(self):
+        raise ValueError("broken here")
+
+
+def refused(rank, ranks):
+    """What is refused on every rank, and leaves the pipeline as it was."""
+    pipe = st.DistributedPipeline(
+        stages(ranks)[rank], sgd, nn.functional.cross_entropy, timeout=20.0
+    )
+    batches = data([8] * 3)
+    found = []
+
+    def attempt(call):
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    run = pipe.run(batches)
+    next(run)
+    attempt(lambda: pipe.evaluate(batches))
+    attempt(lambda: pipe(batches[0][0]))
+    attempt(lambda: pipe.fit(batches))
+    for _ in run:
+        pass
+    attempt(lambda: pipe.evaluate([]))
+    callbacks = [broken_at_1] if rank == 1 else []
+    attempt(lambda: pipe.fit(batches, callbacks=callbacks))
+    return found, pipe.evaluate(batches)
+
+
+def broken_at_1(result):
+    if result.index == 1:
+        raise ValueError("enough")
