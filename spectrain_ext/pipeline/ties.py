@@ -54,7 +54,7 @@ class Copy:
         self.held, self.original = held, original
         self.elsewhere: list[str] = []
         self._shared = held is original  # and is to be so again
-        self._said: dict[str, tuple[int, str]] = {}  # of the stage before
+        self._bound = not self._shared
         self._seen = -1  # of the original's version, as it is here
 
     @property
@@ -74,23 +74,22 @@ class Copy:
 
     def bind(self) -> None:
         """Give the stage a parameter of its own."""
-        if self.original is not None and self.held is self.original:
-            self._put(copy.deepcopy(self.original))
-            self._seen = self.original._version
-            # Whoever makes another pipeline of these stages finds the tie in this.
-            self._said = dict(getattr(self.module, ATTRIBUTE, {}))
-            known = {name: (self.home, self.home_name) for name in self.names}
-            setattr(self.module, ATTRIBUTE, {**self._said, **known})
+        if self._bound or self.original is None:
+            return
+        # Whoever makes another pipeline of these stages finds the tie in this.
+        said = getattr(self.module, ATTRIBUTE, {})
+        tied = {name: (self.home, self.home_name) for name in self.names}
+        setattr(self.module, ATTRIBUTE, {**said, **tied})
+        self._put(copy.deepcopy(self.original))
+        self._seen = self.original._version
+        self._bound = True
 
     def unbind(self) -> None:
         """Make them one again, if they were and are on one device."""
         original = self.original
         if original is not None and self._shared and self.held.device == original.device:
+            self._bound = False
             self._put(original)
-            known = getattr(self.module, ATTRIBUTE, {})
-            kept = {name: home for name, home in known.items() if name not in self.names}
-            kept.update((name, self._said[name]) for name in self.names if name in self._said)
-            setattr(self.module, ATTRIBUTE, kept)
 
     def _put(self, held: nn.Parameter) -> None:
         for name in self.names:
@@ -492,6 +491,7 @@ class Away(End):
         self._drop_gradients()
         self._in_transit.reset()
         self._forget()
+        self._own = []
 
 
 class LocalTies:
