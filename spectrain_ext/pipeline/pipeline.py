@@ -517,6 +517,8 @@ def _refuse_load_in_run(pipe: Pipeline, *_: object) -> None:
 
 
 def _follow_load(pipe: Pipeline, *_: object) -> None:
+    for copy in pipe._copies:
+        copy.follow(changed=True)
     pipe._executor.follow_caller()
 
 

@@ -102,10 +102,12 @@ class Copy:
         now = dict(self.module.named_parameters(remove_duplicate=False))
         return all(now.get(name) is self.held for name in self.names)
 
-    def follow(self) -> None:
-        """Outside of a run: be what the home's is now, if somebody has changed that."""
+    def follow(self, changed: bool = False) -> None:
+        """Outside of a run: be what the home's is now, if somebody has changed one of them."""
         original = self.original
-        if original is not None and self.held is not original and self._seen != original._version:
+        if original is None or self.held is original:
+            return
+        if changed or self._seen != original._version:
             self.held.data.copy_(original.detach())
             self._seen = original._version
 
