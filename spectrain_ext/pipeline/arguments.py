@@ -37,9 +37,9 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
             if part in owners:
                 other, its_name = owners[part]
                 raise ValueError(
-                    f"stages[{k}]: its module {name!r} is module {its_name!r} of stages[{other}] as "
-                    "well; stages may share parameters: give each a module of its own, and the "
-                    "later one the earlier one's parameters, as in head.weight = embedding.weight"
+                    f"stages[{k}]: its module {name!r} is module {its_name!r} of stages[{other}] "
+                    "as well; stages may share parameters: give each a module of its own, and the "
+                    "later one the earlier one's parameters, as head.weight = embedding.weight does"
                 )
         owners.update((part, (k, name)) for part, name in parts.items())
         for name, p in module.named_parameters():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.method import Method, rules_at
-from spectrain_ext.schedule import Kind, Place, Rules, find_generator
+from spectrain_ext.schedule import Kind, Place, find_generator
 from spectrain_ext.schedule.reading import Entries
 from spectrain_ext.transport import Buffer, Edge, Message, Receiver, Sender, Slot, Transit
 
@@ -61,16 +61,9 @@ class Copy:
     def where(self) -> str:
         return f"stages[{self.stage}]: parameter {self.names[0]!r}"
 
-    def check(self, found: Sequence[object] | None) -> None:
-        """Raise ValueError unless the home's parameter, as ``look_of`` has it, is like this one."""
-        its = f"{self.home_name!r} of stages[{self.home}]"
-        if found is None:
-            raise ValueError(f"{self.where} is tied to {its}, which there is not")
-        if list(found) != look_of(self.held):
-            raise ValueError(
-                f"{self.where} is tied to {its} and must be like it: shape, dtype and requires_grad"
-                f" are {look_of(self.held)} here and {list(found)} there"
-            )
+    @property
+    def member(self) -> Member:
+        return Member(self.home, self.stage, self.home_name, self.names[0], self.held.requires_grad)
 
     def bind(self) -> None:
         """Give the stage a parameter of its own."""
@@ -122,6 +115,31 @@ def look_of(p: nn.Parameter) -> list[object]:
     return [list(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad]
 
 
+def check_look(member: Member, look: Sequence[object], found: Sequence[object] | None) -> None:
+    """Raise ValueError unless the home's parameter looks like the copy; None: there is none."""
+    if found is None:
+        raise ValueError(f"{member}, which there is not")
+    if list(found) != list(look):
+        raise ValueError(
+            f"{member} and must be like it: shape, dtype and requires_grad are {list(look)} here "
+            f"and {list(found)} there"
+        )
+
+
+def names_of(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of every parameter."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    return names
+
+
+def full_names(module: nn.Module, stage: int, names: Iterable[str]) -> list[str]:
+    """What the whole model calls a stage's parameters or module buffers."""
+    full_name = getattr(module, "full_name", None)
+    return [full_name(name) if callable(full_name) else f"{stage}.{name}" for name in names]
+
+
 def copies_of(modules: Sequence[nn.Module], first: int = 0) -> list[Copy]:
     """The copies that stages of this process have: one object in several stages, or said to be.
 
@@ -135,10 +153,7 @@ def copies_of(modules: Sequence[nn.Module], first: int = 0) -> list[Copy]:
     found: list[Copy] = []
     owners: dict[nn.Parameter, tuple[int, str, nn.Parameter]] = {}  # of originals and copies
     for k, module in enumerate(modules, first):
-        said = _said(module, k)
-        names: dict[nn.Parameter, list[str]] = {}
-        for name, p in module.named_parameters(remove_duplicate=False):
-            names.setdefault(p, []).append(name)
+        said, names = _said(module, k), names_of(module)
         for name in said:
             if not any(name in own for own in names.values()):
                 raise ValueError(f"stages[{k}].{ATTRIBUTE}: it has no parameter {name!r}")
@@ -150,10 +165,7 @@ def copies_of(modules: Sequence[nn.Module], first: int = 0) -> list[Copy]:
                 if place[0] >= first:
                     there = dict(modules[place[0] - first].named_parameters(remove_duplicate=False))
                     if place[1] not in there:
-                        raise ValueError(
-                            f"stages[{k}].{ATTRIBUTE}: {own[0]!r} is said to be {place[1]!r} of "
-                            f"stages[{place[0]}], which there is not"
-                        )
+                        check_look(Member(place[0], k, place[1], own[0], True), [], None)
                     home = owners[there[place[1]]]
             if home is None:
                 owners[p] = k, own[0], p
@@ -161,7 +173,7 @@ def copies_of(modules: Sequence[nn.Module], first: int = 0) -> list[Copy]:
             made = Copy(k, module, own, home[0], home[1], p, home[2])
             if home[2] is not None:
                 owners[p] = home[0], home[1], home[2]
-                made.check(look_of(home[2]))
+                check_look(made.member, look_of(p), look_of(home[2]))
             found.append(made)
     return found
 
@@ -186,6 +198,22 @@ def _said(module: nn.Module, k: int) -> dict[str, tuple[int, str]]:
     return found
 
 
+class Member(NamedTuple):
+    """One parameter of a tie: two stages, its name on either, and whether it gets a gradient."""
+
+    home: int
+    copy: int
+    home_name: str
+    name: str
+    trained: bool
+
+    def __str__(self) -> str:
+        return (
+            f"stages[{self.copy}]: parameter {self.name!r} is tied to {self.home_name!r} of "
+            f"stages[{self.home}]"
+        )
+
+
 class Tie(NamedTuple):
     """All that one stage has copies of from another.
 
@@ -201,38 +229,37 @@ class Tie(NamedTuple):
     trained: tuple[bool, ...]
 
 
-def ties_of(copies: Iterable[Copy]) -> list[Tie]:
-    """The copies by the two stages that they concern, in the order of their homes, then stages."""
-    groups: dict[tuple[int, int], list[Copy]] = {}
-    for each in copies:
-        groups.setdefault((each.home, each.stage), []).append(each)
+def ties_of(members: Iterable[Member]) -> list[Tie]:
+    """The parameters by their two stages, in the order of homes, then of copies."""
+    groups: dict[tuple[int, int], list[Member]] = {}
+    for each in members:
+        groups.setdefault((each.home, each.copy), []).append(each)
     return [
         Tie(
             *stages,
-            tuple((each.home_name, each.names[0]) for each in groups[stages]),
-            tuple(each.held.requires_grad for each in groups[stages]),
+            tuple((each.home_name, each.name) for each in groups[stages]),
+            tuple(each.trained for each in groups[stages]),
         )
         for stages in sorted(groups)
     ]
 
 
 class Turns:
-    """Tells which forwards of a stage read other weights than its one before, as the schedule has it.
+    """Tells which forwards of a stage read other weights than the forward before.
 
-    Both ends of a tie ask, with the same microbatches, and come to the same answers: that is how the
-    copy's end knows what is sent without being told.
+    The schedule says so. Both ends of a tie ask, with the same microbatches, and come to the same
+    answers: that is how the copy's end knows what is sent without being told.
 
     Args:
-        schedule: its name.
+        method: what all stages train by.
         places: of all stages.
         home: the stage.
-        rules: the method there.
     """
 
-    def __init__(self, schedule: str, places: Sequence[Place], home: int, rules: Rules) -> None:
-        self._rules = rules
-        self._place = places[0 if rules.forward_reads == "entry" else home]
-        self._generate = find_generator(schedule)
+    def __init__(self, method: Method, places: Sequence[Place], home: int) -> None:
+        self._rules = rules_at(method, places[home])
+        self._place = places[0 if self._rules.forward_reads == "entry" else home]
+        self._generate = find_generator(method.schedule)
 
     def begin(self) -> None:
         self._entries = Entries(self._generate(self._place))
@@ -287,8 +314,7 @@ class Home(End):
 
     Args:
         stage: the stage.
-        names: of the parameters.
-        trained: which of them get a gradient.
+        tie: what it has in common with the other end.
         weights: where their weights go.
         gradients: where gradients come from, if any do; received on the compute stream.
         turns: which forwards read other weights.
@@ -297,15 +323,14 @@ class Home(End):
     def __init__(
         self,
         stage: Stage,
-        names: Sequence[str],
-        trained: Sequence[bool],
+        tie: Tie,
         weights: Sender,
         gradients: Receiver | None,
         turns: Turns,
     ) -> None:
         known = dict(stage.module.named_parameters(remove_duplicate=False))
-        self.stage, self.params = stage, [known[name] for name in names]
-        self._trained = [p for p, learns in zip(self.params, trained, strict=True) if learns]
+        self.stage, self.params = stage, [known[name] for name, _ in tie.names]
+        self._trained = [p for p, learns in zip(self.params, tie.trained, strict=True) if learns]
         self._weights, self._gradients, self._turns = weights, gradients, turns
         self._added: int | None = None
 
@@ -355,12 +380,13 @@ class Home(End):
 class Away(End):
     """The end with the copies: computes with what the home sent, and sends gradients back.
 
-    A forward and its backward compute with what the home's forward of the microbatch read. It is not
-    copied again: the parameters' data is where it arrived.
+    A forward and its backward compute with what the home's forward of the microbatch read. That is
+    not copied again: the parameters' data is where it arrived.
 
     Args:
         stage: the stage.
-        copies: its copies.
+        tie: what it has in common with the other end.
+        copies: those that the stage has, of any home.
         weights: where their weights come from; received on the compute stream.
         gradients: where gradients go, if any do.
         turns: which forwards of the home read other weights.
@@ -370,13 +396,15 @@ class Away(End):
     def __init__(
         self,
         stage: Stage,
+        tie: Tie,
         copies: Sequence[Copy],
         weights: Receiver,
         gradients: Sender | None,
         turns: Turns,
         keeps: bool,
     ) -> None:
-        self.stage, self.copies = stage, list(copies)
+        known = {each.names[0]: each for each in copies if each.stage == stage.index}
+        self.stage, self.copies = stage, [known[name] for _, name in tie.names]
         self.memory = Buffer(f"copies of others' weights in stage {stage.index}")
         stage.shared = (*stage.shared, self.memory)
         self._weights, self._gradients, self._turns = weights, gradients, turns
@@ -522,21 +550,22 @@ class LocalTies:
             self.edges.append(Edge(name, a.device, b.device, b.compute, depth))
             return self.edges[-1]
 
-        for tie in ties_of(copies):
+        for tie in ties_of(each.member for each in copies):
             a, b, place = stages[tie.home], stages[tie.copy], places[tie.home]
             there = edge(a, b, "weights", depth_of(place))
             back = edge(b, a, "gradients", depth_of(place)) if any(tie.trained) else None
-            rules = rules_at(method, place)
-            home, away = (Turns(method.schedule, places, tie.home, rules) for _ in range(2))
-            names = [name for name, _ in tie.names]
-            own = [each for each in copies if (each.home, each.stage) == tie[:2]]
+            home, away = (Turns(method, places, tie.home) for _ in range(2))
             pair = (
-                Home(a, names, tie.trained, there, back, home),
-                Away(b, own, there, back, away, keeps=False),
+                Home(a, tie, there, back, home),
+                Away(b, tie, copies, there, back, away, keeps=False),
             )
             self._pairs.append((*pair, there))
             for end, stage in zip(pair, (a, b), strict=True):
                 self.ends.setdefault(stage.index, []).append(end)
+        for each in copies:
+            assert each.original is not None
+            module = stages[each.home].module
+            each.elsewhere = full_names(module, each.home, names_of(module)[each.original])
 
     def begin(self, extent: Extent) -> None:
         for ends in self.ends.values():
@@ -585,4 +614,3 @@ def tied(handlers: dict[Kind, Handler], ends: Sequence[End]) -> dict[Kind, Handl
             end.after_backward(i, j)
 
     return {**handlers, Kind.FORWARD: both_forward, Kind.BACKWARD: both_backward}
-

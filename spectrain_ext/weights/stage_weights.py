@@ -83,9 +83,7 @@ class StageWeights:
         self.updater = updater_of(optimizer)
         self.scheduler = scheduler
         self._names: dict[Tensor, str] = {
-            p: name
-            for name, p in module.named_parameters()
-            if p.requires_grad and p not in copies
+            p: name for name, p in module.named_parameters() if p.requires_grad and p not in copies
         }
         self.params = list(self._names)
         self._rules = rules

@@ -69,7 +69,9 @@ class Interrupts:
 class Case:
     """A small pipeline that always starts from the same weights, and the versions that it makes."""
 
-    def __init__(self, method, *, dtype=torch.float32, optimizer=None, stages=3, ties=False, **settings):
+    def __init__(
+        self, method, *, dtype=torch.float32, optimizer=None, stages=3, ties=False, **settings
+    ):
         torch.manual_seed(3)
         width = 3
         self._stages = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(stages)]

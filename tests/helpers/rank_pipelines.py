@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from itertools import cycle
 
@@ -25,6 +24,15 @@ def stages(n):
     """The same on every rank: tuples, several dtypes, dropout, running statistics between them."""
     torch.manual_seed(3)
     return [Part(k, n) for k in range(n)]
+
+
+def tied_stages(n, places):
+    """The same, with one weight for the stages at these places."""
+    made = stages(n)
+    for k in places[1:]:
+        made[k].linear.weight = made[places[0]].linear.weight
+        made[k].tied_parameters = {"linear.weight": (places[0], "linear.weight")}
+    return made
 
 
 class Part(nn.Module):
@@ -94,10 +102,10 @@ def make_optimizer(method, foreign=None):
     return lambda params: optimizer(params, ema=method == "spectrain-ema")
 
 
-def together(method, n, runs, foreign=None):
+def together(method, n, runs, foreign=None, places=()):
     """Losses and final states of a run in this process; ``foreign`` names an optimizer."""
     torch.manual_seed(5)
-    parts = [copy.deepcopy(stage) for stage in stages(n)]
+    parts = tied_stages(n, places)
     torch.manual_seed(5)
     pipe = st.Pipeline(
         parts,
@@ -110,11 +118,11 @@ def together(method, n, runs, foreign=None):
     return losses, [part.state_dict() for part in parts], [o.state_dict() for o in pipe.optimizers]
 
 
-def apart(rank, ranks, methods, runs, foreign=None):
+def apart(rank, ranks, methods, runs, foreign=None, places=()):
     """The same of this rank, for one method after another."""
     found = {}
     for method in methods:
-        part = stages(ranks)[rank]
+        part = tied_stages(ranks, places)[rank]
         torch.manual_seed(5)
         pipe = st.DistributedPipeline(
             part,

@@ -8,8 +8,8 @@ t updates of this run. For microbatch j of minibatch i, on a stage:
 - after the last microbatch's backward the optimizer takes the sum of the microbatches' gradients,
   each times its share of the samples, and makes version i + 1.
 
-A parameter that several stages have is the first one's. On the others both forward and backward of a
-microbatch have what its forward had on the first, and their gradients are added to its own.
+A parameter that several stages have is the first one's. On the others both forward and backward of
+a microbatch have what its forward had on the first, and their gradients are added to its own.
 """
 
 from __future__ import annotations

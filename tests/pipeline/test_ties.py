@@ -302,7 +302,7 @@ def test_said_by_an_attribute():
     [
         ([], TypeError, r"stages\[2\]\.tied_parameters: expected a mapping"),
         ({"x": (0, "0.weight")}, ValueError, r"stages\[2\].*: it has no parameter 'x'"),
-        ({"0.weight": (0, "x")}, ValueError, r"'0\.weight' is said to be 'x' of stages\[0\]"),
+        ({"0.weight": (0, "x")}, ValueError, r"tied to 'x' of stages\[0\], which there is n"),
         ({"0.weight": (2, "0.weight")}, ValueError, r"index of an earlier stage, .*got \(2,"),
         ({"0.weight": "0.weight"}, ValueError, r"index of an earlier stage, .*got '0\.weight'"),
         ({"0.weight": (0, "0.bias")}, ValueError, r"tied to '0\.bias' of stages\[0\] and must"),
