@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,6 +66,7 @@ class Part:
         masters: wider weights of narrow parameters, which an optimizer updates instead.
         replica: which replica of the stage this is; the first one speaks for all.
         replicas: how many there are.
+        tied: of parameters that an earlier stage trains, the names here and what they are there.
     """
 
     stage: int
@@ -77,6 +78,7 @@ class Part:
     masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
     replica: int = 0
     replicas: int = 1
+    tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and persistent buffers under the model's names.
@@ -127,20 +129,22 @@ def parts_of(
     optimizers = list(target.optimizers)
     schedulers = {id(s.optimizer): s for s in target.schedulers}
     for k, module in enumerate(target.children()):
-        own = set(module.parameters())
+        copies, names = target.copied(target.first_stage + k), _names(module, f"{begin + k}.")
+        own = set(module.parameters()) - copies.keys()
         found = next((o for o in optimizers if not own.isdisjoint(_first(o))), None)
         stage = begin + k
         parts.append(
             Part(
                 stage,
                 module,
-                _names(module, f"{stage}."),
+                names,
                 found,
                 schedulers.get(id(found)),
                 target.random[k],
                 {p: master for p, master in masters.items() if p in own},
                 replica,
                 replicas,
+                {names[key]: c.elsewhere for c in copies.values() for key in c.names},
             )
         )
     return parts

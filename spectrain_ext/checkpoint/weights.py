@@ -21,7 +21,12 @@ class Weights:
     def saved(self) -> tuple[dict[str, Tensor], Json]:
         """Return them, and the masters as the next run will find them."""
         names = self._part.parameter_names()
-        found = {f"model.{name}": tensor.detach() for name, tensor in self._part.tensors()}
+        tied = self._part.tied
+        found = {
+            f"model.{name}": tensor.detach()
+            for name, tensor in self._part.tensors()
+            if name not in tied.get(name, ())  # an earlier stage has it by this name as well
+        }
         for p, master in self._part.masters.items():
             now = p.detach()
             same = master.to(now.dtype) == now
@@ -38,12 +43,16 @@ class Weights:
         #: per key of the module's state_dict, and per parameter with a master
         self._sources: dict[str, str] = {}
         self._wide: dict[Tensor, str] = {}
+        places: dict[tuple[int, torch.Size], list[str]] = {}  # the keys of one tensor
         for (name, tensor), key in zip(
             self._part.tensors(), self._part.module.state_dict(), strict=True
         ):
             entry = known.get(f"model.{name}")
             if entry is None:
                 raise ValueError(f"has no {name!r}, which {self.what} has")
+            # Of weights that were tied there is one master.
+            name = next((n for n in self._part.tied.get(name, ()) if f"model.{n}" in known), name)
+            entry = known[f"model.{name}"]
             entries = (entry, known.get(f"master.{name}", entry))
             if any(found["shape"] != list(tensor.shape) for found in entries):
                 raise ValueError(
@@ -56,6 +65,11 @@ class Weights:
                         f"{str(tensor.dtype).removeprefix('torch.')}"
                     )
             self._sources[key] = _source(known, name, tensor.dtype)
+            places.setdefault((tensor.data_ptr(), tensor.shape), []).append(key)
+        for keys in places.values():
+            best = next((s for k in keys if (s := self._sources[k]).startswith("master.")), None)
+            if best is not None:
+                self._sources.update(dict.fromkeys(keys, best))
         for p, name in self._part.parameter_names().items():
             if p in self._part.masters:
                 self._wide[p] = _source(known, name, self._part.masters[p].dtype)

@@ -98,20 +98,31 @@ class Board:
         self.waits: tuple[int | None, str, float] | None = None
         self.cause: Cause | None = None
 
-    def meet(self, settings: dict[str, object]) -> None:
+    def meet(
+        self, settings: dict[str, object], own: dict[str, object] | None = None
+    ) -> list[dict[str, object]]:
         """Wait for all ranks, and check that all were given the same.
+
+        Args:
+            settings: in which all must agree.
+            own: what this rank has to say beside that.
+
+        Returns:
+            What every rank says, by rank.
 
         Raises:
             RankError: another has failed before it came here.
             ValueError: another was given something else; names the rank and the setting.
         """
-        for r, theirs in enumerate(self._gather(settings)):
+        found = self._gather({**settings, **(own or {})})
+        for r, theirs in enumerate(found):
             for name, value in json.loads(json.dumps(settings)).items():
                 if theirs.get(name) != value:
                     raise ValueError(
                         f"{name}: rank {self.rank} has {value!r} and rank {r} has "
                         f"{theirs.get(name)!r}; all must have the same"
                     )
+        return found
 
     def begin(self) -> None:
         """Wait until all ranks have opened their edges: deadlines count from here on.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 from spectrain_ext.pipeline.stage import Stage
+from spectrain_ext.pipeline.ties import depth_of
 from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.transport import Buffer, Message
 
@@ -21,6 +22,8 @@ _TOO_MANY = {
     Traffic.ACTIVATIONS: "the previous rank sends a microbatch that nothing here takes",
     Traffic.GRADIENTS: "the next rank sends a gradient that nothing here waits for",
     Traffic.TARGETS: "the first stage sends a target that nothing here takes",
+    Traffic.TIED_WEIGHTS: "tied weights come that nothing here takes",
+    Traffic.TIED_GRADIENTS: "gradients of tied weights come that nothing here waits for",
 }
 
 
@@ -66,6 +69,8 @@ class DistributedEdges:
             batch are sent as a whole; one is used to the end of its backward.
             """
             earlier = min(seats.seat(rank)[0] for rank in (link.sender, link.receiver))
+            if what in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS):
+                return depth_of(places[earlier])
             more = places[0].microbatches if what is Traffic.TARGETS else 0
             return places[earlier].window + 1 + more
 

@@ -237,7 +237,8 @@ class Inlet:
         return bool(self._arrived) or self._error is not None
 
     def receive(self) -> Arrived:
-        self.wait()
+        if self.wait().end:
+            raise RuntimeError(f"{self.link.name}: it has ended, and this rank misses a message")
         _, layout, nbytes, slot = self._arrived.popleft()
         assert layout is not None
         copy = self.stream

@@ -29,6 +29,8 @@ class Traffic(Enum):
     GRADIENTS = "gradients"  # to the previous stage
     BATCHES = "batches"  # what is known of them, from rank 0 to the other replicas of stage 0
     TARGETS = "targets"  # from the first stage to the last, where the caller asks for that
+    TIED_WEIGHTS = "tied weights"  # to a stage that has copies of them
+    TIED_GRADIENTS = "tied gradients"  # of these, to the stage that owns them
 
 
 class Link(NamedTuple):
@@ -106,6 +108,7 @@ class Links(NamedTuple):
                 what: {
                     rank: link._replace(dynamic=True, tags=link.tags + TAGS)
                     for rank, link in ends.items()
+                    if what not in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
                 }
                 for what, ends in part.items()
             }
@@ -146,6 +149,7 @@ def open_links(
     replicas: Replicas | None = None,
     targets: bool = False,
     bodies: str = "gloo",
+    ties: Sequence[tuple[int, int, bool]] = (),
 ) -> Links:
     """Make the groups of all directed edges that end or begin at this rank, and use each once.
 
@@ -166,6 +170,8 @@ def open_links(
         targets: whether the first stage sends them to the last.
         bodies: what they go by, the same on all ranks: ``"nccl"``, which leaves them on the GPU, or
             ``"gloo"``.
+        ties: pairs of ranks, of which the second has copies of weights of the first; and whether
+            these get gradients.
     """
     ranks = dist.get_process_group_ranks(group)
     me = dist.get_rank(group)
@@ -193,8 +199,10 @@ def open_links(
         if two is None:
             return
         ends, other = (found.out, receiver) if sender == me else (found.into, sender)
-        name = f"edge {sender} -> {receiver}{' of targets' * (what is Traffic.TARGETS)}"
-        made = Link(name, sender, receiver, ranks[other], *two, dynamic, staged)
+        tied = what in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
+        of = f" of {what.value}" if tied or what is Traffic.TARGETS else ""
+        name = f"edge {sender} -> {receiver}{of}"
+        made = Link(name, sender, receiver, ranks[other], *two, dynamic or tied, staged)
         ends[what][other] = made
 
     for a, b in seats.edges():
@@ -206,6 +214,10 @@ def open_links(
     if targets and seats.stages > 1:
         for a, b in seats.pairs(0, seats.stages - 1):
             link(a, b, Traffic.TARGETS)
+    for a, b, trained in ties:
+        link(a, b, Traffic.TIED_WEIGHTS)
+        if trained:
+            link(b, a, Traffic.TIED_GRADIENTS)
     circle = None
     for k in range(seats.stages):
         members = seats.ranks_of(k)

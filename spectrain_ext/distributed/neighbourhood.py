@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from math import nan
@@ -20,6 +20,7 @@ from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result
 from spectrain_ext.pipeline.neighbourhood import Ready, Work
 from spectrain_ext.pipeline.observer import Observer, watched
 from spectrain_ext.pipeline.stage import Handler, Stage
+from spectrain_ext.pipeline.ties import Copy, tied
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Kind, Place, Replicas, name_of
 from spectrain_ext.transport import Buffer, Edge, Receiver
@@ -31,6 +32,7 @@ from .equal_start import check_equal_start
 from .fingerprint import Fingerprint
 from .inlet import Inlet
 from .links import Links, Traffic, backend_of_bodies, open_host_group, open_links
+from .ties import DistributedTies, agreed, ranks_of, said_of
 from .wire import Header
 
 
@@ -85,12 +87,18 @@ class DistributedNeighbourhood:
         self._share_loss = share_loss
 
     def connect(
-        self, stages: list[Stage], places: list[Place], method: Method, loss_fn: LossFn
+        self,
+        stages: list[Stage],
+        places: list[Place],
+        method: Method,
+        loss_fn: LossFn,
+        copies: Sequence[Copy],
     ) -> None:
         """Meet the other ranks, and open the edges to some of them; every rank calls it."""
         (stage,), board, seats = stages, self._board, self.seats
         self.loss_fn = loss_fn
-        board.meet(
+        self._method = method
+        found = board.meet(
             {
                 "replicas": list(seats.counts),
                 "method": method.name,
@@ -99,8 +107,10 @@ class DistributedNeighbourhood:
                 "window": [each.window for each in places],
                 "device": stage.device.type,
                 **self._settings,
-            }
+            },
+            said_of(copies),
         )
+        ties = agreed(self._store, board.rank, seats, stage.module, copies, found)
         if seats.dealt:
             optimizer = None if stage.weights is None else stage.weights.optimizer
             check_equal_start(self._store, board.rank, seats, stage.module, optimizer)
@@ -114,6 +124,7 @@ class DistributedNeighbourhood:
             seats,
             targets_first,
             backend_of_bodies(self._store, board.rank, seats.ranks, stage.device),
+            [ranks_of(tie, seats) for tie in ties],
         )
         if self.norm is not None:
             self.norm.connect(open_host_group(self._group, board.timeout))
@@ -124,6 +135,7 @@ class DistributedNeighbourhood:
                 params, links.circle, board, stage.compute, stage.weight_gradients
             )
         self._lay_edges(stage, places, links, loss_fn)
+        self._ties = DistributedTies(ties, stage, copies, method, places, seats, self._edges)
         # whether another rank's part of a batch comes from a batch of its own
         apart = seats.stages > 1 and not targets_first
         self._compares = apart or seats.counts[0] > 1
@@ -162,6 +174,7 @@ class DistributedNeighbourhood:
         made._evaluates = True
         (stage,) = stages
         made._lay_edges(stage, places, self._links.evaluating(), measure)
+        made._ties = DistributedTies((), stage, (), self._method, places, self.seats, made._edges)
         return made
 
     def edges(self) -> Iterable[Receiver]:
@@ -185,6 +198,7 @@ class DistributedNeighbourhood:
         self._part_of: dict[tuple[int, int], float] = {}  # microbatch -> its part of the loss
         self._own_losses.clear()
         self._edges.begin()
+        self._ties.begin(extent)
         if self._sum is not None:
             self._sum.begin()
 
@@ -196,6 +210,7 @@ class DistributedNeighbourhood:
 
     def close(self) -> None:
         self._board.doing("ending the run")
+        self._ties.close()
         self._edges.close(self._heard_end)
 
     def end(self) -> None:
@@ -204,9 +219,11 @@ class DistributedNeighbourhood:
         if self.norm is not None:
             self.norm.reset()
         self._losses.end()
+        self._ties.end()
 
     def work_of(self, stage: Stage, trace: Observer | None) -> Work:
         handlers = {**stage.handlers(), Kind.PULL: self._pull, Kind.LOSS: self._losses.loss}
+        handlers = tied(handlers, self._ties.ends)
         before: dict[Kind, Ready] = {
             Kind.RECEIVE_ACTIVATION: self._expect_activation,
             Kind.SEND_ACTIVATION: self._label_activation,
@@ -426,6 +443,8 @@ class DistributedNeighbourhood:
     def _add_up(self, i: int, j: int) -> bool:
         """Add up over the stage's replicas, then put the norms of all stages together."""
         stage = self._stage
+        for end in self._ties.ends:
+            end.before_update(i)
         if self._sum is not None:
             loss = self._own_losses.pop(i, None)
             if loss is not None:

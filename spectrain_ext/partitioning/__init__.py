@@ -2,7 +2,7 @@
 
 from .cut import Cut, StageEstimate, cut
 from .profile import BlockProfile, Profile, Tie, measure
-from .stages import Partition, Slice, cut_at, partition
+from .stages import Partition, Slice, cut_at, mark_ties, partition
 from .traced import TracedStage
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "TracedStage",
     "cut",
     "cut_at",
+    "mark_ties",
     "measure",
     "partition",
 ]

@@ -71,12 +71,13 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
         ends: ascending; the last one is the number of blocks.
 
     Returns:
-        A ``Slice`` per stage; they hold the model's own blocks.
+        A ``Slice`` per stage; they hold the model's own blocks. Where several hold one parameter
+        the later ones say so, see ``mark_ties``.
 
     Raises:
         TypeError: the model has another form.
         ValueError: ``ends`` that leave a stage empty or a block out, or that separate blocks which
-            share something.
+            share a module or a module buffer.
     """
     blocks = blocks_of(model)
     starts = [0, *ends[:-1]]
@@ -90,7 +91,29 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
         for end in ends[:-1]:
             if tie.first < end <= tie.last:
                 raise ValueError(f"ends: a cut before block {end} separates {tie.what}")
-    return [Slice(blocks[s:e], s) for s, e in zip(starts, ends, strict=True)]
+    stages: list[nn.Module] = [Slice(blocks[s:e], s) for s, e in zip(starts, ends, strict=True)]
+    mark_ties(stages)
+    return stages
+
+
+def mark_ties(stages: Sequence[nn.Module]) -> None:
+    """Note in later stages which of their parameters an earlier one has as well.
+
+    ``stage.tied_parameters`` then maps their names to (the first stage that has the parameter, its
+    name there). A ``DistributedPipeline``, which is given one stage of all, learns of ties from it;
+    a ``Pipeline`` sees that the parameters are one.
+
+    Args:
+        stages: all stages of a model, in order.
+    """
+    homes: dict[nn.Parameter, tuple[int, str]] = {}
+    for k, stage in enumerate(stages):
+        named = list(stage.named_parameters(remove_duplicate=False))
+        found = {name: homes[p] for name, p in named if p in homes}
+        if found:
+            stage.tied_parameters = found  # type: ignore[assignment]
+        for name, p in named:
+            homes.setdefault(p, (k, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +175,8 @@ def partition(
         same profile always gives the same ones.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, a limit that cannot be kept, or tied
-            weights that leave too few places to cut; the message names them.
+        TypeError, ValueError: an argument that does not fit, a limit that cannot be kept, or shared
+            modules that leave too few places to cut; the message names them.
         RuntimeError: torch.export cannot trace the model in the mode that it is in.
 
     Of a traced model everything but the mode, sizes, devices and whether gradients are enabled is
@@ -196,7 +219,10 @@ def _check_stages(n_stages: int, most: int) -> None:
 
 
 def ties_of(blocks: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """Find what several blocks share: modules, parameters and module buffers."""
+    """Find what several blocks share and stages cannot: modules and module buffers.
+
+    Parameters they can; those of a shared module are shared with it.
+    """
     owners: dict[object, tuple[int, str]] = {}
     ties: dict[tuple[int, int], Tie] = {}
     for index, block in enumerate(blocks):
@@ -209,8 +235,6 @@ def ties_of(blocks: Sequence[nn.Module]) -> tuple[Tie, ...]:
 
 
 def _parts(block: nn.Module) -> Iterable[tuple[object, str, str]]:
-    for name, parameter in block.named_parameters():
-        yield parameter, name, "parameter"
     for name, buffer in block.named_buffers():
         yield buffer, name, "buffer"
     for name, module in block.named_modules():

@@ -134,9 +134,8 @@ def split(
         One stage more than split points. The model is left as it was.
 
     Raises:
-        ValueError: a name that is no submodule; stages that share a parameter, or between which
-            something else than tensors is passed; a model that returns something else than a tensor
-            or a tuple of tensors.
+        ValueError: a name that is no submodule; stages between which something else than tensors is
+            passed; a model that returns something else than a tensor or a tuple of tensors.
         RuntimeError: torch.export cannot trace the model as it is. That it cannot in the other mode
             is raised when a stage is asked for that.
 
@@ -193,7 +192,6 @@ class _Assembly:
         given = next(iter(found.values()))
         assert not isinstance(given, str)
         self._first = given[-1]
-        self._check_ties()
         self._users: dict[int, set[int]] = {}
         self._modes: dict[Mode, list[Trace] | str] = {}
         for mode, graphs in found.items():
@@ -213,9 +211,9 @@ class _Assembly:
     def _stage(self, k: int) -> TracedStage:
         part = State()
         where: dict[int, tuple[nn.Module, str]] = {}
-        for number, names in self._names.items():  # in the model's order
+        for number in self._names:  # in the model's order
             if k in self._users[number]:
-                for name in names:
+                for name in self._names_at(k, number):
                     slot = _put(part, name, self._tensors[number], name not in self._transient)
                     where.setdefault(number, slot)
         constants = 0
@@ -235,20 +233,17 @@ class _Assembly:
         }
         return TracedStage(part, kept, self._model.training, (None, True) not in kept)
 
-    def _check_ties(self) -> None:
-        """Raise ValueError if stages share a parameter."""
-        used: dict[int, int] = {}
-        for k, (_, state) in enumerate(self._first):
-            for name, tensor in state.items():
-                first = used.setdefault(id(tensor), k)
-                if first != k and isinstance(tensor, nn.Parameter):
-                    # The graph has one name for all of them.
-                    there, *others = self._names.get(id(tensor), [name])
-                    raise ValueError(
-                        f"split_points: parameter {there!r} of stage {first} and "
-                        f"{[*others, there][0]!r} of stage {k} are one; tied weights must be on "
-                        "one stage, move the split"
-                    )
+    def _names_at(self, k: int, number: int) -> list[str]:
+        """What a tensor is called on one of its stages; each of its names is used.
+
+        The graph has one name for all: which of them a stage means nobody knows. The first stage
+        has the first one, and so on, the last stage all that are left.
+        """
+        names, users = self._names[number], sorted(self._users[number])
+        if len(users) == 1 or not isinstance(self._tensors[number], nn.Parameter):
+            return names
+        at = min(users.index(k), len(names) - 1)
+        return names[at:] if k == users[-1] else names[at : at + 1]
 
     def _home(self, number: int) -> int:
         """Where a tensor belongs that no graph uses: where its neighbours in the model are."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
-    """The stages as a list of modules that share nothing."""
+    """The stages as a list of modules that share no module; parameters they may."""
     try:
         modules = list(stages)
     except TypeError:
@@ -28,21 +28,20 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
         ) from None
     if not modules:
         raise ValueError("stages: expected at least one module, got an empty list")
-    owners: dict[object, tuple[int, str]] = {}
+    owners: dict[nn.Module, tuple[int, str]] = {}
     for k, module in enumerate(modules):
         if not isinstance(module, nn.Module):
             raise TypeError(f"stages[{k}]: expected an nn.Module, got {type(module).__name__}")
-        parts: dict[object, str] = {
-            part: f"module {name!r}" for name, part in module.named_modules()
-        }
-        parts.update((p, f"parameter {name!r}") for name, p in module.named_parameters())
-        for part, what in parts.items():
+        parts = {part: name for name, part in module.named_modules()}
+        for part, name in parts.items():
             if part in owners:
                 other, its_name = owners[part]
                 raise ValueError(
-                    f"stages[{k}]: its {what} is {its_name} of stages[{other}] as well"
+                    f"stages[{k}]: its module {name!r} is module {its_name!r} of stages[{other}] "
+                    "as well; stages may share parameters: give each a module of its own, and the "
+                    "later one the earlier one's parameters, as head.weight = embedding.weight does"
                 )
-        owners.update((part, (k, what)) for part, what in parts.items())
+        owners.update((part, (k, name)) for part, name in parts.items())
         for name, p in module.named_parameters():
             if is_lazy(p):
                 raise ValueError(
@@ -205,10 +204,13 @@ def check_loss_fn(loss_fn: object) -> None:
 
 
 def make_optimizer(
-    factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer], module: nn.Module, k: int
+    factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    module: nn.Module,
+    k: int,
+    copies: Set[Tensor] = frozenset(),
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of stage k, None if it has nothing to train."""
-    params = [p for p in module.parameters() if p.requires_grad]
+    """The optimizer of stage k, None if it has nothing to train but copies of others' weights."""
+    params = [p for p in module.parameters() if p.requires_grad and p not in copies]
     if not params:
         return None
     made: object = factory(params)

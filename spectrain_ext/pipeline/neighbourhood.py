@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from .cursor import Extent
 from .losses import Keep, Losses, LossFn, Result
 from .observer import Observer, watched
 from .stage import Handler, Stage
+from .ties import Copy, LocalTies, tied
 
 Ready = Callable[[int, int], bool]
 #: Of each kind of action: whether what it waits for has come, None: it waits for nothing; and what
@@ -44,9 +45,22 @@ class Neighbourhood(Protocol):
     def norm(self) -> GlobalNorm | None: ...
 
     def connect(
-        self, stages: list[Stage], places: list[Place], method: Method, loss_fn: LossFn
+        self,
+        stages: list[Stage],
+        places: list[Place],
+        method: Method,
+        loss_fn: LossFn,
+        copies: Sequence[Copy],
     ) -> None:
-        """Give the stages of this process their edges; ``places`` are those of all stages."""
+        """Give the stages of this process their edges.
+
+        Args:
+            stages: of this process.
+            places: of all stages.
+            method: what they train by.
+            loss_fn: of the last stage.
+            copies: the parameters that stages of this process have from others.
+        """
 
     def evaluating(
         self, stages: list[Stage], places: list[Place], measure: LossFn
@@ -93,7 +107,12 @@ class LocalNeighbourhood:
         self.norm = GlobalNorm(stages) if clip_scope == "global" else None
 
     def connect(
-        self, stages: list[Stage], places: list[Place], method: Method, loss_fn: LossFn
+        self,
+        stages: list[Stage],
+        places: list[Place],
+        method: Method,
+        loss_fn: LossFn,
+        copies: Sequence[Copy],
     ) -> None:
         """Make the edges: batch -> stage 0, neighbours in both directions, batch -> loss.
 
@@ -124,13 +143,15 @@ class LocalNeighbourhood:
             name = f"edge {a.index} -> {b.index}"
             a.to_next = b.inputs = edge(a, b, name, self._slots or depth)
             b.to_previous = a.gradients = edge(b, a, f"edge {b.index} -> {a.index}", depth)
+        self._ties = LocalTies(copies, stages, places, method)
+        self._edges += self._ties.edges
 
     def evaluating(
         self, stages: list[Stage], places: list[Place], measure: LossFn
     ) -> Neighbourhood:
         made = LocalNeighbourhood(len(stages), "stage")
         made._slots = 2
-        made.connect(stages, places, self._method, measure)
+        made.connect(stages, places, self._method, measure, ())
         return made
 
     def edges(self) -> Iterable[Receiver]:
@@ -142,15 +163,23 @@ class LocalNeighbourhood:
     def begin(self, batches: Iterator[object], extent: Extent, keep: Keep | None = None) -> None:
         self._batches, self._extent = batches, extent
         self._losses.begin(extent, keep)
+        self._ties.begin(extent)
 
     def work_of(self, stage: Stage, trace: Observer | None) -> Work:
         handlers = {**stage.handlers(), Kind.PULL: self._pull, Kind.LOSS: self._losses.loss}
+        ends = self._ties.ends.get(stage.index, ())
+        handlers = tied(handlers, ends)
         waits: dict[Kind, Ready] = {Kind.RECEIVE_ACTIVATION: stage.inputs.has}
         if stage.gradients is not None:
             waits[Kind.RECEIVE_GRADIENT] = stage.gradients.has
-        if (norm := self.norm) is not None:
+        norm = self.norm
+        if norm is not None or ends:
 
             def all_gave(i: int, j: int) -> bool:
+                for end in ends:
+                    end.before_update(i)
+                if norm is None:
+                    return True
                 stage.give_norm(i)
                 return norm.complete(i)
 
@@ -183,3 +212,4 @@ class LocalNeighbourhood:
         if self.norm is not None:
             self.norm.reset()
         self._losses.end()
+        self._ties.end()

@@ -43,6 +43,7 @@ from .neighbourhood import LocalNeighbourhood, Neighbourhood
 from .observer import Observer, observer_of
 from .recomputing import RecomputingStage
 from .stage import Stage
+from .ties import Copy, copies_of
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -151,6 +152,7 @@ class Pipeline(Loops):
         chosen = find_method(method)
         around = self._around or LocalNeighbourhood(len(modules), clip_scope)
         first, seats = around.first, around.seats
+        self._copies = copies_of(modules, first)
         places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
         parts = checked_microbatches(microbatches, chosen, seats)
         all_places = places_of(chosen, seats.stages, parts, window, seats)
@@ -165,10 +167,20 @@ class Pipeline(Loops):
             if not callable(given) and not (name == "scheduler" and given is None):
                 raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
         weights = [
-            _weights_of(module, optimizer, scheduler, chosen, (all_places[0], at), master_dtype)
+            _weights_of(
+                module,
+                optimizer,
+                scheduler,
+                chosen,
+                (all_places[0], at),
+                master_dtype,
+                self.copied(at.stage),
+            )
             for module, at in zip(modules, stage_places, strict=True)
         ]
         try:
+            for copy in self._copies:
+                copy.bind()
             for module, place, held in zip(modules, places, weights, strict=True):
                 if devices is not None:
                     module.to(place)
@@ -192,13 +204,15 @@ class Pipeline(Loops):
                 )
             ]
             # Not here, lest a loss function that is a module becomes a part of the model.
-            around.connect(own, all_places, chosen, loss_fn)
+            around.connect(own, all_places, chosen, loss_fn, self._copies)
             self._executor = Executor(own, all_places, chosen.schedule, around)
             self._executor.follow_caller()
         except BaseException:
             for held in weights:
                 if held is not None and held.bound:
                     held.unbind()
+            for copy in self._copies:
+                copy.unbind()
             raise
         self.register_state_dict_pre_hook(_mend_before)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
@@ -278,6 +292,8 @@ class Pipeline(Loops):
         for weights in self._weights:
             if weights is not None and not weights.bound:
                 weights.bind()
+        for copy in self._copies:
+            copy.bind()
         _logger.info("run begins: %s, %s", self.method.name, self._where())
         try:
             if trace is None:
@@ -352,6 +368,8 @@ class Pipeline(Loops):
                 weights.mend()
         if not self._executor.running:
             self._executor.let_caller_follow()
+            for copy in self._copies:
+                copy.follow()
 
     # All ways to the stages' parameters through this module begin here.
 
@@ -417,6 +435,10 @@ class Pipeline(Loops):
             self._executor.follow_caller()
         return found
 
+    def copied(self, stage: int) -> dict[Tensor, Copy]:
+        """The parameters of a stage that are copies of another's, which trains them."""
+        return {copy.held: copy for copy in self._copies if copy.stage == stage}
+
     def check_drained(self, what: str) -> None:
         """Raise RuntimeError, naming ``what`` was asked for, if a run has not ended."""
         self._refuse_in_run(what)
@@ -457,6 +479,8 @@ class Pipeline(Loops):
             if weights is not None and weights.bound:
                 callers_stream(device).lend(weights.buffers())
                 weights.unbind()
+        for copy in self._copies:
+            copy.unbind()
         self._executor.free_rings()
         self._executor.follow_caller()
 
@@ -468,10 +492,11 @@ def _weights_of(
     chosen: Method,
     places: tuple[Place, Place],
     master_dtype: torch.dtype | None,
+    copies: Mapping[Tensor, Copy],
 ) -> StageWeights | None:
     """A stage's weights and what trains them, at its place after stage 0's; None: it has none."""
     k = places[1].stage
-    opt = make_optimizer(optimizer, module, k)
+    opt = make_optimizer(optimizer, module, k, copies.keys())
     if opt is None:
         return None
     rules = rules_at(chosen, places[1], opt)
@@ -480,7 +505,17 @@ def _weights_of(
     real = make_scheduler(scheduler, opt, k, chosen)
     if future is not None:
         future.follow(real)
-    return StageWeights(module, opt, real, rules, places, chosen.schedule, future, master_dtype)
+    return StageWeights(
+        module,
+        opt,
+        real,
+        rules,
+        places,
+        chosen.schedule,
+        future,
+        master_dtype,
+        copies.keys(),
+    )
 
 
 def _mend_before(pipe: Pipeline, *_: object) -> None:
@@ -495,11 +530,18 @@ def _put_true_weights(
         return
     with pipe._executor.callers_turn():
         true: dict[str, Tensor] = {}
-        for k, weights in enumerate(pipe._weights, pipe._executor.stages[0].index):
+        first = pipe._executor.stages[0].index
+        for k, weights in enumerate(pipe._weights, first):
             if weights is not None:
                 where = weights.true_weights()
                 for name, p in weights.module.named_parameters(remove_duplicate=False):
                     true[f"{prefix}{k}.{name}"] = where.get(p, p)
+        for copy in pipe._copies:
+            if copy.original is not None:
+                home = f"{prefix}{copy.home}.{copy.home_name}"
+                for name in copy.names:
+                    found = true.get(home, copy.original).to(copy.held.device)
+                    true[f"{prefix}{copy.stage}.{name}"] = found
         for key, value in state.items():
             if key.startswith(prefix) and isinstance(value, Tensor):
                 found = true.get(key, value).detach()
@@ -511,6 +553,8 @@ def _refuse_load_in_run(pipe: Pipeline, *_: object) -> None:
 
 
 def _follow_load(pipe: Pipeline, *_: object) -> None:
+    for copy in pipe._copies:
+        copy.follow(changed=True)
     pipe._executor.follow_caller()
 
 

@@ -96,7 +96,11 @@ class Stage:
         self.weight_gradients = Buffer(f"weight gradients of stage {index}")
         self.optimizer_state = Buffer(f"optimizer state of stage {index}")
         self.module_buffers = Buffer(f"module buffers of stage {index}")
-        self.shared = (self.working, self.optimizer_state, self.module_buffers)
+        self.shared: tuple[Buffer, ...] = (
+            self.working,
+            self.optimizer_state,
+            self.module_buffers,
+        )
         self.random = StageRandom(index, device)
         self.peak = 0
         self._max_norm = max_norm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,6 +56,7 @@ class StageWeights:
         future: the learning rates of updates to come, where the method asks for them.
         master_dtype: the dtype of the master and of the optimizer's state for 16-bit parameters;
             None: the parameters'.
+        copies: parameters that are trained on another stage.
 
     Attributes:
         peak: what the stage holds at once, as its schedule predicts.
@@ -75,13 +76,14 @@ class StageWeights:
         schedule: str | Generator,
         future: ComingRates | None = None,
         master_dtype: torch.dtype | None = None,
+        copies: Set[Tensor] = frozenset(),
     ) -> None:
         self.module = module
         self.optimizer = optimizer
         self.updater = updater_of(optimizer)
         self.scheduler = scheduler
         self._names: dict[Tensor, str] = {
-            p: name for name, p in module.named_parameters() if p.requires_grad
+            p: name for name, p in module.named_parameters() if p.requires_grad and p not in copies
         }
         self.params = list(self._names)
         self._rules = rules

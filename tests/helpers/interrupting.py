@@ -69,11 +69,16 @@ class Interrupts:
 class Case:
     """A small pipeline that always starts from the same weights, and the versions that it makes."""
 
-    def __init__(self, method, *, dtype=torch.float32, optimizer=None, stages=3, **settings):
+    def __init__(
+        self, method, *, dtype=torch.float32, optimizer=None, stages=3, ties=False, **settings
+    ):
         torch.manual_seed(3)
         width = 3
         self._stages = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(stages)]
         self._stages = [stage.to(dtype) for stage in self._stages]
+        self._ties = ties
+        if ties:
+            self._stages[-1][0].bias = self._stages[0][0].bias
         size = 2 * settings.get("microbatches", 1)
         self.data = [
             (torch.randn(size, width).to(dtype), torch.randn(size, width).to(dtype))
@@ -122,6 +127,9 @@ class Case:
 
     def check(self, pipe):
         """Every stage has one of its versions, all of it; and the pipeline trains on from there."""
+        if self._ties:
+            all_of_it = pipe.state_dict()
+            assert torch.equal(all_of_it["0.0.bias"], all_of_it[f"{len(self._stages) - 1}.0.bias"])
         found = self.state(pipe)
         made = []
         for mine, versions in zip(found, self.versions, strict=True):

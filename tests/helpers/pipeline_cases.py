@@ -82,7 +82,7 @@ class Compared:
         """``definition``: the oracle's row for a method of the test's own; more goes to both."""
         mine, theirs = optimizer or (sgd(), torch_sgd())
         more.setdefault("microbatches", 1)
-        stages = [copy.deepcopy(stage) for stage in stages]
+        stages = copy.deepcopy(list(stages))
         self.oracle = Oracle(stages, theirs, loss_fn, definition or method, scheduler, **more)
         self.pipe = st.Pipeline(stages, mine, loss_fn, method, scheduler=scheduler, **more)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from itertools import cycle
 
@@ -25,6 +24,15 @@ def stages(n):
     """The same on every rank: tuples, several dtypes, dropout, running statistics between them."""
     torch.manual_seed(3)
     return [Part(k, n) for k in range(n)]
+
+
+def tied_stages(n, places):
+    """The same, with one weight for the stages at these places."""
+    made = stages(n)
+    for k in places[1:]:
+        made[k].linear.weight = made[places[0]].linear.weight
+        made[k].tied_parameters = {"linear.weight": (places[0], "linear.weight")}
+    return made
 
 
 class Part(nn.Module):
@@ -94,10 +102,10 @@ def make_optimizer(method, foreign=None):
     return lambda params: optimizer(params, ema=method == "spectrain-ema")
 
 
-def together(method, n, runs, foreign=None):
+def together(method, n, runs, foreign=None, places=()):
     """Losses and final states of a run in this process; ``foreign`` names an optimizer."""
     torch.manual_seed(5)
-    parts = [copy.deepcopy(stage) for stage in stages(n)]
+    parts = tied_stages(n, places)
     torch.manual_seed(5)
     pipe = st.Pipeline(
         parts,
@@ -110,11 +118,11 @@ def together(method, n, runs, foreign=None):
     return losses, [part.state_dict() for part in parts], [o.state_dict() for o in pipe.optimizers]
 
 
-def apart(rank, ranks, methods, runs, foreign=None):
+def apart(rank, ranks, methods, runs, foreign=None, places=()):
     """The same of this rank, for one method after another."""
     found = {}
     for method in methods:
-        part = stages(ranks)[rank]
+        part = tied_stages(ranks, places)[rank]
         torch.manual_seed(5)
         pipe = st.DistributedPipeline(
             part,
@@ -480,3 +488,153 @@ def interrupted(rank, ranks, path, method, update):
         with open(path, "w") as file:
             file.write("true" if same else "predicted")
         raise
+
+
+class Twice(nn.Module):
+    """Not a sequence; uses one module twice, and another one's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.middle.weight
+
+    def forward(self, x):
+        return self.first(torch.tanh(self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))))
+
+
+def tied_and_cut(rank, ranks, folder):
+    """Of two models: losses, and the states by the model's names after training and a resume."""
+
+    def make(name):
+        torch.manual_seed(3)
+        if name == "sequence":
+            layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+            layers[3].weight = layers[2].weight = layers[0].weight
+            cut = st.partitioning.cut_at(layers, [1, 3, 4])
+        else:
+            profile = st.partitioning.Profile((st.partitioning.BlockProfile(1.0),) * 3)
+            points = ["middle", "last"]
+            cut = st.partition(
+                Twice(), 3, torch.zeros(2, WIDTH), split_points=points, profile=profile
+            )
+        loss_fn = nn.functional.mse_loss
+        if ranks == 1:
+            return st.Pipeline(cut, optimizer, loss_fn)
+        return st.DistributedPipeline(list(cut)[rank], optimizer, loss_fn, timeout=30.0)
+
+    def state(pipe):
+        return {
+            stage.full_name(key): value.clone()
+            for stage in pipe.children()
+            for key, value in stage.state_dict().items()
+        }
+
+    found = {}
+    for name in ("sequence", "traced"):
+        pipe, losses = make(name), []
+        for result in pipe.run(data(5)):
+            if rank == ranks - 1:
+                losses.append(result.loss.item())
+        st.checkpoint.save(f"{folder}/{name}", pipe)
+        trained = state(pipe)
+        other = make(name)
+        for _ in other.run(data(2)):
+            pass
+        st.checkpoint.load(f"{folder}/{name}", other)
+        loaded = state(other)
+        for _ in other.run(data(3)):
+            pass
+        found[name] = losses, trained, loaded, state(other)
+    return found
+
+
+def tied_small(rank, ranks, method="vanilla"):
+    """A pipeline of this rank's stage; the last one has a weight of the first."""
+    part = tied_stages(ranks, (0, ranks - 1))[rank]
+    loss_fn = nn.functional.mse_loss
+    return st.DistributedPipeline(part, optimizer, loss_fn, method, timeout=20.0)
+
+
+def tied_in_steps(rank, ranks):
+    """A run that rank 0 leaves; whether the copy is its home's weight, then and during a run."""
+    pipe = tied_small(rank, ranks, method="spectrain")
+    (module,) = pipe.children()
+    run = pipe.run(data(30))
+    for result in run:
+        if rank == 0 and result.index == 4:
+            break
+    run.close()
+    found = [module.linear.weight.clone()]
+    for _ in pipe.run(data(0)):
+        pass
+    found.append(module.linear.weight.clone())
+    pipe.release()
+    for _ in pipe.run(data(5)):
+        pass
+    found.append(module.linear.weight.clone())
+    assert module.linear.weight.grad is None
+    return found
+
+
+def tied_wrongly(rank, ranks):
+    """The errors of ties that cannot be."""
+    found = {}
+
+    def attempt(name, stage, **settings):
+        try:
+            st.DistributedPipeline(
+                stage, optimizer, nn.functional.mse_loss, "vanilla", timeout=20.0, **settings
+            )
+        except (ValueError, st.errors.RankError) as error:
+            found[name] = str(error)
+
+    def tie(name):
+        made = nn.Linear(WIDTH, WIDTH)
+        if rank == ranks - 1:
+            made.tied_parameters = {"weight": (0, name)}
+        return made
+
+    attempt("missing", tie("wait"))
+    attempt("shape", tie("bias"))
+    attempt("own", tie("bias") if rank == ranks - 1 else nn.Linear(WIDTH, WIDTH, bias=False))
+    attempt("replicas", tie("weight"), replicas=[2, 2], microbatches=2)
+    return found
+
+
+def tied_between_replicas(rank, ranks, replicas):
+    """Losses, and this rank's state, where stages between the two have replicas."""
+    k = [k for k, count in enumerate(replicas) for _ in range(count)][rank]
+    part = Scaled(k)
+    if k == 2:
+        part.scale = Scaled(0).scale
+        part.tied_parameters = {"scale": (0, "scale")}
+    pipe = st.DistributedPipeline(
+        part,
+        optimizer,
+        nn.functional.mse_loss,
+        "gpipe",
+        replicas=replicas,
+        microbatches=2,
+        share_loss=True,
+        timeout=20.0,
+    )
+    losses = [result.loss.item() for result in pipe.run(data(6))]
+    return losses, part.state_dict()
+
+
+def tied_and_failing(rank, ranks, culprit):
+    """One rank fails in its fourth forward."""
+    pipe = tied_small(rank, ranks)
+    (module,) = pipe.children()
+    if rank == culprit:
+        left = iter(range(4))
+
+        def fail(*_):
+            if next(left, None) is None:
+                raise ArithmeticError("planned")
+
+        module.register_forward_pre_hook(fail)
+    for _ in pipe.run(cycle(data(16))):
+        pass

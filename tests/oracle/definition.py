@@ -7,6 +7,9 @@ t updates of this run. For microbatch j of minibatch i, on a stage:
 - the backward meets version i itself, or a prediction from it, or the forward's weights again;
 - after the last microbatch's backward the optimizer takes the sum of the microbatches' gradients,
   each times its share of the samples, and makes version i + 1.
+
+A parameter that several stages have is the first one's. On the others both forward and backward of
+a microbatch have what its forward had on the first, and their gradients are added to its own.
 """
 
 from __future__ import annotations
@@ -42,13 +45,13 @@ class Oracle:
         recompute=False,
         master_dtype=None,
     ):
-        self.stages = [copy.deepcopy(stage) for stage in stages]
+        self.stages = copy.deepcopy(list(stages))  # ties are tied again
         self.loss_fn, self.microbatches, self.recompute = loss_fn, microbatches, recompute
         self.method = METHODS[method] if isinstance(method, str) else method
         self.clip_norm, self.clip_scope = clip_norm, clip_scope
         n = len(self.stages)
         self.windows = [window_of(self.method, window, k, n, microbatches) for k in range(n)]
-        self.params = [[p for p in s.parameters() if p.requires_grad] for s in self.stages]
+        self.params, self.copies = untied(self.stages)
         self.true = [
             [p.detach().to(master_dtype or p.dtype, copy=True).requires_grad_() for p in ps]
             for ps in self.params
@@ -78,6 +81,8 @@ class Oracle:
             self.update(total)
         for k in range(n):
             self.put(k, [row.weight for row in self.versions[k][-1]])
+            for p, home, r in self.copies[k]:
+                p.data.copy_(self.versions[home][-1][r].weight)
         return losses
 
     # Weights.
@@ -126,6 +131,10 @@ class Oracle:
     def place(self, k):
         return k, len(self.stages), self.windows[k], self.microbatches
 
+    def put_copies(self, i, j, k):
+        for p, home, r in self.copies[k]:
+            p.data.copy_(self.forward_weights(i, j, home)[r])
+
     def put(self, k, weights):
         for p, weight in zip(self.params[k], weights, strict=True):
             p.data.copy_(weight)
@@ -136,6 +145,7 @@ class Oracle:
         tape = []
         for k in range(len(self.stages)):
             self.put(k, self.forward_weights(i, j, k))
+            self.put_copies(i, j, k)
             entries, value = self.compute(k, value, target)
             tape.append((entries, value))
         return value.detach(), tape
@@ -155,20 +165,22 @@ class Oracle:
         for k in reversed(range(len(self.stages))):
             entries, value = tape[k]
             self.put(k, self.backward_weights(i, j, k))
+            self.put_copies(i, j, k)
             if self.recompute:
                 entered = tuple(entries) if k and isinstance(tape[k - 1][1], tuple) else entries[0]
                 counted = [buffer.clone() for buffer in self.stages[k].buffers()]
                 entries, value = self.compute(k, entered, target)
                 for buffer, once in zip(self.stages[k].buffers(), counted, strict=True):
                     buffer.data.copy_(once)  # running statistics have seen this microbatch
-            wanted = [v for v in [*entries, *self.params[k]] if v.requires_grad]
+            places = [(p, k, r) for r, p in enumerate(self.params[k])] + self.copies[k]
+            wanted = [v for v in [*entries, *(p for p, _, _ in places)] if v.requires_grad]
             found = dict(
                 zip(map(id, wanted), found_of(many(value), wanted, gradients), strict=True)
             )
-            for r, p in enumerate(self.params[k]):
+            for p, home, r in places:
                 if found[id(p)] is not None:
                     mine = share * found[id(p)]
-                    total[k][r] = mine if total[k][r] is None else total[k][r] + mine
+                    total[home][r] = mine if total[home][r] is None else total[home][r] + mine
             gradients = [found.get(id(entry)) for entry in entries]
 
     def update(self, total):
@@ -220,6 +232,30 @@ class Rates:
             for p in params
         ]
         return [[rates[g] for rates in table[first:]] for g in groups]
+
+
+def untied(stages):
+    """Per stage the parameters that it trains, and of copies (the copy, its home, its place there).
+
+    The stages get parameters of their own for the copies.
+    """
+    params, copies, homes = [], [], {}
+    for k, stage in enumerate(stages):
+        own, others = [], []
+        for p in [p for p in stage.parameters() if p.requires_grad]:
+            if p not in homes:
+                homes[p] = k, len(own)
+                own.append(p)
+                continue
+            made = torch.nn.Parameter(p.detach().clone())
+            for module in stage.modules():
+                for name, held in module._parameters.items():
+                    if held is p:
+                        setattr(module, name, made)
+            others.append((made, *homes[p]))
+        params.append(own)
+        copies.append(others)
+    return params, copies
 
 
 def found_of(outputs, wanted, gradients):

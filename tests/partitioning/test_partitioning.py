@@ -175,16 +175,31 @@ def test_a_partition_trains():
     assert len(list(pipe.run(data))) == 4
 
 
-def test_tied_blocks_stay_together():
+def test_blocks_with_one_buffer_stay_together():
+    model = [nn.BatchNorm1d(3) for _ in range(4)]
+    model[2].running_mean = model[1].running_mean
+    parts = st.partition(model, 3, torch.randn(2, 3), profile=given(1, 5, 5, 1))
+    assert parts.cut.ends == (1, 3, 4)
+    with pytest.raises(ValueError, match=r"'1\.running_mean', which is '2\.ru.* too") as caught:
+        st.partition(model, 4, torch.randn(2, 3), profile=given(1, 5, 5, 1))
+    assert str(caught.value).startswith("n_stages: 4 stages need 3 places to cut")
+    with pytest.raises(ValueError, match=r"ends: a cut before block 2 separates buffer '1"):
+        cut_at(model, [2, 4])
+
+
+def test_blocks_with_one_parameter_may_be_cut():
     model = layers(3, 3, 3, 3, 3)
     model[2].weight = model[1].weight
+    model[3].weight = model[1].weight
     parts = st.partition(model, 3, torch.randn(1, 3), profile=given(1, 5, 5, 1))
-    assert parts.cut.ends == (1, 3, 4)
-    with pytest.raises(ValueError, match=r"'1\.weight', which is '2\.weight' too") as caught:
-        st.partition(model, 4, torch.randn(1, 3), profile=given(1, 5, 5, 1))
-    assert str(caught.value).startswith("n_stages: 4 stages need 3 places to cut")
-    with pytest.raises(ValueError, match=r"ends: a cut before block 2 separates parameter '1"):
-        cut_at(model, [2, 4])
+    assert parts.cut.ends == (1, 2, 4)
+    first, *others = cut_at(model, [2, 3, 4])
+    assert not hasattr(first, "tied_parameters")
+    assert [stage.tied_parameters for stage in others] == [{"0.weight": (0, "1.weight")}] * 2
+    pipe = st.Pipeline(cut_at(model, [2, 3, 4]), sgd, LOSS)
+    list(pipe.run([(torch.randn(3, 3), torch.randn(3, 3)) for _ in range(4)]))
+    pipe.release()
+    assert model[1].weight is model[2].weight is model[3].weight
 
 
 def test_a_module_in_two_places_stays_together():
@@ -304,9 +319,64 @@ class Tied(nn.Module):
         return self.head(self.middle(self.embed(x)))
 
 
-def test_tied_weights_across_graph_stages():
-    with pytest.raises(ValueError, match=r"parameter 'embed\.weight' of stage 0 and 'head\.w"):
-        st.partition(Tied(), 2, torch.zeros(1, 3), split_points=["head"])
+@pytest.mark.parametrize("points", [["head"], ["middle", "head"]])
+def test_tied_weights_across_graph_stages(points):
+    model = Tied()
+    whole = copy.deepcopy(model)
+    n = len(points) + 1
+    parts = st.partition(model, n, torch.zeros(2, 3), split_points=points, repeats=1)
+    first, last = parts.stages[0], parts.stages[-1]
+    assert last.tied_parameters == {"0.part.head.weight": (0, "0.part.embed.weight")}
+    names = [[stage.full_name(name) for name in stage.state_dict()] for stage in (first, last)]
+    assert "embed.weight" in names[0] and "head.weight" not in names[0]
+    assert names[1] == ["head.weight"]
+
+    pipe = st.Pipeline(parts, sgd, LOSS, "sync")
+    data = [(torch.randn(2, 3), torch.randn(2, 3)) for _ in range(5)]
+    list(pipe.run(data))
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
+    for x, y in data:
+        optimizer.zero_grad()
+        LOSS(whole(x), y).backward()
+        optimizer.step()
+    state = pipe.state_dict()
+    for name in ("0.0.part.embed.weight", f"{n - 1}.0.part.head.weight"):
+        torch.testing.assert_close(state[name], whole.head.weight.detach())
+    torch.testing.assert_close(pipe(data[0][0]), whole(data[0][0]))
+    pipe.release()
+    assert model.embed.weight is model.head.weight
+    assert first[0].part.embed.weight is last[0].part.head.weight
+
+
+class Twice(nn.Module):
+    """One module in two places: its parameter has one name."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.middle = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.first(self.middle(self.first(x)))
+
+
+def test_a_module_of_a_traced_model_in_two_stages():
+    torch.manual_seed(0)
+    whole = copy.deepcopy(model := Twice())
+    parts = st.partition(model, 2, torch.zeros(2, 3), split_points=["middle"], repeats=1)
+    pipe = st.Pipeline(parts, sgd, LOSS, "sync")
+    data = [(torch.randn(2, 3), torch.randn(2, 3)) for _ in range(5)]
+    list(pipe.run(data))
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
+    for x, y in data:
+        optimizer.zero_grad()
+        LOSS(whole(x), y).backward()
+        optimizer.step()
+    pipe.release()
+    torch.testing.assert_close(dict(model.state_dict()), dict(whole.state_dict()))
+
+
+def test_split_points_that_are_none():
     with pytest.raises(ValueError, match=r"split_points: the model has no submodule 'tail'"):
         st.partition(Tied(), 2, torch.zeros(1, 3), split_points=["tail"])
 

@@ -39,6 +39,7 @@ EXTRAS = {
         "lwp-w",
         {"optimizer": foreign, "dtype": torch.bfloat16, "master_dtype": torch.float32},
     ),
+    "ties": ("spectrain", {"ties": True}),
     "window": ("spectrain-stash", {"window": "wide", "microbatches": 2}),
 }
 
@@ -122,6 +123,7 @@ def sweep(case, first, then=None, how=trained):
         ("master", 1499),
         ("foreign", 479),
         ("foreign master", 999),
+        ("ties", 359),
         *(pytest.param(name, 1, marks=pytest.mark.nightly) for name in ("spectrain", "pipedream")),
         *(pytest.param(name, 31, marks=pytest.mark.nightly) for name in (*METHODS, *EXTRAS)),
     ],
@@ -156,9 +158,10 @@ def test_an_interrupt_while_a_run_is_left(step):
     [
         ("spectrain", 199, None),
         ("pipedream", 397, 23),
+        ("ties", 419, 61),
         *(
             pytest.param(name, *steps, marks=pytest.mark.nightly)
-            for name in ("spectrain", "pipedream")
+            for name in ("spectrain", "pipedream", "ties")
             for steps in [(1, None), (31, 3)]
         ),
     ],
@@ -201,11 +204,11 @@ def twice(pipe, data):
 
 
 @pytest.mark.parametrize("do", [released, evaluated, loaded, twice])
-@pytest.mark.parametrize("name", ["spectrain", "pipedream"])
+@pytest.mark.parametrize("name", ["spectrain", "pipedream", "ties"])
 def test_interrupts_between_runs(name, do):
     """What was interrupted can be asked for again, or the pipeline trained on."""
     case = case_of(name)
-    step = {twice: 331, loaded: 61}.get(do, 11)
+    step = {twice: 331, loaded: 61}.get(do, 11) * (1 + 2 * (name == "ties"))
     for n in count(0, step):
         pipe = case.pipe()
         list(pipe.run(case.data[:2]))

@@ -1,0 +1,616 @@
+"""Ties: parameters that several stages have; the first one owns them, the others have copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from spectrain_ext.method import Method, rules_at
+from spectrain_ext.schedule import Kind, Place, find_generator
+from spectrain_ext.schedule.reading import Entries
+from spectrain_ext.transport import Buffer, Edge, Message, Receiver, Sender, Slot, Transit
+
+from .cursor import Extent
+from .stage import Handler, Stage
+
+#: What a stage may have: its parameter's name -> (stage, name there) that it is a copy of.
+ATTRIBUTE = "tied_parameters"
+
+
+class Copy:
+    """A parameter of a stage that is one of an earlier stage, its *home*.
+
+    The home alone owns it: optimizer, clipping, predictions and masters are there.
+
+    Args:
+        stage: that has the copy.
+        module: that stage.
+        names: of the parameter there.
+        home: the earlier stage.
+        home_name: what it is called there; of several names the first.
+        held: the parameter that the stage has.
+        original: the home's, None where that is in another process.
+
+    Attributes:
+        elsewhere: what checkpoints call the home's.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        module: nn.Module,
+        names: Sequence[str],
+        home: int,
+        home_name: str,
+        held: nn.Parameter,
+        original: nn.Parameter | None,
+    ) -> None:
+        self.stage, self.module, self.names = stage, module, tuple(names)
+        self.home, self.home_name = home, home_name
+        self.held, self.original = held, original
+        self.elsewhere: list[str] = []
+        self._shared = held is original  # and is to be so again
+        self._bound = not self._shared
+        self._seen = -1  # of the original's version, as it is here
+
+    @property
+    def where(self) -> str:
+        return f"stages[{self.stage}]: parameter {self.names[0]!r}"
+
+    @property
+    def member(self) -> Member:
+        return Member(self.home, self.stage, self.home_name, self.names[0], self.held.requires_grad)
+
+    def bind(self) -> None:
+        """Give the stage a parameter of its own."""
+        if self._bound or self.original is None:
+            return
+        # Whoever makes another pipeline of these stages finds the tie in this.
+        said = getattr(self.module, ATTRIBUTE, {})
+        tied = {name: (self.home, self.home_name) for name in self.names}
+        setattr(self.module, ATTRIBUTE, {**said, **tied})
+        self._put(copy.deepcopy(self.original))
+        self._seen = self.original._version
+        self._bound = True
+
+    def unbind(self) -> None:
+        """Make them one again, if they were and are on one device."""
+        original = self.original
+        if original is not None and self._shared and self.held.device == original.device:
+            self._bound = False
+            self._put(original)
+
+    def _put(self, held: nn.Parameter) -> None:
+        for name in self.names:
+            path, _, leaf = name.rpartition(".")
+            setattr(self.module.get_submodule(path), leaf, held)
+        self.held = held
+
+    def in_place(self) -> bool:
+        """Whether the stage still has it."""
+        now = dict(self.module.named_parameters(remove_duplicate=False))
+        return all(now.get(name) is self.held for name in self.names)
+
+    def follow(self, changed: bool = False) -> None:
+        """Outside of a run: be what the home's is now, if somebody has changed one of them."""
+        original = self.original
+        if original is None or self.held is original:
+            return
+        if changed or self._seen != original._version:
+            self.held.data.copy_(original.detach())
+            self._seen = original._version
+
+    def followed(self) -> None:
+        """It is what the home's is now."""
+        if self.original is not None:
+            self._seen = self.original._version
+
+
+def look_of(p: nn.Parameter) -> list[object]:
+    """What copies have in common with their original, as JSON's types."""
+    return [list(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad]
+
+
+def check_look(member: Member, look: Sequence[object], found: Sequence[object] | None) -> None:
+    """Raise ValueError unless the home's parameter looks like the copy; None: there is none."""
+    if found is None:
+        raise ValueError(f"{member}, which there is not")
+    if list(found) != list(look):
+        raise ValueError(
+            f"{member} and must be like it: shape, dtype and requires_grad are {list(look)} here "
+            f"and {list(found)} there"
+        )
+
+
+def names_of(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of every parameter."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    return names
+
+
+def full_names(module: nn.Module, stage: int, names: Iterable[str]) -> list[str]:
+    """What the whole model calls a stage's parameters or module buffers."""
+    full_name = getattr(module, "full_name", None)
+    return [full_name(name) if callable(full_name) else f"{stage}.{name}" for name in names]
+
+
+def copies_of(modules: Sequence[nn.Module], first: int = 0) -> list[Copy]:
+    """The copies that stages of this process have: one object in several stages, or said to be.
+
+    Args:
+        modules: the stages.
+        first: the index of the first of them.
+
+    Raises:
+        ValueError, TypeError: ``tied_parameters`` of a stage that is wrong, with both places.
+    """
+    found: list[Copy] = []
+    owners: dict[nn.Parameter, tuple[int, str, nn.Parameter]] = {}  # of originals and copies
+    for k, module in enumerate(modules, first):
+        said, names = _said(module, k), names_of(module)
+        for name in said:
+            if not any(name in own for own in names.values()):
+                raise ValueError(f"stages[{k}].{ATTRIBUTE}: it has no parameter {name!r}")
+        for p, own in names.items():
+            place = next((said[name] for name in own if name in said), None)
+            home: tuple[int, str, nn.Parameter | None] | None = owners.get(p)
+            if home is None and place is not None:
+                home = (*place, None)
+                if place[0] >= first:
+                    there = dict(modules[place[0] - first].named_parameters(remove_duplicate=False))
+                    if place[1] not in there:
+                        check_look(Member(place[0], k, place[1], own[0], True), [], None)
+                    home = owners[there[place[1]]]
+            if home is None:
+                owners[p] = k, own[0], p
+                continue
+            made = Copy(k, module, own, home[0], home[1], p, home[2])
+            if home[2] is not None:
+                owners[p] = home[0], home[1], home[2]
+                check_look(made.member, look_of(p), look_of(home[2]))
+            found.append(made)
+    return found
+
+
+def _said(module: nn.Module, k: int) -> dict[str, tuple[int, str]]:
+    given = getattr(module, ATTRIBUTE, {})
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"stages[{k}].{ATTRIBUTE}: expected a mapping of names to (stage, name there), got "
+            f"{type(given).__name__}"
+        )
+    found = {}
+    for name, place in given.items():
+        match place:
+            case (int(home), str(its)) if 0 <= home < k:
+                found[name] = home, its
+            case _:
+                raise ValueError(
+                    f"stages[{k}].{ATTRIBUTE}[{name!r}]: expected (index of an earlier stage, name "
+                    f"of its parameter), got {place!r}"
+                )
+    return found
+
+
+class Member(NamedTuple):
+    """One parameter of a tie: two stages, its name on either, and whether it gets a gradient."""
+
+    home: int
+    copy: int
+    home_name: str
+    name: str
+    trained: bool
+
+    def __str__(self) -> str:
+        return (
+            f"stages[{self.copy}]: parameter {self.name!r} is tied to {self.home_name!r} of "
+            f"stages[{self.home}]"
+        )
+
+
+class Tie(NamedTuple):
+    """All that one stage has copies of from another.
+
+    Attributes:
+        home, copy: the two stages.
+        names: of each parameter at its home, and of its copy.
+        trained: which of them get a gradient.
+    """
+
+    home: int
+    copy: int
+    names: tuple[tuple[str, str], ...]
+    trained: tuple[bool, ...]
+
+
+def ties_of(members: Iterable[Member]) -> list[Tie]:
+    """The parameters by their two stages, in the order of homes, then of copies."""
+    groups: dict[tuple[int, int], list[Member]] = {}
+    for each in members:
+        groups.setdefault((each.home, each.copy), []).append(each)
+    return [
+        Tie(
+            *stages,
+            tuple((each.home_name, each.name) for each in groups[stages]),
+            tuple(each.trained for each in groups[stages]),
+        )
+        for stages in sorted(groups)
+    ]
+
+
+class Turns:
+    """Tells which forwards of a stage read other weights than the forward before.
+
+    The schedule says so. Both ends of a tie ask, with the same microbatches, and come to the same
+    answers: that is how the copy's end knows what is sent without being told.
+
+    Args:
+        method: what all stages train by.
+        places: of all stages.
+        home: the stage.
+    """
+
+    def __init__(self, method: Method, places: Sequence[Place], home: int) -> None:
+        self._rules = rules_at(method, places[home])
+        self._place = places[0 if self._rules.forward_reads == "entry" else home]
+        self._generate = find_generator(method.schedule)
+
+    def begin(self) -> None:
+        self._entries = Entries(self._generate(self._place))
+        self._last: tuple[int, int] | None = None
+
+    def reads_others(self, i: int, j: int) -> bool:
+        """Whether the forward of a microbatch does; they are asked for in order."""
+        version, horizon = self._entries.take(i, j), 0
+        if self._rules.once:
+            version = i
+        elif self._rules.forward_reads == "previous":
+            version = max(0, i - 1)
+        elif self._rules.forward_horizon == "counted":
+            horizon = i - version
+        last, self._last = self._last, (version, horizon)
+        return last != self._last
+
+
+def depth_of(place: Place) -> int:
+    """The versions of a home at this place that may be under way or in use at once.
+
+    What its microbatches in flight read, and what the copy's stage has from before. Of a minibatch
+    the microbatches may meet another version once, and count another horizon once.
+    """
+    later = -(-(place.window - 1) // place.microbatches)
+    return min(place.window, 1 + 2 * later) + 1
+
+
+class End:
+    """One end of a tie: what its stage does beside its own actions."""
+
+    def begin(self, extent: Extent) -> None:
+        """A run begins."""
+
+    def before_forward(self, i: int, j: int) -> None: ...
+
+    def after_forward(self, i: int, j: int) -> None: ...
+
+    def before_backward(self, i: int, j: int) -> None: ...
+
+    def after_backward(self, i: int, j: int) -> None: ...
+
+    def before_update(self, i: int) -> None:
+        """May be called again before the update."""
+
+    def end(self) -> None:
+        """The run has ended, or failed; may be repeated."""
+
+
+class Home(End):
+    """The end that owns the parameters: sends what its forwards read, and adds up gradients.
+
+    Args:
+        stage: the stage.
+        tie: what it has in common with the other end.
+        weights: where their weights go.
+        gradients: where gradients come from, if any do; received on the compute stream.
+        turns: which forwards read other weights.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        tie: Tie,
+        weights: Sender,
+        gradients: Receiver | None,
+        turns: Turns,
+    ) -> None:
+        known = dict(stage.module.named_parameters(remove_duplicate=False))
+        self.stage, self.params = stage, [known[name] for name, _ in tie.names]
+        self._trained = [p for p, learns in zip(self.params, tie.trained, strict=True) if learns]
+        self._weights, self._gradients, self._turns = weights, gradients, turns
+        self._added: int | None = None
+
+    def begin(self, extent: Extent) -> None:
+        self._turns.begin()
+        self._added = None
+
+    def before_forward(self, i: int, j: int) -> None:
+        if self._turns.reads_others(i, j):
+            self._send([p.detach() for p in self.params], self.stage.working)
+
+    def _send(self, tensors: Sequence[Tensor], source: Buffer) -> None:
+        """Nothing writes weights before they have been read."""
+        stage = self.stage
+        read = self._weights.send(Message(tuple(tensors), False), source, stage.loaded)
+        stage.predict.wait(read)
+        stage.predict.record(stage.loaded)
+
+    def send_true(self) -> None:
+        """After the last update: send the true weights."""
+        stage = self.stage
+        true = {} if stage.weights is None else stage.weights.true_weights()
+        sent = Buffer(f"true weights of stage {stage.index} that others have as well")
+        stage.predict.wait(stage.computed)
+        with stage.predict.using(reads=(stage.working, stage.optimizer_state), writes=(sent,)):
+            tensors = [true.get(p, p).detach().to(p.dtype) for p in self.params]
+        stage.predict.record(stage.loaded)
+        self._send(tensors, sent)
+
+    def before_update(self, i: int) -> None:
+        """Add the copies' gradient of the minibatch to this stage's own."""
+        if self._gradients is None or self._added == i:
+            return
+        stage, slot = self.stage, self._gradients.receive()
+        assert slot.message is not None
+        with stage.compute.using(reads=(slot.buffer,), writes=(stage.weight_gradients,)):
+            for p, gradient in zip(self._trained, slot.message.tensors, strict=True):
+                if p.grad is None:
+                    p.grad = None if gradient is None else gradient.clone()
+                elif gradient is not None:
+                    p.grad.add_(gradient)
+        stage.compute.record(stage.computed)
+        self._gradients.free(slot)
+        self._added = i
+
+
+class Away(End):
+    """The end with the copies: computes with what the home sent, and sends gradients back.
+
+    A forward and its backward compute with what the home's forward of the microbatch read. That is
+    not copied again: the parameters' data is where it arrived.
+
+    Args:
+        stage: the stage.
+        tie: what it has in common with the other end.
+        copies: those that the stage has, of any home.
+        weights: where their weights come from; received on the compute stream.
+        gradients: where gradients go, if any do.
+        turns: which forwards of the home read other weights.
+        keeps: whether to end with what arrived last, as nobody else sees to it.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        tie: Tie,
+        copies: Sequence[Copy],
+        weights: Receiver,
+        gradients: Sender | None,
+        turns: Turns,
+        keeps: bool,
+    ) -> None:
+        known = {each.names[0]: each for each in copies if each.stage == stage.index}
+        self.stage, self.copies = stage, [known[name] for _, name in tie.names]
+        self.memory = Buffer(f"copies of others' weights in stage {stage.index}")
+        stage.shared = (*stage.shared, self.memory)
+        self._weights, self._gradients, self._turns = weights, gradients, turns
+        self._keeps = keeps
+        self._extent: Extent
+        self._own: list[Tensor] = []  # memory between runs
+        self._forget()
+
+    def _forget(self) -> None:
+        self._now: Slot | None = None  # for the forwards to come
+        self._uses: dict[Slot, int] = {}  # backwards that will need it
+        self._of: dict[tuple[int, int], Slot] = {}
+        self._in_transit = Transit(self.stage.compute, 1)
+
+    def begin(self, extent: Extent) -> None:
+        """Start a run.
+
+        Raises:
+            RuntimeError: the stage has other parameters now.
+        """
+        for each in self.copies:
+            if not each.in_place() or each.held.device != self.stage.device:
+                raise RuntimeError(
+                    f"{each.where}, a copy of {each.home_name!r} of stages[{each.home}], is not "
+                    "what the pipeline was made with, as by .to() or load_state_dict(assign=True); "
+                    "change parameters in place, or call release() first and build a new Pipeline "
+                    "afterwards"
+                )
+        self._extent = extent
+        self._turns.begin()
+        self._forget()
+        self._own = [each.held.data for each in self.copies]
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for each in self.copies:
+            each.held.grad = None
+
+    def _compute_with(self, slot: Slot) -> None:
+        assert slot.message is not None
+        self.stage.compute.reads(slot.buffer)
+        for each, tensor in zip(self.copies, slot.message.tensors, strict=True):
+            assert tensor is not None
+            each.held.data = tensor
+
+    def before_forward(self, i: int, j: int) -> None:
+        if self._turns.reads_others(i, j):
+            self._take()
+        slot = self._now
+        assert slot is not None
+        self._of[i, j] = slot
+        self._uses[slot] += 1
+        self._compute_with(slot)
+
+    def _take(self) -> None:
+        before, self._now = self._now, self._weights.receive()
+        self._uses[self._now] = 0
+        if before is not None and not self._uses[before]:
+            del self._uses[before]
+            self._weights.free(before)
+
+    def after_forward(self, i: int, j: int) -> None:
+        self.stage.compute.reads(self._of[i, j].buffer)
+
+    def before_backward(self, i: int, j: int) -> None:
+        self._compute_with(self._of[i, j])
+
+    def after_backward(self, i: int, j: int) -> None:
+        stage, slot = self.stage, self._of.pop((i, j))
+        stage.compute.reads(slot.buffer)
+        self._uses[slot] -= 1
+        if not self._uses[slot] and slot is not self._now:
+            del self._uses[slot]
+            self._weights.free(slot)
+        if self._gradients is not None and j == len(self._extent.shares[i]) - 1:
+            self._send_gradients(self._gradients)
+
+    def _send_gradients(self, to: Sender) -> None:
+        stage = self.stage
+        found = tuple(each.held.grad for each in self.copies if each.held.requires_grad)
+        self._drop_gradients()
+        sent = Buffer(f"gradients of others' weights in stage {stage.index}")
+        stage.compute.writes(sent)
+        stage.compute.record(stage.computed)
+        read = to.send(Message(found, False), sent, stage.computed)
+        self._in_transit.hold(read, sent, found)
+
+    def take_true(self) -> None:
+        """After the last microbatch: take the true weights, which nothing computes with."""
+        self._take()
+        self._end_with_last()
+
+    def _end_with_last(self) -> None:
+        stage, slot = self.stage, self._now
+        if slot is None:
+            return
+        message = slot.message
+        assert message is not None
+        with stage.compute.using(reads=(slot.buffer,), writes=(self.memory,)):
+            for own, tensor in zip(self._own, message.tensors, strict=True):
+                assert tensor is not None
+                own.copy_(tensor)
+        stage.compute.record(stage.computed)
+        self._weights.free(slot)
+        self._now = None
+
+    def end(self) -> None:
+        if self._keeps:
+            self._end_with_last()
+        elif self._now is not None:
+            self._weights.free(self._now)
+        for each, own in zip(self.copies, self._own, strict=False):
+            each.held.data = own
+        self._drop_gradients()
+        self._in_transit.reset()
+        self._forget()
+        self._own = []
+
+
+class LocalTies:
+    """The ties between stages of one process.
+
+    Args:
+        copies: that stages have.
+        stages: all of them.
+        places: theirs.
+        method: what they train by.
+
+    Attributes:
+        edges: between the ends.
+        ends: of every stage that has any.
+    """
+
+    def __init__(
+        self, copies: Sequence[Copy], stages: Sequence[Stage], places: list[Place], method: Method
+    ) -> None:
+        self.edges: list[Edge] = []
+        self.ends: dict[int, list[End]] = {}
+        self._pairs: list[tuple[Home, Away, Edge]] = []
+
+        def edge(a: Stage, b: Stage, what: str, depth: int) -> Edge:
+            name = f"edge {a.index} -> {b.index} of tied {what}"
+            self.edges.append(Edge(name, a.device, b.device, b.compute, depth))
+            return self.edges[-1]
+
+        for tie in ties_of(each.member for each in copies):
+            a, b, place = stages[tie.home], stages[tie.copy], places[tie.home]
+            there = edge(a, b, "weights", depth_of(place))
+            back = edge(b, a, "gradients", depth_of(place)) if any(tie.trained) else None
+            home, away = (Turns(method, places, tie.home) for _ in range(2))
+            pair = (
+                Home(a, tie, there, back, home),
+                Away(b, tie, copies, there, back, away, keeps=False),
+            )
+            self._pairs.append((*pair, there))
+            for end, stage in zip(pair, (a, b), strict=True):
+                self.ends.setdefault(stage.index, []).append(end)
+        for each in copies:
+            assert each.original is not None
+            module = stages[each.home].module
+            each.elsewhere = full_names(module, each.home, names_of(module)[each.original])
+
+    def begin(self, extent: Extent) -> None:
+        for ends in self.ends.values():
+            for end in ends:
+                end.begin(extent)
+
+    def end(self) -> None:
+        """Give the copies the true weights, which the homes have again by now."""
+        for ends in self.ends.values():
+            for end in ends:
+                end.end()
+        for home, away, edge in self._pairs:
+            a, b, copy_stream = home.stage, away.stage, edge.stream
+            for event in (a.loaded, b.computed):
+                copy_stream.wait(event)
+            with copy_stream.using(reads=(a.working,), writes=(away.memory,)), torch.no_grad():
+                for p, each in zip(home.params, away.copies, strict=True):
+                    each.held.data.copy_(p.detach(), non_blocking=True)
+            done = copy_stream.event()
+            copy_stream.record(done)
+            for stage in (a, b):
+                stage.predict.wait(done)
+                stage.predict.record(stage.loaded)
+            for each in away.copies:
+                each.followed()
+
+
+def tied(handlers: dict[Kind, Handler], ends: Sequence[End]) -> dict[Kind, Handler]:
+    """A stage's handlers, which see to the ends that it has as well."""
+    if not ends:
+        return handlers
+    forward, backward = handlers[Kind.FORWARD], handlers[Kind.BACKWARD]
+
+    def both_forward(i: int, j: int) -> None:
+        for end in ends:
+            end.before_forward(i, j)
+        forward(i, j)
+        for end in ends:
+            end.after_forward(i, j)
+
+    def both_backward(i: int, j: int) -> None:
+        for end in ends:
+            end.before_backward(i, j)
+        backward(i, j)
+        for end in ends:
+            end.after_backward(i, j)
+
+    return {**handlers, Kind.FORWARD: both_forward, Kind.BACKWARD: both_backward}

@@ -1,0 +1,123 @@
+"""Tied weights in checkpoints: under the names that the whole model has, whatever the cuts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import rank_pipelines
+from helpers.checkpoint_cases import LOSS, batches, everything, halving, same, sgd, train
+from helpers.ranks import run_ranks
+from torch import nn
+
+import spectrain_ext as st
+from spectrain_ext.checkpoint import load, save
+from spectrain_ext.partitioning import cut_at
+
+
+def tied(seed=0, dtype=None):
+    """Blocks of which the first and the last have one weight."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+    blocks[3][0].weight = blocks[0][0].weight
+    return nn.Sequential(*blocks).to(dtype)
+
+
+def pipeline(ends, seed=0, method="spectrain", dtype=None, **more):
+    stages = cut_at(tied(seed, dtype), ends)
+    return st.Pipeline(stages, sgd, LOSS, method, scheduler=halving, **more)
+
+
+@pytest.mark.parametrize("method", ["gpipe", "vanilla", "pipedream", "auto"])
+def test_stopped_and_continued_is_never_stopped(tmp_path, method):
+    first, second = batches(5), batches(6, seed=1)
+    kept, stopped = (pipeline([1, 3, 4], method=method) for _ in range(2))
+    train(kept, first)
+    train(stopped, first)
+    save(tmp_path / "c", stopped)
+    continued = pipeline([1, 3, 4], seed=9, method=method)
+    assert load(tmp_path / "c", continued).random
+    assert [x.item() for x in train(continued, second)] == [x.item() for x in train(kept, second)]
+    same(everything(continued), everything(kept))
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("ends", [[4], [2, 4], [1, 2, 3, 4]])
+def test_any_cut_loads_into_any_other(tmp_path, ends, released):
+    saved = pipeline([1, 3, 4])
+    train(saved, batches(5))
+    if released:
+        saved.release()
+    save(tmp_path / "c", saved)
+    other = pipeline(ends, seed=5)
+    train(other, batches(1))
+    if released:
+        other.release()
+    load(tmp_path / "c", other)
+    save(tmp_path / "again", other)
+    third = pipeline([1, 3, 4], seed=6)
+    load(tmp_path / "again", third)
+    found, expected = everything(third), everything(saved)
+    for states in (found, expected):
+        for key in [key for key in states if key.startswith("random")]:
+            del states[key]
+    same(found, expected)
+    losses = [[x.item() for x in train(pipe, batches(4, seed=2))] for pipe in (third, saved)]
+    assert losses[0] == losses[1]
+
+
+def test_a_plain_model_and_torchs_optimizer(tmp_path):
+    pipe = pipeline([2, 4])
+    train(pipe, batches(4))
+    save(tmp_path / "c", pipe)
+    plain = tied(seed=3)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=9, momentum=0.1)
+    load(tmp_path / "c", plain, optimizer=optimizer)
+    state = pipe.state_dict()
+    assert torch.equal(plain[3][0].weight, state["0.0.0.weight"])
+    home = pipe.get_submodule("0.0.0").weight
+    momentum = optimizer.state[plain[0][0].weight]["momentum_buffer"]
+    assert torch.equal(momentum, pipe.optimizers[0].state[home]["momentum_buffer"])
+    save(tmp_path / "plain", plain, optimizer=optimizer)
+    back = pipeline([1, 4], seed=8)
+    load(tmp_path / "plain", back, only_model=True)
+    assert torch.equal(back.state_dict()["1.2.0.weight"], plain[0][0].weight)
+
+
+def test_masters_are_loaded_by_all_names(tmp_path):
+    """Into float32, where the copy's own weight is rounded."""
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(5)]
+    pipe = pipeline([2, 4], dtype=torch.bfloat16, master_dtype=torch.float32)
+    train(pipe, data)
+    save(tmp_path / "c", pipe)
+    master = pipe.masters()[pipe.get_submodule("0.0.0").weight]
+    assert not torch.equal(master, master.bfloat16().float())
+    plain = tied()
+    load(tmp_path / "c", plain)
+    assert torch.equal(plain[3][0].weight, master)
+    cut = pipeline([1, 2, 4])
+    load(tmp_path / "c", cut)
+    last = cut.get_submodule("2.1.0").weight
+    assert torch.equal(last, master)
+
+
+@pytest.mark.processes
+def test_over_processes(tmp_path):
+    """Every rank makes the whole model and cuts it; nobody says what is tied."""
+    found = run_ranks(rank_pipelines.tied_and_cut, 3, str(tmp_path))
+    torch.set_num_threads(1)
+    for name, expected in rank_pipelines.tied_and_cut(0, 1, str(tmp_path / "alone")).items():
+        losses, *states = zip(*(rank[name] for rank in found), strict=True)
+        assert losses[-1] == expected[0], name
+        for when, of_ranks in enumerate(states):
+            together = {key: value for state in of_ranks for key, value in state.items()}
+            same(together, expected[1 + when])
+        assert kept(tmp_path / name) == kept(tmp_path / "alone" / name)
+
+
+def kept(path):
+    """What a checkpoint has beside the random numbers of processes."""
+    body = json.loads((path / "checkpoint.json").read_text())["checkpoint"]
+    return {key for key in body["tensors"] if not key.startswith("random.process")}

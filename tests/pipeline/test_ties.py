@@ -1,0 +1,345 @@
+"""Tied weights: a parameter of several stages is trained as one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers.foreign_optimizers import FOREIGN
+from helpers.pipeline_cases import (
+    Compared,
+    batches,
+    close,
+    float64,  # noqa: F401  # a fixture
+    losses,
+    mse,
+    sgd,
+    tanh_stages,
+    torch_sgd,
+)
+from torch import nn
+
+import spectrain_ext as st
+
+METHODS = [name for name in st.methods() if name not in ("xgrad", "spectrain-ema")]
+
+
+def tied(n, places=(0, -1)):
+    """Stages of two layers each, the first one's weight the same in several of them."""
+    stages = tanh_stages(n)
+    for k in places[1:]:
+        stages[k][0].weight = stages[places[0]][0].weight
+    return stages
+
+
+def names(n, places=(0, -1)):
+    return [f"{k % n}.0.weight" for k in places]
+
+
+def alike(state, n, places=(0, -1)):
+    first, *others = (state[name] for name in names(n, places))
+    return all(torch.equal(first, other) for other in others)
+
+
+# What is computed.
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_does_what_its_definition_says(method, n, parts):
+    parts = n if method == "pipedream-2bw" else parts
+    compared = Compared(tied(n), method, microbatches=parts)
+    compared.run(batches(9, size=5, last=2))
+    compared.run(batches(3, size=5))
+    assert alike(compared.pipe.state_dict(), n)
+
+
+@pytest.mark.parametrize("places", [(0, 1), (0, 1, 2, 3), (1, 3), (0, 2, 3)])
+@pytest.mark.parametrize("method", ["gpipe", "vanilla", "spectrain", "auto"])
+def test_copies_on_any_stages(method, places):
+    """Those before the last have several microbatches in flight, each with a version of its own."""
+    parts = 2 if method == "gpipe" else 1
+    compared = Compared(tied(4, places), method, microbatches=parts)
+    compared.run(batches(10, size=4))
+    assert alike(compared.pipe.state_dict(), 4, places)
+
+
+@pytest.mark.parametrize("window", ["wide", 3])
+@pytest.mark.parametrize("method", ["vanilla", "spectrain", "spectrain-local", "pipedream"])
+def test_other_windows(method, window):
+    compared = Compared(tied(3), method, window=window, microbatches=2)
+    compared.run(batches(10, size=4))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_synchronous_training_is_that_of_the_uncut_model(parts):
+    stages = tied(3, (0, 1, 2))
+    whole = copy.deepcopy(nn.Sequential(*stages))
+    data = batches(8, size=6)
+    pipe = st.Pipeline(stages, sgd(), mse, "sync", microbatches=parts)
+    found = losses(pipe, data)
+    optimizer, expected = torch_sgd()(whole.parameters()), []
+    for x, y in data:
+        optimizer.zero_grad()
+        expected.append(mse(whole(x), y))
+        expected[-1].backward()
+        optimizer.step()
+    close(torch.stack(found), torch.stack(expected).detach())
+    close(dict(pipe.state_dict()), dict(whole.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("spectrain", {"recompute": True}),
+        ("gpipe", {"recompute": True, "microbatches": 3}),
+        ("vanilla", {"clip_norm": 0.05}),
+        ("gpipe", {"clip_norm": 0.05, "clip_scope": "global", "microbatches": 2}),
+        ("1f1b", {"clip_norm": 0.05, "clip_scope": "global", "microbatches": 2}),
+        ("auto", {"clip_norm": 0.05, "microbatches": 3}),
+        ("spectrain", {"scheduler": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9)}),
+    ],
+)
+def test_settings(method, more):
+    Compared(tied(3), method, **more).run(batches(9, size=4))
+
+
+@pytest.mark.parametrize("method", ["vanilla", "lwp-w", "auto"])
+def test_optimizers_that_are_not_the_packages(method):
+    if method != "auto":  # which takes another law by itself
+        lion = FOREIGN["Lion"]
+        Compared(tied(3), method, optimizer=(lion, lion)).run(batches(8, size=4))
+    pipe = st.Pipeline(tied(3), torch_sgd(), mse, method)
+    losses(pipe, batches(8, size=4))
+    assert alike(pipe.state_dict(), 3)
+
+
+# Whose it is.
+
+
+def test_the_first_stage_alone_has_it_in_its_optimizer():
+    pipe = st.Pipeline(tied(3), sgd(), mse)
+    held = [[p for group in o.param_groups for p in group["params"]] for o in pipe.optimizers]
+    assert list(map(len, held)) == [4, 4, 3]
+    assert held[0][0] is pipe.get_submodule("0.0").weight
+    assert pipe.get_submodule("2.0").weight not in set(held[2])
+
+
+class Shared(nn.Module):
+    """Nothing but what is the first stage's."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("method", ["gpipe", "spectrain"])
+def test_a_stage_with_nothing_of_its_own(method):
+    stages = tanh_stages(2)
+    compared = Compared([*stages, Shared(stages[0][2].weight)], method, microbatches=2)
+    compared.run(batches(8, size=4))
+    assert len(compared.pipe.optimizers) == 2
+    losses(compared.pipe, batches(2, size=4))
+
+
+def test_several_parameters_and_several_names():
+    stages = tied(3)
+    stages[1][2].bias = stages[0][2].bias
+    stages[2][2].weight = stages[0][0].weight  # the third time, twice on one stage
+    stages[2][2].bias = stages[1][0].bias
+    Compared(stages, "auto", microbatches=3).run(batches(8, size=3))
+
+
+def test_frozen_weights():
+    stages = tied(3)
+    stages[0][0].weight.requires_grad_(False)
+    before = stages[0][0].weight.clone()
+    compared = Compared(stages, "spectrain")
+    compared.run(batches(5))
+    with torch.no_grad():
+        compared.pipe.get_submodule("0.0").weight.mul_(0.5)
+        compared.oracle.stages[0][0].weight.mul_(0.5)
+    compared.run(batches(5))
+    close(compared.pipe.get_submodule("2.0").weight, before * 0.5)
+
+
+class Sometimes(nn.Module):
+    """Uses its weight in every second forward."""
+
+    def __init__(self, linear, first):
+        super().__init__()
+        self.linear, self.other = linear, nn.Linear(5, 5)
+        self.turn = first
+
+    def forward(self, x):
+        self.turn += 1
+        return (self.linear if self.turn % 2 else self.other)(x)
+
+
+@pytest.mark.parametrize("firsts", [(0, 0), (0, 1), (1, 0)])
+def test_weights_without_a_gradient(firsts):
+    stages = tanh_stages(2)
+    stages[1][0].weight = stages[0][0].weight
+    stages = [nn.Sequential(*stages[k][1:], Sometimes(stages[k][0], firsts[k])) for k in range(2)]
+    Compared(stages, "sync").run(batches(7))
+
+
+@pytest.mark.parametrize("method", ["gpipe", "spectrain", "pipedream", "auto", "lwp-w"])
+def test_narrow_weights_with_wide_masters(method):
+    torch.set_default_dtype(torch.float32)
+    stages = [stage.to(torch.bfloat16) for stage in tied(3)]
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(12, size=6)]
+    pipe = st.Pipeline(stages, sgd(), mse, method, master_dtype=torch.float32)
+    found = losses(pipe, data * 3)
+    assert torch.stack(found[-12:]).mean() < torch.stack(found[:12]).mean()
+    state = pipe.state_dict()
+    assert alike(state, 3) and state["2.0.weight"].dtype is torch.bfloat16
+    masters = pipe.masters()
+    first = pipe.get_submodule("0.0").weight
+    assert torch.equal(masters[first].bfloat16(), first)
+    assert pipe.get_submodule("2.0").weight not in masters
+
+
+# What is seen of it.
+
+
+@pytest.mark.parametrize("method", ["sync", "vanilla", "spectrain", "pipedream", "auto"])
+def test_a_suspended_run_shows_the_true_weights(method):
+    pipe = st.Pipeline(tied(3), sgd(), mse, method)
+    weights = pipe._weights[0]
+    seen = 0
+    for result in pipe.run(batches(9, size=4)):
+        state = pipe.state_dict()
+        assert alike(state, 3)
+        true = weights.true_weights()[pipe.get_submodule("0.0").weight]
+        assert torch.equal(state["2.0.weight"], true)
+        seen += result.index > 0
+    assert seen
+
+
+def test_leaving_a_run_and_an_exception_in_it():
+    pipe = st.Pipeline(tied(3), sgd(), mse, "spectrain")
+    for result in pipe.run(batches(9)):
+        if result.index == 3:
+            break
+    first, last = pipe.get_submodule("0.0"), pipe.get_submodule("2.0")
+    assert torch.equal(first.weight, last.weight)
+    bad = [*batches(4), (torch.zeros(3, 4), torch.zeros(3, 5))]
+    with pytest.raises(st.StageError):
+        losses(pipe, bad)
+    assert torch.equal(first.weight, last.weight)
+    assert last.weight.grad is None
+    losses(pipe, batches(4))
+    assert torch.equal(first.weight, last.weight)
+
+
+def test_changes_between_runs_are_the_copies_as_well():
+    pipe = st.Pipeline(tied(3), sgd(), mse, "vanilla")
+    losses(pipe, batches(3))
+    with torch.no_grad():
+        pipe.get_submodule("0.0").weight.fill_(0.25)
+    assert alike(pipe.state_dict(), 3)
+    x = torch.randn(2, 5)
+    expected = pipe(x)
+    state = {name: value.clone() for name, value in pipe.state_dict().items()}
+    state["0.0.weight"].fill_(0.5)  # and not the other one
+    pipe.load_state_dict(state)
+    assert pipe.get_submodule("2.0").weight.eq(0.5).all()
+    assert not torch.equal(pipe(x), expected)
+
+
+def test_release_ties_them_again():
+    stages = tied(3)
+    pipe = st.Pipeline(stages, sgd(), mse, "spectrain")
+    alone = copy.deepcopy(stages)
+    data = batches(6)
+    first = losses(pipe, data)
+    assert stages[0][0].weight is not stages[2][0].weight
+    pipe.release()
+    assert stages[0][0].weight is stages[2][0].weight
+    second = losses(pipe, data)
+    assert stages[0][0].weight is not stages[2][0].weight
+    assert alike(pipe.state_dict(), 3)
+    other = st.Pipeline(alone, sgd(), mse, "spectrain")  # which had been copied one by one
+    assert torch.equal(torch.stack(first), torch.stack(losses(other, data)))
+    assert torch.equal(torch.stack(second), torch.stack(losses(other, data)))
+
+
+def test_a_pipeline_of_stages_that_another_one_has():
+    stages = tied(2)
+    st.Pipeline(stages, sgd(), mse)
+    pipe = st.Pipeline(stages, sgd(), mse)
+    losses(pipe, batches(3, size=4))
+    assert alike(pipe.state_dict(), 2)
+    assert sum(len(g["params"]) for o in pipe.optimizers for g in o.param_groups) == 7
+
+
+def test_said_by_an_attribute():
+    apart, one = tanh_stages(3), tied(3)
+    with torch.no_grad():
+        for mine, its in zip(apart, one, strict=True):
+            mine.load_state_dict(its.state_dict())
+        apart[2][0].weight.zero_()  # the first stage's counts
+    apart[2].tied_parameters = {"0.weight": (0, "0.weight")}
+    data, found = batches(6), []
+    for stages in (apart, one):
+        pipe = st.Pipeline(stages, sgd(), mse, "spectrain")
+        found.append((torch.stack(losses(pipe, data)), pipe.state_dict()))
+        assert alike(found[-1][1], 3)
+    close(found[0], found[1])
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "why"),
+    [
+        ([], TypeError, r"stages\[2\]\.tied_parameters: expected a mapping"),
+        ({"x": (0, "0.weight")}, ValueError, r"stages\[2\].*: it has no parameter 'x'"),
+        ({"0.weight": (0, "x")}, ValueError, r"tied to 'x' of stages\[0\], which there is n"),
+        ({"0.weight": (2, "0.weight")}, ValueError, r"index of an earlier stage, .*got \(2,"),
+        ({"0.weight": "0.weight"}, ValueError, r"index of an earlier stage, .*got '0\.weight'"),
+        ({"0.weight": (0, "0.bias")}, ValueError, r"tied to '0\.bias' of stages\[0\] and must"),
+    ],
+)
+def test_a_wrong_attribute(said, error, why):
+    stages = tanh_stages(3)
+    stages[2].tied_parameters = said
+    with pytest.raises(error, match=why):
+        st.Pipeline(stages, sgd(), mse)
+
+
+def test_a_copy_that_was_replaced():
+    stages = tied(2)
+    pipe = st.Pipeline(stages, sgd(), mse)
+    stages[1][0].weight = nn.Parameter(torch.zeros(5, 5))
+    with pytest.raises(RuntimeError, match=r"stages\[1\]: parameter '0\.weight', a copy of '0\.w"):
+        losses(pipe, batches(2, size=4))
+
+
+def test_a_pipeline_that_is_not_made_leaves_them_tied():
+    stages = tied(3)
+
+    def broken(params):
+        if len(params) == 3:
+            raise ArithmeticError
+        return sgd()(params)
+
+    with pytest.raises(ArithmeticError):
+        st.Pipeline(stages, broken, mse)
+    assert stages[0][0].weight is stages[2][0].weight
+    with pytest.raises(RuntimeError, match="fails"):
+        st.Pipeline(stages, sgd(), mse, scheduler=_fails_for_the_last)
+    assert stages[0][0].weight is stages[2][0].weight
+
+
+def _fails_for_the_last(optimizer):
+    if len(optimizer.param_groups[0]["params"]) == 3:
+        raise RuntimeError("fails")
+    return torch.optim.lr_scheduler.ConstantLR(optimizer)
