@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import cast
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import partial, read_bounded, remove, replace_file
-from spectrain_ext.pipeline.losses import Result
+from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
 
@@ -178,7 +178,8 @@ class CheckpointManager:
         self,
         batches: Iterable[object] | None,
         *,
-        trace: Observer | None = None,
+        trace: Observer | Sequence[Observer] | None = None,
+        keep: Keep | None = None,
         extra: Callable[[], object] | None = None,
     ) -> Iterator[Result]:
         """Train like ``pipe.run``, draining and saving whenever it is time to.
@@ -189,6 +190,7 @@ class CheckpointManager:
         Args:
             batches: as for ``pipe.run``.
             trace: likewise.
+            keep: likewise.
             extra: called in all processes before a save; what it returns is saved along.
 
         Yields:
@@ -204,7 +206,7 @@ class CheckpointManager:
         ended = False
         while not ended:
             base = self.minibatches
-            run = self.pipe.run(self._segment(source), trace=trace)
+            run = self.pipe.run(self._segment(source), trace=trace, keep=keep)
             self._failed = True  # unless the run gets to its end
             try:
                 for result in run:

@@ -366,17 +366,24 @@ class Pipeline(Loops):
         for weights in self._weights:
             if weights is not None:
                 weights.mend()
-        if not self._executor.running:
+        if not self._executor.running and self._evaluating is None:
             self._executor.let_caller_follow()
             for copy in self._copies:
                 copy.follow()
 
     # All ways to the stages' parameters through this module begin here.
 
-    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
         """As of any module; the end of a run that an exception cut short is finished first."""
         self._mend()
-        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **options)
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(
+            memo, prefix, remove_duplicate
+        )
         return found
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:

@@ -1,0 +1,454 @@
+"""What is made of runs: evaluations, whole trainings, several observers, what results carry."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+from helpers.pipeline_cases import (
+    batches,
+    close,
+    every_method,
+    float64,  # noqa: F401  # a fixture
+    losses,
+    mse,
+    sgd,
+    tanh_stages,
+)
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import spectrain_ext as st
+from spectrain_ext.transport.streams import CheckedStream
+
+ABSOLUTE = nn.L1Loss()
+
+
+class Noted(nn.Module):
+    """Works in place on its input, and knows whether there was a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.graphs = []
+
+    def forward(self, x):
+        self.graphs.append(torch.is_grad_enabled())
+        return x.mul_(2)
+
+
+def living(n=3):
+    """Stages whose training draws numbers and keeps statistics."""
+    return [
+        nn.Sequential(Noted(), nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.4), nn.Tanh())
+        for _ in range(n)
+    ]
+
+
+def expected(pipe, data, *functions):
+    """The means over all samples, in one process without a pipeline."""
+    model = nn.Sequential(*copy.deepcopy(list(pipe.children()))).eval()
+    with torch.no_grad():
+        pairs = [(model(x.clone()), y) for x, y in data]
+        total = sum(len(y) for _, y in pairs)
+        return [sum(f(*pair).item() * len(pair[1]) for pair in pairs) / total for f in functions]
+
+
+class Together:
+    """A metric with a state: keeps what it was given."""
+
+    def __init__(self):
+        self.resets = 0
+        self.given = []
+
+    def reset(self):
+        self.resets += 1
+        self.given.clear()
+
+    def update(self, output, target):
+        assert not output.requires_grad
+        self.given.append((output, target))
+
+    def compute(self):
+        outputs, targets = map(torch.cat, zip(*self.given, strict=True))
+        return (outputs - targets).abs().amax()
+
+
+@every_method
+def test_an_evaluation_measures_the_true_weights(method):
+    pipe = st.Pipeline(living(), sgd(), mse, method, microbatches=2)
+    test = batches(7, size=4, last=1)
+    for _ in range(2):
+        for _ in pipe.run(batches(6, size=4)):
+            pass
+        biggest = Together()
+        found = pipe.evaluate(test, {"mse": mse, "biggest": biggest, "mean": ABSOLUTE})
+        assert list(found) == ["mse", "biggest", "mean"]
+        first, last = expected(pipe, test, mse, ABSOLUTE)
+        assert found["mse"] == pytest.approx(first, rel=1e-12)
+        assert found["mean"] == pytest.approx(last, rel=1e-12)
+        assert biggest.resets == 1
+        assert found["biggest"] == max(
+            (output - target).abs().max().item() for output, target in biggest.given
+        )
+        for (_, kept), (_, target) in zip(biggest.given, test, strict=True):
+            assert torch.equal(kept, target)
+        assert pipe.evaluate(test) == {"loss": found["mse"]}
+    assert [stage[0].graphs[-7:] for stage in pipe.children()] == [[False] * 7] * 3
+
+
+@every_method
+def test_training_goes_on_as_if_nobody_had_evaluated(method):
+    data, test = batches(6, size=4), batches(3, size=11)
+    pipes = []
+    for evaluates in (False, True):
+        torch.manual_seed(1)
+        pipe = st.Pipeline(living(), sgd(), mse, method)
+        loader = DataLoader(TensorDataset(*map(torch.cat, zip(*data, strict=True))), 4, True)
+        for _ in range(2):
+            if evaluates:
+                pipe.evaluate(DataLoader(TensorDataset(*test[0]), 2, shuffle=True))
+                before = pipe.weight_version_bytes, pipe.measured_memory()
+                pipe.evaluate(test)
+                assert (pipe.weight_version_bytes, pipe.measured_memory()) == before
+            found = losses(pipe, loader)
+        pipes.append((found, torch.rand(3), pipe.state_dict()))
+    (one, drawn, state), (other, again, same) = pipes
+    assert one == other
+    assert torch.equal(drawn, again)
+    assert all(torch.equal(tensor, same[name]) for name, tensor in state.items())
+
+
+def test_an_evaluation_needs_no_buffers_of_weights():
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, "spectrain")
+    test = batches(3)
+    found = pipe.evaluate(test)
+    pipe.release()
+    assert pipe.evaluate(test) == found
+    assert pipe.weight_version_bytes == 0
+
+
+@pytest.mark.parametrize("what", ["metric", "stage", "batch", "interrupt"])
+def test_all_modes_are_restored_whatever_happens(what):
+    stages = living()
+    stages[0].eval()
+    stages[1][2].eval()
+    stages[2][2].eval()
+    pipe = st.Pipeline(stages, sgd(), mse)
+    before = {name: module.training for name, module in pipe.named_modules()}
+    error = KeyboardInterrupt if what == "interrupt" else ValueError
+    inside = []
+
+    def broken(*_):
+        inside.append({module.training for module in pipe.children()})
+        raise error("broken")
+
+    def given():
+        yield from batches(3, size=4)
+        if what == "batch":
+            broken()
+
+    handle = stages[1].register_forward_hook(broken) if what in ("stage", "interrupt") else None
+    with pytest.raises((ValueError, KeyboardInterrupt, st.StageError), match=r"broken") as raised:
+        pipe.evaluate(given(), {"mine": broken} if what == "metric" else None)
+    if what == "metric":
+        assert "metrics['mine']" in str(raised.value)
+    assert {name: module.training for name, module in pipe.named_modules()} == before
+    assert inside[0] == {False}
+    if handle is not None:
+        handle.remove()
+    for stage in stages[1:]:
+        stage[2].eval()
+    before = {name: module.training for name, module in pipe.named_modules()}
+    assert pipe.evaluate(batches(2))["loss"] > 0
+    assert {name: module.training for name, module in pipe.named_modules()} == before
+
+
+def test_whatever_train_does_beside_flags_is_done():
+    class Switching(nn.Linear):
+        calls = 0
+
+        def train(self, mode=True):
+            self.calls += 1
+            return super().train(mode)
+
+    stage = Switching(5, 5)
+    pipe = st.Pipeline([stage], sgd(), mse)
+    stage.calls = 0
+    pipe.evaluate(batches(2))
+    assert (stage.calls, stage.training) == (2, True)
+    stage.eval()
+    pipe.evaluate(batches(2))
+    assert (stage.calls, stage.training) == (3, False)
+
+
+def test_runs_and_evaluations_do_not_meet():
+    pipe, data = st.Pipeline(tanh_stages(2), sgd(), mse), batches(4)
+    run = pipe.run(data)
+    next(run)
+    with pytest.raises(RuntimeError, match="evaluate: a run of this pipeline has not ended"):
+        pipe.evaluate(data)
+    run.close()
+
+    def inside(*_):
+        next(pipe.run(data))
+
+    with pytest.raises(st.StageError, match="run: an evaluation of this pipeline has not ended"):
+        pipe.evaluate(data, {"mine": inside})
+    assert len(losses(pipe, data)) == 4
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error", "text"),
+    [
+        ([mse], TypeError, r"metrics: expected a mapping of names to metrics, got list"),
+        ({1: mse}, TypeError, r"metrics: expected str as names, got 1"),
+        ({"a": 3}, TypeError, r"metrics\['a'\]: expected a function \(output, target\), or"),
+        ({"a": lambda o, t: o}, st.StageError, r"number, got torch.float64 of shape \(3, 5\)"),
+        ({"a": lambda o, t: None}, st.StageError, r"a number, got NoneType; in metrics\['a'\]"),
+    ],
+)
+def test_metrics_that_are_none(metrics, error, text):
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse)
+    with pytest.raises(error, match=text):
+        pipe.evaluate(batches(2), metrics)
+    with pytest.raises(ValueError, match="batches: expected at least one to evaluate, got none"):
+        pipe.evaluate([])
+
+
+def test_evaluations_order_their_streams(monkeypatch):
+    """Without a wait of the copies, the checked streams that all tests here run on complain."""
+    waits = CheckedStream.wait
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse)
+
+    def deaf(stream, event):
+        if not stream.name.startswith("compute stream"):
+            waits(stream, event)
+
+    monkeypatch.setattr(CheckedStream, "wait", deaf)
+    with pytest.raises(st.StageError, match="OrderingError"):
+        pipe.evaluate(batches(4))
+
+
+# Whole trainings.
+
+
+@every_method
+def test_fit_is_one_run_over_all_epochs(method):
+    data = batches(5, size=4, last=3)
+    torch.manual_seed(2)
+    one = st.Pipeline(tanh_stages(3), sgd(), mse, method)
+    torch.manual_seed(2)
+    other = st.Pipeline(tanh_stages(3), sgd(), mse, method)
+    seen = []
+    means = one.fit(data, epochs=3, callbacks=[seen.append, lambda result: seen.append(None)])
+    found = losses(other, data * 3)
+    assert seen[1::2] == [None] * 15
+    assert [result.index for result in seen[::2]] == list(range(15))
+    assert [result.loss for result in seen[::2]] == found
+    assert means == [sum(map(float, found[i : i + 5])) / 5 for i in (0, 5, 10)]
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(one.state_dict()[name], tensor)
+
+
+def test_fit_goes_through_the_batches_anew():
+    told = []
+
+    class Sampler(DistributedSampler):
+        def set_epoch(self, epoch):
+            told.append(epoch)
+            super().set_epoch(epoch)
+
+    inputs = torch.randn(12, 5)
+    sampler = Sampler(range(12), num_replicas=1, rank=0, shuffle=True)
+    loader = DataLoader(TensorDataset(inputs, inputs), 4, sampler=sampler)
+    given = []
+
+    class First(nn.Linear):
+        def forward(self, x):
+            given.append(x.detach().clone())
+            return super().forward(x)
+
+    pipe = st.Pipeline([First(5, 5)], sgd(), mse, "vanilla")
+    assert len(pipe.fit(loader, 2)) == 2
+    assert told == [0, 1]
+    assert not torch.equal(torch.cat(given[:3]), torch.cat(given[3:]))
+
+
+def test_fit_refuses_what_cannot_be_gone_through_again():
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse)
+    data = batches(3)
+    with pytest.raises(ValueError, match="batches: a generator can be gone through only once"):
+        pipe.fit((batch for batch in data), 2)
+    assert len(pipe.fit(batch for batch in data)) == 1
+
+    class Once:
+        def __init__(self):
+            self.left = iter(data)
+
+        def __iter__(self):
+            yield from self.left
+
+    with pytest.raises(ValueError, match="batches: they were exhausted after epoch 0"):
+        pipe.fit(Once(), 2)
+    for epochs, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="epochs: expected"):
+            pipe.fit(data, epochs)
+    with pytest.raises(TypeError, match=r"callbacks\[1\]: expected a callable, got int"):
+        pipe.fit(data, 1, [print, 3])
+    (mean,) = pipe.fit([])
+    assert mean != mean
+
+
+def test_a_callback_that_raises_leaves_the_loop():
+    pipe, data = st.Pipeline(tanh_stages(3), sgd(), mse), batches(9)
+
+    def enough(result):
+        if result.index == 2:
+            raise StopAsyncIteration("enough")
+
+    with pytest.raises(StopAsyncIteration, match="enough"):
+        pipe.fit(data, 2, [enough])
+    pipe.evaluate(data)
+
+
+def test_fit_asks_for_losses_in_time(monkeypatch):
+    monkeypatch.setattr("spectrain_ext.pipeline.loops._WAITING", 2)
+    pipe, data = st.Pipeline(tanh_stages(1), sgd(lr=0.0, momentum=0.0), mse, "sync"), batches(7)
+    (mean,) = pipe.fit(data)
+    assert mean == pytest.approx(sum(map(float, losses(pipe, data))) / 7)
+
+
+def test_a_run_that_nobody_began_is_told():
+    pipe, data = st.Pipeline(tanh_stages(2), sgd(), mse), batches(3)
+    with pytest.warns(UserWarning, match=r"nothing was trained; iterate over it, or call fit\(\)"):
+        pipe.run(data)
+    with pytest.warns(UserWarning, match="nothing was trained") as told:
+        run = pipe.run(data)
+        del run
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = pipe.run(data)
+        next(run)
+        run.close()
+        for _ in pipe.run(data):
+            break
+        pipe.fit(data)
+        pipe.fit([])
+        del run
+        gc.collect()
+
+
+# Observers.
+
+
+class Seen(st.Observer):
+    def __init__(self, log, name, ranges=False, fails=None):
+        self.log, self.name, self.ranges, self.fails = log, name, ranges, fails
+
+    def note(self, what):
+        self.log.append((self.name, what))
+        if self.fails == what:
+            raise ValueError(f"{self.name} fails in {what}")
+
+    def begin(self, rules, devices):
+        self.note("begin")
+
+    def watch(self, stage, handlers):
+        def wrapped(kind, handler):
+            def run(i, j):
+                self.log.append((self.name, kind))
+                handler(i, j)
+
+            return run
+
+        self.log.append((self.name, stage.index))
+        return {kind: wrapped(kind, handler) for kind, handler in handlers.items()}
+
+    def result(self, result):
+        self.note("result")
+
+    def end(self):
+        self.note("end")
+
+
+def test_several_observers_look_on():
+    pipe, data, log = st.Pipeline(tanh_stages(2), sgd(), mse), batches(3), []
+    trace = st.Trace()
+    for _ in pipe.run(data, trace=(Seen(log, "a"), trace, Seen(log, "b"))):
+        pass
+    of = {name: [what for who, what in log if who == name] for name in "ab"}
+    assert of["a"] == of["b"]
+    assert of["a"].count("result") == 3
+    assert (log[0], log[-1]) == (("a", "begin"), ("b", "end"))
+    assert len(trace.spans()) > 3
+    plain = []
+    for _ in pipe.run(data, trace=[Seen(plain, "a")]):
+        pass
+    assert [what for _, what in plain] == of["a"]
+    assert len(list(pipe.run(data, trace=[]))) == 3
+    with pytest.raises(TypeError, match=r"trace\[1\]: expected an Observer, got int"):
+        pipe.run(data, trace=[trace, 3])
+
+
+@pytest.mark.parametrize("what", ["begin", "result", "end"])
+def test_one_observer_fails_and_all_end(what):
+    pipe, data, log = st.Pipeline(tanh_stages(2), sgd(), mse), batches(3), []
+    observers = [Seen(log, "a"), Seen(log, "b", fails=what), Seen(log, "c")]
+    with pytest.raises(ValueError, match=f"b fails in {what}"):
+        list(pipe.run(data, trace=observers))
+    ended = {name for name, noted in log if noted == "end"}
+    assert ended == ({"a"} if what == "begin" else {"a", "b", "c"})
+    assert len(losses(pipe, data)) == 3
+
+
+# What results carry.
+
+
+def right(output, target):
+    return (output > target).double().mean()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@every_method
+def test_results_carry_what_was_asked_for(method, recompute):
+    data = batches(5, size=6, last=7)
+    found = []
+
+    def both(output, target):
+        assert not torch.is_grad_enabled()
+        return {"right": right(output, target), "sides": (output, target)}
+
+    for keep in (None, both):
+        torch.manual_seed(4)
+        pipe = st.Pipeline(
+            living(), sgd(), mse, method, microbatches=3, window=None, recompute=recompute
+        )
+        found.append(([(r.loss, r.kept) for r in pipe.run(data, keep=keep)], pipe.state_dict()))
+    (plain, state), (kept, same) = found
+    assert [loss for loss, _ in plain] == [loss for loss, _ in kept]
+    assert all(torch.equal(tensor, same[name]) for name, tensor in state.items())
+    assert {one for _, one in plain} == {None}
+    for (_, one), (_, y) in zip(kept, data, strict=True):
+        output, target = one["sides"]
+        assert torch.equal(target, y)
+        assert not output.requires_grad
+        close(one["right"], right(output, target))
+        parts = zip(output.tensor_split(3), target.tensor_split(3), strict=True)
+        loss = sum(mse(*part) * len(part[0]) for part in parts) / len(target)
+        close(loss, next(a for a, b in kept if b is one))
+
+
+def test_what_cannot_be_kept():
+    pipe, data = st.Pipeline(tanh_stages(2), sgd(), mse), batches(3)
+    with pytest.raises(TypeError, match="keep: expected a callable, got str"):
+        pipe.run(data, keep="outputs")
+    with pytest.raises(st.StageError, match="a dict or tuple of tensors, got a float; in keep"):
+        list(pipe.run(data, keep=lambda output, target: 0.5))
+    assert len(losses(pipe, data)) == 3
+    for result in pipe.run(data, keep=right):
+        assert result.renumbered(8).kept is result.kept
+        assert "kept" not in repr(result)
