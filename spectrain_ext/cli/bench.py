@@ -204,8 +204,8 @@ def in_short(report: Report) -> str:
         parts.append("\n".join(lines))
     left_out = f"{len(report.left_out)} cases were left out. " if report.left_out else ""
     parts.append(
-        f"{left_out}This is one of {len(report.rows)} rows for each operation, on its largest "
-        "tensors; --all prints the others, and what calls cost the host."
+        f"{left_out}One line for each operation, on its largest tensors; --all prints all "
+        f"{len(report.rows)} rows, and what calls cost the host."
     )
     return "\n\n".join(parts)
 

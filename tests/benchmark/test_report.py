@@ -207,7 +207,7 @@ class TestCommand:
         assert done.exit_code == 0, done.output
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("| stash_pred")]
         assert line.startswith("| stash_predict_ | 2^6 | fp32 | ")
-        assert "not measured" in done.stdout and "--all prints the others" in done.stdout
+        assert "not measured" in done.stdout and "--all prints all" in done.stdout
         assert "| stash_predict_ | 2^5 | fp32 | Plan |" in path.read_text()
 
     def test_what_was_missed_is_named(self) -> None:
