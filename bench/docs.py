@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain_ext.benchmark import targets
-from spectrain_ext.benchmark.report import Report, Row, host_table, microseconds, table, times_rival
+from spectrain_ext.benchmark.report import Report, compact, host_table, table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
@@ -51,7 +51,7 @@ def section(report: Report, folder: str) -> str:
         "### Targets",
         targets.markdown(targets.verdicts(report)),
         "### Operators",
-        compact(report),
+        compact(report.cases().values()),
         "### Host time",
         host_table(report.host_us),
         f"![Bandwidth over size, and shares of the best copy](../bench/results/{folder}/bench.png)",
@@ -124,29 +124,6 @@ def compared(rows: Sequence[dict[str, Any]]) -> str:
         )
     columns = "method|>M|>delay|>seeds|>lr|>test loss|>accuracy %|>gap %|95 % interval"
     return table(f"{columns}|>updates, 50 %|>75 %|>100 %|>time", lines)
-
-
-def compact(report: Report) -> str:
-    """One line per case: ours, the share of the copy, the fastest rival."""
-    lines = []
-
-    def median(row: Row) -> float:
-        return row.median_us
-
-    for (operation, workload, precision), case in report.cases().items():
-        mine = min((r for r in case if r.kind == "ours"), key=median)
-        rival = min((r for r in case if r.kind == "rival"), key=median, default=None)
-        ratio = times_rival(mine, case)
-        cells = [operation, workload, precision, microseconds(mine.median_us)]
-        cells += [f"{mine.iqr_us / mine.median_us:.0%}", microseconds(mine.best_us)]
-        cells += [f"{mine.share:.0%}", f"{mine.share_best:.0%}"]
-        cells += (
-            ["", ""] if rival is None else [rival.implementation, microseconds(rival.median_us)]
-        )
-        cells.append("" if ratio is None else f"{ratio:.2f}")
-        lines.append(cells)
-    columns = "operation|tensors|types|>ours, us|>IQR|>best|>of copy|>of copy, best"
-    return table(f"{columns}|fastest rival|>its us|>times", lines)
 
 
 def replaced(text: str, generated: str) -> str:

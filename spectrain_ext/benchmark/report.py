@@ -158,6 +158,41 @@ def markdown(report: Report, *, copies: bool = False) -> str:
     return table(f"{columns}|>of copy|>host us|>times rival", found)
 
 
+def compact(cases: Iterable[Sequence[Row]]) -> str:
+    """A table of one line per case: ours, the share of the copy, the fastest rival."""
+    lines = []
+
+    def median(row: Row) -> float:
+        return row.median_us
+
+    for case in cases:
+        mine = min((r for r in case if r.kind == "ours"), key=median, default=None)
+        if mine is None:
+            continue
+        rival = min((r for r in case if r.kind == "rival"), key=median, default=None)
+        ratio = times_rival(mine, case)
+        cells = [mine.operation, mine.workload, mine.precision, microseconds(mine.median_us)]
+        cells += [f"{mine.iqr_us / mine.median_us:.0%}", microseconds(mine.best_us)]
+        cells += ["" if s is None else f"{s:.0%}" for s in (mine.share, mine.share_best)]
+        cells += (
+            ["", ""] if rival is None else [rival.implementation, microseconds(rival.median_us)]
+        )
+        cells.append("" if ratio is None else f"{ratio:.2f}")
+        lines.append(cells)
+    columns = "operation|tensors|types|>ours, us|>IQR|>best|>of copy|>of copy, best"
+    return table(f"{columns}|fastest rival|>its us|>times", lines)
+
+
+def summary(report: Report) -> str:
+    """Of every operation one line: the largest tensors that it was measured on first."""
+    chosen: dict[str, list[Row]] = {}
+    for (operation, _, _), case in report.cases().items():
+        known = chosen.get(operation)
+        if known is None or case[0].elements > known[0].elements:
+            chosen[operation] = case
+    return compact(chosen.values())
+
+
 def host_table(host_us: dict[str, float]) -> str:
     """What calls cost the host."""
     return table("call|>host us", [[name, f"{us:.2f}"] for name, us in host_us.items()])

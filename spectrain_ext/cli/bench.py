@@ -12,7 +12,7 @@ from spectrain_ext.benchmark import report as reporting
 from spectrain_ext.benchmark import targets
 from spectrain_ext.benchmark.engine import Settings, measure
 from spectrain_ext.benchmark.operations import OPERATIONS
-from spectrain_ext.benchmark.report import Report, host_table, markdown
+from spectrain_ext.benchmark.report import Report, host_table, markdown, summary
 from spectrain_ext.benchmark.workloads import MODELS, PRECISIONS, Workload, model, synthetic
 from spectrain_ext.extras import require_matplotlib
 
@@ -85,8 +85,11 @@ _EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
     help="What tensors may take; default: most of what is free.",
 )
 @click.option("--seconds", type=click.FloatRange(min=0.0), help="No case is begun after this.")
-@click.option("--json", "json_path", type=_FILE, help="Write everything that was measured.")
-@click.option("--markdown", "markdown_path", type=_FILE, help="Write the tables.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Print every row, not one for each operation."
+)
+@click.option("--json", "json_path", type=_FILE, help="Write all that was measured.")
+@click.option("--markdown", "markdown_path", type=_FILE, help="Write all tables.")
 @click.option("--picture", type=_FILE, help="Draw a PNG or SVG; needs matplotlib.")
 @click.option(
     "--compare",
@@ -114,6 +117,7 @@ def bench(
     case_seconds: float,
     memory: float | None,
     seconds: float | None,
+    everything: bool,
     json_path: Path | None,
     markdown_path: Path | None,
     picture: Path | None,
@@ -123,16 +127,23 @@ def bench(
     """Measure every operator against its rivals and against the best plain copy.
 
     Rivals and copies take turns on the same machine in the same run. "of copy" is the bytes that
-    must move over the median time, as a share of the best copy of as many bytes.
+    must move over the median time, as a share of the best copy of as many bytes. "times" is how
+    many times as long the fastest rival takes.
     """
     operations = [op for op in OPERATIONS if only.lower() in op.name.lower()]
     if not operations:
         raise click.BadParameter(f"no operation's name contains {only!r}", param_hint="-k")
     try:
         before = None if baseline is None else Report.load(baseline)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise click.BadParameter(f"{baseline}: {error}", param_hint="--compare") from error
     _check_output(picture, device)
+    for option, path in (
+        ("--json", json_path),
+        ("--markdown", markdown_path),
+        ("--picture", picture),
+    ):
+        _check_writable(option, path)
     work = workloads(suite, elements, tensors, models, precisions)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -145,7 +156,7 @@ def bench(
     )
     report = measure(operations, work, settings, lambda name: click.echo(name, err=True))
     text = tables(report)
-    click.echo(text)
+    click.echo(text if everything else in_short(report))
     if json_path is not None:
         json_path.write_text(report.to_json())
     if markdown_path is not None:
@@ -180,11 +191,32 @@ def workloads(
     return found
 
 
+def in_short(report: Report) -> str:
+    """One line per operation, with the machine above them, and which figures were not reached."""
+    found = targets.verdicts(report)
+    missed = [verdict for verdict in found if verdict.met is False]
+    met = sum(verdict.met is True for verdict in found)
+    said = f"Of {len(found)} figures that are to be reached: {met} reached, {len(missed)} missed, "
+    said += f"{len(found) - met - len(missed)} not measured"
+    parts = [_machine(report), summary(report), f"{said}{':' if missed else '.'}"]
+    if missed:
+        lines = [f"- {v.what}: {v.measured}, expected {v.target}" for v in missed]
+        parts.append("\n".join(lines))
+    left_out = f"{len(report.left_out)} cases were left out. " if report.left_out else ""
+    parts.append(
+        f"{left_out}One line for each operation, on its largest tensors; --all prints all "
+        f"{len(report.rows)} rows, and what calls cost the host."
+    )
+    return "\n\n".join(parts)
+
+
+def _machine(report: Report) -> str:
+    return "\n".join(f"- {name}: {value}" for name, value in report.environment.items())
+
+
 def tables(report: Report) -> str:
     """The tables of a report, with the machine above them."""
-    about = report.environment
-    lines = [f"- {name}: {value}" for name, value in about.items()]
-    parts = ["\n".join(lines), markdown(report, copies=True), host_table(report.host_us)]
+    parts = [_machine(report), markdown(report, copies=True), host_table(report.host_us)]
     if report.left_out:
         parts.append("Left out:\n\n" + "\n".join(f"- {line}" for line in report.left_out))
     parts.append(targets.markdown(targets.verdicts(report)))
@@ -203,6 +235,20 @@ def _check_output(picture: Path | None, device: str) -> None:
         require_matplotlib()
     except ModuleNotFoundError as error:
         raise click.ClickException(str(error)) from error
+
+
+def _check_writable(option: str, path: Path | None) -> None:
+    """Find out whether a file can be written, without a trace."""
+    if path is None:
+        return
+    there = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise click.BadParameter(f"{path}: {error.strerror}", param_hint=option) from error
+    if not there:
+        path.unlink()
 
 
 def _compare(before: Report, after: Report, tolerance: float) -> None:

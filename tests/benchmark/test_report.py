@@ -22,7 +22,7 @@ from spectrain_ext.benchmark.report import (
     spread,
     times_rival,
 )
-from spectrain_ext.cli.bench import workloads
+from spectrain_ext.cli.bench import in_short, workloads
 from spectrain_ext.cli.group import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,12 +194,44 @@ class TestCommand:
 
     def test_tables_and_files(self, tmp_path: Path) -> None:
         json_path, text_path = tmp_path / "a.json", tmp_path / "a.md"
-        done = self.run("--json", json_path, "--markdown", text_path)
+        done = self.run("--all", "--json", json_path, "--markdown", text_path)
         assert done.exit_code == 0, done.output
         assert "| stash_predict_ | 2^5 | fp32 | Plan |" in done.output
         measured = Report.load(json_path)
         assert {r.operation for r in measured.rows} == {"stash_predict_"}
         assert text_path.read_text() in done.output
+
+    def test_in_short_an_operation_is_a_row(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.md"
+        done = self.run("--elements", "6", "--markdown", path)
+        assert done.exit_code == 0, done.output
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("| stash_pred")]
+        assert line.startswith("| stash_predict_ | 2^6 | fp32 | ")
+        assert "not measured" in done.stdout and "--all prints all" in done.stdout
+        assert "| stash_predict_ | 2^5 | fp32 | Plan |" in path.read_text()
+
+    def test_what_was_missed_is_named(self) -> None:
+        slow = report(row("Plan", 2.0), row("a", 3.0, "rival"), row("copy", 1.0, "copy"))
+        text = in_short(slow)
+        assert "| predict_ | 2^24 | fp32 | 2 | 10% | 1.8 | 50% | 50% | a | 3 | 1.50 |" in text
+        assert "- host time, Plan.refresh, 300 gradients: 30.00 us, expected <= 25 us" in text
+        assert "predict_, its share of the best copy's bandwidth" in text
+        assert "2 missed" in text
+
+    @pytest.mark.parametrize("option", ["--json", "--markdown", "--picture"])
+    def test_files_that_cannot_be_written_are_found_before(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+    ) -> None:
+        monkeypatch.setattr("spectrain_ext.cli.bench.measure", None)  # would be called
+        done = self.run(option, tmp_path / "none" / "a.png")
+        assert done.exit_code == 2
+        assert option in done.output and "No such file or directory" in done.output
+        kept = tmp_path / "kept.json"
+        kept.write_text("as it was")
+        done = self.run("--json", kept, option, tmp_path)
+        assert done.exit_code == 2
+        assert kept.read_text() == "as it was"
+        assert list(tmp_path.iterdir()) == [kept]
 
     def test_compare_fails_where_it_got_slower(self, tmp_path: Path) -> None:
         path = tmp_path / "a.json"
@@ -221,6 +253,7 @@ class TestCommand:
             (["-k", "nothing"], "no operation's name contains 'nothing'"),
             (["--picture", "a.gif"], "expected a .png or an .svg"),
             (["--compare", __file__], "not a report of spectrain bench"),
+            (["--compare", "no.json"], "does not exist"),
         ],
     )
     def test_bad_arguments_are_found_before_anything_is_measured(
