@@ -14,7 +14,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -371,16 +371,12 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=rtol, atol=rtol * float(b.abs().max()) if b.numel() else 0.0)
 
 
-def is_decoder(model: object) -> TypeGuard[nn.Module]:
-    """Whether it is a model of Hugging Face's ``transformers`` that takes token ids.
-
-    That package is not imported to find out.
-    """
-    pretrained = any(
+def is_pretrained(model: object) -> bool:
+    """Whether it is a model of Hugging Face's ``transformers``, which is not imported for that."""
+    return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
         for cls in type(model).__mro__
     )
-    return pretrained and getattr(model, "main_input_name", None) == "input_ids"
 
 
 def example_of(model: Any) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decoders import Decoder, shadow
-from .plan import evaluated, inputs_of
+from .decoders import shadow
+from .plan import Plan, evaluated, inputs_of
 
 
 class OwnLoss:
@@ -64,12 +64,19 @@ class _Place:
         self.key = key
 
 
-def own_loss(decoder: Decoder) -> OwnLoss | str:
-    """Learn how a model computes its loss by watching it do so; or say why that cannot be."""
-    model: Any = decoder.model
-    plan = decoder.plan
-    given = inputs_of(plan, decoder.example)
-    labels = _labels(decoder)
+def own_loss(model: Any, plan: Plan, example: object, output: Any) -> OwnLoss | str:
+    """Learn how a model computes its loss by watching it do so; or say why that cannot be.
+
+    Args:
+        model: of Hugging Face's ``transformers``.
+        plan: what it takes.
+        example: a batch, with labels or without.
+        output: the model's, of the example.
+    """
+    if not isinstance(output, Mapping):
+        return f"a {type(model).__name__} is set to return no dictionary; give a loss_fn"
+    given = inputs_of(plan, example)
+    labels = _labels(model.config, plan.labels, example, output)
     if not labels:
         return f"a {type(model).__name__} takes no labels that could be made up; give it a loss_fn"
     calls: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] = []
@@ -126,19 +133,19 @@ def own_loss(decoder: Decoder) -> OwnLoss | str:
     return loss
 
 
-def _labels(decoder: Decoder) -> dict[str, Tensor]:
+def _labels(
+    config: Any, names: tuple[str, ...], example: object, output: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """The example's labels, or some that would do."""
-    names, example, output = decoder.plan.labels, decoder.example, decoder.output
     if isinstance(example, Mapping) and any(name in example for name in names):
         return {name: example[name] for name in names if name in example}
     if {"start_positions", "end_positions"} <= set(names):
         count = len(output["start_logits"])
         zeros = output["start_logits"].new_zeros(count, dtype=torch.int64)
         return {"start_positions": zeros, "end_positions": zeros.clone()}
-    logits = output.get("logits") if isinstance(output, Mapping) else None
+    logits = output.get("logits")
     if "labels" not in names or logits is None:
         return {}
-    config: Any = decoder.model.config
     kind = getattr(config, "problem_type", None)
     if logits.dim() == 2 and (kind == "regression" or (kind is None and config.num_labels == 1)):
         return {"labels": torch.zeros_like(logits)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -88,6 +88,19 @@ def inputs_of(plan: Plan, batch: object) -> Inputs:
     return {name: batch[name] for name in plan.takes if batch.get(name) is not None}
 
 
+def one_of(plan: Plan, batch: object) -> Tensor:
+    """What a model of one input is given of a batch.
+
+    Raises:
+        TypeError: the batch has more.
+    """
+    given = inputs_of(plan, batch)
+    if len(given) > 1:
+        got = ", ".join(map(repr, given))
+        raise TypeError(f"batch: a traced model takes {plan.takes[0]!r} alone, got {got}")
+    return given[plan.takes[0]]
+
+
 def arguments_of(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]:
     """What a model's forward takes of a batch, for its loss, and what it is told beside."""
     known = inspect.signature(model.forward).parameters
@@ -107,6 +120,18 @@ def arguments_of(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], di
     return (main, *rest), labels, fixed
 
 
+def takes_ids(model: object) -> bool:
+    """Whether a Hugging Face model takes token ids first of all."""
+    return getattr(model, "main_input_name", None) == "input_ids"
+
+
+def outline(model: nn.Module, example: object) -> tuple[Plan, Any]:
+    """What a model takes, without how it is built; and its output."""
+    plan = Plan("", (), {}, *arguments_of(model))
+    with evaluated(model):
+        return plan, model(**inputs_of(plan, example), **plan.fixed)
+
+
 def plan_of(model: nn.Module, example: object) -> tuple[Plan, Any]:
     """Watch a model compute, and say how it is built; returns its output as well.
 
@@ -121,13 +146,10 @@ def plan_of(model: nn.Module, example: object) -> tuple[Plan, Any]:
                 f"model: its config asks for {option}, which no stage has of all blocks; set "
                 f"model.config.{option} = False"
             )
-    takes, labels, fixed = arguments_of(model)
-    plan = Plan("", (), {}, takes, labels, fixed)
-    with _Watch(model) as watch, evaluated(model):
-        output = model(**inputs_of(plan, example), **fixed)
+    with _Watch(model) as watch:
+        plan, output = outline(model, example)
     path, members = watch.blocks()
-    units = watch.units(path)
-    return Plan(path, members, units, takes, labels, fixed), output
+    return replace(plan, path=path, members=members, units=watch.units(path)), output
 
 
 @contextmanager

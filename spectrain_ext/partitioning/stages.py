@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from spectrain_ext.transport import Value
 
+from .automatic import Automatic
 from .cut import Cut, StageCount, classic_window, cut
-from .decoders import Decoder, is_decoder
-from .own_loss import own_loss
-from .profile import Profile, Tie, measure
+from .decoders import Decoder, is_pretrained
+from .own_loss import OwnLoss, own_loss
+from .plan import one_of, outline, takes_ids
+from .profile import Profile, Tie, counted, measure
 from .traced import TracedStage, split
 
 if TYPE_CHECKING:
@@ -177,7 +180,7 @@ class Partition:
     stages: list[nn.Module]
     cut: Cut
     profile: Profile
-    _loss: Callable[[Any, Any], Tensor] | str = "the model has no loss of its own; give a loss_fn"
+    _loss: OwnLoss | str
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.stages)
@@ -186,7 +189,7 @@ class Partition:
         return len(self.stages)
 
     @property
-    def loss_fn(self) -> Callable[[Any, Any], Tensor]:
+    def loss_fn(self) -> OwnLoss:
         """Of a Hugging Face model: ``(output, batch) -> loss``, what it computes from ``labels``.
 
         The batch is a mapping that has the labels, or these themselves.
@@ -207,7 +210,7 @@ def partition(
     split_points: Mapping[str, SplitPoint] | Sequence[str] | None = None,
     before: Callable[[Any], Any] | None = None,
     after: Callable[[Any], Any] | None = None,
-    profile: Profile | None = None,
+    profile: Profile | Literal["parameters"] | None = None,
     repeats: int = 5,
     bandwidth: float | None = None,
     memory_limit: int | Sequence[int] | None = None,
@@ -235,7 +238,8 @@ def partition(
         before, after: run before the first of a list of blocks, and after the last one: modules,
             or functions without parameters. They count as blocks.
         profile: use this one instead of measuring; of the blocks, or of what lies between all the
-            split points.
+            split points. ``"parameters"``: count a block's parameters, without those of embeddings:
+            the same everywhere, where each process cuts the model for itself.
         repeats: timed runs of each block.
         bandwidth: bytes per second between neighbouring stages; None: transfers are free.
         memory_limit: bytes that a stage may take, or one number per stage.
@@ -260,51 +264,116 @@ def partition(
     ``requires_grad`` led its code to do. A stage that is used with sizes or dtypes for which its
     code would have done something else raises ValueError or TypeError.
     """
-    listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
-    if not listed and not (before is None and after is None):
-        raise ValueError(
-            f"before, after: for a list of blocks only, model is a {type(model).__name__}"
-        )
-    decoder = None
-    if split_points is None and is_decoder(model):
-        decoder = Decoder(model, example_input)
-        blocks, make = decoder.blocks, decoder.stages
-        _check_stages(n_stages, len(blocks))
-    elif example_input is None:
-        raise TypeError("example_input: expected a microbatch, got None")
-    elif split_points is None:
-        named = blocks_of(model, before, after)
-        blocks, make = list(named.values()), partial(_slices, named)
-        _check_stages(n_stages, len(blocks))
-    else:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-        _check_stages(n_stages, len(split_points) + 1)
-        blocks = split(model, example_input, split_points)
-        make = partial(_slices, {str(k): block for k, block in enumerate(blocks)})
+    source = _source(model, n_stages, example_input, split_points, before, after)
+    blocks = source.blocks
+    _check_stages(n_stages, len(blocks))
     ties = ties_of(blocks)
-    if profile is None and decoder is not None:
-        profile = decoder.measure(repeats, ties)
+    if profile == "parameters":
+        profile = counted(blocks, ties)
     elif profile is None:
-        assert example_input is not None
-        profile = measure(blocks, example_input, repeats=repeats, ties=ties)
+        profile = source.measure(repeats=repeats, ties=ties)
     elif len(profile.blocks) != len(blocks):
         raise ValueError(
             f"profile: expected {len(blocks)} blocks, as the model has, got {len(profile.blocks)}"
         )
-    found = cut(
-        Profile(profile.blocks, ties),
-        n_stages,
-        bandwidth=bandwidth,
-        memory_limit=memory_limit,
-        weight_copies=weight_copies,
-        window=window,
-    )
-    stages = make(found.ends)
-    if decoder is None:
-        return Partition(stages, found, profile)
-    decoder.check(stages)
-    return Partition(stages, found, profile, own_loss(decoder))
+    given = profile.blocks
+
+    def best(ties: tuple[Tie, ...]) -> Cut:
+        return cut(
+            Profile(given, ties),
+            n_stages,
+            bandwidth=bandwidth,
+            memory_limit=memory_limit,
+            weight_copies=weight_copies,
+            window=window,
+        )
+
+    found = best(ties)
+    if source.narrow and bandwidth is None:
+        # What several tensors cost to pass on is not known: where they need not, they do not.
+        with suppress(ValueError):
+            narrow = best((*ties, *source.narrow))
+            if narrow.slowest <= 1.1 * found.slowest:
+                found = narrow
+    stages = source.make(found.ends)
+    return Partition(stages, found, profile, source.finish(stages))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A model that can be cut.
+
+    Attributes:
+        blocks: what lies between all places to cut.
+        make: the stages that end before these blocks.
+        measure: the profile of the blocks.
+        narrow: ties that leave only places where one tensor passes.
+        finish: checks the stages, and finds the model's own loss, or why there is none.
+    """
+
+    blocks: list[nn.Module]
+    make: Callable[[Sequence[int]], list[nn.Module]]
+    measure: Callable[..., Profile]
+    narrow: tuple[Tie, ...] = ()
+    finish: Callable[[list[nn.Module]], OwnLoss | str] = lambda _: _NO_LOSS
+
+
+_NO_LOSS = "the model has no loss of its own that is known; give a loss_fn"
+
+
+def _source(
+    model: nn.Module | Sequence[nn.Module],
+    n_stages: int,
+    example: Value | None,
+    split_points: Mapping[str, SplitPoint] | Sequence[str] | None,
+    before: Callable[[Any], Any] | None,
+    after: Callable[[Any], Any] | None,
+) -> _Source:
+    listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
+    if not (before is None and after is None) and (not listed or split_points is not None):
+        raise ValueError(
+            f"before, after: for a list of blocks only, model is a {type(model).__name__}"
+        )
+    pretrained = is_pretrained(model)
+    if pretrained and split_points is None and takes_ids(model):
+        assert isinstance(model, nn.Module)
+        decoder = Decoder(model, example)
+
+        def finish(stages: list[nn.Module]) -> OwnLoss | str:
+            decoder.check(stages)
+            return own_loss(decoder.model, decoder.plan, decoder.example, decoder.output)
+
+        return _Source(decoder.blocks, decoder.stages, decoder.measure, finish=finish)
+    if example is None:
+        raise TypeError("example_input: expected a microbatch, got None")
+    if split_points is None and listed:
+        named = blocks_of(model, before, after)
+        blocks = list(named.values())
+        return _Source(blocks, partial(_slices, named), partial(measure, blocks, example))
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    plan, output = outline(model, example) if pretrained else (None, None)
+    value = example if plan is None else one_of(plan, example)
+    narrow: tuple[Tie, ...] = ()
+    if split_points is None:
+        _check_stages(n_stages, n_stages)
+        automatic = Automatic(model, value, n_stages)
+        blocks, make, narrow = automatic.blocks, automatic.stages, automatic.narrow
+    else:
+        _check_stages(n_stages, len(split_points) + 1)
+        blocks = split(model, value, split_points)
+        make = partial(_slices, {str(index): block for index, block in enumerate(blocks)})
+
+    def named_inputs(stages: list[nn.Module]) -> OwnLoss | str:
+        if plan is None:
+            return _NO_LOSS
+        first = next(stages[0].modules())
+        while not isinstance(first, TracedStage):
+            first = next(first.children())
+        first.plan = plan
+        return own_loss(model, plan, example, output)
+
+    return _Source(blocks, make, partial(measure, blocks, value), narrow, named_inputs)
 
 
 def _check_stages(n_stages: int, most: int) -> None:
