@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.distributed.pipeline import DistributedPipeline
+from spectrain_ext.pipeline.names import full_names
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.rng import StageRandom
 
@@ -156,7 +157,6 @@ def _first(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _names(module: nn.Module, prefix: str) -> dict[str, str]:
-    full_name = getattr(module, "full_name", None)
     keys = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     keys += module.state_dict().keys()
-    return {k: full_name(k) if callable(full_name) else prefix + k for k in keys}
+    return full_names(module, keys, prefix)

@@ -79,7 +79,8 @@ class DistributedPipeline(Pipeline):
         ValueError: besides Pipeline's reasons, an argument that another rank has differently.
         RankError: another rank could not make its part.
 
-    ``state_dict`` has the stage's part of the keys of ``nn.Sequential(*all_stages)``.
+    ``state_dict`` has the stage's part of what ``Pipeline`` has, under the same names;
+    ``load_state_dict`` takes this stage's out of a whole model's.
     """
 
     def __init__(

@@ -56,9 +56,14 @@ class Cut:
         return max(range(len(self.stages)), key=lambda k: (self.stages[k].seconds, -k))
 
     @property
+    def slowest(self) -> float:
+        """Seconds of the slowest stage."""
+        return self.stages[self.bottleneck].seconds
+
+    @property
     def balance(self) -> float:
         """The mean stage's time over the slowest one's: 1 when all are equal."""
-        slowest = self.stages[self.bottleneck].seconds
+        slowest = self.slowest
         total = sum(stage.seconds for stage in self.stages)
         return total / len(self.stages) / slowest if slowest else 1.0
 

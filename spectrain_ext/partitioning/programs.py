@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,7 @@ class Program:
             they were when it was traced.
         given: what it was traced with.
         inputs: what enters.
-        single: whether the one output leaves as a tensor, not as a tuple.
+        form: makes what is returned of the outputs.
         guards: raises AssertionError where other sizes than those traced would have taken another
             way through the model's Python; None where nothing depends on that.
 
@@ -74,14 +74,14 @@ class Program:
         state: dict[str, Tensor],
         given: Sequence[Tensor],
         inputs: tuple[Port, ...],
-        single: bool,
+        form: Callable[[tuple[Tensor, ...]], Any],
         guards: nn.Module | None,
     ) -> None:
         tensors = list(state.values()) or given
         self.state = tuple(state)
         self.inputs = inputs
         self._module = module
-        self._single = single
+        self._form = form
         self._guards = guards
         self._dtypes = [t.dtype for t in tensors]
         constants = list(_constants(module))
@@ -150,8 +150,7 @@ class Program:
         module = self._module
         if self._moved is not None and tensors:
             module = self._on(tensors[0].device)
-        made = module(*given, *state)
-        return made[0] if self._single else made
+        return self._form(module(*given, *state))
 
     def _on(self, device: torch.device) -> fx.GraphModule:
         """The graph for a device that the stage has been moved to."""
@@ -205,10 +204,10 @@ class _Cutter:
             self._stages.pop()
         spec = exported.call_spec.out_spec
         assert spec is not None
-        self._single = spec.is_leaf()
-        flat = all(child.is_leaf() for child in spec.children())
-        if not self._single and not (flat and spec.type in (tuple, list)):
-            raise ValueError("split_points: the model returns something else than tensors")
+        flat = not spec.is_leaf() and all(child.is_leaf() for child in spec.children())
+        # As it ever was of a tuple and a list; what else a model returns is made again.
+        listed = flat and spec.type in (tuple, list)
+        self._form: Callable[[tuple[Tensor, ...]], Any] = tuple if listed else spec.unflatten
         self.stages = len(self._stages)
         self._needs = [self._needed(k) for k in range(self.stages)]
         for k in range(self.stages):
@@ -331,7 +330,7 @@ class _Cutter:
             state,
             [node.meta["val"] for node in arrives],
             tuple(map(Port.of, arrives)),
-            self._single if last else len(leaves) == 1,
+            self._form if last else (_only if len(leaves) == 1 else tuple),
             self._guards if k == 0 else None,
         )
         return program, state
@@ -349,6 +348,10 @@ class _Cutter:
             given in self._home and self._home[given] < k and given not in self._arriving(k)
             for given in size.all_input_nodes
         )
+
+
+def _only(tensors: tuple[Tensor, ...]) -> Tensor:
+    return tensors[0]
 
 
 def _fixed(size: int | torch.SymInt) -> int | None:

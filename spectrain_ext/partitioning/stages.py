@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from spectrain_ext.transport import Value
 
+from .automatic import Automatic
 from .cut import Cut, StageCount, classic_window, cut
-from .profile import Profile, Tie, measure
+from .decoders import Decoder, is_pretrained
+from .own_loss import OwnLoss, own_loss
+from .plan import one_of, outline, takes_ids
+from .profile import Profile, Tie, counted, measure
 from .traced import TracedStage, split
 
 if TYPE_CHECKING:
@@ -24,43 +30,82 @@ class Slice(nn.Sequential):
     Args:
         blocks: the modules, shared with the model they come from.
         first: index of the first of them in that model.
+        names: what the model calls them; None: by their indices, as ``nn.Sequential(*all_blocks)``
+            does.
 
-    ``full_name`` tells what the model, ``nn.Sequential(*all_blocks)``, calls a parameter or module
-    buffer, which does not depend on where the cuts are: checkpoints use these names.
+    ``full_name`` tells what the model calls a parameter or module buffer, which does not depend on
+    where the cuts are: checkpoints and a pipeline's ``state_dict`` use these names.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], first: int) -> None:
+    def __init__(
+        self, blocks: Iterable[nn.Module], first: int, names: Sequence[str] | None = None
+    ) -> None:
         super().__init__(*blocks)
         self.first = first
+        self._names = None if names is None else tuple(names)
 
     def full_name(self, name: str) -> str:
         """Return the model's name of what is called ``name`` here."""
         index, _, rest = name.partition(".")
-        block = self[int(index)]
+        place = int(index)
+        block = self[place]
         if isinstance(block, TracedStage):  # its model is no sequence
             return block.full_name(rest)
-        return f"{self.first + int(index)}.{rest}"
+        return f"{self.first + place if self._names is None else self._names[place]}.{rest}"
 
 
-def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the blocks of an ``nn.Sequential``, or of a list of modules.
+class _Calls(nn.Module):
+    """A function as a block."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, value: Any) -> Any:
+        return self._function(value)
+
+
+def blocks_of(
+    model: nn.Module | Sequence[nn.Module],
+    before: Callable[[Any], Any] | None = None,
+    after: Callable[[Any], Any] | None = None,
+) -> dict[str, nn.Module]:
+    """Return the blocks of an ``nn.Sequential``, or of a list of modules, by name.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is neither, or ``before`` or ``after`` cannot be called.
         ValueError: it is empty.
     """
     if isinstance(model, nn.Module) and not isinstance(model, (nn.Sequential, nn.ModuleList)):
         raise TypeError(
-            "model: expected an nn.Sequential or a list of modules, got a "
-            f"{type(model).__name__}; a model of any other form is cut at split_points"
+            f"model: expected an nn.Sequential or a list of modules, got a {type(model).__name__}"
         )
-    blocks = list(model)
-    for index, block in enumerate(blocks):
+    given = model._modules.items() if isinstance(model, nn.Module) else enumerate(model)
+    blocks: dict[str, nn.Module] = {}
+    for name, block in given:
         if not isinstance(block, nn.Module):
-            raise TypeError(f"model[{index}]: expected an nn.Module, got {type(block).__name__}")
+            raise TypeError(f"model[{name}]: expected an nn.Module, got {type(block).__name__}")
+        blocks[str(name)] = block
     if not blocks:
         raise ValueError("model: expected at least one block, got none")
-    return blocks
+    if before is None and after is None:
+        return blocks
+    blocks = {f"blocks.{name}": block for name, block in blocks.items()}
+    first = {} if before is None else {"before": _block(before, "before")}
+    last = {} if after is None else {"after": _block(after, "after")}
+    return {**first, **blocks, **last}
+
+
+def _block(call: Callable[[Any], Any], name: str) -> nn.Module:
+    owner = getattr(call, "__self__", None)
+    if isinstance(owner, nn.Module) and not isinstance(call, nn.Module):
+        raise TypeError(
+            f"{name}: expected a module or a function, got a method of a {type(owner).__name__}, "
+            "whose parameters nobody would train"
+        )
+    if not callable(call):
+        raise TypeError(f"{name}: expected a module or a function, got {type(call).__name__}")
+    return call if isinstance(call, nn.Module) else _Calls(call)
 
 
 def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[nn.Module]:
@@ -79,7 +124,8 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
         ValueError: ``ends`` that leave a stage empty or a block out, or that separate blocks which
             share a module or a module buffer.
     """
-    blocks = blocks_of(model)
+    named = blocks_of(model)
+    blocks = list(named.values())
     starts = [0, *ends[:-1]]
     ascending = all(start < end for start, end in zip(starts, ends, strict=False))
     if not ends or not ascending or ends[-1] != len(blocks):
@@ -91,9 +137,14 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
         for end in ends[:-1]:
             if tie.first < end <= tie.last:
                 raise ValueError(f"ends: a cut before block {end} separates {tie.what}")
-    stages: list[nn.Module] = [Slice(blocks[s:e], s) for s, e in zip(starts, ends, strict=True)]
+    stages = _slices(named, ends)
     mark_ties(stages)
     return stages
+
+
+def _slices(blocks: Mapping[str, nn.Module], ends: Sequence[int]) -> list[nn.Module]:
+    names, modules = list(blocks), list(blocks.values())
+    return [Slice(modules[s:e], s, names[s:e]) for s, e in zip((0, *ends[:-1]), ends, strict=True)]
 
 
 def mark_ties(stages: Sequence[nn.Module]) -> None:
@@ -129,6 +180,7 @@ class Partition:
     stages: list[nn.Module]
     cut: Cut
     profile: Profile
+    _loss: OwnLoss | str
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.stages)
@@ -136,14 +188,29 @@ class Partition:
     def __len__(self) -> int:
         return len(self.stages)
 
+    @property
+    def loss_fn(self) -> OwnLoss:
+        """Of a Hugging Face model: ``(output, batch) -> loss``, what it computes from ``labels``.
+
+        The batch is a mapping that has the labels, or these themselves.
+
+        Raises:
+            ValueError: the model has none, or one that needs more than its output and labels.
+        """
+        if isinstance(self._loss, str):
+            raise ValueError(f"loss_fn: {self._loss}")
+        return self._loss
+
 
 def partition(
     model: nn.Module | Sequence[nn.Module],
     n_stages: int,
-    example_input: Value,
+    example_input: Value | None = None,
     *,
     split_points: Mapping[str, SplitPoint] | Sequence[str] | None = None,
-    profile: Profile | None = None,
+    before: Callable[[Any], Any] | None = None,
+    after: Callable[[Any], Any] | None = None,
+    profile: Profile | Literal["parameters"] | None = None,
     repeats: int = 5,
     bandwidth: float | None = None,
     memory_limit: int | Sequence[int] | None = None,
@@ -153,17 +220,26 @@ def partition(
     """Cut a model into stages whose slowest one is as fast as possible.
 
     Args:
-        model: an ``nn.Sequential`` or a list of modules, to be cut between its blocks. With
-            ``split_points`` any module that torch.export can trace: in training and in evaluation,
-            so that the stages have both modes; one that they cannot have is an error when ``train``
-            or ``eval`` asks for it.
+        model: one of
+
+            - a Hugging Face model around a list of blocks, as decoders are: it is cut between
+              them, and what comes before and after the list counts as a block each;
+            - an ``nn.Sequential`` or a list of modules, to be cut between its blocks;
+            - any other module that torch.export can trace: in training and in evaluation, so that
+              the stages have both modes; one that they cannot have is an error when ``train`` or
+              ``eval`` asks for it. It is cut before submodules with parameters of their own, unless
+              ``split_points`` names others.
         n_stages: how many stages, at least 1.
-        example_input: a microbatch as the model takes it, a tensor, a tuple of tensors or, without
-            ``split_points``, a mapping of names to tensors, on the model's device.
+        example_input: a microbatch as the model takes it, a tensor, a tuple of tensors or a mapping
+            of names to tensors, on the model's device. For Hugging Face's decoders it may be
+            missing: token ids of one sequence are made up.
         split_points: names of submodules to cut before, or name -> ``SplitPoint``. There must be
             ``n_stages - 1`` of them, or more: they are then candidates, and the best are used.
+        before, after: run before the first of a list of blocks, and after the last one: modules,
+            or functions without parameters. They count as blocks.
         profile: use this one instead of measuring; of the blocks, or of what lies between all the
-            split points.
+            split points. ``"parameters"``: count a block's parameters, without those of embeddings:
+            the same everywhere, where each process cuts the model for itself.
         repeats: timed runs of each block.
         bandwidth: bytes per second between neighbouring stages; None: transfers are free.
         memory_limit: bytes that a stage may take, or one number per stage.
@@ -176,39 +252,128 @@ def partition(
 
     Raises:
         TypeError, ValueError: an argument that does not fit, a limit that cannot be kept, or shared
-            modules that leave too few places to cut; the message names them.
+            modules that leave too few places to cut; the message names them. The stages of a
+            Hugging Face model do not compute what it does, in evaluation on the example.
         RuntimeError: torch.export cannot trace the model in the mode that it is in.
+
+    Stages know the model's names of their parameters; those of a list with ``before`` or ``after``
+    are ``before.*``, ``blocks.0.*``, ..., ``after.*``.
 
     Of a traced model everything but the mode, sizes, devices and whether gradients are enabled is
     what it was at that time: what a module's attributes (a dropout's ``p``) or a parameter's
     ``requires_grad`` led its code to do. A stage that is used with sizes or dtypes for which its
     code would have done something else raises ValueError or TypeError.
     """
-    if split_points is None:
-        blocks = blocks_of(model)
-        _check_stages(n_stages, len(blocks))
-    else:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-        _check_stages(n_stages, len(split_points) + 1)
-        blocks = split(model, example_input, split_points)
+    source = _source(model, n_stages, example_input, split_points, before, after)
+    blocks = source.blocks
+    _check_stages(n_stages, len(blocks))
     ties = ties_of(blocks)
-    if profile is None:
-        profile = measure(blocks, example_input, repeats=repeats, ties=ties)
+    if profile == "parameters":
+        profile = counted(blocks, ties)
+    elif profile is None:
+        profile = source.measure(repeats=repeats, ties=ties)
     elif len(profile.blocks) != len(blocks):
         raise ValueError(
             f"profile: expected {len(blocks)} blocks, as the model has, got {len(profile.blocks)}"
         )
-    found = cut(
-        Profile(profile.blocks, ties),
-        n_stages,
-        bandwidth=bandwidth,
-        memory_limit=memory_limit,
-        weight_copies=weight_copies,
-        window=window,
-    )
-    stages = cut_at(blocks, found.ends)
-    return Partition(stages, found, profile)
+    given = profile.blocks
+
+    def best(ties: tuple[Tie, ...]) -> Cut:
+        return cut(
+            Profile(given, ties),
+            n_stages,
+            bandwidth=bandwidth,
+            memory_limit=memory_limit,
+            weight_copies=weight_copies,
+            window=window,
+        )
+
+    found = best(ties)
+    if source.narrow and bandwidth is None:
+        # What several tensors cost to pass on is not known: where they need not, they do not.
+        with suppress(ValueError):
+            narrow = best((*ties, *source.narrow))
+            if narrow.slowest <= 1.1 * found.slowest:
+                found = narrow
+    stages = source.make(found.ends)
+    return Partition(stages, found, profile, source.finish(stages))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A model that can be cut.
+
+    Attributes:
+        blocks: what lies between all places to cut.
+        make: the stages that end before these blocks.
+        measure: the profile of the blocks.
+        narrow: ties that leave only places where one tensor passes.
+        finish: checks the stages, and finds the model's own loss, or why there is none.
+    """
+
+    blocks: list[nn.Module]
+    make: Callable[[Sequence[int]], list[nn.Module]]
+    measure: Callable[..., Profile]
+    narrow: tuple[Tie, ...] = ()
+    finish: Callable[[list[nn.Module]], OwnLoss | str] = lambda _: _NO_LOSS
+
+
+_NO_LOSS = "the model has no loss of its own that is known; give a loss_fn"
+
+
+def _source(
+    model: nn.Module | Sequence[nn.Module],
+    n_stages: int,
+    example: Value | None,
+    split_points: Mapping[str, SplitPoint] | Sequence[str] | None,
+    before: Callable[[Any], Any] | None,
+    after: Callable[[Any], Any] | None,
+) -> _Source:
+    listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
+    if not (before is None and after is None) and (not listed or split_points is not None):
+        raise ValueError(
+            f"before, after: for a list of blocks only, model is a {type(model).__name__}"
+        )
+    pretrained = is_pretrained(model)
+    if pretrained and split_points is None and takes_ids(model):
+        assert isinstance(model, nn.Module)
+        decoder = Decoder(model, example)
+
+        def finish(stages: list[nn.Module]) -> OwnLoss | str:
+            decoder.check(stages)
+            return own_loss(decoder.model, decoder.plan, decoder.example, decoder.output)
+
+        return _Source(decoder.blocks, decoder.stages, decoder.measure, finish=finish)
+    if example is None:
+        raise TypeError("example_input: expected a microbatch, got None")
+    if split_points is None and listed:
+        named = blocks_of(model, before, after)
+        blocks = list(named.values())
+        return _Source(blocks, partial(_slices, named), partial(measure, blocks, example))
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    plan, output = outline(model, example) if pretrained else (None, None)
+    value = example if plan is None else one_of(plan, example)
+    narrow: tuple[Tie, ...] = ()
+    if split_points is None:
+        _check_stages(n_stages, n_stages)
+        automatic = Automatic(model, value, n_stages)
+        blocks, make, narrow = automatic.blocks, automatic.stages, automatic.narrow
+    else:
+        _check_stages(n_stages, len(split_points) + 1)
+        blocks = split(model, value, split_points)
+        make = partial(_slices, {str(index): block for index, block in enumerate(blocks)})
+
+    def named_inputs(stages: list[nn.Module]) -> OwnLoss | str:
+        if plan is None:
+            return _NO_LOSS
+        first = next(stages[0].modules())
+        while not isinstance(first, TracedStage):
+            first = next(first.children())
+        first.plan = plan
+        return own_loss(model, plan, example, output)
+
+    return _Source(blocks, make, partial(measure, blocks, value), narrow, named_inputs)
 
 
 def _check_stages(n_stages: int, most: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.transport import Value
 
+from .plan import Plan, one_of
 from .programs import Port, Program
 from .tracing import Mode, Trace, traces
 
@@ -74,7 +75,14 @@ class TracedStage(nn.Module):
         self.part = part
         self._modes = modes
         self._given: bool | None = None if given else training
+        self.plan: Plan | None = None  # of a Hugging Face model's first stage
         self._set(training)
+
+    @property
+    def takes(self) -> int:
+        """How many tensors it is given."""
+        graphs = next(graphs for graphs in self._modes.values() if not isinstance(graphs, str))
+        return len(graphs[-1].program.inputs)
 
     def full_name(self, name: str) -> str:
         """Return the model's name of what is called ``name`` here."""
@@ -107,6 +115,8 @@ class TracedStage(nn.Module):
                 would do something else with them.
             TypeError: the stage was converted to another dtype, where the graph names the old one.
         """
+        if self.plan is not None:
+            value = one_of(self.plan, value)
         given = value if isinstance(value, tuple) else (value,)
         mode = None if self._given is self.training else self.training
         graphs = self._modes[mode, torch.is_grad_enabled()]

@@ -39,6 +39,7 @@ from .arguments import (
 from .executor import Executor
 from .loops import Loops, told_of
 from .losses import Keep, Result
+from .names import Loading, give_names
 from .neighbourhood import LocalNeighbourhood, Neighbourhood
 from .observer import Observer, observer_of
 from .recomputing import RecomputingStage
@@ -125,11 +126,13 @@ class Pipeline(Loops):
     Stages work on streams of their own. Every call orders these with the streams that are current
     at that call, which may be others each time.
 
-    ``state_dict`` and ``load_state_dict`` use the keys of ``nn.Sequential(*stages)``; optimizers
-    have their own pair.
+    ``state_dict`` and ``load_state_dict`` use the names of the uncut model, where the stages are
+    those of ``partition`` or ``cut_at``, so that either takes the other's; with any other stages
+    they use the keys of ``nn.Sequential(*stages)``. Optimizers have their own pair.
     """
 
     _around: Neighbourhood | None = None  # of the stages; None: one another, all of them are here
+    _loading: Loading
 
     def __init__(
         self,
@@ -216,8 +219,11 @@ class Pipeline(Loops):
             raise
         self.register_state_dict_pre_hook(_mend_before)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_give_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_begin_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
         for held in weights:
             if held is not None:
                 held.updater.order_by(self._executor.callers_turn)
@@ -555,8 +561,32 @@ def _put_true_weights(
                 state[key] = found.clone(memory_format=torch.preserve_format)
 
 
+def _give_names(pipe: Pipeline, state: dict[str, Any], prefix: str, _: object) -> None:
+    give_names(dict(pipe.named_children()), state, prefix)
+
+
 def _refuse_load_in_run(pipe: Pipeline, *_: object) -> None:
     pipe._refuse_in_run("load_state_dict")
+
+
+def _begin_load(
+    pipe: Pipeline,
+    state: dict[str, Any],
+    prefix: str,
+    _: object,
+    strict: bool,
+    missing: object,
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    stages = dict(pipe.named_children())
+    whole = len(stages) == len(pipe._executor.places)
+    pipe._loading = Loading.of(stages, state, prefix, unexpected if whole else None, errors)
+
+
+def _end_load(pipe: Pipeline, incompatible: Any) -> None:
+    pipe._loading.end(incompatible.missing_keys)
+    del pipe._loading
 
 
 def _follow_load(pipe: Pipeline, *_: object) -> None:

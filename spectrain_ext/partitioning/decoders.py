@@ -1,0 +1,389 @@
+"""Decoder: a model around a list of blocks, in stages that each run the model's own forward.
+
+A stage is a copy of the model that shares its modules, with stand-ins for those of other stages.
+It calls the model's ``forward`` as anybody would, so that masks, positions and rotary embeddings
+are made as the model makes them. What is computed before the stage's first block is thrown away:
+that block is given what has arrived instead. Behind its last block the forward is left. A stand-in
+gives numbers that are none (NaN), so that a model which needs more of the other stages than what
+arrives computes none either, and is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain_ext.transport import Value
+
+from .plan import Inputs, Plan, evaluated, hidden_of, inputs_of, members_of, plan_of
+from .profile import Profile, Tie, measure
+
+
+class _Hand:
+    """What arrived at a stage, until its first block takes it.
+
+    Attributes:
+        hidden: while the stage's forward runs.
+        taken: whether it was.
+    """
+
+    hidden: Tensor | None = None
+    taken = False
+
+    def take(self) -> Tensor:
+        assert self.hidden is not None
+        self.taken = True
+        return self.hidden
+
+
+class _Left(BaseException):
+    """Leaves a model's forward behind the stage's last block."""
+
+    def __init__(self, hand: _Hand, hidden: Tensor) -> None:
+        super().__init__()
+        self.hand = hand
+        self.hidden = hidden
+
+
+class _Absent(nn.Module):
+    """Stands for a block of another stage: hands on what it is given.
+
+    Args:
+        block: whose plain attributes a model may ask for.
+        members: of the tuple that it returns; 0: it returns a tensor.
+    """
+
+    def __init__(self, block: nn.Module, members: int) -> None:
+        super().__init__()
+        _take_attributes(self, block)
+        self._members = members
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = hidden_of(args, kwargs)
+        return (hidden, *[None] * (self._members - 1)) if self._members else hidden
+
+
+class _Ghost(nn.Module):
+    """Stands for what comes before the blocks, an embedding say: its values are none.
+
+    Args:
+        module: whose plain attributes a model may ask for.
+        hand: what arrived has all sizes but the last.
+        width: the last size.
+    """
+
+    def __init__(self, module: nn.Module, hand: _Hand, width: int) -> None:
+        super().__init__()
+        _take_attributes(self, module)
+        self._hand, self._width = hand, width
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        hidden = self._hand.hidden
+        assert hidden is not None
+        return hidden.new_full((), torch.nan).expand(*hidden.shape[:-1], self._width)
+
+
+class _Elsewhere(nn.Module):
+    """Stands for what a stage does not come to.
+
+    Args:
+        name: of the module that another stage has.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"the model's forward came to {self._name!r}, which another stage has; it left out a "
+            "block where a stage ends (LayerDrop?), so that it cannot be cut there"
+        )
+
+
+class DecoderStage(nn.Module):
+    """Blocks of a model: 0 is all before its list, and the last one all after it.
+
+    Args:
+        model: shares its modules and parameters.
+        plan: how it is built.
+        start: index of the first.
+        end: after the last.
+
+    The first stage takes a batch: token ids, or a mapping of the model's arguments; labels in it
+    are left to the loss. Between stages go the hidden state, and with it what else the batch has,
+    in a tuple then: attention mask, position ids. The last stage returns what the model does.
+
+    Parameters keep the names they have in the model. Which modules are checkpointed
+    (``gradient_checkpointing_enable``) is as it was when the stage was made.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, start: int, end: int) -> None:
+        super().__init__()
+        self._plan = plan
+        self._first = start == 0
+        self._last = end == plan.blocks
+        self._takes = 0 < start < end  # one of no blocks is measured, too
+        self._hand = _Hand()
+        self.model = shadow(model, dict(self._stand_ins(model, start, end)))
+        self.training = model.training
+
+    def full_name(self, name: str) -> str:
+        """Return the model's name of what is called ``name`` here."""
+        return name.removeprefix("model.")
+
+    def _stand_ins(self, model: nn.Module, start: int, end: int) -> Iterator[tuple[str, nn.Module]]:
+        """What the model's modules are replaced by, by name."""
+        plan, hand = self._plan, self._hand
+        for name, unit in plan.units.items():
+            module = model.get_submodule(name)
+            if (self._first and unit.before) or (self._last and unit.after):
+                continue
+            if not (unit.before or unit.between):
+                used = unit.after or not self._last  # what nothing uses is kept by the last stage
+                yield from [(name, _Elsewhere(name))] if used else ()
+            elif unit.learns:
+                assert unit.width is not None
+                yield name, _Ghost(module, hand, unit.width)
+            elif not self._first:
+                # A copy, because it may be on another device.
+                dropout = isinstance(module, nn.Dropout)
+                yield name, nn.Identity() if dropout else copy.deepcopy(module)
+        count = len(plan.members)
+        first, last = max(start - 1, 0), min(end - 1, count)
+        blocks = list(members_of(model.get_submodule(plan.path)))
+        for index, (block, members) in enumerate(zip(blocks, plan.members, strict=True)):
+            here = first <= index < last
+            if not here:
+                block = _Absent(block, members)
+            enters = not self._first and index == (first if first < last else count - 1)
+            leaves = not self._last and index == (last - 1 if first < last else 0)
+            if enters or leaves:
+                block = shadow(block, {})
+                if enters and here:
+                    block.register_forward_pre_hook(partial(_enter, hand), with_kwargs=True)
+                elif enters:
+                    block.register_forward_hook(partial(_replace, hand))
+                if leaves and here:
+                    block.register_forward_hook(partial(_leave, hand))
+                elif leaves:
+                    block.register_forward_pre_hook(partial(_turn_back, hand), with_kwargs=True)
+            if block is not blocks[index]:
+                yield f"{plan.path}.{index}", block
+
+    def forward(self, value: Any) -> Any:
+        """Return the hidden state and what goes with it, or the model's output.
+
+        Raises:
+            TypeError: the batch has something that the model's forward does not take.
+            RuntimeError: the forward did not come to this stage's blocks.
+        """
+        hand, plan = self._hand, self._plan
+        hidden, given = (None, inputs_of(plan, value)) if self._first else self._received(value)
+        hand.hidden, hand.taken = hidden, not self._takes
+        output = None
+        try:
+            output = self.model(**given, **plan.fixed)
+            left = self._last
+        except _Left as leaving:
+            if leaving.hand is not hand:
+                raise
+            output, left = leaving.hidden, True
+        finally:
+            hand.hidden = None
+        if not hand.taken or not left:
+            raise RuntimeError(
+                f"the model's forward left out a block of {plan.path!r} where a stage begins or "
+                "ends (LayerDrop?), so that it cannot be cut there"
+            )
+        return output if self._last else self._packed(output, given)
+
+    def _packed(self, hidden: Tensor, given: Inputs) -> Tensor | tuple[Tensor, ...]:
+        names = self._plan.takes[0 if self._plan.ids else 1 :]
+        count = max((i + 1 for i, name in enumerate(names) if name in given), default=0)
+        if not count:
+            return hidden
+        # Something empty stands for what the batch has not.
+        rest = [given[name] if name in given else hidden.new_empty(0) for name in names[:count]]
+        return hidden, *rest
+
+    def _received(self, value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Inputs]:
+        hidden, *rest = value if isinstance(value, tuple) else (value,)
+        names = self._plan.takes[0 if self._plan.ids else 1 :]
+        given = {name: tensor for name, tensor in zip(names, rest, strict=False) if tensor.numel()}
+        if not self._plan.ids:
+            # It has sizes, and no values: a model that looks at them does not get far.
+            ids = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
+            given = {self._plan.takes[0]: ids, **given}
+        return hidden, given
+
+
+# What happens at a stage's first and last block.
+
+
+def _enter(hand: _Hand, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args:
+        return (hand.take(), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": hand.take()}
+
+
+def _replace(hand: _Hand, _: nn.Module, args: object, output: Any) -> Any:
+    return (hand.take(), *output[1:]) if isinstance(output, tuple) else hand.take()
+
+
+def _leave(hand: _Hand, _: nn.Module, args: object, output: Any) -> Any:
+    raise _Left(hand, output[0] if isinstance(output, tuple) else output)
+
+
+def _turn_back(hand: _Hand, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise _Left(hand, hidden_of(args, kwargs))
+
+
+def _take_attributes(stand_in: nn.Module, module: nn.Module) -> None:
+    for name, value in vars(module).items():
+        if not name.startswith("_") and not isinstance(value, (Tensor, nn.Module)):
+            stand_in.__dict__.setdefault(name, value)
+
+
+def shadow(module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = "") -> nn.Module:
+    """Return a copy of a module that shares all of its parts but those replaced, by name."""
+    copied: nn.Module = object.__new__(type(module))
+    vars(copied).update(vars(module))
+    children = dict(module._modules)
+    for name, child in children.items():
+        path = prefix + name
+        if path in replaced:
+            children[name] = replaced[path]
+        elif child is not None and any(key.startswith(path + ".") for key in replaced):
+            children[name] = shadow(child, replaced, path + ".")
+    vars(copied)["_modules"] = children
+    for own in (
+        "_buffers",
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+    ):
+        vars(copied)[own] = copy.copy(vars(module)[own])
+    return copied
+
+
+# What is made of it.
+
+
+class Decoder:
+    """A model that is cut between its blocks, proved on an example.
+
+    Args:
+        model: of Hugging Face's ``transformers``, of token ids.
+        example: a batch; None: ids made up for its config.
+
+    Attributes:
+        model: as given.
+        example: as its first stage takes it.
+        plan: how the model is built.
+        output: the model's, of the example.
+        blocks: a stage for each.
+
+    Raises:
+        ValueError: the model is not built around a list of blocks, or its stages do not compute
+            what it does.
+    """
+
+    def __init__(self, model: nn.Module, example: Value | None = None) -> None:
+        self.model = model
+        self.example: Any = example_of(model) if example is None else example
+        plan, self.output = plan_of(model, self.example)
+        whole = inputs_of(plan, self.example)
+        first = plan.takes[0]
+        why: Exception | None = None
+        # First without the ids, which only some models look at in later stages.
+        for ids in (False, True):
+            self.plan = replace(plan, ids=ids)
+            try:
+                self.blocks = self.stages(range(1, plan.blocks + 1))
+                self.check(self.blocks)
+                if not ids and len(whole) > 1:
+                    self._run(self.blocks, {first: whole[first]})
+                return
+            except Exception as error:
+                why = error
+        raise ValueError(
+            f"model: {type(model).__name__} cannot be cut between the blocks of {plan.path!r}: "
+            f"{why}; name submodules to cut before (split_points), or give a list of blocks with "
+            "before= and after="
+        ) from why
+
+    def stages(self, ends: Sequence[int]) -> list[nn.Module]:
+        """Return the stages that end before these blocks."""
+        return [
+            DecoderStage(self.model, self.plan, start, end)
+            for start, end in zip((0, *ends[:-1]), ends, strict=True)
+        ]
+
+    def check(self, stages: Sequence[nn.Module]) -> None:
+        """Raise ValueError if they do not compute what the model does, on the example."""
+        found = _tensors(self._run(stages, self.example))
+        wanted = _tensors(self.output)
+        same = len(found) == len(wanted)
+        for a, b in zip(found, wanted, strict=False):
+            same = same and a.shape == b.shape and _close(a, b)
+        if not same:
+            raise ValueError(
+                "the stages do not compute what the model does, which has more between its stages "
+                "than a hidden state"
+            )
+
+    def _run(self, stages: Sequence[nn.Module], value: Any) -> Any:
+        with evaluated(nn.ModuleList([self.model, *stages])):
+            for stage in stages:
+                value = stage(value)
+        return value
+
+    def measure(self, repeats: int, ties: tuple[Tie, ...]) -> Profile:
+        """Measure the blocks, without what each does only because it is a stage of its own."""
+        profile = measure(self.blocks, self.example, repeats=repeats)
+        empty = DecoderStage(self.model, self.plan, 1, 1)
+        around = measure([self.blocks[0], empty], self.example, repeats=repeats).blocks[1].seconds
+        first, *rest = profile.blocks
+        rest = [replace(block, seconds=max(0.0, block.seconds - around)) for block in rest]
+        names = ["before", *(f"{self.plan.path}.{i}" for i in range(len(rest) - 1)), "after"]
+        blocks = [
+            replace(block, name=f"{index}: {name}")
+            for index, (block, name) in enumerate(zip((first, *rest), names, strict=True))
+        ]
+        return Profile(tuple(blocks), ties)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    members = output.values() if isinstance(output, Mapping) else output
+    return [tensor for tensor in members if isinstance(tensor, Tensor)]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    # As torch.testing has it, loosely enough for a GPU's sums in another order.
+    rtol = 1e-2 if a.dtype in (torch.bfloat16, torch.float16) else 1e-5
+    return torch.allclose(a, b, rtol=rtol, atol=rtol * float(b.abs().max()) if b.numel() else 0.0)
+
+
+def is_pretrained(model: object) -> bool:
+    """Whether it is a model of Hugging Face's ``transformers``, which is not imported for that."""
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
+        for cls in type(model).__mro__
+    )
+
+
+def example_of(model: Any) -> Tensor:
+    """Token ids for a model's config: one sequence of at most 128."""
+    config: Any = model.config
+    sizes = ("max_position_embeddings", "n_positions", "seq_length")
+    most = min((getattr(config, s) for s in sizes if getattr(config, s, None)), default=128)
+    device = next(model.parameters()).device
+    ids = torch.arange(1, min(128, most) + 1, device=device).unsqueeze(0)
+    return ids.remainder(int(config.vocab_size))

@@ -1,0 +1,156 @@
+"""OwnLoss: what a Hugging Face model computes from labels, outside of its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .decoders import shadow
+from .plan import Plan, evaluated, inputs_of
+
+
+class OwnLoss:
+    """``loss_fn(output, batch)``: what the model returns as ``loss`` if it is given the labels.
+
+    Args:
+        function: the model's loss function.
+        args, kwargs: what the model calls it with; a ``_Place`` says where a tensor comes from.
+        labels: their names.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        labels: tuple[str, ...],
+    ) -> None:
+        self._function = function
+        self._args = args
+        self._kwargs = kwargs
+        self._labels = labels
+
+    def __call__(self, output: Any, batch: Any) -> Tensor:
+        """Return the loss of a batch, a mapping that has the labels, or these themselves.
+
+        Raises:
+            TypeError: the batch has no labels.
+        """
+        if isinstance(batch, Tensor) and len(self._labels) == 1:
+            batch = {self._labels[0]: batch}
+        if not isinstance(batch, Mapping) or any(name not in batch for name in self._labels):
+            has = (
+                ", ".join(map(repr, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+            )
+            names = ", ".join(map(repr, self._labels))
+            raise TypeError(f"batch: the loss needs {names}, got {has}")
+        sources = {"output": output, "batch": batch}
+
+        def found(value: Any) -> Any:
+            return sources[value.source][value.key] if isinstance(value, _Place) else value
+
+        args = (found(value) for value in self._args)
+        return self._function(*args, **{k: found(v) for k, v in self._kwargs.items()})
+
+
+class _Place:
+    """Where an argument of the loss function is found."""
+
+    def __init__(self, source: str, key: str) -> None:
+        self.source = source
+        self.key = key
+
+
+def own_loss(model: Any, plan: Plan, example: object, output: Any) -> OwnLoss | str:
+    """Learn how a model computes its loss by watching it do so; or say why that cannot be.
+
+    Args:
+        model: of Hugging Face's ``transformers``.
+        plan: what it takes.
+        example: a batch, with labels or without.
+        output: the model's, of the example.
+    """
+    if not isinstance(output, Mapping):
+        return f"a {type(model).__name__} is set to return no dictionary; give a loss_fn"
+    given = inputs_of(plan, example)
+    labels = _labels(model.config, plan.labels, example, output)
+    if not labels:
+        return f"a {type(model).__name__} takes no labels that could be made up; give it a loss_fn"
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] = []
+    real: Callable[..., Tensor] = model.loss_function
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append((args, kwargs, real(*args, **kwargs)))
+        return calls[-1][2]
+
+    copied = shadow(model, {})
+    vars(copied)["_loss_function"] = watched
+    config = vars(model.config)
+    before = dict(config)
+    try:
+        with evaluated(model):
+            copied.training = False
+            output = copied(**given, **labels, **plan.fixed)
+    except Exception as error:
+        return f"a {type(model).__name__} computes no loss of the example: {error}"
+    finally:
+        config.clear()  # some note there what kind of labels they were given first
+        config.update(before)
+    if len(calls) != 1:
+        return (
+            f"a {type(model).__name__} computes its loss otherwise than by its loss_function; give "
+            "a loss_fn"
+        )
+    args, kwargs, _ = calls[0]
+    batch = {**given, **labels}
+
+    def place(value: Any) -> Any:
+        for source, holder in (("output", output), ("batch", batch)):
+            for key, tensor in holder.items():
+                if tensor is value:
+                    return _Place(source, key)
+        return None if isinstance(value, Tensor) else value
+
+    loss = OwnLoss(
+        real, tuple(map(place, args)), {k: place(v) for k, v in kwargs.items()}, tuple(labels)
+    )
+    try:
+        with torch.no_grad():
+            same = torch.equal(loss(output, batch), output["loss"])
+    except Exception as error:
+        return f"a {type(model).__name__}'s loss needs more than its output and labels: {error}"
+    finally:
+        config.clear()
+        config.update(before)
+    if not same:
+        return (
+            f"a {type(model).__name__}'s loss is not that of its loss_function alone; give a "
+            "loss_fn"
+        )
+    return loss
+
+
+def _labels(
+    config: Any, names: tuple[str, ...], example: object, output: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The example's labels, or some that would do."""
+    if isinstance(example, Mapping) and any(name in example for name in names):
+        return {name: example[name] for name in names if name in example}
+    if {"start_positions", "end_positions"} <= set(names):
+        count = len(output["start_logits"])
+        zeros = output["start_logits"].new_zeros(count, dtype=torch.int64)
+        return {"start_positions": zeros, "end_positions": zeros.clone()}
+    logits = output.get("logits")
+    if "labels" not in names or logits is None:
+        return {}
+    kind = getattr(config, "problem_type", None)
+    if logits.dim() == 2 and (kind == "regression" or (kind is None and config.num_labels == 1)):
+        return {"labels": torch.zeros_like(logits)}
+    if logits.dim() == 2 and kind == "multi_label_classification":
+        return {"labels": torch.zeros_like(logits)}
+    sizes = logits.shape[:-1]
+    numbers = torch.arange(sizes.numel(), device=logits.device).view(sizes)
+    return {"labels": numbers % logits.shape[-1]}

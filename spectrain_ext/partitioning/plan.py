@@ -1,0 +1,290 @@
+"""Plan: how a model is built around a list of blocks, found out by watching it compute."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Inputs = dict[str, Tensor]
+
+_FIRST = ("attention_mask", "position_ids", "token_type_ids")
+_NEVER = ("inputs_embeds", "past_key_values", "cache_position", "cache_params")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module beside the blocks.
+
+    Attributes:
+        before: whether it is called before the first of them.
+        between: whether within them.
+        after: whether after the last one.
+        learns: whether it has parameters.
+        width: the last size of what it returns; None: that cannot be stood for.
+    """
+
+    before: bool
+    between: bool
+    after: bool
+    learns: bool
+    width: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is built around its blocks.
+
+    Attributes:
+        path: of the list of blocks.
+        members: per block the length of the tuple that it returns, 0 for a tensor.
+        units: by name, what lies beside them.
+        takes: names of what the forward takes, in the order in which they go from stage to stage.
+        labels: names of what it takes for its loss.
+        fixed: further arguments of every call.
+        ids: whether later stages need the token ids.
+    """
+
+    path: str
+    members: tuple[int, ...]
+    units: Mapping[str, Unit]
+    takes: tuple[str, ...]
+    labels: tuple[str, ...]
+    fixed: Mapping[str, Any]
+    ids: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Of the cut: what is before the list, the list's, and what is after it."""
+        return len(self.members) + 2
+
+
+def inputs_of(plan: Plan, batch: object) -> Inputs:
+    """What a model's forward is given of a batch: all but the labels.
+
+    Raises:
+        TypeError: it is neither token ids nor a mapping, or has something that is not taken.
+    """
+    if isinstance(batch, Tensor):
+        return {plan.takes[0]: batch}
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"batch: expected token ids or a mapping of the model's arguments, got a "
+            f"{type(batch).__name__}"
+        )
+    unknown = [name for name in batch if name not in (*plan.takes, *plan.labels)]
+    if unknown or plan.takes[0] not in batch:
+        raise TypeError(
+            f"batch: expected {plan.takes[0]!r}, and maybe {', '.join(map(repr, plan.takes[1:]))} "
+            f"and {', '.join(map(repr, plan.labels)) or 'no labels'}; got "
+            f"{', '.join(map(repr, batch))}"
+        )
+    return {name: batch[name] for name in plan.takes if batch.get(name) is not None}
+
+
+def one_of(plan: Plan, batch: object) -> Tensor:
+    """What a model of one input is given of a batch.
+
+    Raises:
+        TypeError: the batch has more.
+    """
+    given = inputs_of(plan, batch)
+    if len(given) > 1:
+        got = ", ".join(map(repr, given))
+        raise TypeError(f"batch: a traced model takes {plan.takes[0]!r} alone, got {got}")
+    return given[plan.takes[0]]
+
+
+def arguments_of(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]:
+    """What a model's forward takes of a batch, for its loss, and what it is told beside."""
+    known = inspect.signature(model.forward).parameters
+    options = ("output_", "return_", "use_", "logits_to_keep")
+    main = str(getattr(model, "main_input_name", "input_ids"))
+    names = [
+        name
+        for name, p in known.items()
+        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        and name not in (main, *_NEVER)
+        and not name.startswith(options)
+    ]
+    labels = tuple(n for n in names if "label" in n or n in ("start_positions", "end_positions"))
+    rest = [name for name in names if name not in labels]
+    rest.sort(key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+    fixed = {"use_cache": False} if "use_cache" in known else {}
+    return (main, *rest), labels, fixed
+
+
+def takes_ids(model: object) -> bool:
+    """Whether a Hugging Face model takes token ids first of all."""
+    return getattr(model, "main_input_name", None) == "input_ids"
+
+
+def outline(model: nn.Module, example: object) -> tuple[Plan, Any]:
+    """What a model takes, without how it is built; and its output."""
+    plan = Plan("", (), {}, *arguments_of(model))
+    with evaluated(model):
+        return plan, model(**inputs_of(plan, example), **plan.fixed)
+
+
+def plan_of(model: nn.Module, example: object) -> tuple[Plan, Any]:
+    """Watch a model compute, and say how it is built; returns its output as well.
+
+    Raises:
+        ValueError: it is not built around a list of blocks, or has something that no single stage
+            could have.
+    """
+    config = getattr(model, "config", None)
+    for option in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        if getattr(config, option, False):
+            raise ValueError(
+                f"model: its config asks for {option}, which no stage has of all blocks; set "
+                f"model.config.{option} = False"
+            )
+    with _Watch(model) as watch:
+        plan, output = outline(model, example)
+    path, members = watch.blocks()
+    return replace(plan, path=path, members=members, units=watch.units(path)), output
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, and the modes as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+class _Watch:
+    """When a model's modules are called, and what the members of lists hand to one another."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[Any] = []
+        self._calls: dict[nn.Module, list[tuple[int, int]]] = {}  # begins and ends, in turns
+        self._open: dict[nn.Module, list[int]] = {}
+        self._returned: dict[nn.Module, Any] = {}
+        self._follows: dict[nn.Module, nn.Module] = {}  # whose output a module was given
+        self._turn = 0
+        self._made: tuple[Tensor, nn.Module] | None = None  # by a list's member, last
+        self._lists = {
+            name: list(members_of(module))
+            for name, module in model.named_modules()
+            if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module)
+        }
+        self._listed = {member for members in self._lists.values() for member in members}
+
+    def __enter__(self) -> _Watch:
+        for module in self._model.modules():
+            self._handles += [
+                module.register_forward_pre_hook(self._begin, with_kwargs=True),
+                module.register_forward_hook(self._end),
+            ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._made = None
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._turn += 1
+        self._open.setdefault(module, []).append(self._turn)
+        if module in self._listed and self._made and self._made[0] is hidden_of(args, kwargs):
+            self._follows[module] = self._made[1]
+
+    def _end(self, module: nn.Module, args: object, output: Any) -> None:
+        self._turn += 1
+        self._calls.setdefault(module, []).append((self._open[module].pop(), self._turn))
+        tensor = output[0] if isinstance(output, tuple) and output else output
+        kind = len(output) if isinstance(output, tuple) else 0
+        known = isinstance(tensor, Tensor)
+        self._returned[module] = (kind, tensor.shape, tensor.dtype) if known else None
+        if module in self._listed and known:
+            self._made = tensor, module
+
+    def blocks(self) -> tuple[str, tuple[int, ...]]:
+        """The list with the most parameters of those whose members follow one another."""
+        found: dict[str, int] = {}
+        for name, members in self._lists.items():
+            once = all(len(self._calls.get(member, ())) == 1 for member in members)
+            chain = all(self._follows.get(b) is a for a, b in pairwise(members))
+            if once and chain and all(self._returned[member] for member in members):
+                found[name] = sum(p.numel() for member in members for p in member.parameters())
+        if not found:
+            raise ValueError(
+                f"model: {type(self._model).__name__} has no list of blocks that hand a tensor "
+                "from one to the next; name submodules to cut before (split_points), or give a "
+                "list of blocks with before= and after="
+            )
+        path = max(found, key=lambda name: found[name])
+        return path, tuple(self._returned[member][0] for member in self._lists[path])
+
+    def units(self, path: str) -> dict[str, Unit]:
+        """What lies beside a list of blocks: the outermost modules that are called."""
+        members = self._lists[path]
+        begin, end = self._calls[members[0]][0][0], self._calls[members[-1]][0][1]
+        found: dict[str, Unit] = {}
+
+        def look(module: nn.Module, prefix: str) -> None:
+            if module._parameters:
+                name = prefix + next(iter(module._parameters))
+                raise ValueError(
+                    f"model: parameter {name!r} is used beside the blocks of {path!r} by code that "
+                    "no stage has alone; name submodules to cut before (split_points)"
+                )
+            for name, child in module.named_children():
+                where = prefix + name
+                if where == path:
+                    continue
+                around = path.startswith(where + ".")
+                inside = any(self._calls.get(inner) for inner in child.modules())
+                if around or (inside and not self._calls.get(child)):
+                    look(child, where + ".")
+                else:
+                    found[where] = unit(where, child)
+
+        def unit(name: str, module: nn.Module) -> Unit:
+            calls = self._calls.get(module, [])
+            before = any(ends < begin for _, ends in calls)
+            after = any(begins > end for begins, _ in calls)
+            between = any(begins > begin and ends < end for begins, ends in calls)
+            learns = any(True for _ in module.parameters())
+            if learns and between:
+                raise ValueError(
+                    f"model: {name!r} is called between the blocks of {path!r}, and no stage has "
+                    "it alone"
+                )
+            width = None
+            if learns and before:
+                returned = self._returned[module]
+                if returned is None or returned[0] or not returned[2].is_floating_point:
+                    raise ValueError(
+                        f"model: {name!r} comes before the blocks of {path!r} and returns "
+                        "something else than a tensor; no other stage could do without it"
+                    )
+                width = returned[1][-1]
+            return Unit(before, between, after, learns, width)
+
+        look(self._model, "")
+        return found
+
+
+def members_of(module: nn.Module) -> Iterator[nn.Module]:
+    """A list's modules, one that is in it twice twice."""
+    return (child for child in module._modules.values() if child is not None)
+
+
+def hidden_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a block is given of the one before it."""
+    return args[0] if args else kwargs.get("hidden_states")

@@ -1,0 +1,97 @@
+"""Names: what the uncut model calls the tensors of a pipeline's stages, in its state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+def full_names(stage: nn.Module, keys: Iterable[str], prefix: str) -> dict[str, str]:
+    """What the model calls what a stage calls ``keys``.
+
+    Stages of ``partition`` know that, by their ``full_name``; before the keys of any other comes
+    the prefix.
+    """
+    full_name = getattr(stage, "full_name", None)
+    return {key: full_name(key) if callable(full_name) else prefix + key for key in keys}
+
+
+def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The keys of a pipeline's state dict, from those of a module of these stages.
+
+    They are the model's if every stage knows them, and no two have different tensors under one;
+    else those of ``nn.Sequential(*stages)``.
+    """
+    found: dict[str, str] = {}
+    held: dict[str, Any] = {}
+    known = all(callable(getattr(stage, "full_name", None)) for stage in stages.values())
+    for k, stage in stages.items():
+        state = stage.state_dict(keep_vars=True)
+        for key, full in full_names(stage, state, f"{k}.").items():
+            found[f"{k}.{key}"] = full
+            known = known and held.setdefault(full, state[key]) is state[key]
+    return found if known else {key: key for key in found}
+
+
+def give_names(stages: Mapping[str, nn.Module], state: dict[str, Any], prefix: str) -> None:
+    """Rename what a module has put into a state dict."""
+    names = model_names(stages)
+    own = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
+    for key, value in own.items():
+        name = key[len(prefix) :]
+        state[prefix + names.get(name, name)] = value
+
+
+class Loading(NamedTuple):
+    """A load of a state dict, whose messages are to have the model's names.
+
+    Attributes:
+        names: the model's of each of the module's, both with their prefix.
+        errors: messages of it.
+        begin: how many there were before.
+    """
+
+    names: dict[str, str]
+    errors: list[str]
+    begin: int
+
+    @classmethod
+    def of(
+        cls,
+        stages: Mapping[str, nn.Module],
+        state: dict[str, Tensor],
+        prefix: str,
+        unexpected: list[str] | None,
+        errors: list[str],
+    ) -> Loading:
+        """Begin one: rename what the state dict has for a module of these stages.
+
+        Args:
+            stages: those that are here.
+            state: may have those of other stages as well.
+            prefix: of all keys.
+            unexpected: gets the names that no stage has; None: other processes may have it.
+            errors: to be read at the end.
+        """
+        names = {prefix + key: prefix + name for key, name in model_names(stages).items()}
+        places: dict[str, list[str]] = {}
+        for key, name in names.items():
+            places.setdefault(name, []).append(key)
+        given = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
+        for name, value in given.items():
+            state.update(dict.fromkeys(places.get(name, ()), value))
+            if name not in places and unexpected is not None:
+                unexpected.append(name)
+        return cls(names, errors, len(errors))
+
+    def end(self, missing: list[str]) -> None:
+        """Rename what its messages name."""
+        missing[:] = dict.fromkeys(self.names.get(key, key) for key in missing)
+        for place in range(self.begin, len(self.errors)):
+            for key, name in self.names.items():
+                for before, after in (("for ", ":"), ('"', '"')):
+                    self.errors[place] = self.errors[place].replace(
+                        f"{before}{key}{after}", f"{before}{name}{after}"
+                    )

@@ -1,0 +1,304 @@
+"""Hugging Face's decoders in stages: logits, losses and gradients are the uncut model's."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import spectrain_ext as st
+from spectrain_ext.partitioning import BlockProfile, Profile
+
+tf = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 61, "hidden_size": 16, "tie_word_embeddings": False}
+SMALL = {
+    **SIZES,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+GPT2 = {"vocab_size": 61, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
+HEADS = {"num_hidden_layers": 4, "num_attention_heads": 2}
+
+#: The package's name of a model, and what its config needs.
+MODELS = {
+    "Llama": SMALL,
+    "Mistral": {**SMALL, "sliding_window": 3},
+    "Qwen2": {**SMALL, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
+    "Qwen3": {**SMALL, "head_dim": 8},
+    "Gemma": {**SMALL, "head_dim": 8},
+    "Gemma2": {**SMALL, "head_dim": 8, "sliding_window": 3, "final_logit_softcapping": 0.2},
+    "Gemma3": {**SMALL, "head_dim": 8, "sliding_window": 3, "sliding_window_pattern": 3},
+    "Phi3": {**SMALL, "pad_token_id": 0},
+    "Olmo2": SMALL,
+    "Mixtral": {**SMALL, "num_local_experts": 2},
+    "GPT2": {**GPT2, "tie_word_embeddings": False, "pad_token_id": 0},
+    "GPTNeo": {
+        **SIZES,
+        "num_layers": 4,
+        "num_heads": 2,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 3,
+        "max_position_embeddings": 32,
+    },
+    "GPTNeoX": {**SIZES, **HEADS, "intermediate_size": 24, "max_position_embeddings": 32},
+    "OPT": {
+        **SIZES,
+        **HEADS,
+        "ffn_dim": 24,
+        "max_position_embeddings": 32,
+        "word_embed_proj_dim": 8,
+    },
+    "Bloom": {**SIZES, "n_layer": 4, "n_head": 2},
+}
+TEXT = {"Gemma3": "Gemma3Text"}  # config, where it is called otherwise
+LM = {"GPT2": "GPT2LMHeadModel"}
+
+
+def made(name, head="ForCausalLM", **more):
+    torch.manual_seed(0)
+    config = getattr(tf, f"{TEXT.get(name, name)}Config")(**{**MODELS[name], **more})
+    cls = LM.get(name, name + head) if head == "ForCausalLM" else name + head
+    model = getattr(tf, cls)(config)
+    with torch.no_grad():
+        for p in model.parameters():  # norms and biases too: nothing is neutral
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def sgd(params):
+    return st.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def given(*seconds):
+    return Profile(tuple(BlockProfile(s) for s in seconds))
+
+
+EVEN = given(1, 1, 1, 1, 1, 1)  # embedding, four blocks, head
+
+
+def batch(samples, length, mask=None, positions=False):
+    ids = torch.randint(1, 61, (samples, length))
+    labels = ids.clone()
+    found = {"input_ids": ids}
+    if mask is not None:
+        pads = torch.arange(samples)[:, None] % 3
+        place = torch.arange(length)[None]
+        kept = place >= pads if mask == "left" else place < length - pads
+        ids[~kept] = 0
+        labels[~kept] = -100
+        found["attention_mask"] = kept.long()
+    if positions:
+        found["position_ids"] = torch.arange(2, length + 2).repeat(samples, 1)
+    return {**found, "labels": labels}
+
+
+def run(stages, value):
+    for stage in stages:
+        value = stage(value)
+    return value
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_are_the_models(name):
+    model = made(name).eval()
+    alone = copy.deepcopy(model)
+    parts = st.partition(model, 3, profile=EVEN)
+    assert parts.cut.ends == (2, 4, 6)
+    for given in (
+        batch(2, 7),
+        batch(3, 9, "left"),
+        batch(4, 6, "right"),
+        batch(1, 5, positions=name not in ("Bloom",)),
+    ):
+        found = run(parts, given)
+        expected = alone(**given, use_cache=False)
+        assert type(found) is type(expected)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
+        loss = parts.loss_fn(found, given)
+        torch.testing.assert_close(loss, expected.loss, rtol=0, atol=0)
+        loss.backward()
+        expected.loss.backward()
+    names = {s.full_name(key): p for s in parts for key, p in s.named_parameters()}
+    assert names == dict(model.named_parameters())
+    for key, p in alone.named_parameters():
+        torch.testing.assert_close(names[key].grad, p.grad, msg=key)
+
+
+def test_what_goes_from_stage_to_stage():
+    """Nothing but the hidden state, and what else a batch has; the ids where they are needed."""
+    first = st.partition(made("Llama"), 3, profile=EVEN).stages[0]
+    ids = torch.randint(1, 61, (2, 5))
+    assert first(ids).shape == (2, 5, 16)
+    assert first({"input_ids": ids, "labels": ids}).shape == (2, 5, 16)
+    mask = torch.ones_like(ids)
+    assert [t.shape for t in first({"input_ids": ids, "attention_mask": mask})] == [
+        (2, 5, 16),
+        (2, 5),
+    ]
+    sent = first({"position_ids": mask, "input_ids": ids})
+    assert [t.numel() for t in sent] == [160, 0, 10]
+    looks = st.partition(made("GPT2"), 3, profile=EVEN).stages[0]  # for padding without a mask
+    assert [t.shape for t in looks(ids)] == [(2, 5, 16), (2, 5)]
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "GPT2"])
+def test_training_in_a_pipeline_is_the_models(name):
+    more = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0} if name == "GPT2" else {}
+    model = made(name, **more).train()
+    alone = copy.deepcopy(model)
+    parts = st.partition(model, 3, profile=EVEN)
+    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="sync")
+    optimizer = sgd(list(alone.parameters()))
+    data = [batch(4, 7), batch(4, 8, "right"), batch(3, 6, "left"), batch(1, 9)]
+    for result, given in zip(pipe.run(data), data, strict=True):
+        optimizer.zero_grad()
+        loss = alone(**given).loss
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(result.loss, loss.detach())
+    found = pipe.state_dict()
+    assert set(found) == set(model.state_dict())
+    for key, tensor in alone.state_dict().items():
+        torch.testing.assert_close(found[key], tensor, msg=key)
+
+
+def test_the_trained_model_is_saved_as_a_whole(tmp_path):
+    model = made("Qwen3")
+    parts = st.partition(model, 4, profile=EVEN)
+    before = copy.deepcopy(model.state_dict())
+    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="spectrain", microbatches=2)
+    for _ in pipe.run([batch(4, 8, "right") for _ in range(5)]):
+        pass
+    pipe.release()
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor), key
+        assert not torch.equal(before[key], tensor), key
+    ids = batch(2, 6)["input_ids"]
+    torch.testing.assert_close(pipe.eval()(ids).logits, again.eval()(ids).logits)
+
+
+def test_the_model_itself_is_left_alone():
+    model = made("Llama").train()
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    parts = st.partition(model, 2, repeats=1)
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert all(m.training for m in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    assert model(**batch(2, 5)).logits.isfinite().all()
+    assert len(parts.profile.blocks) == 6
+    assert [b.name for b in parts.profile.blocks][::5] == ["0: before", "5: after"]
+    assert parts.profile.blocks[1].output_bytes == 32 * 16 * 4
+
+
+def test_gradient_checkpointing_stays():
+    model = made("Llama").train()
+    alone = copy.deepcopy(model)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    calls = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+    parts = st.partition(model, 3, profile=EVEN)
+    given = batch(2, 6, "left")
+    calls.clear()
+    parts.loss_fn(run(parts, given), given).backward()
+    assert len(calls) == 8
+    alone(**given).loss.backward()
+    for (key, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("head", "more"),
+    [
+        ("ForSequenceClassification", {"num_labels": 3}),
+        ("ForSequenceClassification", {"num_labels": 1}),
+        ("ForTokenClassification", {"num_labels": 3}),
+    ],
+)
+def test_classification_heads(head, more):
+    """The class of a sequence is that of its last token, for which the ids are looked at."""
+    model = made("Llama", head, pad_token_id=0, **more).eval()
+    parts = st.partition(model, 3, profile=EVEN)
+    assert model.config.problem_type is None
+    for mask in ("right", "left"):
+        given = batch(4, 7, mask)
+        if head == "ForTokenClassification":
+            given["labels"] = given["labels"].clamp(max=2)
+        else:
+            given["labels"] = torch.arange(4) % 3
+            if more["num_labels"] == 1:
+                given["labels"] = given["labels"].float()
+        found, expected = run(parts, given), model(**given)
+        torch.testing.assert_close(found.logits, expected.logits)
+        torch.testing.assert_close(parts.loss_fn(found, given), expected.loss)
+        torch.testing.assert_close(parts.loss_fn(found, given["labels"]), expected.loss)
+
+
+def test_encoders_around_a_list_of_blocks():
+    sizes = {**SIZES, **HEADS, "intermediate_size": 24}
+    model = tf.BertForSequenceClassification(tf.BertConfig(**sizes, num_labels=3)).eval()
+    parts = st.partition(model, 3, profile=EVEN)
+    ids = torch.randint(1, 61, (2, 6))
+    given = {"input_ids": ids, "token_type_ids": ids % 2, "attention_mask": (ids > 5).long()}
+    torch.testing.assert_close(run(parts, given).logits, model(**given).logits)
+    with pytest.raises(ValueError, match="a BertForSequenceClassification computes its loss"):
+        _ = parts.loss_fn
+
+
+# What is refused.
+
+
+def test_models_that_have_more_between_blocks_than_a_hidden_state():
+    sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
+    model = tf.T5EncoderModel(tf.T5Config(**sizes, num_layers=3))  # a bias that the first one makes
+    with pytest.raises(ValueError, match=r"T5EncoderModel cannot be cut between .*encoder\.block"):
+        st.partition(model, 2)
+
+
+def test_blocks_that_are_left_out_at_random():
+    model = made("OPT", layerdrop=0.9999).train()
+    stages = list(st.partition(model, 3, profile=EVEN))
+    with pytest.raises(RuntimeError, match=r"it left out a block where a stage ends"):
+        run(stages, batch(2, 5))
+
+
+@pytest.mark.parametrize("option", ["output_hidden_states", "output_router_logits"])
+def test_what_no_stage_has_of_all_blocks(option):
+    model = made("Mixtral")
+    setattr(model.config, option, True)
+    with pytest.raises(ValueError, match=f"config asks for {option}, which no stage has"):
+        st.partition(model, 2)
+
+
+def test_bad_batches():
+    parts = st.partition(made("Llama"), 2, profile=EVEN)
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    for bad in ({"input_ids": ids, "lengths": ids}, {"attention_mask": ids}):
+        with pytest.raises(TypeError, match=r"batch: expected 'input_ids', and maybe 'attention_m"):
+            parts.stages[0](bad)
+    with pytest.raises(TypeError, match=r"batch: expected token ids or a mapping .*, got a list"):
+        parts.stages[0]([ids])
+    output = run(parts, ids)
+    with pytest.raises(TypeError, match="the loss needs 'labels', got 'input_ids'"):
+        parts.loss_fn(output, {"input_ids": ids})
+    with pytest.raises(ValueError, match=r"n_stages: expected 1 to 6 \(the blocks\), got 7"):
+        st.partition(made("Llama"), 7, profile=EVEN)
+
+
+@pytest.mark.processes
+def test_transformers_is_not_imported_for_other_models():
+    program = (
+        "import sys, torch, spectrain_ext as st\n"
+        "st.partition(torch.nn.Sequential(torch.nn.ReLU()), 1, torch.zeros(1))\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

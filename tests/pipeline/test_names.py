@@ -1,0 +1,159 @@
+"""A pipeline's state dict has the uncut model's names, and either loads the other's."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import spectrain_ext as st
+from spectrain_ext.partitioning import Slice, cut_at
+
+LOSS = nn.functional.mse_loss
+
+
+def sgd(params):
+    return st.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def named():
+    return nn.Sequential(
+        OrderedDict(
+            first=nn.Linear(3, 4),
+            norm=nn.BatchNorm1d(4),
+            middle=nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+            last=nn.Linear(4, 3),
+        )
+    )
+
+
+def numbered():
+    return nn.Sequential(*named())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = named()
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def data(count):
+    return [(torch.randn(5, 3), torch.randn(5, 3)) for _ in range(count)]
+
+
+def sliced(model):
+    return cut_at(model, [1, 3, 4])
+
+
+def traced(model):
+    example = torch.randn(5, 3)
+    points = ["body.norm", "body.last"]
+    return st.partition(model, 3, example, split_points=points, repeats=1)
+
+
+CASES = {"named": (named, sliced), "numbered": (numbered, sliced), "traced": (Net, traced)}
+
+
+def same(found, expected):
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_either_loads_what_the_other_has(case):
+    make, cut = CASES[case]
+    torch.manual_seed(0)
+    model, other = make(), make()
+    pipe = st.Pipeline(cut(model), sgd, LOSS, method="spectrain")
+    list(pipe.run(data(4)))
+    same(pipe.state_dict(), model.state_dict())
+    other.load_state_dict(pipe.state_dict())
+    same(other.state_dict(), model.state_dict())
+    fresh = make().state_dict()
+    assert str(pipe.load_state_dict(fresh)) == "<All keys matched successfully>"
+    same(model.state_dict(), fresh)
+    list(pipe.run(data(1)))
+    holder = nn.ModuleDict({"pipe": pipe, "more": nn.Linear(1, 1)})
+    prefixed = [f"pipe.{name}" for name in fresh]
+    assert list(holder.state_dict()) == [*prefixed, "more.weight", "more.bias"]
+    holder.load_state_dict({**holder.state_dict(), **dict(zip(prefixed, fresh.values()))})  # noqa: B905
+    same(model.state_dict(), fresh)
+
+
+def test_while_a_run_is_suspended():
+    model = named()
+    pipe = st.Pipeline(sliced(model), sgd, LOSS, method="spectrain")
+    alone = st.Pipeline([copy.deepcopy(model)], sgd, LOSS, method="sync")
+    before = copy.deepcopy(model.state_dict())
+    batches = data(2)
+    run = pipe.run(batches)
+    next(run)
+    found = pipe.state_dict()
+    assert list(found) == list(before)
+    run.close()
+    assert not torch.equal(model.state_dict()["last.weight"], before["last.weight"])
+    list(alone.run(batches[:1]))
+    for name in ("last.weight", "last.bias"):  # true weights, with what the first minibatch made
+        same({name: found[name]}, {name: before[name]})
+
+
+def test_messages_have_the_models_names():
+    pipe = st.Pipeline(sliced(named()), sgd, LOSS)
+    state = pipe.state_dict()
+    wrong = {k: v for k, v in state.items() if k != "middle.0.bias"}
+    wrong.update({"last.weight": torch.zeros(1, 1), "0.0.weight": state["first.weight"]})
+    with pytest.raises(RuntimeError) as caught:
+        pipe.load_state_dict(wrong)
+    text = str(caught.value)
+    assert 'Missing key(s) in state_dict: "middle.0.bias". ' in text
+    assert 'Unexpected key(s) in state_dict: "0.0.weight". ' in text
+    assert "size mismatch for last.weight: " in text
+    del wrong["last.weight"]
+    found = pipe.load_state_dict(wrong, strict=False)
+    assert found.missing_keys == ["middle.0.bias", "last.weight"]
+    assert found.unexpected_keys == ["0.0.weight"]
+    holder = nn.ModuleDict({"pipe": pipe})
+    with pytest.raises(
+        RuntimeError, match=r'Missing key\(s\) in state_dict: "pipe\.first\.weight"'
+    ):
+        holder.load_state_dict({})
+
+
+def test_two_names_of_one_tensor():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.last.weight = self.first.weight
+            self.end = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.end(self.last(self.first(x)))
+
+    model = Tied()
+    stages = st.partition(model, 2, torch.randn(2, 3), split_points=["end"], repeats=1)
+    pipe = st.Pipeline(stages, sgd, LOSS)
+    assert set(pipe.state_dict()) == set(model.state_dict())
+    fresh = Tied().state_dict()
+    pipe.load_state_dict(fresh)
+    assert torch.equal(pipe.state_dict()["last.weight"], fresh["first.weight"])
+
+
+def test_stages_of_nobodys_model_have_the_keys_of_a_sequence():
+    plain = [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))]
+    state = st.Pipeline(plain, sgd, LOSS).state_dict()
+    assert list(state) == ["0.weight", "0.bias", "1.0.weight", "1.0.bias"]
+    # One that does not know its model's names, or two of which both have a "0".
+    for stages in (
+        [*cut_at(nn.Sequential(*map(copy.deepcopy, plain)), [2]), nn.Linear(3, 3)],
+        [Slice([nn.Linear(3, 3)], 0), Slice([nn.Linear(3, 3)], 0)],
+    ):
+        found = st.Pipeline(stages, sgd, LOSS).state_dict()
+        assert list(found) == list(nn.Sequential(*stages).state_dict())
