@@ -55,8 +55,8 @@ def section(report: Report, folder: str) -> str:
         "### Host time",
         host_table(report.host_us),
         f"![Bandwidth over size, and shares of the best copy](../bench/results/{folder}/bench.png)",
-        f"All rows, with every rival: [bench.json](../bench/results/{folder}/bench.json), and as tables "
-        "`bench.md` beside it.",
+        f"All rows, with every rival: [bench.json](../bench/results/{folder}/bench.json), and as "
+        "tables `bench.md` beside it.",
     ]
     if report.left_out:
         why = Counter(line.rpartition(": ")[2] for line in report.left_out)

@@ -34,8 +34,7 @@ model = LlamaForCausalLM(
         tie_word_embeddings=False,
     )
 )
-# Every rank has to cut alike, and measured times differ: by counted parameters, which do not.
-parts = st.partition(model, ranks, profile="parameters")
+parts = st.partition(model, ranks)  # where rank 0's measurements say, on all ranks
 pipe = st.DistributedPipeline(
     parts.stages[rank],
     optimizer=lambda parameters: st.optim.AdamW(parameters, lr=3e-3),

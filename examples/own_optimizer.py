@@ -1,5 +1,7 @@
 """An optimizer of one's own: Lion (arXiv 2302.06675), whose momentum nobody here knows.
 
+python examples/own_optimizer.py
+
 The default method takes the last change of the weights for its prediction then.
 """
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from spectrain_ext.rng import TURN
@@ -126,6 +127,41 @@ def counted(blocks: Sequence[nn.Module], ties: tuple[Tie, ...] = ()) -> Profile:
         return BlockProfile(1e-9 * used, 0, size, 0, f"{index}: {type(module).__name__}")
 
     return Profile(tuple(block(index, module) for index, module in enumerate(blocks)), ties)
+
+
+def agreed(measure: Callable[[], Profile], blocks: Sequence[nn.Module]) -> Profile:
+    """What is measured; where there is a process group, by rank 0 and for all.
+
+    Times differ from rank to rank, and cuts must not.
+
+    Raises:
+        ValueError: the ranks have models of different numbers of blocks.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return measure()
+    profile = measure() if dist.get_rank() == 0 else counted(blocks)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    counts = torch.tensor([len(blocks), -len(blocks)], device=device)
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    most, least = counts.tolist()
+    if most != -least:
+        raise ValueError(
+            f"model: it has {len(blocks)} blocks here, and on other ranks {-least} to {most}; "
+            "every rank must cut the same model"
+        )
+    numbers = torch.tensor(
+        [(b.seconds, b.output_bytes, b.parameter_bytes, b.saved_bytes) for b in profile.blocks],
+        dtype=torch.float64,
+        device=device,
+    )
+    dist.broadcast(numbers, 0)
+    told = [
+        BlockProfile(seconds, int(output), int(parameters), int(saved), block.name)
+        for (seconds, output, parameters, saved), block in zip(
+            numbers.tolist(), profile.blocks, strict=True
+        )
+    ]
+    return Profile(tuple(told), profile.ties)
 
 
 def _measured(

@@ -17,7 +17,7 @@ from .cut import Cut, StageCount, classic_window, cut
 from .decoders import Decoder, is_pretrained
 from .own_loss import OwnLoss, own_loss
 from .plan import one_of, outline, takes_ids
-from .profile import Profile, Tie, counted, measure
+from .profile import Profile, Tie, agreed, counted, measure
 from .traced import TracedStage, split
 
 if TYPE_CHECKING:
@@ -248,7 +248,8 @@ def partition(
 
     Returns:
         The stages with a report. Measured times differ from run to run, and so may the cuts; the
-        same profile always gives the same ones.
+        same profile always gives the same ones. Where there is a process group and no ``profile``
+        is given, rank 0's measurements are everybody's: all ranks call this, and cut alike.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, a limit that cannot be kept, or shared
@@ -271,7 +272,7 @@ def partition(
     if profile == "parameters":
         profile = counted(blocks, ties)
     elif profile is None:
-        profile = source.measure(repeats=repeats, ties=ties)
+        profile = agreed(lambda: source.measure(repeats=repeats, ties=ties), blocks)
     elif len(profile.blocks) != len(blocks):
         raise ValueError(
             f"profile: expected {len(blocks)} blocks, as the model has, got {len(profile.blocks)}"

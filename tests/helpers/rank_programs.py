@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from spectrain_ext.distributed import links as links_module
@@ -20,6 +21,7 @@ from spectrain_ext.distributed.inlet import Inlet
 from spectrain_ext.distributed.links import Links, Traffic, open_links
 from spectrain_ext.distributed.outlet import Outlet
 from spectrain_ext.distributed.wire import Header
+from spectrain_ext.partitioning import partition
 from spectrain_ext.transport import Message, callers_stream, checked_streams
 from spectrain_ext.transport.streams import Buffer, CheckedStream
 
@@ -256,3 +258,18 @@ def commit(fault):
         raise ArithmeticError("planned")
     if fault == "hang":
         threading.Event().wait()
+
+
+def partitions(rank, ranks, blocks):
+    """Where every rank cuts, each having been slow at another block."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(blocks[rank])))
+
+    def lingers(*_):
+        torch.linalg.svd(torch.rand(300, 300))
+
+    model[2 * rank].register_forward_pre_hook(lingers)
+    try:
+        parts = partition(model, 3, torch.randn(4, 8))
+    except ValueError as error:
+        return str(error)
+    return parts.cut.ends, [block.seconds for block in parts.profile.blocks]

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from helpers import rank_programs
+from helpers.ranks import run_ranks
 from torch import nn
 from torch.distributed.pipelining import SplitPoint
 
@@ -384,3 +386,16 @@ def test_split_points_that_are_none():
 def test_slices_nest_in_checkpoints_of_the_pipeline():
     stage = Slice([nn.Linear(1, 1), nn.Linear(1, 1)], 4)
     assert stage.full_name("1.bias") == "5.bias"
+
+
+@pytest.mark.processes
+class TestOverRanks:
+    def test_all_cut_where_rank_0_has_measured(self):
+        (ends, seconds), *others = run_ranks(rank_programs.partitions, 3, (6, 6, 6))
+        assert ends[0] == 1  # before which rank 0 was slow
+        assert max(seconds) == seconds[0]
+        assert others == [(ends, seconds)] * 2
+
+    def test_another_model_is_an_error(self):
+        for here, said in zip((6, 5), run_ranks(rank_programs.partitions, 2, (6, 5)), strict=True):
+            assert said.startswith(f"model: it has {here} blocks here, and on other ranks 5 to 6")
