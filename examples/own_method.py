@@ -24,20 +24,29 @@ cautious = st.Method(
 )
 
 
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)
+
+
 def train(method: str | st.Method, epochs: int) -> tuple[float, float]:
     """The last epoch's mean loss, and the accuracy on what was not trained on."""
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
     train, test = random_split(data, [0.8, 0.2])
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU()) for _ in range(7)]
+    blocks = [Residual(64) for _ in range(5)]
     pipe = st.Pipeline(
         [*blocks, nn.Linear(64, 10)],
-        optimizer=lambda parameters: st.optim.SGD(parameters, lr=0.02, momentum=0.9),
+        optimizer=lambda parameters: st.optim.SGD(parameters, lr=0.01, momentum=0.9),
         loss_fn=nn.functional.cross_entropy,
         method=method,
     )
-    *_, loss = pipe.fit(DataLoader(train, 16, shuffle=True), epochs=epochs)
+    *_, loss = pipe.fit(DataLoader(train, 24, shuffle=True), epochs=epochs)
     scores = pipe.evaluate(DataLoader(test, 64), {"accuracy": accuracy})
     return loss, scores["accuracy"]
 
