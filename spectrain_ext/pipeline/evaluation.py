@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
@@ -307,6 +308,16 @@ def minibatches(batches: Iterable[object], seats: Replicas, alone: bool) -> Iter
         return given
     each = 1 if alone else lcm(*seats.counts)
     return iter(lambda: tuple(islice(given, each)), ())
+
+
+def digest_of_buffers(module: nn.Module) -> str:
+    """The same for modules whose buffers have the same bits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, buffer in module.named_buffers():
+        flat = buffer.detach().cpu().contiguous().reshape(-1)
+        digest.update(f"{name} {tuple(buffer.shape)} {buffer.dtype}".encode())
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 @contextmanager
