@@ -270,9 +270,11 @@ class EvaluatingStage(Stage):
 def _apart(value: Any, message: Message) -> Any:
     """A value that does not lie in a receive buffer: copies of its tensors that do."""
     lent = {t.untyped_storage().data_ptr() for t in message.tensors if t is not None}
-    return tree_map_only(
-        Tensor, lambda t: t.clone() if t.untyped_storage().data_ptr() in lent else t, value
-    )
+
+    def apart(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in lent else tensor
+
+    return apart(value) if isinstance(value, Tensor) else tree_map_only(Tensor, apart, value)
 
 
 # A run of them.

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from .evaluation import (
     Measured,
     Measures,
-    Metric,
     digest_of_buffers,
     evaluating,
     mean_of,
@@ -72,7 +71,7 @@ class Loops(nn.Module):
     def evaluate(
         self,
         batches: Iterable[object] | None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
         """Measure the model on every batch: true weights, modules in evaluation, no graph.
 
