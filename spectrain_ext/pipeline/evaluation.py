@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
@@ -269,9 +270,11 @@ class EvaluatingStage(Stage):
 def _apart(value: Any, message: Message) -> Any:
     """A value that does not lie in a receive buffer: copies of its tensors that do."""
     lent = {t.untyped_storage().data_ptr() for t in message.tensors if t is not None}
-    return tree_map_only(
-        Tensor, lambda t: t.clone() if t.untyped_storage().data_ptr() in lent else t, value
-    )
+
+    def apart(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in lent else tensor
+
+    return apart(value) if isinstance(value, Tensor) else tree_map_only(Tensor, apart, value)
 
 
 # A run of them.
@@ -307,6 +310,16 @@ def minibatches(batches: Iterable[object], seats: Replicas, alone: bool) -> Iter
         return given
     each = 1 if alone else lcm(*seats.counts)
     return iter(lambda: tuple(islice(given, each)), ())
+
+
+def digest_of_buffers(module: nn.Module) -> str:
+    """The same for modules whose buffers have the same bits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, buffer in module.named_buffers():
+        flat = buffer.detach().cpu().contiguous().reshape(-1)
+        digest.update(f"{name} {tuple(buffer.shape)} {buffer.dtype}".encode())
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -13,7 +13,15 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
-from .evaluation import Measured, Measures, Metric, evaluating, mean_of, minibatches, undisturbed
+from .evaluation import (
+    Measured,
+    Measures,
+    digest_of_buffers,
+    evaluating,
+    mean_of,
+    minibatches,
+    undisturbed,
+)
 from .executor import Executor
 from .losses import Keep, Result
 from .observer import Observer
@@ -63,7 +71,7 @@ class Loops(nn.Module):
     def evaluate(
         self,
         batches: Iterable[object] | None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
         """Measure the model on every batch: true weights, modules in evaluation, no graph.
 
@@ -98,13 +106,25 @@ class Loops(nn.Module):
         around = self._executor._around
         chosen = {"loss": around.loss_fn} if metrics is None else metrics
         measures = Measures(chosen, around.seats.ranks > len(self.devices))
-        # A metric with a state has to see all batches: then one replica of every stage works.
-        several = around.seats.counts[-1] > 1
-        alone = several and any(self._tell(lambda: measures.stateful, what))
+        alone = self._one_replica_works(measures.stateful, what)
         with undisturbed(self.devices):
             self._forward_all(minibatches(self._fed(batches), around.seats, alone), measures)
         told = self._tell(lambda: list(measures.told()), "sharing the metrics of an evaluation")
         return mean_of(chosen, [Measured(*one) for one in told])
+
+    def _one_replica_works(self, stateful: bool, what: str) -> bool:
+        """Whether the first replica of every stage evaluates alone.
+
+        It does where a metric with a state has to see all batches, and where replicas have other
+        module buffers than it has, such as running statistics: its own are the model's.
+        """
+        stages, seats = self._executor.stages, self._executor._around.seats
+        if not seats.dealt:
+            return False
+        told = self._tell(lambda: [(s.index, digest_of_buffers(s.module)) for s in stages], what)
+        if len({tuple(pair) for pairs in told for pair in pairs}) > seats.stages:
+            return True
+        return seats.counts[-1] > 1 and any(self._tell(lambda: stateful, what))
 
     def _forward_all(
         self,

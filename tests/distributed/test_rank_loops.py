@@ -58,6 +58,9 @@ def check(ranks, found):
                 if last:
                     assert torch.equal(output, expected[3]), where
                     assert kept == expected[1], where
+        firsts = [rank for rank in range(ranks) if not loop_programs.seat(counts, rank)[1]]
+        states = [found[rank][number][4] for rank in firsts]
+        assert loop_programs.loaded(len(counts), states) == found[0][number][0][-2:], where
         assert torch.equal(expected[5], plain[5])
 
 

@@ -95,7 +95,6 @@ def test_what_ranks_must_agree_on():
     assert "first cause: rank 1, meeting: TypeError: optimizer" in found[0]["optimizer"]
     assert "expected a torch.optim.Optimizer" in found[1]["optimizer"]
     assert "the ranks of the first and the last stage need them" in found[1]["no batches"]
-    assert "one stage of the model only" in found[0]["forward"]
 
 
 @pytest.mark.parametrize("culprit", [0, 2])

@@ -89,6 +89,14 @@ def program(pipe, feeds, evaluates=True):
     return found, kept, means, output, pipe.state_dict(), torch.rand(())
 
 
+def loaded(n, states):
+    """The last two evaluations of ``program``, with the weights and buffers of each stage."""
+    pipe = st.Pipeline(stages(n), sgd, nn.functional.cross_entropy)
+    pipe.load_state_dict({name: tensor for state in states for name, tensor in state.items()})
+    test = data(SIZES, seed=12)
+    return [pipe.evaluate(test, metrics()), pipe.evaluate(test)]
+
+
 def together(n, method, parts, evaluates=True):
     torch.manual_seed(5)
     pipe = st.Pipeline(
