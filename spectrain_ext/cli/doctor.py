@@ -17,7 +17,7 @@ from spectrain_ext.operators.threads import cores, crowded, disturbed
 BuildInfo = Mapping[str, str | bool | list[str]]
 
 
-@click.command()
+@click.command(short_help="Say what was built, what there is, and what is missing.")
 @click.option("--brief", is_flag=True, help="One line: what was built.")
 def doctor(brief: bool) -> None:
     """Say what was built, what this machine has, and what is missing or does harm.
