@@ -34,8 +34,8 @@ _EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
     type=click.Choice([_QUICK, "sizes", "models", "full"]),
     default=_QUICK,
     show_default=True,
-    help="What is measured on. quick: a minute. sizes: 2^10 to 2^30 elements in 1 to 3,000 tensors. models: parameter "
-    "lists of real models. full: both, in every precision.",
+    help="What is measured on. quick: a minute. sizes: 2^10 to 2^30 elements in 1 to 3,000 "
+    "tensors. models: parameter lists of real models. full: both, in every precision.",
 )
 @click.option(
     "--elements",
