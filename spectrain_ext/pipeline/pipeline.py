@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +19,6 @@ from spectrain_ext.method import (
     places_of,
     rules_at,
 )
-from spectrain_ext.operators.threads import crowded
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place
 from spectrain_ext.transport import Value, callers_stream
@@ -38,6 +35,7 @@ from .arguments import (
     make_optimizer,
     make_scheduler,
     max_norms_of,
+    warn_of_threads,
 )
 from .executor import Executor
 from .losses import Result
@@ -51,18 +49,6 @@ if TYPE_CHECKING:
 
 
 _logger = logging.getLogger(__name__)
-
-
-@cache
-def _warn_of_threads() -> None:
-    """Say once if the stages' threads have no core each; of several processes one says it."""
-    crowd = crowded()
-    if (
-        crowd is not None
-        and torch.get_num_threads() > 1
-        and os.environ.get("LOCAL_RANK", "0") == "0"
-    ):
-        _logger.warning("%s Remedy: %s", *crowd)
 
 
 class Pipeline(nn.Module):
@@ -196,7 +182,7 @@ class Pipeline(nn.Module):
             self._rules = [rules_at(chosen, at, like) for at in all_places]
             _logger.info("%s", in_words(chosen, all_places, like))
             if any(place.type == "cpu" for place in places):
-                _warn_of_threads()
+                warn_of_threads()
             kind = RecomputingStage if recompute else Stage
             own = [
                 kind(k, module, place, held, max_norm, around.norm)

@@ -13,7 +13,7 @@ from torch import nn
 import spectrain_ext as st
 from spectrain_ext.operators import threads
 from spectrain_ext.operators.threads import cores, crowded, disturbed
-from spectrain_ext.pipeline import pipeline
+from spectrain_ext.pipeline.arguments import warn_of_threads
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_pipelines_log_warns_once(monkeypatch, caplog, there, warnings):
     monkeypatch.setattr(threads, "cores", lambda: there)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    pipeline._warn_of_threads.cache_clear()
+    warn_of_threads.cache_clear()
     with caplog.at_level(logging.WARNING, "spectrain_ext"):
         _pipeline()
         _pipeline()
@@ -113,15 +113,15 @@ def test_a_pipelines_log_warns_once(monkeypatch, caplog, there, warnings):
     assert len(said) == warnings
     if said:
         assert "torch computes with 2 threads on 1 core. Remedy: OMP_NUM_THREADS=1" in said[0]
-    pipeline._warn_of_threads.cache_clear()
+    warn_of_threads.cache_clear()
 
 
 def test_other_ranks_of_a_machine_leave_it_to_the_first(monkeypatch, caplog):
     monkeypatch.setattr(threads, "cores", lambda: 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    pipeline._warn_of_threads.cache_clear()
+    warn_of_threads.cache_clear()
     with caplog.at_level(logging.WARNING, "spectrain_ext"):
         _pipeline()
     assert not caplog.records
-    pipeline._warn_of_threads.cache_clear()
+    warn_of_threads.cache_clear()
