@@ -8,13 +8,16 @@ two cores had a load of 8, and 70 to 100 ms on two, the default there; with OMP_
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+_logger = logging.getLogger(__name__)
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -99,3 +102,12 @@ def disturbed() -> Crowd | None:
         "OMP_NUM_THREADS=1 or torch.set_num_threads(1) for small models; OMP_WAIT_POLICY=PASSIVE "
         "for large ones",
     )
+
+
+@cache
+def warn_of_threads() -> None:
+    """Say once in the log if they have not; of several processes one says it."""
+    crowd = crowded()
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if crowd is not None and first and torch.get_num_threads() > 1:
+        _logger.warning("%s Remedy: %s", *crowd)

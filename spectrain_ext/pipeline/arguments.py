@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +12,10 @@ from torch.nn.parameter import is_lazy
 
 from spectrain_ext import _C
 from spectrain_ext.method import Method, microbatches_of
-from spectrain_ext.operators.threads import crowded
 from spectrain_ext.schedule import Place, Replicas, flushes
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
-
-_logger = logging.getLogger(__name__)
 
 
 def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
@@ -268,12 +262,3 @@ def _needed(step: Callable[..., object]) -> str:
         for p in signature(step).parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     )
-
-
-@cache
-def warn_of_threads() -> None:
-    """Say once if the stages' threads have no core each; of several processes one says it."""
-    crowd = crowded()
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if crowd is not None and first and torch.get_num_threads() > 1:
-        _logger.warning("%s Remedy: %s", *crowd)

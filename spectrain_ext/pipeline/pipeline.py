@@ -19,6 +19,7 @@ from spectrain_ext.method import (
     places_of,
     rules_at,
 )
+from spectrain_ext.operators.threads import warn_of_threads
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place
 from spectrain_ext.transport import Value, callers_stream
@@ -35,7 +36,6 @@ from .arguments import (
     make_optimizer,
     make_scheduler,
     max_norms_of,
-    warn_of_threads,
 )
 from .executor import Executor
 from .losses import Result

@@ -12,8 +12,7 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.operators import threads
-from spectrain_ext.operators.threads import cores, crowded, disturbed
-from spectrain_ext.pipeline.arguments import warn_of_threads
+from spectrain_ext.operators.threads import cores, crowded, disturbed, warn_of_threads
 
 
 @pytest.fixture
