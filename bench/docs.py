@@ -48,7 +48,10 @@ def section(report: Report, folder: str) -> str:
     parts = [
         BEGIN,
         f"{machine} {shared}".rstrip(),
-        "### Targets",
+        "### What was to be reached",
+        "Figures that were set before anything was measured: how many times faster than a rival, "
+        "which share of the best copy of as many bytes, how long a call may take the host. The "
+        "worst of the large tensors decides, those of 2^24 elements and more.",
         targets.markdown(targets.verdicts(report)),
         "### Operators",
         compact(report.cases().values()),

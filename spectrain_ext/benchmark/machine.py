@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from spectrain_ext import _C
+from spectrain_ext.operators.threads import cores
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
@@ -50,12 +51,6 @@ def installed(*packages: str) -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def cpu_name() -> str:

@@ -34,7 +34,7 @@ def verdicts(report: Report) -> list[Verdict]:
 def markdown(found: Iterable[Verdict]) -> str:
     met = {None: "not measured", True: "yes", False: "**no**"}
     rows = [[v.what, v.target, v.measured, met[v.met]] for v in found]
-    return table("what|target|measured|met", rows)
+    return table("what|to be reached|measured|reached", rows)
 
 
 def _on_cpu(report: Report) -> list[Verdict]:

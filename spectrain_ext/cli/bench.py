@@ -25,84 +25,89 @@ _POSITIVE = click.IntRange(min=1)
 _EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
 
 
-@click.command()
-@click.option("-k", "only", default="", help="Operations whose name contains this.")
+@click.command(short_help="Measure every operator against its rivals.")
+@click.option(
+    "-k", "only", metavar="TEXT", default="", help="Only operations whose name contains this."
+)
 @click.option(
     "--suite",
     type=click.Choice([_QUICK, "sizes", "models", "full"]),
     default=_QUICK,
     show_default=True,
-    help="quick: a minute. sizes: 2^10 to 2^30 elements in 1 to 3,000 tensors. models: parameter "
-    "lists of real models. full: both, in every precision.",
+    help="What is measured on. quick: a minute. sizes: 2^10 to 2^30 elements in 1 to 3,000 "
+    "tensors. models: parameter lists of real models. full: both, in every precision.",
 )
 @click.option(
     "--elements",
     multiple=True,
     type=click.IntRange(4, 34),
     metavar="E",
-    help="2^E elements instead of the suite's; may be repeated.",
+    help="Measure on 2^E elements instead of the suite's; may be repeated.",
 )
 @click.option(
     "--tensors",
     multiple=True,
     type=_POSITIVE,
     metavar="N",
-    help="In N tensors instead of the suite's; may be repeated.",
+    help="Measure on N tensors instead of the suite's; may be repeated.",
 )
 @click.option(
     "--model",
     "models",
     multiple=True,
     type=click.Choice(list(MODELS)),
-    help="The parameter list of a model; may be repeated.",
+    help="Tensors like the parameters of a model; may be repeated.",
 )
 @click.option(
     "--precision",
     "precisions",
     multiple=True,
     type=click.Choice(list(PRECISIONS)),
-    help="May be repeated.",
+    help="Types of weights, state and gradients: fp32; bf16, beside a float32 state; mixed, "
+    "float32 weights with bfloat16 gradients. May be repeated.",
 )
-@click.option("--device", default="cpu", show_default=True, help="cpu, or a CUDA device.")
-@click.option("--threads", type=_POSITIVE, help="Threads on the CPU.")
+@click.option(
+    "--device", metavar="NAME", default="cpu", show_default=True, help="cpu, or a CUDA device."
+)
+@click.option("--threads", type=_POSITIVE, help="CPU threads.  [default: torch's]")
 @click.option(
     "--compile",
     "with_compile",
     is_flag=True,
-    help="Also torch.compile, for up to ten tensors; takes seconds for each.",
+    help="Measure torch.compile as well, for up to ten tensors; takes seconds for each.",
 )
 @click.option(
     "--case-seconds",
     type=click.FloatRange(min=0.0),
     default=0.7,
     show_default=True,
-    help="For the samples of one operation on one workload.",
+    help="Seconds for the samples of one operation on one list of tensors.",
 )
 @click.option(
     "--memory",
     type=click.FloatRange(min=0.0, min_open=True),
     metavar="GIB",
-    help="What tensors may take; default: most of what is free.",
+    help="Memory that tensors may take.  [default: most of what is free]",
 )
-@click.option("--seconds", type=click.FloatRange(min=0.0), help="No case is begun after this.")
+@click.option("--seconds", type=click.FloatRange(min=0.0), help="Begin nothing new after so many.")
 @click.option(
     "--all", "everything", is_flag=True, help="Print every row, not one for each operation."
 )
-@click.option("--json", "json_path", type=_FILE, help="Write all that was measured.")
-@click.option("--markdown", "markdown_path", type=_FILE, help="Write all tables.")
+@click.option("--json", "json_path", type=_FILE, help="Write all that was measured as JSON.")
+@click.option("--markdown", "markdown_path", type=_FILE, help="Write all tables as Markdown.")
 @click.option("--picture", type=_FILE, help="Draw a PNG or SVG; needs matplotlib.")
 @click.option(
     "--compare",
     "baseline",
     type=click.Path(dir_okay=False, exists=True, path_type=Path),
-    help="A JSON of an earlier run: ratios of shares; exit status 1 where it got slower.",
+    help="Compare with an earlier run's --json; the exit status is 1 where it got slower.",
 )
 @click.option(
     "--tolerance",
     type=click.FloatRange(0.0, 1.0),
     default=0.15,
     show_default=True,
-    help="How much of a share --compare lets go.",
+    help="How much slower --compare takes for noise.",
 )
 def bench(
     only: str,

@@ -1,4 +1,4 @@
-"""``spectrain doctor``: what was built, what this machine has, what is missing and its remedy."""
+"""``spectrain doctor``: what was built, what there is, what is missing or does harm; remedies."""
 
 import os
 import platform
@@ -11,15 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from spectrain_ext import _C
-from spectrain_ext.benchmark.machine import cores, installed
+from spectrain_ext.benchmark.machine import installed
+from spectrain_ext.operators.threads import cores, crowded, disturbed
 
 BuildInfo = Mapping[str, str | bool | list[str]]
 
 
-@click.command()
+@click.command(short_help="Say what was built, what there is, and what is missing.")
 @click.option("--brief", is_flag=True, help="One line: what was built.")
 def doctor(brief: bool) -> None:
-    """Say what was built, what this machine has, and what is missing."""
+    """Say what was built, what this machine has, and what is missing or does harm.
+
+    Under torchrun also whether the threads of all processes have a core each.
+    """
     console = Console()
     build: BuildInfo = _C.build_info()
     if brief:
@@ -32,7 +36,7 @@ def doctor(brief: bool) -> None:
         console.print(peer_access())
     findings = problems(build)
     if findings:
-        console.print("[bold]Missing[/]")
+        console.print("[bold]To be mended[/]")
         for what, remedy in findings:
             console.print(
                 f"  [yellow]-[/] {what}\n    [dim]remedy:[/] {remedy}",
@@ -93,7 +97,8 @@ def peer_access() -> Table:
 
 def problems(build: BuildInfo) -> list[tuple[str, str]]:
     """Return what does not work here, each with its remedy, most important first."""
-    return [*_build_problems(build), *_torch_problems(), *_extra_problems()]
+    threads = [crowd for crowd in (crowded() or disturbed(),) if crowd is not None]
+    return [*_build_problems(build), *_torch_problems(), *threads, *_extra_problems()]
 
 
 def covers(architectures: Sequence[str], capability: tuple[int, int]) -> bool:

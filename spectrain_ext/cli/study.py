@@ -27,24 +27,37 @@ from .options import names
 
 _TABLE = 120  # columns that the table has
 _POSITIVE = click.IntRange(min=1)
-_USUAL = "sync,vanilla,pipedream,pipedream-2bw,spectrain,spectrain-stash,auto"
+_USUAL = "sync, vanilla, pipedream, pipedream-2bw, spectrain, spectrain-stash, auto"
 
 
 @click.command(
+    short_help="Compare methods at every depth and delay.",
     context_settings={"show_default": True},
     epilog="Every run is a file in --out: the same command with the same --out goes on where it "
     "was interrupted, and trains what more seeds, stages or methods add. Learning rates go up and "
     "down by factors of two until both neighbours of the best are worse, by the first seeds.",
 )
-@click.option("--data", type=click.Choice(tuple(WORKLOADS)), default="digits")
+@click.option(
+    "--data",
+    type=click.Choice(tuple(WORKLOADS)),
+    default="digits",
+    help="What is trained on, each with a small model; nanogpt and text read *.txt.",
+)
 @click.option(
     "--data-dir",
     type=click.Path(path_type=Path),
     help="File or folder of cifar10 (torchvision's, or a tar of JPEG files) or text (*.txt).",
 )
-@click.option("--stages", default="4,8", callback=names, help="Numbers of stages, with commas.")
+@click.option(
+    "--stages",
+    metavar="NUMBERS",
+    default="4,8",
+    callback=names,
+    help="Numbers of stages, with commas.",
+)
 @click.option(
     "--microbatches",
+    metavar="NUMBERS",
     default="1,N",
     callback=names,
     help="Numbers of microbatches, with commas; N is as many as stages, 2N twice that.",
@@ -60,7 +73,7 @@ _USUAL = "sync,vanilla,pipedream,pipedream-2bw,spectrain,spectrain-stash,auto"
     help="Methods, with commas, module:NAME for your own; sync is always one of them. Others that "
     "are only compared with: see docs/frontier.md.",
 )
-@click.option("--seeds", type=_POSITIVE, default=5, help="Train with seeds 0 to this, less one.")
+@click.option("--seeds", type=_POSITIVE, default=5, help="How many seeds, from 0 on.")
 @click.option("--jobs", type=_POSITIVE, default=1, help="Runs at once, on a core each.")
 @click.option(
     "--out",

@@ -19,38 +19,49 @@ _TIME = click.FloatRange(min=0.0)
 _SUFFIXES = (".svg", ".png", ".json")
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(
+    short_help="Draw which stage does what when.", context_settings={"show_default": True}
+)
 @click.option(
-    "--method", "-m", default="spectrain", help="Whose schedule and versions; or module:NAME."
+    "--method",
+    "-m",
+    default="spectrain",
+    help="Whose schedule and versions; module:NAME is one of your own.",
 )
 @click.option(
     "--csv",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Draw a schedule in torch.distributed.pipelining's compute-only format instead.",
 )
-@click.option("--stages", type=_POSITIVE, default=4)
-@click.option("--minibatches", type=_POSITIVE, default=8)
+@click.option("--stages", type=_POSITIVE, default=4, help="Parts that the model is cut into.")
+@click.option("--minibatches", type=_POSITIVE, default=8, help="How long the run is.")
 @click.option(
     "--microbatches", type=_POSITIVE, help="Parts of every minibatch.  [default: the method's]"
 )
 @click.option(
     "--window",
+    metavar="WINDOW",
     callback=numbers("classic", "wide"),
     help="Microbatches in flight: classic, wide, a number, or one per stage with commas.  "
     "[default: the method's]",
 )
 @click.option("--forward", type=_TIME, default=1.0, help="Duration of a microbatch's forward.")
-@click.option("--backward", type=_TIME, default=2.0, help="Of its backward.")
-@click.option("--update", type=_TIME, default=0.0, help="Of an update.")
-@click.option("--prediction", type=_TIME, default=0.0, help="Of predicting weights.")
-@click.option("--communication", type=_TIME, default=0.0, help="Of a hand-over to a neighbour.")
+@click.option("--backward", type=_TIME, default=2.0, help="Duration of a microbatch's backward.")
+@click.option("--update", type=_TIME, default=0.0, help="Duration of an update.")
+@click.option("--prediction", type=_TIME, default=0.0, help="Duration of predicting weights.")
+@click.option(
+    "--communication",
+    type=_TIME,
+    default=0.0,
+    help="Duration of handing an activation or a gradient to a neighbour.",
+)
 @click.option("--versions", is_flag=True, help="Write the version of the weights into each block.")
 @click.option(
     "--out",
     "-o",
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("timeline.svg"),
-    help="A picture (.svg, .png), or a trace for Chrome and Perfetto (.json).",
+    help="Where to: a picture (.svg, .png), or a trace for Chrome and Perfetto (.json).",
 )
 def timeline(
     method: str,

@@ -33,7 +33,12 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     "was used. Finished runs are kept in --out: the same command with the same --out goes on "
     "where it was interrupted, and trains what more seeds or methods add.",
 )
-@click.option("--data", type=click.Choice(DATA_SETS), default="digits")
+@click.option(
+    "--data",
+    type=click.Choice(DATA_SETS),
+    default="digits",
+    help="What is trained on; digits come with scikit-learn, the others are read from --data-dir.",
+)
 @click.option(
     "--data-dir",
     type=click.Path(path_type=Path),
@@ -42,7 +47,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--model",
     type=click.Choice(MODELS),
-    help="[default: residual-mlp for digits, resnet for cifar10, gpt for text]",
+    help="What is trained.  [default: residual-mlp for digits, resnet for cifar10, gpt for text]",
 )
 @click.option(
     "--stages",
@@ -59,19 +64,20 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     callback=names,
     help="A method, or several with commas, or all; may be repeated. module:NAME is one of your "
     "own, or a function that gives it, from the working directory or PYTHONPATH.  "
-    f"[default: {','.join(DEFAULT_METHODS)}]",
+    f"[default: {', '.join(DEFAULT_METHODS)}]",
 )
 @click.option(
     "--devices",
     default="cpu",
     callback=names,
+    metavar="NAMES",
     help="One device, or several with commas (cuda:0,cuda:1): each takes a run of stages. Under "
     "torchrun cuda is the one of the process's local rank.",
 )
-@click.option("--seeds", type=_POSITIVE, help="Train with seeds 0 to this, less one.")
-@click.option("--seed", type=int, multiple=True, help="Exactly this seed; repeatable.")
-@click.option("--epochs", type=_POSITIVE)
-@click.option("--batch-size", type=_POSITIVE)
+@click.option("--seeds", type=_POSITIVE, help="How many seeds, from 0 on.")
+@click.option("--seed", type=int, multiple=True, help="Exactly this seed; may be repeated.")
+@click.option("--epochs", type=_POSITIVE, help="Passes over the training data.")
+@click.option("--batch-size", type=_POSITIVE, help="Samples of a minibatch.")
 @click.option(
     "--microbatches",
     type=_POSITIVE,
@@ -104,20 +110,33 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 )
 @click.option("--width", type=_POSITIVE, help="Width of the model.")
 @click.option(
-    "--depth", type=_POSITIVE, help="Its blocks; 11, 13, 16, 19 for vgg16, 18 or more for resnet."
+    "--depth",
+    type=_POSITIVE,
+    help="Blocks of the model; 11, 13, 16, 19 for vgg16, 18 or more for resnet.",
 )
 @click.option("--context", type=_POSITIVE, help="Characters of text in a sequence.")
 @click.option("--train-samples", type=_POSITIVE, help="Train on so many samples.")
 @click.option("--test-samples", type=_POSITIVE, help="Test with so many samples.")
 @click.option("--augment", is_flag=True, help="Shift and mirror training images at random.")
 @click.option(
-    "--optimizer", type=click.Choice(_OPTIMIZERS), help="[default: adamw for gpt, else sgd]"
+    "--optimizer",
+    type=click.Choice(_OPTIMIZERS),
+    help="What updates the weights.  [default: adamw for gpt, else sgd]",
 )
-@click.option("--lr", type=float, callback=finite)
-@click.option("--momentum", type=float, callback=finite, help="Of SGD.  [default: 0.9]")
-@click.option("--weight-decay", type=float, callback=finite)
+@click.option("--lr", type=float, callback=finite, help="Learning rate.")
+@click.option("--momentum", type=float, callback=finite, help="Momentum of SGD.  [default: 0.9]")
+@click.option(
+    "--weight-decay",
+    type=float,
+    callback=finite,
+    help="An L2 penalty, of adamw and nadam decoupled weight decay.",
+)
 @click.option("--nesterov", is_flag=True, help="Nesterov momentum, of SGD.")
-@click.option("--lr-schedule", type=click.Choice(["constant", "cosine"]))
+@click.option(
+    "--lr-schedule",
+    type=click.Choice(["constant", "cosine"]),
+    help="What the learning rate does after --warmup: stay, or fall as half a cosine to 0.",
+)
 @click.option("--warmup", type=_COUNT, help="Updates over which the learning rate rises.")
 @click.option("--threads", type=_POSITIVE, default=1, help="CPU threads; small models want one.")
 @click.option(
@@ -139,13 +158,13 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--checkpoint-seconds",
     type=click.FloatRange(min=0, min_open=True),
-    help="Likewise after so long, where the clock decides what is computed.",
+    help="Drain and save after so many seconds; then the clock decides what is computed.",
 )
 @click.option("--metrics", is_flag=True, help="Write figures of every stage to metrics.jsonl.")
 @click.option(
     "--tensorboard",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write them for TensorBoard into this folder.",
+    help="Write the figures of --metrics for TensorBoard into this folder.",
 )
 @click.option("--verbose", "-v", is_flag=True, help="Show the log: what begins, ends, fails.")
 @click.option("--quick", is_flag=True, help="Sizes that take minutes at most, and one seed.")

@@ -19,6 +19,7 @@ from spectrain_ext.method import (
     places_of,
     rules_at,
 )
+from spectrain_ext.operators.threads import warn_of_threads
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place
 from spectrain_ext.transport import callers_stream, each
@@ -199,6 +200,8 @@ class Pipeline(Loops):
             like = next((held.optimizer for held in weights if held is not None), None)
             self._rules = [rules_at(chosen, at, like) for at in all_places]
             _logger.info("%s", in_words(chosen, all_places, like))
+            if any(place.type == "cpu" for place in places):
+                warn_of_threads()
             kind = RecomputingStage if recompute else Stage
             own = [
                 kind(k, module, place, held, max_norm, around.norm)

@@ -43,7 +43,19 @@ def test_nothing_is_missing_where_everything_is_there(monkeypatch: pytest.Monkey
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
     _see_cuda(monkeypatch, toolkit="13.0", available=True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert problems(BUILT) == []
+
+
+def test_threads_without_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4096)
+    result = CliRunner().invoke(main, ["doctor"])
+    assert "To be mended" in result.output
+    assert "4096 threads" in result.output
+    _see_cuda(monkeypatch, toolkit="13.0", available=True)
+    what, remedy = problems(BUILT)[0]
+    assert "4096 threads" in what
+    assert "OMP_NUM_THREADS=" in remedy
 
 
 def test_a_cpu_only_build_names_the_way_to_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,110 @@
+"""docs/results-files.md and docs/metrics.md name what is in the files, no more and no less."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spectrain_ext as st
+from spectrain_ext.benchmark import report as bench
+from spectrain_ext.cli.group import main
+from spectrain_ext.experiments import frontier
+from spectrain_ext.experiments.report import describe, versions
+from spectrain_ext.experiments.results import Run, RunStore, summarize, write_results
+from spectrain_ext.experiments.settings import TrainSettings, settle
+from spectrain_ext.experiments.workload import load_data
+from spectrain_ext.experiments.world import World
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+RUN = Run("sync", 0, 0.5, 0.7, 100.0, 2048, (2.0, 1.0))
+
+
+def tables(document: str, heading: str) -> list[set[str]]:
+    """The names in the first column of each table of a section."""
+    text = (DOCS / document).read_text()
+    section = re.split(r"^## ", text, flags=re.MULTILINE)
+    (found,) = [part for part in section if part.startswith(f"{heading}\n")]
+    parts = re.split(r"^\|---.*\n", found, flags=re.MULTILINE)[1:]
+    return [
+        {name for row in re.findall(r"^\|([^|]*)\|", part, re.MULTILINE) for name in quoted(row)}
+        for part in parts
+    ]
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def opening(document: str, heading: str) -> str:
+    text = (DOCS / document).read_text()
+    return text.partition(f"\n## {heading}\n")[2].partition("\n| ")[0]
+
+
+@pytest.fixture
+def about(tmp_path: Path) -> dict[str, object]:
+    pytest.importorskip("sklearn")
+    settings = settle({"methods": ["sync"]}, World(), quick=True)
+    return describe(settings, load_data(settings, tmp_path), World())
+
+
+def test_results(tmp_path: Path, about: dict[str, Any]) -> None:
+    path = tmp_path / "results.json"
+    settings = {**about, "methods": [], "seeds": [], "left_out": {}}
+    write_results(path, summarize([RUN]), settings=settings, versions=versions())
+    document = json.loads(path.read_text())
+    of_method, of_seed, others = tables("results-files.md", "results.json")
+    assert of_method == set(document["methods"][0])
+    assert of_seed == set(document["methods"][0]["seeds"][0])
+    said = opening("results-files.md", "results.json")
+    assert set(document) | set(document["versions"]) <= set(quoted(said))
+    # an option of the command has its help; the others have a row
+    options = {str(option.name) for option in main.commands["train"].params}
+    assert others <= set(document["settings"])
+    assert set(document["settings"]) - options <= others
+    assert {field.name for field in dataclasses.fields(TrainSettings)} - {"data_dir"} <= set(
+        document["settings"]
+    )
+
+
+def test_single_runs(tmp_path: Path, about: dict[str, object]) -> None:
+    store = RunStore(tmp_path, about)
+    store.save(RUN)
+    (path,) = tmp_path.glob("sync-seed0-*.json")
+    document = json.loads(path.read_text())
+    (names,) = tables("results-files.md", "Single runs")
+    assert names == set(document["run"])
+    assert set(document) <= set(quoted(opening("results-files.md", "Single runs")))
+
+
+def test_a_study(tmp_path: Path) -> None:
+    (names,) = tables("results-files.md", "frontier.json")
+    assert names == {field.name for field in dataclasses.fields(frontier.Row)}
+
+
+def test_a_benchmark() -> None:
+    (names,) = tables("results-files.md", "The JSON of bench")
+    assert names == {field.name for field in dataclasses.fields(bench.Row)}
+    document = json.loads(bench.Report({}, {}).to_json())
+    assert set(document) <= set(quoted(opening("results-files.md", "The JSON of bench")))
+
+
+def test_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    stages = [nn.Linear(4, 4) for _ in range(2)]
+    optimizer = lambda params: st.optim.SGD(params, lr=0.1, momentum=0.9)  # noqa: E731
+    pipe = st.Pipeline(stages, optimizer, nn.functional.mse_loss, "spectrain")
+    with st.Metrics(pipe, path) as metrics:
+        for _ in pipe.run([(torch.zeros(2, 4), torch.zeros(2, 4))] * 3, trace=metrics):
+            pass
+    pipe.release()
+    record = json.loads(path.read_text().splitlines()[-1])
+    (names,) = tables("metrics.md", "Records")
+    nested = {f"staleness.{key}" for key in record.pop("staleness")}
+    assert names == set(record) | nested
