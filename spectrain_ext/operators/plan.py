@@ -60,7 +60,11 @@ class Plan:
 
     Steps and predictions take SGD's numbers as keywords, the same for all parameter groups, or as
     `groups`, one `Sgd` or `Adam` of `spectrain_ext.operators.numbers` for each; and a horizon for
-    all groups, or a tuple with one for each. Adam's numbers are given as `groups`.
+    all groups, or a tuple with one for each. Adam's numbers are keywords of `adam_step_`, and
+    `groups` of predictions.
+
+    In a function under torch.compile a call of a plan breaks the graph; with `fullgraph=True` use
+    the module-level operators, which become a part of it.
 
     Threads may share a plan: they take turns, and one that calls it from within one of its own
     calls gets a RuntimeError. It cannot be pickled or copied.
