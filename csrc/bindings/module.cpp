@@ -212,6 +212,11 @@ class PyPlan {
   }
   void need_out(size_t out) const {
     if (out < arrays_.n_outs()) return;
+    if (arrays_.n_outs() == 0) {
+      throw py::value_error(
+          "out: the plan has no outs to write to; give it some, Plan(..., outs=[...]), "
+          "each a list like the parameters");
+    }
     throw py::value_error("out: expected an index below " + std::to_string(arrays_.n_outs()) +
                           ", the number of outs, got " + std::to_string(out));
   }

@@ -106,7 +106,15 @@ const float* Arrays::scalar(py::handle array, const std::string& name, bool zero
                             Loans& loans) const {
   if (array.is_none() || params_.empty()) return nullptr;
   const Place place{name, 0, true};
-  const Borrowed b = borrow(array, place, loans);
+  const Borrowed b = [&] {
+    try {
+      return borrow(array, place, loans);
+    } catch (const py::type_error& error) {
+      throw py::type_error(error.what() +
+                           ("; it is read when the step runs, from one element of float32 on " +
+                            device_.text() + ": torch.tensor(1.0), say"));
+    }
+  }();
   if (b.dtype != DType::float32 || b.size != 1) {
     throw py::value_error(name + ": expected one element of float32, got " + name_of(b.dtype) +
                           " of shape " + b.shape_text());

@@ -66,7 +66,8 @@ class DistributedPipeline(Pipeline):
             rank's host wait for every loss.
         targets_from: where the last stage's ranks take targets from: ``"last"``, their own batches,
             which are checked against rank 0's; ``"first"``, the first stage's batches: sent along
-            for every minibatch, and no other rank needs batches.
+            for every minibatch, and no other rank needs batches. The target of a batch that is a
+            mapping is all of it.
 
     Attributes:
         rank: this process's rank in the group.

@@ -41,7 +41,7 @@ class Metrics(Observer):
         errors_every: minibatches from one measurement of prediction errors to the next; it costs
             two copies of a stage's weights. None: they are not measured.
         start: minibatches that were trained on before, as a checkpoint says.
-        labels: more entries for every record.
+        labels: more entries for every record; TensorBoard has no curves of them.
 
     Raises:
         ValueError: a number below its range, or neither a path nor a folder.
@@ -80,7 +80,7 @@ class Metrics(Observer):
         if tensorboard is not None:
             folder = Path(tensorboard)
             mine = folder if self._rank is None else folder / f"rank{self._rank}"
-            self._sinks.append(TensorBoard(mine))
+            self._sinks.append(TensorBoard(mine, self._labels))
         if path is not None:
             self._sinks.append(JsonLines(_of_rank(Path(path), self._rank)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,21 @@ class JsonLines:
 class TensorBoard:
     """Writes the numbers of every record as scalars ``stage<k>/<name>``, by minibatch.
 
+    Args:
+        folder: where it writes.
+        labels: entries that are the same in every record, and no curves.
+
     Raises:
         ModuleNotFoundError: the extra ``tensorboard`` is missing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, labels: Iterable[str] = ()) -> None:
+        self._no_curves = _NO_CURVES.union(labels)
         self._writer = require_tensorboard().SummaryWriter(str(folder))
 
     def write(self, record: Record) -> None:
-        for name, value in _numbers(record):
+        curves = {name: value for name, value in record.items() if name not in self._no_curves}
+        for name, value in _numbers(curves):
             self._writer.add_scalar(
                 f"stage{record['stage']}/{name}", value, record["minibatch"], record["time"]
             )
@@ -61,8 +68,6 @@ _NO_CURVES = frozenset(("time", "stage", "rank", "minibatch", "minibatches"))
 def _numbers(record: Record) -> list[tuple[str, float]]:
     found: list[tuple[str, float]] = []
     for name, value in record.items():
-        if name in _NO_CURVES:
-            continue
         if isinstance(value, dict):
             found += [(f"{name}/{key}", part) for key, part in _numbers(value)]
         elif isinstance(value, list):

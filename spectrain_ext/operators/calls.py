@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypedDict, cast
 
 from .expressions import Program, lower
 from .laws import Horizons, Law, as_laws, terms_of
+from .lists import StepOptions
 from .numbers import Adam, Setting, Sgd, Term
 
 Numbers: TypeAlias = Sequence[Sgd] | Sequence[Adam]  # of every parameter group
@@ -19,6 +20,7 @@ Prediction: TypeAlias = tuple[Terms, tuple[float, ...], Program | None]
 Step: TypeAlias = tuple[list[Setting], bool, list[tuple[int, Terms]]]
 
 PLAIN = frozenset((float, int, bool, type(None)))
+HORIZONS = PLAIN - {bool}
 
 
 class SgdNumbers(TypedDict, total=False):
@@ -32,6 +34,20 @@ class SgdNumbers(TypedDict, total=False):
     maximize: bool
     decoupled_weight_decay: bool
     ema: bool
+
+
+class AdamStep(StepOptions, total=False):
+    """The numbers of Adam as keywords, fields of ``numbers.Adam``, beside a step's options."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    step: int
+    decoupled_weight_decay: bool
+    maximize: bool
+    momentum_decay: float | None
+    mu_product: float
 
 
 def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:

@@ -17,7 +17,7 @@ from .expressions import Expression
 from .numbers import Adam as Adam
 from .numbers import Sgd as Sgd
 from .numbers import Term as Term
-from .numbers import non_negative
+from .numbers import horizon, non_negative
 
 
 class Law(Protocol):
@@ -46,7 +46,7 @@ class Linear(Law):
     steps: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "steps", non_negative("steps", self.steps))
+        object.__setattr__(self, "steps", horizon("steps", self.steps))
 
     def sgd(self, numbers: Sgd) -> list[Term]:
         return [Term(1.0, numbers.lr * self.steps)] if self.steps else []
@@ -72,7 +72,7 @@ class Geometric(Law):
     steps: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "steps", non_negative("steps", self.steps))
+        object.__setattr__(self, "steps", horizon("steps", self.steps))
 
     def sgd(self, numbers: Sgd) -> list[Term]:
         if not self.steps:
@@ -172,10 +172,10 @@ _linear = lru_cache(maxsize=256)(Linear)  # a training loop asks for the same fe
 def as_law(steps: Horizon, name: str = "steps") -> Law:
     """A number of steps as the linear law."""
     if isinstance(steps, (int, float)):
-        return _linear(non_negative(name, steps))
-    if hasattr(steps, "sgd"):
+        return _linear(horizon(name, steps))
+    if hasattr(type(steps), "sgd"):
         return steps  # type: ignore[return-value]
-    return Linear(non_negative(name, steps))
+    return Linear(horizon(name, steps))  # type: ignore[arg-type]
 
 
 def as_laws(steps: Horizons, n_groups: int, name: str = "steps") -> Sequence[Law]:

@@ -49,6 +49,29 @@ def non_negative(name: str, value: SupportsFloat) -> float:
     return result
 
 
+_WHOLE = 2**53  # up to here every int is a float
+
+
+def horizon(name: str, value: SupportsFloat) -> float:
+    """Return a number of updates as `non_negative` does, and no bool.
+
+    Raises:
+        TypeError: it is not a number; says what a horizon may be.
+        ValueError: it is negative, NaN or infinite.
+    """
+    if type(value) is float and 0.0 <= value < math.inf:
+        return value
+    if type(value) is int and 0 <= value <= _WHOLE:
+        return float(value)
+    if isinstance(value, (bool, str, bytes, type)) or value is None:
+        what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+        raise TypeError(
+            f"{name}: expected a number of updates or a law of spectrain_ext.laws, such as 2 or "
+            f"laws.Geometric(2), got {what}"
+        )
+    return non_negative(name, value)
+
+
 def _float(name: str, value: SupportsFloat) -> float:
     if isinstance(value, (str, bytes)):  # float() would read them
         raise TypeError(f"{name}: expected a number, got {value!r}")

@@ -4,22 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
-from .calls import PLAIN, Prediction, prediction, remembered_step, step_arguments
+from .calls import HORIZONS, PLAIN, Prediction, prediction, remembered_step, step_arguments
 from .expressions import lower
 from .laws import Horizons, as_laws, needs_momentum
 from .lists import Gradients, Lists, Role, StepOptions, Tensors, is_array
-from .numbers import Adam, Sgd, Term, non_negative
+from .numbers import Adam, Sgd, Term, horizon, non_negative
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .calls import Numbers, SgdNumbers
+    from .calls import AdamStep, Numbers, SgdNumbers
 
+Kind = TypeVar("Kind")
+_OF_ADAM = frozenset(Adam.__slots__)
 _NO_NUMBERS = None, None, 0.0, 0.0, False, False, False, False  # what `sgd_step_` has by default
 
 
+def _out_of_graphs(cls: type[Kind]) -> type[Kind]:
+    """Have torch.compile break its graph at the methods, and where it may not, say what to do.
+
+    This is what torch.compiler.disable tells it. The wrapper that goes with that takes as long as a
+    call of a plan.
+    """
+    for name, method in vars(cls).items():
+        if isinstance(method, FunctionType) and not name.startswith("_"):
+            vars(method)["_torchdynamo_disable"] = True
+            vars(method)["_torchdynamo_disable_msg"] = (
+                f"a {cls.__name__} holds addresses, which no graph can. With fullgraph=True call "
+                "the operators instead, spectrain_ext.sgd_step_ and the like, which become a part "
+                "of the graph, or use the plan outside of the compiled function"
+            )
+    return cls
+
+
+@_out_of_graphs
 class Plan:
     """The operators of this package, resolved once for fixed tensors.
 
@@ -39,7 +60,11 @@ class Plan:
 
     Steps and predictions take SGD's numbers as keywords, the same for all parameter groups, or as
     `groups`, one `Sgd` or `Adam` of `spectrain_ext.operators.numbers` for each; and a horizon for
-    all groups, or a tuple with one for each. Adam's numbers are given as `groups`.
+    all groups, or a tuple with one for each. Adam's numbers are keywords of `adam_step_`, and
+    `groups` of predictions.
+
+    In a function under torch.compile a call of a plan breaks the graph; with `fullgraph=True` use
+    the module-level operators, which become a part of it.
 
     Threads may share a plan: they take turns, and one that calls it from within one of its own
     calls gets a RuntimeError. It cannot be pickled or copied.
@@ -157,7 +182,7 @@ class Plan:
 
     def extrapolate(self, *, steps: float, out: int = 0, stream: Any = None) -> None:
         """outs[out] <- W + steps*(W - stashed): prediction by weight difference."""
-        steps, program = lower(non_negative("steps", steps))
+        steps, program = lower(horizon("steps", steps))
         self._native.extrapolate(steps, self._check_out(out), stream, program)
 
     # Steps.
@@ -194,7 +219,8 @@ class Plan:
         given: Any = lr, momentum, dampening, weight_decay, nesterov, maximize
         numbers = *given, decoupled_weight_decay, ema
         program = None
-        if groups is None and PLAIN.issuperset(map(type, (*numbers, *predict))):
+        plain = groups is None and PLAIN.issuperset(map(type, numbers))
+        if plain and (len(predict) == 0 or HORIZONS.issuperset(map(type, predict))):
             arguments = remembered_step(numbers, tuple(predict), self._n_groups)
         else:
             if groups is None:
@@ -209,17 +235,21 @@ class Plan:
 
     def adam_step_(
         self,
-        groups: Sequence[Adam],
+        groups: Sequence[Adam] | None = None,
         *,
         predict: Sequence[Horizons | None] = (),
         stream: Any = None,
-        **options: Unpack[StepOptions],
+        **options: Unpack[AdamStep],
     ) -> None:
         """One step of Adam, AdamW or NAdam that also writes predictions; as `sgd_step_`.
 
-        See `spectrain_ext.adam_step_`; `groups` are the numbers of every parameter group.
+        See `spectrain_ext.adam_step_`; `groups` are the numbers of every parameter group. Without
+        them they are keywords: `lr` and `step`, and where they are not the usual ones `betas` to
+        `mu_product`.
         """
         self._check_predict(predict)
+        if groups is None or (options and not _OF_ADAM.isdisjoint(options)):
+            groups = self._adams(groups, cast("dict[str, Any]", options))
         (settings, _, predictions), program = lower(
             step_arguments(self._checked(groups, Adam), predict)
         )
@@ -304,7 +334,7 @@ class Plan:
             weight_decay = non_negative("weight_decay", weight_decay)
         plain = momentum is None and not weight_decay and not nesterov
         if plain and isinstance(steps, (int, float)):  # the common case, without a detour
-            distance = rate * non_negative("steps", steps)
+            distance = rate * horizon("steps", steps)
             terms = [[Term(1.0, distance)] if distance else []] * self._n_groups
             if type(distance) is float:
                 return terms, (), None
@@ -354,6 +384,16 @@ class Plan:
                 )
         return groups
 
+    def _adams(self, groups: Sequence[Adam] | None, options: dict[str, Any]) -> list[Adam]:
+        """Take Adam's numbers out of the keywords."""
+        numbers = {name: options.pop(name) for name in Adam.__slots__ if name in options}
+        if groups is not None:
+            raise _given_twice(numbers)
+        for name in ("lr", "step"):
+            if name not in numbers:
+                raise TypeError(f"{name}: adam_step_ needs it, or groups, which have their own")
+        return [Adam(**numbers)] * self._n_groups
+
     def _check_out(self, out: int) -> int:
         if isinstance(out, bool) or not isinstance(out, int):
             raise TypeError(f"out: expected an index, got {out!r}")
@@ -365,6 +405,11 @@ class Plan:
 
     def _check_predict(self, predict: Sequence[object]) -> None:
         if len(predict) > self._n_outs:
+            if not self._n_outs:
+                raise ValueError(
+                    "predict: the plan has no outs to write predictions to; give it some, "
+                    "Plan(..., outs=[...]), each a list like the parameters"
+                )
             raise ValueError(
                 f"predict: expected at most one entry for each of the {self._n_outs} outs, "
                 f"got {len(predict)}"

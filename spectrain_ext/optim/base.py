@@ -330,7 +330,10 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     def _refuse_while_predicted(self, what: str) -> None:
         if self._predicted is not None:
-            raise RuntimeError(f"{what}: the weights are predicted, call restore_() first")
+            raise RuntimeError(
+                f"{what}: the weights are predicted; leave the block of predicted() first, or call "
+                "restore_() after predict_()"
+            )
 
     # For a pipeline: weights and state live in its buffers.
 

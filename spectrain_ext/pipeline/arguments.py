@@ -26,6 +26,13 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
         raise TypeError(
             f"stages: expected a sequence of modules, got {type(stages).__name__}"
         ) from None
+    for k, module in enumerate(modules):
+        first = next(j for j, other in enumerate(modules) if other is module)
+        if first < k:
+            raise ValueError(
+                f"stages[{k}]: it is stages[{first}] again, the very same module; a stage needs "
+                "one of its own, such as copy.deepcopy of it"
+            )
     if not modules:
         raise ValueError("stages: expected at least one module, got an empty list")
     owners: dict[nn.Module, tuple[int, str]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -499,6 +499,18 @@ class Pipeline(Loops):
             copy.unbind()
         self._executor.free_rings()
         self._executor.follow_caller()
+
+    def __reduce__(self) -> NoReturn:
+        """Not to be copied or pickled.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"a {type(self).__name__} holds streams and buffers, and cannot be pickled or copied; "
+            "save its state_dict() and those of its optimizers, or use spectrain_ext.checkpoint; "
+            "to train a copy, copy.deepcopy the stages and make a pipeline of them"
+        )
 
 
 def _weights_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from helpers.ranks import run_ranks
 from torch import nn
 
 import spectrain_ext as st
+from spectrain_ext.observation import sinks
 
 COMPARED = ["spectrain", "pipedream", "vanilla", "gpipe", "second-order", "pipedream-2bw"]
 
@@ -195,9 +197,13 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     pipe = pipeline()
-    with st.Metrics(pipe, tmp_path / "m", tensorboard=tmp_path / "tb", every=5) as metrics:
+    labels = {"method": "auto", "seed": 3}
+    where = {"path": tmp_path / "m", "tensorboard": tmp_path / "tb"}
+    with st.Metrics(pipe, **where, every=5, labels=labels) as metrics:
         list(pipe.run(batches(10), trace=metrics))
     read = EventAccumulator(str(tmp_path / "tb")).Reload()
+    apart = {"time", "stage", "rank", "minibatch", "minibatches", *labels}
+    assert apart.isdisjoint(tag.split("/")[1] for tag in read.Tags()["scalars"])
     for record in lines(tmp_path / "m"):
         for name in ("bubble", "minibatches_per_second", "staleness/mean", "lr/0", "busy/forward"):
             key, _, part = name.partition("/")
@@ -208,6 +214,29 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
                 point.step: point.value for point in read.Scalars(f"stage{record['stage']}/{name}")
             }
             assert points[record["minibatch"]] == pytest.approx(value)
+
+
+def test_what_is_the_same_in_every_record_is_no_curve(tmp_path, monkeypatch):
+    drawn = set()
+
+    class Writer:
+        def __init__(self, folder):
+            assert folder == str(tmp_path)
+
+        def add_scalar(self, name, *_):
+            drawn.add(name)
+
+        def close(self):
+            pass
+
+    found = types.SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setattr(sinks, "require_tensorboard", lambda: found)
+    pipe = pipeline()
+    labels = {"method": "auto", "seed": 3}
+    with st.Metrics(pipe, tensorboard=tmp_path, every=5, labels=labels) as metrics:
+        list(pipe.run(batches(10), trace=metrics))
+    assert {"stage0/bubble", "stage0/lr/0", "stage0/staleness/mean"} < drawn
+    assert not any("seed" in name or "method" in name or "rank" in name for name in drawn)
 
 
 def test_without_tensorboard_the_error_names_the_extra(tmp_path, monkeypatch):

@@ -168,6 +168,38 @@ def test_the_step_writes_what_a_later_prediction_gives(
     ref.assert_lists(w, outs[0], "in place")
 
 
+@given(case=cases(min_size=1, single=False), hyper=hypers())
+def test_a_plan_takes_the_numbers_as_keywords(case: Case, hyper: Adam) -> None:
+    found: list[list[Any]] = []
+    numbers = checked(hyper)
+    for by_keyword in (False, True):
+        w, g, m = tensors(case.stream(0)), tensors(case.stream(1)), case.stream(2, momentum=True)
+        u, out = tensors(second_moments(case, 3, False)), tensors(case.stream(4))
+        moments = tensors(m)
+        plan = st.Plan(w, exp_avgs=moments, exp_avg_sqs=u, grads=g, outs=[out])
+        if by_keyword:
+            each: Any = {name: getattr(numbers, name) for name in numbers.__slots__}
+            plan.adam_step_(**each, predict=[2.0], zero_grad=True)
+        else:
+            plan.adam_step_([numbers], predict=[2.0], zero_grad=True)
+        found.append([*w, *g, *moments, *u, *out])
+    ref.assert_lists(*found, "keywords")
+
+
+def test_numbers_of_a_plans_step_of_adam_that_are_missing_or_given_twice() -> None:
+    w, m, u = (torch.ones(3) for _ in range(3))
+    plan = st.Plan(w, exp_avgs=m, exp_avg_sqs=u, grads=torch.ones(3))
+    for own, match in (
+        ({}, "lr: adam_step_ needs it, or groups"),
+        ({"lr": 0.1}, "step: adam_step_ needs it, or groups"),
+        ({"groups": [checked(Adam(0.1, step=1))], "eps": 1e-3}, "eps: groups are given"),
+        ({"lr": 0.1, "step": 1, "momentum": 0.9}, "unexpected keyword argument 'momentum'"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            plan.adam_step_(**own)  # type: ignore[arg-type]
+    assert torch.equal(w, torch.ones(3))
+
+
 _OPTIMIZERS: list[tuple[str, type[torch.optim.Optimizer], dict[str, Any], dict[str, Any]]] = [
     ("Adam", torch.optim.Adam, {}, {}),
     ("Adam with L2", torch.optim.Adam, {"weight_decay": 0.05}, {}),

@@ -64,6 +64,57 @@ class TestErrors:
             with pytest.raises(TypeError, match="steps"):
                 as_law(bad)  # type: ignore[arg-type]
 
+    @pytest.mark.parametrize(
+        ("steps", "came"),
+        [
+            (Geometric, "the class Geometric"),
+            ("geometric", "'geometric'"),
+            (True, "True"),
+            (None, "None"),
+        ],
+        ids=str,
+    )
+    def test_what_is_taken_for_a_horizon(self, steps: Any, came: str) -> None:
+        """Everywhere the same words, and what to write instead."""
+        w, v, g, out = lists = [torch.randn(9) for _ in range(4)]
+        plan = st.Plan(w, momentum_buffers=v, grads=g, stashed=torch.zeros(9), outs=[out])
+        before = [t.clone() for t in lists]
+        numbers: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+        optimizer = st.optim.SGD([torch.ones(2, requires_grad=True)], **numbers)
+        calls = {
+            "steps": [
+                lambda: st.predict_(w, v, lr=0.1, steps=steps),
+                lambda: plan.predict_(lr=0.1, steps=steps),
+                lambda: plan.predict([Sgd(0.1, 0.9)], steps=steps),
+                lambda: plan.extrapolate(steps=steps),
+                lambda: Linear(steps),
+                lambda: optimizer.predict_(steps),
+            ],
+            "predict[0]": [
+                lambda: plan.sgd_step_(**numbers, predict=[steps]),
+                lambda: plan.sgd_step_([Sgd(0.1, 0.9)], predict=[steps]),
+                lambda: st.sgd_step_(w, g, v, **numbers, predict=[(steps, out)]),
+            ],
+        }
+        if steps is None:  # a plan then leaves the out alone
+            del calls["predict[0]"][:2]
+        for name, each in calls.items():
+            for call in each:
+                with pytest.raises(TypeError) as caught:
+                    call()
+                assert str(caught.value).startswith(f"{name}: expected a number of "), name
+                assert steps is None or "laws.Geometric(2)" in str(caught.value)
+                assert str(caught.value).endswith(f"got {came}")
+        assert all(map(torch.equal, lists, before))
+
+    def test_a_bool_is_not_taken_for_the_one_that_was_remembered(self) -> None:
+        w, v, g, out = (torch.randn(9) for _ in range(4))
+        plan = st.Plan(w, momentum_buffers=v, grads=g, outs=[out])
+        for one in (1, 1.0):
+            plan.sgd_step_(lr=0.1, momentum=0.9, predict=[one])
+        with pytest.raises(TypeError, match=r"predict\[0\]: .* got True"):
+            plan.sgd_step_(lr=0.1, momentum=0.9, predict=[True])
+
     @pytest.mark.parametrize("n_terms", [2, 9, 65])
     def test_a_law_of_ones_own_with_more_terms_than_sgd_takes(self, n_terms: int) -> None:
         """Either every term counts, or it is refused; nothing in between."""

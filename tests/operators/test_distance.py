@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -130,3 +133,25 @@ def test_the_gpu_gives_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
         [w.cuda() for w in now], [[w.cuda() for w in predicted], [w.cuda() for w in stale]]
     )
     assert torch.equal(here[0], there[0].cpu()) and torch.equal(here[1], there[1].cpu())
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_arrays_of_other_frameworks(dtype: Any) -> None:
+    now, other = (np.random.default_rng(k).standard_normal((2, 3, 5)).astype(dtype) for k in (0, 1))
+    each, total = st.distance(torch.from_numpy(now), [torch.from_numpy(other)])
+    now.flags.writeable = False  # it is only read
+    found = st.distance(list(now), [list(other), [torch.from_numpy(a) for a in other]])
+    for norms in found:
+        assert type(norms) is np.ndarray and norms.dtype == np.float64
+    assert found[0].shape == (2, 2)
+    assert found[1].tolist() == [total.item()] * 2
+    assert math.hypot(*found[0][0]) == pytest.approx(each.item(), rel=1e-14)
+    assert isinstance(st.distance(now, [other])[1], np.ndarray)
+    if dtype is not np.float16:
+        plain = array.array(np.dtype(dtype).char, now.ravel())
+        norm = st.distance([plain], [[other.ravel()]])[1]
+        assert isinstance(norm, Tensor) and norm.item() == pytest.approx(total.item(), rel=1e-14)
+    for refused in (np.float16, np.float32, np.float64):
+        if refused is not dtype:
+            with pytest.raises(ValueError, match=r"others\[0\]\[1\]: expected .*float.*, got"):
+                st.distance(list(now), [[other[0], other[1].astype(refused)]])

@@ -248,6 +248,12 @@ class TestBadInput:
             st.sgd_step_(*x, lr=0.1, momentum=0.9, **{argument: value})
         _assert_same_bits(x, before)
 
+    @pytest.mark.parametrize("value", [True, torch.tensor(True)], ids=["bool", "tensor"])
+    def test_a_bool_is_told_what_it_should_be(self, value: Any) -> None:
+        said = r"found_inf: expected .*got bool; .* one element of float32 on cpu: torch\.tensor\(1"
+        with pytest.raises(TypeError, match=said):
+            st.sgd_step_(*_lists(3), lr=0.1, momentum=0.9, found_inf=value)
+
     @pytest.mark.parametrize("value", [2.0, "2", object(), torch.ones(1, dtype=torch.int32)],
                              ids=["float", "str", "object", "int32"])  # fmt: skip
     @pytest.mark.parametrize("name", ["sgd", "adam"])

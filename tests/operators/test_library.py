@@ -388,6 +388,21 @@ def test_a_graph_works_on_the_current_stream() -> None:
         compiled([torch.ones(2)])
 
 
+def test_a_plan_breaks_the_graph_and_says_what_to_do_where_it_may_not() -> None:
+    w, v, out = torch.randn(4), torch.randn(4), torch.zeros(4)
+    plan = st.Plan(w, momentum_buffers=v, outs=[out])
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        plan.predict(lr=0.1, steps=2.0)
+        return out * x
+
+    expected = st.predict(w, v, lr=0.1, steps=2.0) * 3
+    assert torch.equal(torch.compile(call, backend="eager")(torch.tensor(3.0)), expected)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"a Plan holds addresses.*spectrain_ext\.sgd_step_"):
+        torch.compile(call, backend="eager", fullgraph=True)(torch.tensor(3.0))
+
+
 @pytest.mark.parametrize("name", sorted({name.partition(".")[0] for name in _ARGUMENTS}))
 def test_a_graph_takes_what_the_operator_takes(name: str) -> None:
     """By the schema, or in another form."""

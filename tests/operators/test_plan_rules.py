@@ -313,6 +313,21 @@ class TestRefuses:
         plan = st.Plan(w, grads=torch.ones(4))
         raises(ValueError, name, lambda: call(plan), w)
 
+    @pytest.mark.parametrize(
+        ("call", "name"),
+        [
+            (lambda p: p.predict(lr=0.1, steps=1.0), "out"),
+            (lambda p: p.write_out(), "out"),
+            (lambda p: p.extrapolate(steps=1.0), "out"),
+            (lambda p: p.sgd_step_(lr=0.1, momentum=0.9, predict=[1.0]), "predict"),
+        ],
+    )
+    def test_a_plan_without_outs_says_what_it_needs(self, call: Any, name: str) -> None:
+        w = torch.randn(4)
+        plan = st.Plan(w, momentum_buffers=w + 1, grads=torch.ones(4), stashed=torch.zeros(4))
+        said = rf"^{name}: the plan has no outs to write .*Plan\(..., outs=\[...\]\)"
+        raises(ValueError, said, lambda: call(plan), w)
+
     def test_second_moments_that_are_missing(self) -> None:
         w, m = torch.randn(4), torch.randn(4)
         plan = st.Plan(w, exp_avgs=m, grads=torch.ones(4), stashed=torch.zeros(4))

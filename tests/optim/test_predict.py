@@ -186,6 +186,15 @@ def test_misuse_of_prediction_raises_and_changes_nothing() -> None:
     optimizer.step()
 
 
+def test_a_step_inside_of_predicted_says_how_to_leave() -> None:
+    params, optimizer = trained()
+    kept = bits(params)
+    said = r"step: the weights are predicted; leave the block of predicted\(\) first, or .*restore_"
+    with pytest.raises(RuntimeError, match=said), optimizer.predicted(1):
+        optimizer.step()
+    assert_bits(params, kept)
+
+
 def test_a_closure_that_leaves_the_weights_predicted() -> None:
     params, optimizer = trained()
     give_gradients(params)

@@ -231,6 +231,16 @@ def test_stage_errors_can_be_pickled():
     assert (found.stage, found.minibatch, found.action) == (2, 7, "forward")
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_pipelines_are_not_copied_and_say_what_is(copied):
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse)
+    with pytest.raises(TypeError, match=r"a Pipeline holds streams .* copied; .*deepcopy the stag"):
+        copied(pipe)
+    data = batches(4, last=2)
+    other = st.Pipeline(copy.deepcopy(list(pipe.children())), sgd(), mse)
+    assert losses(other, data) == losses(pipe, data)
+
+
 @every_method
 def test_state_dict_of_a_suspended_run_has_the_true_weights(method):
     data = batches(10)
