@@ -293,9 +293,10 @@ def partition(
         # What several tensors cost to pass on is not known: where they need not, they do not.
         with suppress(ValueError):
             narrow = best((*ties, *source.narrow))
-            if narrow.slowest <= 1.1 * found.slowest:
+            if narrow.slowest <= 1.25 * found.slowest:
                 found = narrow
     stages = source.make(found.ends)
+    mark_ties(stages)
     return Partition(stages, found, profile, source.finish(stages))
 
 
