@@ -146,6 +146,11 @@ def plan_of(model: nn.Module, example: object) -> tuple[Plan, Any]:
                 f"model: its config asks for {option}, which no stage has of all blocks; set "
                 f"model.config.{option} = False"
             )
+    if getattr(config, "layerdrop", 0):
+        raise ValueError(
+            "model: its config's layerdrop leaves out blocks at random, and with them the places "
+            "where it is cut; make it with layerdrop=0"
+        )
     with _Watch(model) as watch:
         plan, output = outline(model, example)
     path, members = watch.blocks()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 
@@ -270,6 +271,30 @@ def test_classification_heads(head, more):
         torch.testing.assert_close(parts.loss_fn(found, given["labels"]), expected.loss)
 
 
+def test_module_buffers_beside_the_blocks_are_saved_once():
+    model = made("Llama").eval()
+    model.model.register_buffer("seen", torch.ones(2))
+    model.model.rotary_emb.register_buffer("more", torch.ones(3))
+    parts = st.partition(model, 3, profile=EVEN)
+    names = [s.full_name(key) for s in parts for key in s.state_dict()]
+    assert sorted(names) == sorted(model.state_dict())
+    pipe = st.Pipeline(parts, sgd, parts.loss_fn)
+    assert set(pipe.state_dict()) == set(model.state_dict())
+
+
+def test_copies_of_stages_are_stages_of_their_own():
+    parts = st.partition(made("Llama").eval(), 3, profile=EVEN)
+    stages, others = list(parts), pickle.loads(pickle.dumps(copy.deepcopy(list(parts))))
+    given = batch(2, 6, "left")
+    expected = run(stages, given).logits
+    with torch.no_grad():
+        for p in others[0].parameters():
+            p.zero_()
+    assert torch.equal(run(stages, given).logits, expected)
+    assert not torch.equal(run(others, given).logits, expected)
+    assert torch.equal(run([stages[0], *others[1:]], given).logits, expected)
+
+
 def test_encoders_around_a_list_of_blocks():
     sizes = {**SIZES, **HEADS, "intermediate_size": 24}
     model = tf.BertForSequenceClassification(tf.BertConfig(**sizes, num_labels=3)).eval()
@@ -335,7 +360,10 @@ def test_models_that_have_more_between_blocks_than_a_hidden_state():
 
 
 def test_blocks_that_are_left_out_at_random():
-    model = made("OPT", layerdrop=0.9999).train()
+    with pytest.raises(ValueError, match="make it with layerdrop=0"):
+        st.partition(made("OPT", layerdrop=0.1), 3)
+    model = made("OPT").train()
+    model.model.decoder.layerdrop = 0.9999  # unknown to its config
     stages = list(st.partition(model, 3, profile=EVEN))
     with pytest.raises(RuntimeError, match=r"it left out a block where a stage ends"):
         run(stages, batch(2, 5))
