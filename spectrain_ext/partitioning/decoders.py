@@ -383,14 +383,6 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=rtol, atol=rtol * float(b.abs().max()) if b.numel() else 0.0)
 
 
-def is_pretrained(model: object) -> bool:
-    """Whether it is a model of Hugging Face's ``transformers``, which is not imported for that."""
-    return any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
-        for cls in type(model).__mro__
-    )
-
-
 def example_of(model: Any) -> Tensor:
     """Token ids for a model's config: one sequence of at most 128."""
     config: Any = model.config

@@ -120,6 +120,14 @@ def arguments_of(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], di
     return (main, *rest), labels, fixed
 
 
+def is_pretrained(model: object) -> bool:
+    """Whether it is a model of Hugging Face's ``transformers``, which is not imported for that."""
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
+        for cls in type(model).__mro__
+    )
+
+
 def takes_ids(model: object) -> bool:
     """Whether a Hugging Face model takes token ids first of all."""
     return getattr(model, "main_input_name", None) == "input_ids"
