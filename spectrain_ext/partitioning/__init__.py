@@ -1,8 +1,9 @@
 """Cutting a model into stages: measure its blocks, decide where to cut, make the stages."""
 
+from .blocks import Slice
 from .cut import Cut, StageEstimate, cut
 from .profile import BlockProfile, Profile, Tie, measure
-from .stages import Partition, Slice, cut_at, mark_ties, partition
+from .stages import Partition, cut_at, mark_ties, partition
 from .traced import TracedStage
 
 __all__ = [

@@ -48,7 +48,7 @@ class Automatic:
                 most = max(most, len(names))
                 continue
             try:
-                blocks = split(model, example, names[1:])
+                blocks = split(model, example, names[1:], once=True)
             except ValueError as error:  # something that cannot be passed on, say
                 why = error
                 continue
@@ -90,11 +90,14 @@ def levels(model: nn.Module, example: Value) -> Iterator[list[str]]:
     before: list[str] = []
     modules = dict(model.named_modules())
     for level in range(depth, 0, -1):
-        around = [".".join(name.split(".")[:level]) for name in inner]
-        found = [name for name in dict.fromkeys(around) if modules[name] in once]
-        if found != before:
+        around = dict.fromkeys(".".join(name.split(".")[:level]) for name in inner)
+        # Where a module has others in it, these are where blocks begin.
+        outer = {name for name in around if any(n.startswith(name + ".") for n in around)}
+        found = [name for name in around if name not in outer and modules[name] in once]
+        if found and found != before:
             yield found
         before = found
+    yield [""]  # the whole model
 
 
 def _wide_places(blocks: Sequence[nn.Module]) -> Iterator[Tie]:

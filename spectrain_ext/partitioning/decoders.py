@@ -132,6 +132,12 @@ class DecoderStage(nn.Module):
         self._takes = 0 < start < end  # one of no blocks is measured, too
         self._hand = _Hand()
         self.model = shadow(model, dict(self._stand_ins(model, start, end)))
+        if not self._first:  # which has and saves what module buffers there are around the list
+            names = plan.path.split(".")
+            for count in range(len(names)):
+                around = self.model.get_submodule(".".join(names[:count]))
+                vars(around)["_buffers"] = copy.deepcopy(around._buffers)
+                _save_no_buffers(around)
         self.training = model.training
 
     def full_name(self, name: str) -> str:
@@ -153,8 +159,10 @@ class DecoderStage(nn.Module):
                 yield name, _Ghost(module, hand, unit.width)
             elif not self._first:
                 # A copy, because it may be on another device.
-                dropout = isinstance(module, nn.Dropout)
-                yield name, nn.Identity() if dropout else copy.deepcopy(module)
+                copied = nn.Identity() if isinstance(module, nn.Dropout) else copy.deepcopy(module)
+                for part in copied.modules():
+                    _save_no_buffers(part)
+                yield name, copied
         count = len(plan.members)
         first, last = max(start - 1, 0), min(end - 1, count)
         blocks = list(members_of(model.get_submodule(plan.path)))
@@ -245,9 +253,13 @@ def _turn_back(hand: _Hand, _: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     raise _Left(hand, hidden_of(args, kwargs))
 
 
+def _save_no_buffers(module: nn.Module) -> None:
+    vars(module)["_non_persistent_buffers_set"] = set(module._buffers)
+
+
 def _take_attributes(stand_in: nn.Module, module: nn.Module) -> None:
     for name, value in vars(module).items():
-        if not name.startswith("_") and not isinstance(value, (Tensor, nn.Module)):
+        if not name.startswith("_") and name != "forward" and not isinstance(value, Tensor):
             stand_in.__dict__.setdefault(name, value)
 
 
@@ -369,14 +381,6 @@ def _close(a: Tensor, b: Tensor) -> bool:
     # As torch.testing has it, loosely enough for a GPU's sums in another order.
     rtol = 1e-2 if a.dtype in (torch.bfloat16, torch.float16) else 1e-5
     return torch.allclose(a, b, rtol=rtol, atol=rtol * float(b.abs().max()) if b.numel() else 0.0)
-
-
-def is_pretrained(model: object) -> bool:
-    """Whether it is a model of Hugging Face's ``transformers``, which is not imported for that."""
-    return any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
-        for cls in type(model).__mro__
-    )
 
 
 def example_of(model: Any) -> Tensor:

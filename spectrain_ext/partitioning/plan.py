@@ -120,6 +120,14 @@ def arguments_of(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], di
     return (main, *rest), labels, fixed
 
 
+def is_pretrained(model: object) -> bool:
+    """Whether it is a model of Hugging Face's ``transformers``, which is not imported for that."""
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
+        for cls in type(model).__mro__
+    )
+
+
 def takes_ids(model: object) -> bool:
     """Whether a Hugging Face model takes token ids first of all."""
     return getattr(model, "main_input_name", None) == "input_ids"
@@ -146,6 +154,11 @@ def plan_of(model: nn.Module, example: object) -> tuple[Plan, Any]:
                 f"model: its config asks for {option}, which no stage has of all blocks; set "
                 f"model.config.{option} = False"
             )
+    if getattr(config, "layerdrop", 0):
+        raise ValueError(
+            "model: its config's layerdrop leaves out blocks at random, and with them the places "
+            "where it is cut; make it with layerdrop=0"
+        )
     with _Watch(model) as watch:
         plan, output = outline(model, example)
     path, members = watch.blocks()

@@ -129,7 +129,10 @@ class TracedStage(nn.Module):
 
 
 def split(
-    model: nn.Module, example_input: Value, split_points: Mapping[str, SplitPoint] | Sequence[str]
+    model: nn.Module,
+    example_input: Value,
+    split_points: Mapping[str, SplitPoint] | Sequence[str],
+    once: bool = False,
 ) -> list[nn.Module]:
     """Trace a model and cut it before (or after) the named submodules.
 
@@ -139,6 +142,7 @@ def split(
         example_input: its arguments, a tensor or a tuple of tensors, of the size of a microbatch.
             Other sizes will do wherever the model does the same with them.
         split_points: names of submodules to cut before, or name -> SplitPoint.
+        once: the stages are to be run as the model is now, on inputs of these sizes, and no more.
 
     Returns:
         One stage more than split points. The model is left as it was.
@@ -170,7 +174,7 @@ def split(
     )
     before = {modules[n] for n, point in points.items() if point is SplitPoint.BEGINNING}
     after = {modules[n] for n, point in points.items() if point is SplitPoint.END}
-    return _Assembly(model, traces(model, arguments, before, after)).stages()
+    return _Assembly(model, traces(model, arguments, before, after, once)).stages()
 
 
 # Stages out of traces.

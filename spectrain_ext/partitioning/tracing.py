@@ -36,6 +36,7 @@ def traces(
     arguments: tuple[Tensor, ...],
     before: set[nn.Module],
     after: set[nn.Module],
+    once: bool = False,
 ) -> dict[Mode, list[Trace] | str]:
     """Trace a model as it is, in training and in evaluation.
 
@@ -44,6 +45,7 @@ def traces(
         arguments: what it is called with.
         before: its modules that a new stage begins with.
         after: those that one ends with.
+        once: as it is only, with gradients, and for these arguments' sizes.
 
     Returns:
         The model as it is comes first. Per mode the graphs, of which the first that fits is to be
@@ -64,6 +66,9 @@ def traces(
     modes = _Modes(model)
     found: dict[Mode, list[Trace] | str] = {}
     with _marked(before, after), modes, _unchanging(model):
+        if once:
+            with torch.enable_grad():
+                return {(None, True): [_exported(model, arguments, "as it is", False)]}
         given = modes.now()
         first = _traced(model, arguments, "as it is")
         for mode in MODES:

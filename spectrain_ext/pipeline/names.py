@@ -29,9 +29,11 @@ def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
     known = all(callable(getattr(stage, "full_name", None)) for stage in stages.values())
     for k, stage in stages.items():
         state = stage.state_dict(keep_vars=True)
+        tied = getattr(stage, "tied_parameters", {})  # see mark_ties: copies of an earlier stage's
         for key, full in full_names(stage, state, f"{k}.").items():
             found[f"{k}.{key}"] = full
-            known = known and held.setdefault(full, state[key]) is state[key]
+            copied = key in tied and found.get(f"{tied[key][0]}.{tied[key][1]}") == full
+            known = known and (copied or held.setdefault(full, state[key]) is state[key])
     return found if known else {key: key for key in found}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 
@@ -186,6 +187,33 @@ def test_the_trained_model_is_saved_as_a_whole(tmp_path):
     torch.testing.assert_close(pipe.eval()(ids).logits, again.eval()(ids).logits)
 
 
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_tied_embeddings(name, tmp_path):
+    more = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0} if name == "GPT2" else {}
+    model = made(name, tie_word_embeddings=True, **more).train()
+    alone = copy.deepcopy(model)
+    parts = st.partition(model, 3, profile=EVEN)
+    assert len(parts.stages[2].tied_parameters) == 1
+    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="sync")
+    optimizer = sgd(list(alone.parameters()))
+    data = [batch(4, 7), batch(4, 8, "right"), batch(3, 6, "left")]
+    for result, given in zip(pipe.run(data), data, strict=True):
+        optimizer.zero_grad()
+        loss = alone(**given).loss
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(result.loss, loss.detach())
+    expected = alone.state_dict()
+    assert set(pipe.state_dict()) == set(expected)
+    for key, tensor in pipe.state_dict().items():
+        torch.testing.assert_close(tensor, expected[key], msg=key)
+    pipe.release()
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert torch.equal(again.get_output_embeddings().weight, model.get_input_embeddings().weight)
+
+
 def test_the_model_itself_is_left_alone():
     model = made("Llama").train()
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
@@ -243,6 +271,30 @@ def test_classification_heads(head, more):
         torch.testing.assert_close(parts.loss_fn(found, given["labels"]), expected.loss)
 
 
+def test_module_buffers_beside_the_blocks_are_saved_once():
+    model = made("Llama").eval()
+    model.model.register_buffer("seen", torch.ones(2))
+    model.model.rotary_emb.register_buffer("more", torch.ones(3))
+    parts = st.partition(model, 3, profile=EVEN)
+    names = [s.full_name(key) for s in parts for key in s.state_dict()]
+    assert sorted(names) == sorted(model.state_dict())
+    pipe = st.Pipeline(parts, sgd, parts.loss_fn)
+    assert set(pipe.state_dict()) == set(model.state_dict())
+
+
+def test_copies_of_stages_are_stages_of_their_own():
+    parts = st.partition(made("Llama").eval(), 3, profile=EVEN)
+    stages, others = list(parts), pickle.loads(pickle.dumps(copy.deepcopy(list(parts))))
+    given = batch(2, 6, "left")
+    expected = run(stages, given).logits
+    with torch.no_grad():
+        for p in others[0].parameters():
+            p.zero_()
+    assert torch.equal(run(stages, given).logits, expected)
+    assert not torch.equal(run(others, given).logits, expected)
+    assert torch.equal(run([stages[0], *others[1:]], given).logits, expected)
+
+
 def test_encoders_around_a_list_of_blocks():
     sizes = {**SIZES, **HEADS, "intermediate_size": 24}
     model = tf.BertForSequenceClassification(tf.BertConfig(**sizes, num_labels=3)).eval()
@@ -252,6 +304,49 @@ def test_encoders_around_a_list_of_blocks():
     torch.testing.assert_close(run(parts, given).logits, model(**given).logits)
     with pytest.raises(ValueError, match="a BertForSequenceClassification computes its loss"):
         _ = parts.loss_fn
+
+
+# Models of images, which are traced.
+
+
+def resnet():
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 4], "depths": [1, 1], "num_labels": 3}
+    return tf.ResNetForImageClassification(tf.ResNetConfig(**sizes, layer_type="basic"))
+
+
+def vit():
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 3}
+    more = {"intermediate_size": 8, "image_size": 8, "patch_size": 4}
+    return tf.ViTForImageClassification(tf.ViTConfig(**sizes, **more))
+
+
+@pytest.mark.parametrize("make", [resnet, pytest.param(vit, marks=pytest.mark.nightly)])
+def test_models_of_images(make):
+    torch.manual_seed(0)
+    model = make().train()
+    alone = copy.deepcopy(model)
+
+    def images(count):
+        return {"pixel_values": torch.randn(count, 3, 8, 8), "labels": torch.arange(count) % 3}
+
+    parts = st.partition(model, 3, images(4), profile="parameters")
+    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="sync")
+    optimizer = sgd(list(alone.parameters()))
+    data = [images(4), images(3)]
+    for result, given in zip(pipe.run(data), data, strict=True):
+        optimizer.zero_grad()
+        loss = alone(**given).loss
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(result.loss, loss.detach())
+    alone.eval().load_state_dict(pipe.state_dict())
+    x = images(2)["pixel_values"]
+    for given in (x, {"pixel_values": x}):
+        found = pipe.eval()(given)
+        assert type(found) is type(alone(x))
+        torch.testing.assert_close(found.logits, alone(x).logits)
+    with pytest.raises(TypeError, match=r"batch: expected 'pixel_values', .*; got 'pixels'"):
+        pipe({"pixels": x})
 
 
 # What is refused.
@@ -265,7 +360,10 @@ def test_models_that_have_more_between_blocks_than_a_hidden_state():
 
 
 def test_blocks_that_are_left_out_at_random():
-    model = made("OPT", layerdrop=0.9999).train()
+    with pytest.raises(ValueError, match="make it with layerdrop=0"):
+        st.partition(made("OPT", layerdrop=0.1), 3)
+    model = made("OPT").train()
+    model.model.decoder.layerdrop = 0.9999  # unknown to its config
     stages = list(st.partition(model, 3, profile=EVEN))
     with pytest.raises(RuntimeError, match=r"it left out a block where a stage ends"):
         run(stages, batch(2, 5))

@@ -228,8 +228,12 @@ def test_bad_number_of_stages(n):
 
 def test_other_bad_arguments():
     example = torch.zeros(1, 1)
-    with pytest.raises(TypeError, match=r"model: expected an nn\.Sequential.*Linear; .*split_poin"):
-        st.partition(nn.Linear(1, 1), 1, example)
+    with pytest.raises(ValueError, match=r"n_stages: expected 1 to 1 \(the blocks\), got 2; name"):
+        st.partition(nn.Linear(1, 1), 2, example)
+    with pytest.raises(TypeError, match=r"model: expected an nn\.Sequential or a list.*Linear"):
+        cut_at(nn.Linear(1, 1), [1])
+    with pytest.raises(TypeError, match="example_input: expected a microbatch, got None"):
+        st.partition(nn.Linear(1, 1), 1)
     with pytest.raises(TypeError, match=r"model\[1\]: expected an nn\.Module, got int"):
         st.partition([nn.ReLU(), 3], 1, example)
     with pytest.raises(ValueError, match="model: expected at least one block"):
@@ -342,7 +346,7 @@ def test_tied_weights_across_graph_stages(points):
         LOSS(whole(x), y).backward()
         optimizer.step()
     state = pipe.state_dict()
-    for name in ("0.0.part.embed.weight", f"{n - 1}.0.part.head.weight"):
+    for name in ("embed.weight", "head.weight"):
         torch.testing.assert_close(state[name], whole.head.weight.detach())
     torch.testing.assert_close(pipe(data[0][0]), whole(data[0][0]))
     pipe.release()
@@ -386,6 +390,165 @@ def test_split_points_that_are_none():
 def test_slices_nest_in_checkpoints_of_the_pipeline():
     stage = Slice([nn.Linear(1, 1), nn.Linear(1, 1)], 4)
     assert stage.full_name("1.bias") == "5.bias"
+
+
+# What comes before a list of blocks, and after it.
+
+
+class Embeds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(7, 4)
+
+    def forward(self, batch):
+        return self.tokens(batch["ids"])
+
+
+def test_before_and_after_a_list_of_blocks():
+    torch.manual_seed(0)
+    blocks, before = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), Embeds()
+    batch = {"ids": torch.randint(7, (3, 5))}
+    parts = st.partition(
+        blocks, 3, batch, before=before, after=torch.sum, profile=given(1, 1, 1, 1, 1)
+    )
+    value = batch
+    for stage in parts:
+        value = stage(value)
+    expected = before(batch)
+    for block in blocks:
+        expected = block(expected)
+    assert torch.equal(value, expected.sum())
+    pipe = st.Pipeline(parts, sgd, lambda output, _: output, method="sync")
+    names = ["before.tokens.weight"]
+    names += [f"blocks.{k}.{leaf}" for k in range(3) for leaf in ("weight", "bias")]
+    assert list(pipe.state_dict()) == names
+    measured = st.partition(list(blocks), 2, batch, before=before, repeats=1).profile
+    assert [b.name for b in measured.blocks] == ["0: Embeds", *(f"{k}: Linear" for k in (1, 2, 3))]
+    assert len(list(pipe.run([batch, batch]))) == 2
+
+
+def test_bad_things_before_and_after():
+    blocks, example = [nn.Linear(2, 2)], torch.zeros(1, 2)
+    with pytest.raises(TypeError, match="before: expected a module or a function, got int"):
+        st.partition(blocks, 1, example, before=3)
+    with pytest.raises(TypeError, match=r"after: .* a method of a Linear, whose parameters nobody"):
+        st.partition(blocks, 1, example, after=nn.Linear(2, 2).forward)
+    with pytest.raises(
+        ValueError, match="before, after: for a list of blocks only, model is a Net"
+    ):
+        st.partition(Net(), 1, example, before=nn.ReLU())
+
+
+# Cuts that are found.
+
+
+class Net(nn.Module):
+    """A residual net with a long skip connection, of which some modules are called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.body = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in "123")
+        self.twice = nn.Linear(4, 4)
+        self.head = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 2))
+
+    def forward(self, x):
+        first = x = self.stem(x.flatten(1))
+        for block in self.body:
+            x = self.twice(x) if block is self.body[1] else x
+            x = torch.relu(block(x) + x)
+        return {"logits": self.head(self.twice(x) + first)}
+
+
+def test_places_to_cut_are_found():
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(3, 2, 2)
+    alone = copy.deepcopy(model)
+    parts = st.partition(model, 3, x, profile=given(*range(1, 9)))
+    assert parts.cut.ends == (4, 6, 8)  # of stem, three times two, and head
+    assert [stage.takes for stage in parts] == [1, 3, 3]
+    for mode in (False, True):
+        for size in (3, 5):
+            value = x = torch.randn(size, 2, 2)
+            torch.manual_seed(1)
+            for stage in parts:
+                value = stage.train(mode)(value)
+            torch.manual_seed(1)
+            torch.testing.assert_close(value, alone.train(mode)(x))
+    assert set(map(id, model.parameters())) == {id(p) for s in parts for p in s.parameters()}
+    assert st.Pipeline(parts, sgd, LOSS).state_dict().keys() == alone.state_dict().keys()
+
+
+def test_one_tensor_is_passed_where_that_costs_little():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+        def forward(self, x):
+            a, b, c, d, e, f = self.layers
+            x = a(x)
+            x = b(x) * c(x)
+            x = d(x)
+            return e(x) * f(x)
+
+    x = torch.randn(3, 4)
+    near, far = given(4, 1, 4, 4, 1, 4), given(1, 9, 9, 1, 1, 1)
+    assert st.partition(Branches(), 2, x, profile=near).cut.ends == (3, 6)
+    assert st.partition(Branches(), 2, x, profile=given(3, 2, 4, 4, 2, 2)).cut.ends == (3, 6)
+    assert st.partition(Branches(), 2, x, profile=far).cut.ends == (2, 6)  # within a branch
+
+
+def test_coarser_places_where_finer_ones_do_not_do():
+    class Counts(nn.Module):
+        """Hands a number on from one inner module to the next."""
+
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.one(x)
+            number = y.sum().item()
+            return self.two(y) * number
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = Counts(), Counts()
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    parts = st.partition(Model(), 2, torch.randn(3, 4), repeats=1)
+    assert len(parts.profile.blocks) == 2
+    with pytest.raises(
+        ValueError, match=r"takes .*, a .*; stages can pass on nothing but tensors; n"
+    ):
+        st.partition(Model(), 3, torch.randn(3, 4))
+
+
+def test_a_model_that_cannot_be_traced():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.two(x) if self.one(x).abs().sum() > 0 else x
+
+    with pytest.raises(RuntimeError, match=r"cannot trace the model .*before= and after="):
+        st.partition(Branch(), 2, torch.ones(2, 4))
+
+
+def test_a_cut_by_numbers_of_parameters():
+    model = nn.Sequential(nn.Embedding(100, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    parts = st.partition(model, 3, torch.tensor([1]), profile="parameters")
+    assert [block.seconds for block in parts.profile.blocks] == pytest.approx([0, 2e-8, 2e-8, 2e-8])
+    assert [block.parameter_bytes for block in parts.profile.blocks] == [1600, 80, 80, 80]
+    assert parts.cut.ends == (2, 3, 4)
+    with pytest.raises(ValueError, match="loss_fn: the model has no loss of its own"):
+        _ = parts.loss_fn
 
 
 @pytest.mark.processes

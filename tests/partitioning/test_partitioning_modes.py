@@ -597,9 +597,18 @@ def test_what_no_graph_uses_is_kept_for_checkpoints():
 def test_other_results_than_tensors():
     class Dict(Two):
         def forward(self, x):
-            return {"y": super().forward(x)}
+            return {"y": super().forward(x), "more": (x, [x * 2])}
 
-    with pytest.raises(ValueError, match="the model returns something else than tensors"):
-        split(Dict(nn.ReLU()), torch.randn(3, 4), ["last"])
+    model, x = Dict(nn.ReLU()), torch.randn(3, 4)
+    stages = split(model, x, ["last"])
+    assert run(stages, x).keys() == {"y", "more"}
+    torch.testing.assert_close(run(stages, x), model(x))
+
+    class Number(Two):
+        def forward(self, x):
+            return super().forward(x), 3
+
+    with pytest.raises(ValueError, match="the model returns 3, expected"):
+        split(Number(nn.ReLU()), x, ["last"])
     with pytest.raises(TypeError, match=r"example_input: expected a tensor .* got a int at 1"):
         split(Two(nn.ReLU()), (torch.randn(3, 4), 3), ["last"])

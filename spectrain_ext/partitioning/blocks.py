@@ -1,0 +1,128 @@
+"""Blocks: the modules of a list, what a part of them is called, and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from .profile import Tie
+from .traced import TracedStage
+
+
+class Slice(nn.Sequential):
+    """Blocks ``first``, ``first + 1``, ... of a model, one after another.
+
+    Args:
+        blocks: the modules, shared with the model they come from.
+        first: index of the first of them in that model.
+        names: what the model calls them; None: by their indices, as ``nn.Sequential(*all_blocks)``
+            does.
+
+    ``full_name`` tells what the model calls a parameter or module buffer, which does not depend on
+    where the cuts are: checkpoints and a pipeline's ``state_dict`` use these names.
+    """
+
+    def __init__(
+        self, blocks: Iterable[nn.Module], first: int, names: Sequence[str] | None = None
+    ) -> None:
+        super().__init__(*blocks)
+        self.first = first
+        self._names = None if names is None else tuple(names)
+
+    def full_name(self, name: str) -> str:
+        """Return the model's name of what is called ``name`` here."""
+        index, _, rest = name.partition(".")
+        place = int(index)
+        block = self[place]
+        if isinstance(block, TracedStage):  # its model is no sequence
+            return block.full_name(rest)
+        return f"{self.first + place if self._names is None else self._names[place]}.{rest}"
+
+
+class _Calls(nn.Module):
+    """A function as a block."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, value: Any) -> Any:
+        return self._function(value)
+
+
+def blocks_of(
+    model: nn.Module | Sequence[nn.Module],
+    before: Callable[[Any], Any] | None = None,
+    after: Callable[[Any], Any] | None = None,
+) -> dict[str, nn.Module]:
+    """Return the blocks of an ``nn.Sequential``, or of a list of modules, by name.
+
+    Raises:
+        TypeError: it is neither, or ``before`` or ``after`` cannot be called.
+        ValueError: it is empty.
+    """
+    if isinstance(model, nn.Module) and not isinstance(model, (nn.Sequential, nn.ModuleList)):
+        raise TypeError(
+            f"model: expected an nn.Sequential or a list of modules, got a {type(model).__name__}"
+        )
+    given = model._modules.items() if isinstance(model, nn.Module) else enumerate(model)
+    blocks: dict[str, nn.Module] = {}
+    for name, block in given:
+        if not isinstance(block, nn.Module):
+            raise TypeError(f"model[{name}]: expected an nn.Module, got {type(block).__name__}")
+        blocks[str(name)] = block
+    if not blocks:
+        raise ValueError("model: expected at least one block, got none")
+    if before is None and after is None:
+        return blocks
+    blocks = {f"blocks.{name}": block for name, block in blocks.items()}
+    first = {} if before is None else {"before": _block(before, "before")}
+    last = {} if after is None else {"after": _block(after, "after")}
+    return {**first, **blocks, **last}
+
+
+def _block(call: Callable[[Any], Any], name: str) -> nn.Module:
+    owner = getattr(call, "__self__", None)
+    if isinstance(owner, nn.Module) and not isinstance(call, nn.Module):
+        raise TypeError(
+            f"{name}: expected a module or a function, got a method of a {type(owner).__name__}, "
+            "whose parameters nobody would train"
+        )
+    if not callable(call):
+        raise TypeError(f"{name}: expected a module or a function, got {type(call).__name__}")
+    return call if isinstance(call, nn.Module) else _Calls(call)
+
+
+def slices_of(blocks: Mapping[str, nn.Module], ends: Sequence[int]) -> list[nn.Module]:
+    """Return the stages that end before these blocks."""
+    names, modules = list(blocks), list(blocks.values())
+    return [Slice(modules[s:e], s, names[s:e]) for s, e in zip((0, *ends[:-1]), ends, strict=True)]
+
+
+def ties_of(blocks: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """Find what several blocks share and stages cannot: modules and module buffers.
+
+    Parameters they can; those of a shared module are shared with it.
+    """
+    owners: dict[object, tuple[int, str]] = {}
+    ties: dict[tuple[int, int], Tie] = {}
+    for index, block in enumerate(blocks):
+        for part, name, kind in _parts(block):
+            first, its_name = owners.setdefault(part, (index, name))
+            if first != index and (first, index) not in ties:
+                what = f"{kind} {_dotted(first, its_name)!r}, which is {_dotted(index, name)!r} too"
+                ties[first, index] = Tie(first, index, what)
+    return tuple(ties.values())
+
+
+def _parts(block: nn.Module) -> Iterable[tuple[object, str, str]]:
+    for name, buffer in block.named_buffers():
+        yield buffer, name, "buffer"
+    for name, module in block.named_modules():
+        yield module, name, "module"
+
+
+def _dotted(index: int, name: str) -> str:
+    return f"{index}.{name}" if name else str(index)
