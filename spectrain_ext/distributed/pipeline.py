@@ -75,6 +75,11 @@ class DistributedPipeline(Pipeline):
         ValueError: besides Pipeline's reasons, an argument that another rank has differently.
         RankError: another rank could not make its part.
 
+    Weights that stages have in common (see ``Pipeline``) are known to those that ``partition`` and
+    ``cut_at`` have made; others say so by ``tied_parameters``, on the later stage's rank. None of
+    these stages can have replicas. After every run the copies are the first stage's true weights;
+    in the middle of one they are what the last forward had, and after a failure what had arrived.
+
     ``state_dict`` has the stage's part of the keys of ``nn.Sequential(*all_stages)``.
     """
 

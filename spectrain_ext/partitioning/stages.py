@@ -152,6 +152,8 @@ def partition(
 ) -> Partition:
     """Cut a model into stages whose slowest one is as fast as possible.
 
+    Stages may have parameters in common (tied weights): pipelines train these as one.
+
     Args:
         model: an ``nn.Sequential`` or a list of modules, to be cut between its blocks. With
             ``split_points`` any module that torch.export can trace: in training and in evaluation,
