@@ -173,6 +173,7 @@ class DistributedEdges:
         Args:
             heard: an inlet at which this has been heard.
         """
+        self.end(Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
         for what, said in _TOO_MANY.items():
             for inlet in self.into[what].values():
                 if inlet is not heard and not inlet.wait().end:

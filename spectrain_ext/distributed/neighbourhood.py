@@ -82,6 +82,7 @@ class DistributedNeighbourhood:
         }
         self.norm = DistributedNorm(seats, board) if clip_scope == "global" else None
         self._share_loss = share_loss
+        self._ties = DistributedTies()
 
     def connect(
         self,
@@ -128,7 +129,7 @@ class DistributedNeighbourhood:
 
         tied_depths = {tie.home: depth_of(method, places[tie.home]) for tie in ties}
         self._edges = DistributedEdges(stage, places, seats, links, board, tied_depths)
-        self._ties = DistributedTies(ties, stage, copies, method, places, seats, self._edges)
+        self._ties.connect(ties, stage, copies, method, places, seats, self._edges)
         self._batch = Buffer("the caller's batch")
         depth = place.window + place.microbatches
         self._inputs = self._targets = None

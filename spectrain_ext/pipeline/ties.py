@@ -370,9 +370,13 @@ class Home(End):
         assert slot.message is not None
         with stage.compute.using(reads=(slot.buffer,), writes=(stage.weight_gradients,)):
             for p, gradient in zip(self._trained, slot.message.tensors, strict=True):
+                if gradient is None:
+                    continue
                 if p.grad is None:
-                    p.grad = None if gradient is None else gradient.clone()
-                elif gradient is not None:
+                    p.grad = gradient.clone()
+                elif p.grad.is_sparse:  # an embedding's may be
+                    p.grad = gradient + p.grad
+                else:
                     p.grad.add_(gradient)
         stage.compute.record(stage.computed)
         self._gradients.free(slot)
@@ -486,7 +490,8 @@ class Away(End):
 
     def _send_gradients(self, to: Sender) -> None:
         stage = self.stage
-        found = tuple(each.held.grad for each in self.copies if each.held.requires_grad)
+        gradients = (each.held.grad for each in self.copies if each.held.requires_grad)
+        found = tuple(g.to_dense() if g is not None and g.is_sparse else g for g in gradients)
         self._drop_gradients()
         sent = Buffer(f"gradients of others' weights in stage {stage.index}")
         stage.compute.writes(sent)
