@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 from spectrain_ext.pipeline.stage import Stage
+from spectrain_ext.pipeline.ties import depth_of
 from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.transport import Buffer, Message
 
@@ -48,7 +48,6 @@ class DistributedEdges:
         seats: the replicas of all stages.
         links: the groups that the edges go by.
         board: what the ranks know of each other.
-        tied: by stages whose weights others have as well, the versions of these in use at once.
 
     Attributes:
         into, out: the ends.
@@ -56,13 +55,7 @@ class DistributedEdges:
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        places: list[Place],
-        seats: Replicas,
-        links: Links,
-        board: Board,
-        tied: Mapping[int, int] = MappingProxyType({}),
+        self, stage: Stage, places: list[Place], seats: Replicas, links: Links, board: Board
     ) -> None:
         self._stage = stage
         self._seats = seats
@@ -77,7 +70,7 @@ class DistributedEdges:
             """
             earlier = min(seats.seat(rank)[0] for rank in (link.sender, link.receiver))
             if what in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS):
-                return tied.get(earlier, 1)
+                return depth_of(places[earlier])
             more = places[0].microbatches if what is Traffic.TARGETS else 0
             return places[earlier].window + 1 + more
 
@@ -173,7 +166,6 @@ class DistributedEdges:
         Args:
             heard: an inlet at which this has been heard.
         """
-        self.end(Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
         for what, said in _TOO_MANY.items():
             for inlet in self.into[what].values():
                 if inlet is not heard and not inlet.wait().end:

@@ -19,7 +19,7 @@ from spectrain_ext.pipeline.losses import Losses, LossFn, Result
 from spectrain_ext.pipeline.neighbourhood import Ready, Work
 from spectrain_ext.pipeline.observer import Observer, watched
 from spectrain_ext.pipeline.stage import Handler, Stage
-from spectrain_ext.pipeline.ties import Copy, depth_of, tied
+from spectrain_ext.pipeline.ties import Copy, tied
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Kind, Place, Replicas
 from spectrain_ext.transport import Buffer, Edge, Receiver
@@ -82,7 +82,6 @@ class DistributedNeighbourhood:
         }
         self.norm = DistributedNorm(seats, board) if clip_scope == "global" else None
         self._share_loss = share_loss
-        self._ties = DistributedTies()
 
     def connect(
         self,
@@ -127,9 +126,8 @@ class DistributedNeighbourhood:
         if self.norm is not None:
             self.norm.connect(open_host_group(self._group, board.timeout))
 
-        tied_depths = {tie.home: depth_of(method, places[tie.home]) for tie in ties}
-        self._edges = DistributedEdges(stage, places, seats, links, board, tied_depths)
-        self._ties.connect(ties, stage, copies, method, places, seats, self._edges)
+        self._edges = DistributedEdges(stage, places, seats, links, board)
+        self._ties = DistributedTies(ties, stage, copies, method, places, seats, self._edges)
         self._batch = Buffer("the caller's batch")
         depth = place.window + place.microbatches
         self._inputs = self._targets = None

@@ -96,16 +96,20 @@ def ranks_of(tie: Tie, seats: Replicas) -> tuple[int, int, bool]:
 class DistributedTies:
     """The ends of ties that one rank has.
 
+    Args:
+        ties: of all stages.
+        stage: the rank's.
+        copies: that it has.
+        method: what all train by.
+        places: of all stages.
+        seats: the replicas of all stages.
+        edges: of the rank.
+
     Attributes:
-        ends: in the order of the ties, homes first; none before ``connect``.
+        ends: in the order of the ties.
     """
 
-    def __init__(self) -> None:
-        self._homes: list[Home] = []
-        self._away: list[Away] = []
-        self.ends: list[End] = []
-
-    def connect(
+    def __init__(
         self,
         ties: Sequence[Tie],
         stage: Stage,
@@ -115,17 +119,9 @@ class DistributedTies:
         seats: Replicas,
         edges: DistributedEdges,
     ) -> None:
-        """Make them.
-
-        Args:
-            ties: of all stages.
-            stage: the rank's.
-            copies: that it has.
-            method: what all train by.
-            places: of all stages.
-            seats: the replicas of all stages.
-            edges: of the rank.
-        """
+        self._edges = edges
+        self._homes: list[Home] = []
+        self._away: list[Away] = []
         into, out = edges.into, edges.out
         for tie in ties:
             a, b, _ = ranks_of(tie, seats)
@@ -136,7 +132,7 @@ class DistributedTies:
                 here, to = into[Traffic.TIED_WEIGHTS][a], out[Traffic.TIED_GRADIENTS].get(a)
                 turns = Turns(method, places, tie.home)
                 self._away.append(Away(stage, tie, copies, here, to, turns, keeps=True))
-        self.ends = [*self._homes, *self._away]
+        self.ends: list[End] = [*self._homes, *self._away]
 
     def begin(self, extent: Extent) -> None:
         for end in self.ends:
@@ -144,8 +140,12 @@ class DistributedTies:
 
     def close(self) -> None:
         """The stage has finished its actions: the copies get the true weights."""
+        if not self.ends:
+            return
+        self._edges.end(Traffic.TIED_GRADIENTS)
         for home in self._homes:
             home.send_true()
+        self._edges.end(Traffic.TIED_WEIGHTS)
         for away in self._away:
             away.take_true()
 

@@ -98,7 +98,7 @@ class LocalNeighbourhood:
         places: list[Place],
         method: Method,
         loss_fn: LossFn,
-        copies: Sequence[Copy] = (),
+        copies: Sequence[Copy],
     ) -> None:
         """Make the edges: batch -> stage 0, neighbours in both directions, batch -> loss.
 

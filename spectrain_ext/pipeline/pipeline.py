@@ -118,15 +118,15 @@ class Pipeline(nn.Module):
     their gradients are of that dtype; it has to read both anew each time. If its ``step`` raises,
     it may have been made in part.
 
-    Stages work on streams of their own. Every call orders these with the streams that are current
-    at that call, which may be others each time.
-
     A parameter that several stages have is trained as one. It belongs to the first of them, its
     optimizer and its clipping; the others get copies while the pipeline exists, which compute with
     what the first stage's forward of the same microbatch had, and whose gradients are added to its
     own before each update. Stages that hold no common object say so by ``tied_parameters``:
     ``stages[3].tied_parameters = {"head.weight": (0, "embedding.weight")}``, name here: (earlier
     stage, name there). Between runs the first stage's weights count. See docs/methods.md.
+
+    Stages work on streams of their own. Every call orders these with the streams that are current
+    at that call, which may be others each time.
 
     ``state_dict`` and ``load_state_dict`` use the keys of ``nn.Sequential(*stages)``; optimizers
     have their own pair.

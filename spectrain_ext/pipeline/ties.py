@@ -278,15 +278,14 @@ class Turns:
         return last != self._last
 
 
-def depth_of(method: Method, place: Place) -> int:
-    """The versions of a home at this place that may be under way or in use at once.
+def depth_of(place: Place, counted: bool = True) -> int:
+    """The versions of a home at this place that may be under way or in use at once, at most.
 
     What its microbatches in flight read, and what the copy's stage has from before. From one of
     these to the next the version may be another once for each update that comes between, and the
     horizon, where it is counted, once for each minibatch that begins.
     """
     updates = -(-(place.window - 1) // place.microbatches)
-    counted = rules_at(method, place).forward_horizon == "counted"
     return min(place.window, 1 + updates * (1 + counted)) + 1
 
 
@@ -558,7 +557,8 @@ class LocalTies:
             return self.edges[-1]
 
         for tie in ties_of(each.member for each in copies):
-            a, b, depth = stages[tie.home], stages[tie.copy], depth_of(method, places[tie.home])
+            a, b, place = stages[tie.home], stages[tie.copy], places[tie.home]
+            depth = depth_of(place, rules_at(method, place).forward_horizon == "counted")
             there = edge(a, b, "weights", depth)
             back = edge(b, a, "gradients", depth) if any(tie.trained) else None
             home, away = (Turns(method, places, tie.home) for _ in range(2))
