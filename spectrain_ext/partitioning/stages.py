@@ -130,6 +130,9 @@ class Partition:
     cut: Cut
     profile: Profile
 
+    def __post_init__(self) -> None:
+        mark_ties(self.stages)
+
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.stages)
 
