@@ -44,6 +44,11 @@ class DistributedPipeline(Pipeline):
     bit on a CPU with as many threads, if all ranks start from the same ``torch.manual_seed``; with
     replicas up to the order of sums, and with the versions that each replica reads.
 
+    Weights that stages have in common (see ``Pipeline``) are known to those that ``partition`` and
+    ``cut_at`` have made; others say so by ``tied_parameters``, on the later stage's rank. None of
+    these stages can have replicas. After every run the copies are the first stage's true weights;
+    in the middle of one they are what the last forward had, and after a failure what had arrived.
+
     Args:
         stage: the part of the model that belongs to this rank: stage k of N on rank k of N, or on
             each of the stage's replicas.

@@ -94,6 +94,9 @@ class Partition:
     profile: Profile
     _loss: OwnLoss | str
 
+    def __post_init__(self) -> None:
+        mark_ties(self.stages)
+
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.stages)
 
@@ -130,6 +133,8 @@ def partition(
     window: int | StageCount = classic_window,
 ) -> Partition:
     """Cut a model into stages whose slowest one is as fast as possible.
+
+    Stages may have parameters in common (tied weights): pipelines train these as one.
 
     Args:
         model: one of

@@ -124,6 +124,13 @@ class Pipeline(Loops):
     their gradients are of that dtype; it has to read both anew each time. If its ``step`` raises,
     it may have been made in part.
 
+    A parameter that several stages have is trained as one. It belongs to the first of them, its
+    optimizer and its clipping; the others get copies while the pipeline exists, which compute with
+    what the first stage's forward of the same microbatch had, and whose gradients are added to its
+    own before each update. Stages that hold no common object say so by ``tied_parameters``:
+    ``stages[3].tied_parameters = {"head.weight": (0, "embedding.weight")}``, name here: (earlier
+    stage, name there). Between runs the first stage's weights count. See docs/methods.md.
+
     Stages work on streams of their own. Every call orders these with the streams that are current
     at that call, which may be others each time.
 
@@ -485,7 +492,8 @@ class Pipeline(Loops):
     def release(self) -> None:
         """Give the modules and optimizers ordinary storage of their own, and free all buffers.
 
-        A later ``run`` makes new ones.
+        Stages on one device have the parameters in common again that they had. A later ``run``
+        makes new ones.
 
         Raises:
             RuntimeError: a run has not ended yet.

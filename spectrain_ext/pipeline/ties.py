@@ -278,14 +278,15 @@ class Turns:
         return last != self._last
 
 
-def depth_of(place: Place) -> int:
-    """The versions of a home at this place that may be under way or in use at once.
+def depth_of(place: Place, counted: bool = True) -> int:
+    """The versions of a home at this place that may be under way or in use at once, at most.
 
-    What its microbatches in flight read, and what the copy's stage has from before. Of a minibatch
-    the microbatches may meet another version once, and count another horizon once.
+    What its microbatches in flight read, and what the copy's stage has from before. From one of
+    these to the next the version may be another once for each update that comes between, and the
+    horizon, where it is counted, once for each minibatch that begins.
     """
-    later = -(-(place.window - 1) // place.microbatches)
-    return min(place.window, 1 + 2 * later) + 1
+    updates = -(-(place.window - 1) // place.microbatches)
+    return min(place.window, 1 + updates * (1 + counted)) + 1
 
 
 class End:
@@ -368,9 +369,13 @@ class Home(End):
         assert slot.message is not None
         with stage.compute.using(reads=(slot.buffer,), writes=(stage.weight_gradients,)):
             for p, gradient in zip(self._trained, slot.message.tensors, strict=True):
+                if gradient is None:
+                    continue
                 if p.grad is None:
-                    p.grad = None if gradient is None else gradient.clone()
-                elif gradient is not None:
+                    p.grad = gradient.clone()
+                elif p.grad.is_sparse:  # an embedding's may be
+                    p.grad = gradient + p.grad
+                else:
                     p.grad.add_(gradient)
         stage.compute.record(stage.computed)
         self._gradients.free(slot)
@@ -484,7 +489,8 @@ class Away(End):
 
     def _send_gradients(self, to: Sender) -> None:
         stage = self.stage
-        found = tuple(each.held.grad for each in self.copies if each.held.requires_grad)
+        gradients = (each.held.grad for each in self.copies if each.held.requires_grad)
+        found = tuple(g.to_dense() if g is not None and g.is_sparse else g for g in gradients)
         self._drop_gradients()
         sent = Buffer(f"gradients of others' weights in stage {stage.index}")
         stage.compute.writes(sent)
@@ -552,8 +558,9 @@ class LocalTies:
 
         for tie in ties_of(each.member for each in copies):
             a, b, place = stages[tie.home], stages[tie.copy], places[tie.home]
-            there = edge(a, b, "weights", depth_of(place))
-            back = edge(b, a, "gradients", depth_of(place)) if any(tie.trained) else None
+            depth = depth_of(place, rules_at(method, place).forward_horizon == "counted")
+            there = edge(a, b, "weights", depth)
+            back = edge(b, a, "gradients", depth) if any(tie.trained) else None
             home, away = (Turns(method, places, tie.home) for _ in range(2))
             pair = (
                 Home(a, tie, there, back, home),

@@ -189,6 +189,48 @@ def test_weights_without_a_gradient(firsts):
     Compared(stages, "sync").run(batches(7))
 
 
+class Scores(nn.Module):
+    """A head with an embedding's weight."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return x @ self.weight.t()
+
+
+@pytest.mark.parametrize("sparse", [(False, False), (True, False), (True, True)])
+def test_embedding_and_head(sparse):
+    table = nn.Embedding(7, 5, sparse=sparse[0])
+    again = nn.Embedding(7, 5, sparse=sparse[1])
+    again.weight = table.weight
+    where = torch.arange(7).remainder(3)
+
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = again
+
+        def forward(self, x):
+            return x + self.table(where[: len(x)])
+
+    stages = [table, tanh_stages(1)[0], Adds(), Scores(table.weight)]
+    whole = copy.deepcopy(nn.Sequential(*stages))
+    data = [(torch.randint(7, (4,)), torch.randint(7, (4,))) for _ in range(6)]
+    loss_fn = nn.functional.cross_entropy
+    pipe = st.Pipeline(stages, sgd(), loss_fn, "gpipe", microbatches=1)
+    found = losses(pipe, data)
+    dense = {p: torch.zeros_like(p) for p in whole.parameters()}
+    for (x, y), loss in zip(data, found, strict=True):
+        expected = loss_fn(whole(x), y)
+        close(loss, expected.detach())
+        for p, g in zip(dense, torch.autograd.grad(expected, list(dense)), strict=True):
+            dense[p] = 0.9 * dense[p] + (g.to_dense() if g.is_sparse else g)
+            p.data -= 0.05 * dense[p]
+    close(dict(pipe.state_dict()), dict(whole.state_dict()))
+
+
 @pytest.mark.parametrize("method", ["gpipe", "spectrain", "pipedream", "auto", "lwp-w"])
 def test_narrow_weights_with_wide_masters(method):
     torch.set_default_dtype(torch.float32)
