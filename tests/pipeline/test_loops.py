@@ -232,6 +232,34 @@ def test_evaluations_order_their_streams(monkeypatch):
         pipe.evaluate(batches(4))
 
 
+@pytest.mark.parametrize(
+    "inside",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference", "autocast"],
+)
+def test_an_evaluation_may_take_place_inside(inside):
+    pipe, data = st.Pipeline(living(), sgd(), mse, microbatches=2), batches(4, size=4)
+    with inside():
+        found = pipe.evaluate(data)["loss"]
+    assert found == pytest.approx(pipe.evaluate(data)["loss"], rel=0.1)
+    assert len(losses(pipe, data)) == 4
+
+
+@pytest.mark.cuda
+def test_an_evaluation_on_a_gpu():
+    pipe = st.Pipeline(living(), sgd(), mse, "spectrain", ["cuda:0"] * 3)
+    test = batches(9, size=64, last=3)
+    on_gpu = [(x.cuda(), y.cuda()) for x, y in test]
+    for _ in range(2):
+        biggest = Together()
+        kept = [r.kept for r in pipe.run(on_gpu, keep=lambda output, target: target)]
+        assert all(torch.equal(one, y) for one, (_, y) in zip(kept, on_gpu, strict=True))
+        found = pipe.evaluate(test, {"mse": mse, "biggest": biggest})
+        assert found["mse"] == pytest.approx(expected(pipe, on_gpu, mse)[0], rel=1e-12)
+        for (_, target), (_, y) in zip(biggest.given, test, strict=True):
+            assert torch.equal(target.cpu(), y)
+
+
 # Whole trainings.
 
 
