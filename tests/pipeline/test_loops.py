@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import itertools
 import warnings
 
 import pytest
 import torch
+from helpers.interrupting import Interrupts
 from helpers.pipeline_cases import (
     batches,
     close,
@@ -22,9 +25,20 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import spectrain_ext as st
+from spectrain_ext.transport import streams
 from spectrain_ext.transport.streams import CheckedStream
 
 ABSOLUTE = nn.L1Loss()
+
+
+@contextlib.contextmanager
+def unchecked():
+    """Inside, streams are as they are outside of tests."""
+    before, streams._checked = streams._checked, None
+    try:
+        yield
+    finally:
+        streams._checked = before
 
 
 class Noted(nn.Module):
@@ -230,6 +244,34 @@ def test_evaluations_order_their_streams(monkeypatch):
     monkeypatch.setattr(CheckedStream, "wait", deaf)
     with pytest.raises(st.StageError, match="OrderingError"):
         pipe.evaluate(batches(4))
+
+
+@pytest.mark.parametrize(("first", "then"), [(17, None), (61, 23)])
+def test_an_interrupt_at_any_line_of_an_evaluation(first, then):
+    with unchecked():
+        stages = living(2)
+        stages[1][3].eval()
+        pipe, data = st.Pipeline(stages, sgd(), mse), batches(3, size=4)
+        modes = [module.training for stage in stages for module in stage.modules()]
+        state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        drawn, found = torch.get_rng_state(), pipe.evaluate(data)
+        times = 0
+        for n in itertools.count(first // 2, first):
+            lines = [n] if then is None else [n, then]
+            with contextlib.suppress(KeyboardInterrupt), Interrupts(*lines) as interrupts:
+                pipe.evaluate(data)
+            if len(interrupts.left) == len(lines):
+                break
+            times += 1
+            if then is not None:
+                assert pipe.state_dict()  # whoever comes next finishes the end
+            assert [module.training for stage in stages for module in stage.modules()] == modes
+            assert torch.equal(torch.get_rng_state(), drawn)
+            now = pipe.state_dict()
+            assert all(torch.equal(tensor, now[name]) for name, tensor in state.items())
+        assert times > 20
+        assert pipe.evaluate(data) == found
+        assert len(losses(pipe, data)) == 3
 
 
 @pytest.mark.parametrize(
