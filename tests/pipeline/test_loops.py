@@ -391,8 +391,11 @@ def test_fit_asks_for_losses_in_time(monkeypatch):
     assert mean == pytest.approx(sum(map(float, losses(pipe, data))) / 7)
 
 
-def test_a_run_that_nobody_began_is_told():
+def test_a_run_that_nobody_began_is_told(tmp_path):
     pipe, data = st.Pipeline(tanh_stages(2), sgd(), mse), batches(3)
+    manager = st.checkpoint.CheckpointManager(tmp_path, pipe)
+    with pytest.warns(UserWarning, match="nothing was trained"):
+        manager.run(data)
     with pytest.warns(UserWarning, match=r"nothing was trained; iterate over it, or call fit\(\)"):
         pipe.run(data)
     with pytest.warns(UserWarning, match="nothing was trained") as told:
@@ -408,6 +411,8 @@ def test_a_run_that_nobody_began_is_told():
             break
         pipe.fit(data)
         pipe.fit([])
+        kept = [r.kept for r in manager.run(data, trace=[st.Trace(), st.Trace()], keep=right)]
+        assert len(kept) == 3 and kept[0].dim() == 0
         del run
         gc.collect()
 
