@@ -16,6 +16,7 @@ import torch.distributed as dist
 from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import partial, read_bounded, remove, replace_file
+from spectrain_ext.pipeline.loops import told_of
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
@@ -201,6 +202,18 @@ class CheckpointManager:
             CheckpointError, OSError: a save failed, with ``asynchronous`` an earlier one; the
                 checkpoints before it are whole. Else what ``pipe.run`` raises.
         """
+        begun: list[bool] = []
+        return told_of(self._run(batches, trace, keep, extra, begun), begun)
+
+    def _run(
+        self,
+        batches: Iterable[object] | None,
+        trace: Observer | Sequence[Observer] | None,
+        keep: Keep | None,
+        extra: Callable[[], object] | None,
+        begun: list[bool],
+    ) -> Iterator[Result]:
+        begun.append(True)
         self._rewind()  # what a loader asked for before the last run failed comes again
         source = _Source(() if batches is None else batches)
         ended = False

@@ -5,7 +5,8 @@ checks what it is given; ``executor`` runs the stages' actions one after another
 reads them off the schedule; ``neighbourhood`` joins the stages to one another and to the caller,
 whose minibatches ``batch`` cuts into microbatches; ``stage`` does what each action says, keeps a
 ``tape`` from forward to backward, or, ``recomputing``, only its inputs; ``losses`` go out again;
-``clipping`` comes before the update. An ``observer`` may look on.
+``clipping`` comes before the update. An ``observer`` may look on. ``loops`` make whole trainings of
+runs, and measure the model between them, by an ``evaluation``.
 """
 
 from .losses import Result

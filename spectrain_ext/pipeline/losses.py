@@ -30,8 +30,8 @@ class Result:
         index: its number within the run, counted from 0.
         loss: the loss of its forward, a detached 0-d tensor on the last stage's device. On CUDA the
             caller's current stream is ordered after its computation; the host has not waited.
-        kept: what ``run(..., keep=...)`` asked for, where the last stage is; elsewhere None. The
-            same is true of its order.
+        kept: what ``run(..., keep=...)`` asked for, ordered like the loss; None where nothing was
+            asked for, and on ranks that have not the last stage.
     """
 
     index: int

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import itertools
 import warnings
 
 import pytest
 import torch
+from helpers.interrupting import Interrupts
 from helpers.pipeline_cases import (
     batches,
     close,
@@ -22,9 +25,20 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import spectrain_ext as st
+from spectrain_ext.transport import streams
 from spectrain_ext.transport.streams import CheckedStream
 
 ABSOLUTE = nn.L1Loss()
+
+
+@contextlib.contextmanager
+def unchecked():
+    """Inside, streams are as they are outside of tests."""
+    before, streams._checked = streams._checked, None
+    try:
+        yield
+    finally:
+        streams._checked = before
 
 
 class Noted(nn.Module):
@@ -232,6 +246,62 @@ def test_evaluations_order_their_streams(monkeypatch):
         pipe.evaluate(batches(4))
 
 
+@pytest.mark.parametrize(("first", "then"), [(17, None), (61, 23)])
+def test_an_interrupt_at_any_line_of_an_evaluation(first, then):
+    with unchecked():
+        stages = living(2)
+        stages[1][3].eval()
+        pipe, data = st.Pipeline(stages, sgd(), mse), batches(3, size=4)
+        modes = [module.training for stage in stages for module in stage.modules()]
+        state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        drawn, found = torch.get_rng_state(), pipe.evaluate(data)
+        times = 0
+        for n in itertools.count(first // 2, first):
+            lines = [n] if then is None else [n, then]
+            with contextlib.suppress(KeyboardInterrupt), Interrupts(*lines) as interrupts:
+                pipe.evaluate(data)
+            if len(interrupts.left) == len(lines):
+                break
+            times += 1
+            if then is not None:
+                assert pipe.state_dict()  # whoever comes next finishes the end
+            assert [module.training for stage in stages for module in stage.modules()] == modes
+            assert torch.equal(torch.get_rng_state(), drawn)
+            now = pipe.state_dict()
+            assert all(torch.equal(tensor, now[name]) for name, tensor in state.items())
+        assert times > 20
+        assert pipe.evaluate(data) == found
+        assert len(losses(pipe, data)) == 3
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference", "autocast"],
+)
+def test_an_evaluation_may_take_place_inside(inside):
+    pipe, data = st.Pipeline(living(), sgd(), mse, microbatches=2), batches(4, size=4)
+    with inside():
+        found = pipe.evaluate(data)["loss"]
+    assert found == pytest.approx(pipe.evaluate(data)["loss"], rel=0.1)
+    assert len(losses(pipe, data)) == 4
+
+
+@pytest.mark.cuda
+def test_an_evaluation_on_a_gpu():
+    pipe = st.Pipeline(living(), sgd(), mse, "spectrain", ["cuda:0"] * 3)
+    test = batches(9, size=64, last=3)
+    on_gpu = [(x.cuda(), y.cuda()) for x, y in test]
+    for _ in range(2):
+        biggest = Together()
+        kept = [r.kept for r in pipe.run(on_gpu, keep=lambda output, target: target)]
+        assert all(torch.equal(one, y) for one, (_, y) in zip(kept, on_gpu, strict=True))
+        found = pipe.evaluate(test, {"mse": mse, "biggest": biggest})
+        assert found["mse"] == pytest.approx(expected(pipe, on_gpu, mse)[0], rel=1e-12)
+        for (_, target), (_, y) in zip(biggest.given, test, strict=True):
+            assert torch.equal(target.cpu(), y)
+
+
 # Whole trainings.
 
 
@@ -321,8 +391,11 @@ def test_fit_asks_for_losses_in_time(monkeypatch):
     assert mean == pytest.approx(sum(map(float, losses(pipe, data))) / 7)
 
 
-def test_a_run_that_nobody_began_is_told():
+def test_a_run_that_nobody_began_is_told(tmp_path):
     pipe, data = st.Pipeline(tanh_stages(2), sgd(), mse), batches(3)
+    manager = st.checkpoint.CheckpointManager(tmp_path, pipe)
+    with pytest.warns(UserWarning, match="nothing was trained"):
+        manager.run(data)
     with pytest.warns(UserWarning, match=r"nothing was trained; iterate over it, or call fit\(\)"):
         pipe.run(data)
     with pytest.warns(UserWarning, match="nothing was trained") as told:
@@ -338,6 +411,8 @@ def test_a_run_that_nobody_began_is_told():
             break
         pipe.fit(data)
         pipe.fit([])
+        kept = [r.kept for r in manager.run(data, trace=[st.Trace(), st.Trace()], keep=right)]
+        assert len(kept) == 3 and kept[0].dim() == 0
         del run
         gc.collect()
 
