@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _HIGHEST = 1e3
+_DIVERGED = 10.0  # times the first loss
 _WIDTH, _HEIGHT = 10.0, 5.4  # inches
 _BAND = 0.08  # of six methods' they remain apart
 # Of the axes' height: from label to label, and the highest one.
@@ -52,7 +53,8 @@ def draw_losses(
     """Draw the training losses of ``results`` over updates into a PNG at ``path``.
 
     Each run is smoothed by a trailing mean over ``window`` minibatches. A line is the median of the
-    seeds, its band their whole range. Losses count as 1,000 when they are above it or not finite.
+    seeds, its band their whole range. Losses count as 1,000 when they are above it or not finite;
+    what is above ten times the first losses is not seen.
     The labels have the methods' ``metric``, in the order in which the lines end.
     """
     lines = _lines(results, window)
@@ -188,6 +190,10 @@ def _picture(
     axes.grid(True, which="major", alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+    # A run that diverges leaves the picture instead of taking it from the others.
+    first = [float(line.get_ydata()[0]) for line in axes.lines if len(line.get_ydata())]
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, min(top, _DIVERGED * max(first, default=top)))
     _write_labels(axes, labels, heading)
     figure.savefig(path)
 
@@ -195,6 +201,8 @@ def _picture(
 def _write_labels(axes: "Axes", labels: Sequence[_Label], heading: str) -> None:
     """Beside the picture, as high as their lines end where there is room, with a thread to them."""
     to_axes = axes.transData + axes.transAxes.inverted()
+    top = axes.get_ylim()[1]
+    labels = [label._replace(y=min(label.y, top)) for label in labels]
     heights = [float(to_axes.transform((label.x, label.y))[1]) for label in labels]
     order = sorted(range(len(labels)), key=lambda number: -heights[number])
     gap = min(_GAP, _TOP / max(1, len(labels)))

@@ -20,9 +20,9 @@ pytest.importorskip("matplotlib")
 
 FAST = ("--batch-size", "256", "--epochs", "1", "--seeds", "1", "--stages", "2", "--width", "8")
 MODULE = """
-from dataclasses import replace
+from dataclasses import dataclass, replace
 import spectrain_ext as st
-from spectrain_ext.method import find_method
+from spectrain_ext.schedule import find_generator
 
 ahead = {ahead}
 mine = st.Method(
@@ -36,6 +36,14 @@ def made():
 def late():
     raise RuntimeError("not today")
 
+def in_turn(place):
+    yield from find_generator("1f1b-async")(place)
+
+@dataclass(frozen=True)
+class Near(st.laws.Linear):
+    pass
+
+whole = replace(mine, name="whole", schedule=in_turn, law=Near)
 taken = st.spectrain()
 again = replace(mine)
 path = replace(mine, name="../mine")
@@ -159,7 +167,7 @@ def test_all_and_ones_own(module: str) -> None:
 def test_over_processes(module: str, tmp_path: Path) -> None:
     from cli.test_torchrun import _free_port
 
-    asked = ("train", *FAST, "-m", f"{module}:mine", "--out")
+    asked = ("train", *FAST, "-m", f"{module}:whole", "--out")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
         *("--master-addr", "127.0.0.1", "--master-port", str(_free_port())),
@@ -170,7 +178,8 @@ def test_over_processes(module: str, tmp_path: Path) -> None:
     alone = _spectrain(*asked, "alone")
     assert alone.exit_code == 0, alone.output
     assert _losses(tmp_path / "together") == _losses(tmp_path / "alone")
-    command[command.index(f"{module}:mine")] = f"{module}:number"
+    assert list(_losses(tmp_path / "alone")) == ["whole"]
+    command[command.index(f"{module}:whole")] = f"{module}:number"
     failed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert failed.returncode != 0
     assert failed.stderr.count("is of type int, expected a") == 1
