@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from itertools import pairwise
 
 import pytest
 import torch
-from helpers import rank_programs
+from helpers import rank_programs, value_programs
 from helpers.ranks import run_ranks
 from torch import nn
 from torch.distributed.pipelining import SplitPoint
@@ -141,6 +142,22 @@ def test_what_a_block_may_not_return():
     assert measure([nn.ReLU(), Listed()], torch.zeros(3)).blocks[1].output_bytes == 12
     with pytest.raises(TypeError, match=r"example_input\[0\]: expected a tensor"):
         st.partition([nn.ReLU()], 1, [1.0])
+
+
+def test_dicts_from_block_to_block_take_the_bytes_of_tuples():
+    """The last block returns a dataclass."""
+    found = {}
+    for form in ("dict", "tuple"):
+        (batch,) = value_programs.data([4], form)
+        example = UserDict(batch) if form == "dict" else batch[0]
+        blocks = value_programs.stages(3, form, "dataclass")
+        parts = st.partition(blocks, 2, example, repeats=1)
+        found[form] = [(b.output_bytes, b.parameter_bytes) for b in parts.profile.blocks]
+        assert all(p.grad is None for block in blocks for p in block.parameters())
+    assert found["dict"] == found["tuple"]
+    assert [of for of, _ in found["dict"]] == [4 * 4 * 4 + 4 * 4] * 2 + [4 * 4 * 4]
+    with pytest.raises(TypeError, match=r"example_input\['x'\]: expected a tensor, got None"):
+        st.partition([nn.ReLU()], 1, {"x": None})
 
 
 # Cutting.
