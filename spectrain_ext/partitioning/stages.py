@@ -218,7 +218,6 @@ def partition(
             if narrow.slowest <= 1.25 * found.slowest:
                 found = narrow
     stages = source.make(found.ends)
-    mark_ties(stages)
     return Partition(stages, found, profile, source.finish(stages))
 
 
