@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spectrain_ext.rng import TURN
+
 from .decoders import shadow
 from .plan import Plan, evaluated, inputs_of
+from .profile import untouched
 
 
 class OwnLoss:
@@ -79,32 +83,46 @@ def own_loss(model: Any, plan: Plan, example: object, output: Any) -> OwnLoss | 
     labels = _labels(model.config, plan.labels, example, output)
     if not labels:
         return f"a {type(model).__name__} takes no labels that could be made up; give it a loss_fn"
-    calls: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] = []
-    real: Callable[..., Tensor] = model.loss_function
-
-    def watched(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append((args, kwargs, real(*args, **kwargs)))
-        return calls[-1][2]
-
-    copied = shadow(model, {})
-    vars(copied)["_loss_function"] = watched
     config = vars(model.config)
     before = dict(config)
+    found: OwnLoss | str = ""
     try:
         with evaluated(model):
-            copied.training = False
-            output = copied(**given, **labels, **plan.fixed)
+            found = _learned(model, given, labels, plan)
+            if isinstance(found, OwnLoss):
+                # Whether it adds something in training; a single sample may be too few for that.
+                devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+                draws = torch.random.fork_rng(devices)
+                with TURN, untouched(model), draws, suppress(Exception):
+                    model.train()
+                    trained = _learned(model, given, labels, plan)
+                    found = trained if isinstance(trained, str) else found
     except Exception as error:
         return f"a {type(model).__name__} computes no loss of the example: {error}"
     finally:
         config.clear()  # some note there what kind of labels they were given first
         config.update(before)
+    return found
+
+
+def _learned(
+    model: Any, given: Mapping[str, Tensor], labels: Mapping[str, Tensor], plan: Plan
+) -> OwnLoss | str:
+    """What a model's loss is in the mode that it is in, if it is the same computed once more."""
+    kind = type(model).__name__
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    real: Callable[..., Tensor] = model.loss_function
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append((args, kwargs))
+        return real(*args, **kwargs)
+
+    copied = shadow(model, {})
+    vars(copied)["_loss_function"] = watched
+    output = copied(**given, **labels, **plan.fixed)
     if len(calls) != 1:
-        return (
-            f"a {type(model).__name__} computes its loss otherwise than by its loss_function; give "
-            "a loss_fn"
-        )
-    args, kwargs, _ = calls[0]
+        return f"a {kind} computes its loss otherwise than by its loss_function; give a loss_fn"
+    args, kwargs = calls[0]
     batch = {**given, **labels}
 
     def place(value: Any) -> Any:
@@ -118,19 +136,10 @@ def own_loss(model: Any, plan: Plan, example: object, output: Any) -> OwnLoss | 
         real, tuple(map(place, args)), {k: place(v) for k, v in kwargs.items()}, tuple(labels)
     )
     try:
-        with torch.no_grad():
-            same = torch.equal(loss(output, batch), output["loss"])
+        same = torch.equal(loss(output, batch), output["loss"])
     except Exception as error:
-        return f"a {type(model).__name__}'s loss needs more than its output and labels: {error}"
-    finally:
-        config.clear()
-        config.update(before)
-    if not same:
-        return (
-            f"a {type(model).__name__}'s loss is not that of its loss_function alone; give a "
-            "loss_fn"
-        )
-    return loss
+        return f"a {kind}'s loss needs more than its output and labels: {error}"
+    return loss if same else f"a {kind}'s loss is not its loss_function's alone; give a loss_fn"
 
 
 def _labels(

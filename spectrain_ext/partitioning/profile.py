@@ -102,7 +102,7 @@ def measure(
     cuda = sorted(index for index in devices if index is not None)
     with TURN, torch.random.fork_rng(devices=cuda):
         for index, block in enumerate(blocks):
-            with _untouched(block):
+            with untouched(block):
                 place = index, index == len(blocks) - 1
                 profile, value = _measured(block, value, place, repeats)
             found.append(profile)
@@ -216,7 +216,7 @@ def _forward_backward(
 
 
 @contextmanager
-def _untouched(block: nn.Module) -> Iterator[None]:
+def untouched(block: nn.Module) -> Iterator[None]:
     """Put gradients and module buffers back afterwards."""
     gradients = [(p, p.grad) for p in block.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]

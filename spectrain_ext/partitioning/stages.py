@@ -182,6 +182,10 @@ def partition(
     ``requires_grad`` led its code to do. A stage that is used with sizes or dtypes for which its
     code would have done something else raises ValueError or TypeError.
     """
+    if isinstance(n_stages, bool) or not isinstance(n_stages, int):
+        raise TypeError(f"n_stages: expected an int, got {type(n_stages).__name__}")
+    if isinstance(profile, str) and profile != "parameters":
+        raise ValueError(f"profile: expected a Profile or 'parameters', got {profile!r}")
     source = _source(model, n_stages, example_input, split_points, before, after)
     blocks = source.blocks
     _check_stages(n_stages, len(blocks))
@@ -214,7 +218,6 @@ def partition(
             if narrow.slowest <= 1.25 * found.slowest:
                 found = narrow
     stages = source.make(found.ends)
-    mark_ties(stages)
     return Partition(stages, found, profile, source.finish(stages))
 
 
@@ -275,7 +278,6 @@ def _source(
     value = example if plan is None else one_of(plan, example)
     narrow: tuple[Tie, ...] = ()
     if split_points is None:
-        _check_stages(n_stages, n_stages)
         automatic = Automatic(model, value, n_stages)
         blocks, make, narrow = automatic.blocks, automatic.stages, automatic.narrow
     else:
@@ -296,7 +298,5 @@ def _source(
 
 
 def _check_stages(n_stages: int, most: int) -> None:
-    if isinstance(n_stages, bool) or not isinstance(n_stages, int):
-        raise TypeError(f"n_stages: expected an int, got {type(n_stages).__name__}")
     if not 1 <= n_stages <= most:
         raise ValueError(f"n_stages: expected 1 to {most} (the blocks), got {n_stages}")

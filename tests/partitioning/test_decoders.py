@@ -377,6 +377,20 @@ def test_what_no_stage_has_of_all_blocks(option):
         st.partition(model, 2)
 
 
+@pytest.mark.parametrize("always", [True, False])
+def test_a_loss_to_which_the_model_adds_something(always):
+    class Adds(tf.LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, use_cache=None):
+            found = super().forward(input_ids, labels=labels, use_cache=use_cache)
+            if labels is not None and (always or self.training):
+                found.loss = found.loss + found.logits.pow(2).mean()
+            return found
+
+    parts = st.partition(Adds(tf.LlamaConfig(**SMALL)), 3, profile=EVEN)
+    with pytest.raises(ValueError, match="a Adds's loss is not its loss_function's alone"):
+        _ = parts.loss_fn
+
+
 def test_bad_batches():
     parts = st.partition(made("Llama"), 2, profile=EVEN)
     ids = torch.zeros(1, 4, dtype=torch.int64)

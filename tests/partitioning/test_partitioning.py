@@ -257,6 +257,8 @@ def test_other_bad_arguments():
         st.partition([], 1, example)
     with pytest.raises(TypeError, match="n_stages: expected an int, got float"):
         st.partition([nn.ReLU()], 1.0, example)
+    with pytest.raises(ValueError, match="profile: expected a Profile or 'parameters', got 'time'"):
+        st.partition([nn.ReLU()], 1, example, profile="time")
     with pytest.raises(ValueError, match="profile: expected 1 blocks, as the model has, got 2"):
         st.partition([nn.ReLU()], 1, example, profile=given(1, 1))
 
