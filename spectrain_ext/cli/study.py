@@ -41,12 +41,12 @@ _USUAL = "sync, vanilla, pipedream, pipedream-2bw, spectrain, spectrain-stash, a
     "--data",
     type=click.Choice(tuple(WORKLOADS)),
     default="digits",
-    help="What is trained on, each with a small model; nanogpt and text read *.txt.",
+    help="What is trained on, each with a small model; nanogpt and text read .txt files.",
 )
 @click.option(
     "--data-dir",
     type=click.Path(path_type=Path),
-    help="File or folder of cifar10 (torchvision's, or a tar of JPEG files) or text (*.txt).",
+    help="File or folder of cifar10 (torchvision's, or a tar of JPEG files) or text (.txt).",
 )
 @click.option(
     "--stages",

@@ -42,7 +42,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--data-dir",
     type=click.Path(path_type=Path),
-    help="File or folder of cifar10 (torchvision's, or a tar of JPEG files) or text (*.txt).",
+    help="File or folder of cifar10 (torchvision's, or a tar of JPEG files) or text (.txt).",
 )
 @click.option(
     "--model",

@@ -52,10 +52,11 @@ class DistributedPipeline(Pipeline):
     Args:
         stage: the part of the model that belongs to this rank: stage k of N on rank k of N, or on
             each of the stage's replicas.
-        optimizer, loss_fn, method, scheduler, microbatches, window, clip_norm, clip_scope,
-            master_dtype, recompute: as for ``Pipeline``; the loss function is called on the last
-            stage's ranks, and a global norm makes the hosts wait for one another. Windows count the
-            microbatches of one replica.
+        optimizer, method, scheduler, microbatches: as for ``Pipeline``.
+        loss_fn: likewise; called on the last stage's ranks.
+        window: likewise; windows count the microbatches of one replica.
+        clip_norm, clip_scope: likewise; a global norm makes the hosts wait for one another.
+        master_dtype, recompute: likewise.
         replicas: ranks of each stage, one number for all or one per stage; None: one. Ranks are
             numbered stage by stage, replica by replica, and replica c of r runs microbatches c, c +
             r, c + 2r, ... of every minibatch: r divides ``microbatches``. Replicas must start from
