@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ LossFn = Callable[..., Tensor]
 Keep = Callable[[Any, Any], Any]
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True)
 class Result:
     """One minibatch of a run.
 
@@ -35,13 +35,8 @@ class Result:
     """
 
     index: int
-    _loss: Tensor | None = field(repr=False)
-    kept: Any = field(repr=False)
-
-    def __init__(self, index: int, loss: Tensor | None, kept: Any = None) -> None:
-        object.__setattr__(self, "index", index)
-        object.__setattr__(self, "_loss", loss)
-        object.__setattr__(self, "kept", kept)
+    _loss: Tensor | None = None
+    kept: Any = None
 
     @property
     def loss(self) -> Tensor:
@@ -64,7 +59,7 @@ class Result:
 
     def renumbered(self, index: int) -> Result:
         """The same result under another number."""
-        return Result(index, self._loss, self.kept)
+        return replace(self, index=index)
 
     def __repr__(self) -> str:
         loss = "loss on the last rank" if self._loss is None else f"loss={self._loss}"
