@@ -78,6 +78,8 @@ class Setup:
     norm: bool = False
     recompute: bool = False
     batches: str = "device"  # or "pageable", "pinned"
+    tied: bool = False  # the last stage has a weight of the first one
+    mapping: bool = False  # batches are dicts, and evaluated as well
 
     def stages(self) -> list[nn.Module]:
         """Of the same numbers each time."""
@@ -85,7 +87,13 @@ class Setup:
         w = self.width
         norms = [nn.BatchNorm1d(w) if self.norm else nn.Identity() for _ in self.devices[1:]]
         middle = [nn.Sequential(nn.Linear(w, w), norm, nn.Tanh()) for norm in norms]
-        return [*middle, nn.Linear(w, _CLASSES)]
+        stages: list[nn.Module] = [*middle, nn.Linear(w, _CLASSES)]
+        if self.tied:
+            stages[-1] = nn.Sequential(nn.Linear(w, w), stages[-1])
+            stages[-1][0].weight = middle[0][0].weight
+        if self.mapping:
+            stages[0] = nn.Sequential(_Input(), stages[0])
+        return stages
 
     def pipeline(self) -> st.Pipeline:
         """With an optimizer that the method can work with."""
@@ -96,15 +104,19 @@ class Setup:
         return st.Pipeline(
             self.stages(),
             optimizer=optimizer,
-            loss_fn=nn.functional.cross_entropy,
+            loss_fn=_loss,
             method=self.method,
             devices=list(self.devices),
             microbatches="auto" if self.method in ("auto", "pipedream-2bw") else 1,
             recompute=self.recompute,
         )
 
-    def data(self, scale: Scale) -> Iterator[Batch]:
+    def data(self, scale: Scale) -> Iterator[Batch | dict[str, Tensor]]:
         """Made one at a time and not kept: their memory is free when the pipeline lets it go."""
+        for x, y in self._pairs(scale):
+            yield {"x": x, "y": y} if self.mapping else (x, y)
+
+    def _pairs(self, scale: Scale) -> Iterator[Batch]:
         count, _, examples = scale.stress
         gen = torch.Generator().manual_seed(5)
         there, pins = self.batches == "device", self.batches == "pinned" and scale.on_gpu
@@ -120,9 +132,21 @@ class Setup:
         """Losses and final state."""
         pipe = self.pipeline()
         losses = torch.stack([r.loss.detach().cpu() for r in pipe.run(self.data(scale))])
+        if self.mapping:
+            measured = pipe.evaluate(self.data(scale))["loss"]
+            losses = torch.cat([losses, losses.new_tensor([measured])])
         state = {k: v.detach().cpu().clone() for k, v in pipe.state_dict().items()}
         pipe.release()
         return {"losses": losses, **state}
+
+
+class _Input(nn.Module):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["x"]
+
+
+def _loss(output: Tensor, target: Tensor | dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(output, target["y"] if isinstance(target, dict) else target)
 
 
 def stress_methods(cases: Cases, scale: Scale) -> None:
@@ -145,6 +169,9 @@ def stress_options(cases: Cases, scale: Scale) -> None:
         "recomputing, BatchNorm": Setup("spectrain", (gpu,) * 4, narrow, True, True),
         "cuda and cpu in turn": Setup("spectrain", (gpu, "cpu", gpu, "cpu"), narrow),
         "cpu, then cuda": Setup("pipedream", ("cpu", gpu, gpu), narrow),
+        "tied weights": Setup("auto", (gpu,) * 4, narrow, tied=True),
+        "tied weights, evaluated": Setup("spectrain", (gpu,) * 3, narrow, tied=True, mapping=True),
+        "pinned mappings": Setup("auto", (gpu,) * 4, narrow, batches="pinned", mapping=True),
         "pageable batches": Setup("spectrain", (gpu,) * 4, narrow, batches="pageable"),
         "pinned batches": Setup("spectrain", (gpu,) * 4, narrow, batches="pinned"),
         "pinned batches, BatchNorm": Setup("spectrain", (gpu,) * 3, narrow, True, batches="pinned"),
