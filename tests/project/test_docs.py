@@ -124,8 +124,9 @@ def test_the_commands_exist(place: str, command: str) -> None:
     name, *options = arguments
     found = main.commands.get(name)
     assert found is not None, f"{place}: spectrain has no command {name!r}"
+    parent = click.Context(main, info_name="spectrain", **main.context_settings)
     try:
-        found.make_context(name, options)
+        found.make_context(name, options, parent=parent)
     except click.exceptions.Exit as asked_for_help:
         assert asked_for_help.exit_code == 0
     except click.BadParameter as error:  # a file of the reader's
