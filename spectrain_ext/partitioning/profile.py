@@ -217,9 +217,10 @@ def _forward_backward(
 
 @contextmanager
 def untouched(block: nn.Module) -> Iterator[None]:
-    """Put gradients and module buffers back afterwards."""
+    """Put gradients and module buffers back afterwards, and where an assignment put others."""
     gradients = [(p, p.grad) for p in block.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
+    owned = [(part._buffers, dict(part._buffers)) for part in block.modules()]
     for p, _ in gradients:
         p.grad = None
     try:
@@ -227,6 +228,9 @@ def untouched(block: nn.Module) -> Iterator[None]:
     finally:
         for p, gradient in gradients:
             p.grad = gradient
+        for held, before_in in owned:
+            held.clear()
+            held.update(before_in)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -127,11 +127,14 @@ def _exported(model: nn.Module, arguments: tuple[Tensor, ...], name: str, dynami
     from torch.fx.experimental import _config
 
     shapes = tuple(
-        {dim: Dim.AUTO if dim == 0 or size > 1 else None for dim, size in enumerate(argument.shape)}
+        {
+            dim: Dim.AUTO if dim == 0 or size > 1 else Dim.STATIC
+            for dim, size in enumerate(argument.shape)
+        }
         for argument in arguments
     )
     drawing = _Draws()
-    with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+    with _derivatives() as own, _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         try:
             exported = None
             if dynamic:
@@ -150,6 +153,11 @@ def _exported(model: nn.Module, arguments: tuple[Tensor, ...], name: str, dynami
         raise RuntimeError(
             f"the model draws from {drawn} {name}, and those numbers would be constants; draw by "
             "torch"
+        )
+    if own:
+        raise RuntimeError(
+            f"the model has a backward of its own {name}, {', '.join(sorted(own))}, and a graph "
+            "would have its forward's derivative; make it a torch.library.custom_op"
         )
     trace = Trace(programs_of(exported))
     trace.mode = name
@@ -207,30 +215,48 @@ class _Draws:
 
 @contextmanager
 def _unchanging(model: nn.Module) -> Iterator[None]:
-    """Warn of numbers that the model's code counts or keeps in its modules; export undoes that."""
-    changed: set[str] = set()
+    """Warn of numbers that the model's code counts or keeps in its modules; export undoes that.
 
-    def numbers() -> dict[str, object]:
+    Raises:
+        RuntimeError: it puts another tensor in the place of a module buffer that is saved. The
+            graph leaves that out, where it has what is done in place.
+    """
+    changed: set[str] = set()
+    replaced: set[str] = set()
+
+    def kept() -> dict[str, object]:
         return {
             f"{prefix}.{name}" if prefix else name: value
             for prefix, module in model.named_modules()
-            for name, value in vars(module).items()
-            if isinstance(value, (int, float, str)) and name != "training"
+            for name, value in (*vars(module).items(), *module._buffers.items())
+            if isinstance(value, (int, float, str, Tensor)) and name != "training"
         }
 
     def begin(*_: object) -> None:
-        before.update(numbers())
+        before.update(kept())
 
     def end(*_: object) -> None:
-        changed.update(name for name, value in numbers().items() if before.get(name) != value)
+        for name, value in kept().items():
+            was = before.get(name)
+            if not isinstance(value, Tensor):
+                if was != value:
+                    changed.add(name)
+            elif name in saved and was is not value:
+                replaced.add(name)
 
     before: dict[str, object] = {}
+    saved = set(model.state_dict(keep_vars=True))
     handles = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+    if replaced:
+        raise RuntimeError(
+            f"the model's forward assigns to the module buffer {', '.join(sorted(replaced))}, and "
+            "a graph would leave that out; change it in place, as by copy_()"
+        )
     if changed:
         warnings.warn(
             f"the model's forward changes {', '.join(sorted(changed))}; stages of a traced model "
@@ -239,7 +265,7 @@ def _unchanging(model: nn.Module) -> Iterator[None]:
         )
 
 
-_asking_lock = threading.Lock()
+_asking_lock = threading.RLock()
 
 
 @contextmanager
@@ -263,6 +289,40 @@ def _asking() -> Iterator[list[str]]:
             yield asked
         finally:
             torch.is_grad_enabled = real
+
+
+@contextmanager
+def _derivatives() -> Iterator[set[str]]:
+    """Learn what of the model's backward torch.export loses, without a word: it has forwards only.
+
+    torch's own functions are their operations' derivatives, but for a module's backward hooks.
+    """
+    own: set[str] = set()
+    thread = threading.get_ident()
+    apply: Any = vars(torch.autograd.Function)["apply"]
+    register: Any = torch.Tensor.register_hook
+
+    def applied(cls: type, *given: Any, **more: Any) -> Any:
+        if torch.is_grad_enabled() and threading.get_ident() == thread:
+            if cls.__name__ == "BackwardHookFunction":
+                own.add("a module's backward hook")
+            elif not cls.__module__.startswith("torch."):
+                own.add(f"autograd.Function {cls.__name__}")
+        return apply.__func__(cls, *given, **more)
+
+    def registered(tensor: Tensor, hook: Any) -> Any:
+        if threading.get_ident() == thread:
+            own.add("a tensor's register_hook")
+        return register(tensor, hook)
+
+    with _asking_lock:
+        torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
+        torch.Tensor.register_hook = registered  # type: ignore[method-assign]
+        try:
+            yield own
+        finally:
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+            torch.Tensor.register_hook = register  # type: ignore[method-assign]
 
 
 class _Modes:

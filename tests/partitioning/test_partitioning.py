@@ -70,6 +70,26 @@ def test_measuring_changes_nothing():
     assert all(p.grad is None for p in blocks[2].parameters())
 
 
+def test_measuring_leaves_the_buffers_that_code_assigns_to():
+    class Averages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("cache", None, persistent=False)
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            self.cache = torch.ones(4)
+            return x - self.mean
+
+    block = Averages()
+    mean = block.mean
+    st.partition([nn.Linear(4, 4), block, nn.Linear(4, 4)], 2, torch.randn(5, 4))
+    assert block.mean is mean
+    assert torch.equal(mean, torch.zeros(4))
+    assert block.cache is None
+
+
 def test_measured_bytes():
     profile = measure([nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)], torch.randn(3, 4), repeats=1)
     assert [block.output_bytes for block in profile.blocks] == [96, 96, 24]

@@ -575,6 +575,96 @@ def test_code_that_counts_is_warned_of():
     assert not model._forward_hooks
 
 
+class Rounds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class StraightThrough(nn.Module):
+    def forward(self, x):
+        return Rounds.apply(x * 1.0)
+
+
+class Hooked(nn.Module):
+    def forward(self, x):
+        x = x * 1.0
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient / 10)
+        return x
+
+
+class HookedModule(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_full_backward_hook(lambda module, given, made: (given[0] / 10,))
+
+
+@pytest.mark.parametrize(
+    ("middle", "what"),
+    [
+        (StraightThrough, "autograd.Function Rounds"),
+        (Hooked, "a tensor's register_hook"),
+        (HookedModule, "a module's backward hook"),
+    ],
+)
+def test_derivatives_that_a_graph_does_not_have_are_refused(middle, what):
+    real = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
+    for cut in (
+        lambda: split(Two(middle()), torch.randn(3, 4), ["last"]),
+        lambda: st.partition(Two(middle()), 2, torch.randn(3, 4)),
+    ):
+        with pytest.raises(RuntimeError, match=rf"backward of its own as it is, {what}, and"):
+            cut()
+    assert (vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook) == real
+
+
+def test_derivatives_of_a_custom_op_are_kept():
+    @torch.library.custom_op("spectrain_test::rounded", mutates_args=())
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    rounded.register_fake(torch.empty_like)
+    rounded.register_autograd(lambda ctx, gradient: gradient)
+
+    class Operation(nn.Module):
+        def forward(self, x):
+            return rounded(x * 1.0)
+
+    model, x = Two(Operation()), torch.randn(3, 4)
+    stages = split(model, x, ["last"])
+    (wanted,) = torch.autograd.grad(model(x).square().sum(), model.first.weight)
+    (found,) = torch.autograd.grad(run(stages, x).square().sum(), model.first.weight)
+    assert wanted.abs().sum() > 0
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_is_assigned_to(persistent):
+    class Averages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4), persistent=persistent)
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return x - self.mean
+
+    model = Two(Averages())
+    if not persistent:  # a cache, as a rule
+        split(model, torch.randn(3, 4), ["last"])
+        return
+    with pytest.raises(RuntimeError, match=r"assigns to the module buffer middle\.mean, and"):
+        split(model, torch.randn(3, 4), ["last"])
+    with pytest.raises(RuntimeError, match=r"assigns to the module buffer middle\.mean, and"):
+        st.partition(model, 2, torch.randn(3, 4))
+    assert not model._forward_hooks
+
+
 def test_what_no_graph_uses_is_kept_for_checkpoints():
     class Unused(Two):
         def __init__(self):
