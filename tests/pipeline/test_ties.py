@@ -336,6 +336,26 @@ def test_said_by_an_attribute():
     close(found[0], found[1])
 
 
+def test_stages_that_are_compiled():
+    plain = tied(3)
+    stages = copy.deepcopy(nn.ModuleList(plain))
+    stages[2].tied_parameters = {"0.weight": (0, "0.weight")}
+    compiled = [torch.compile(stage, backend="eager") for stage in stages]
+    data, found = batches(6), []
+    for these in (plain, compiled):
+        pipe = st.Pipeline(these, sgd(), mse, "spectrain")
+        found.append(torch.stack(losses(pipe, data)))
+        for result in pipe.run(data):
+            if result.index == 3:
+                state = pipe.state_dict()
+                first, last = [t for key, t in state.items() if key.endswith(".0.weight")][::2]
+                assert torch.equal(first, last)
+        pipe.release()
+    assert torch.equal(*found)
+    assert stages[2].tied_parameters == {"0.weight": (0, "0.weight")}
+    assert alike(st.Pipeline(stages, sgd(), mse).state_dict(), 3)
+
+
 # What is refused.
 
 
