@@ -88,7 +88,8 @@ def hand_in(edge: Sender | None, value: Value, batch: Buffer) -> None:
     """Send a side of the caller's batch where it is used, if that is in this process."""
     if edge is None:
         return
-    callers = {tensor.device: callers_stream(tensor.device) for tensor in tensors_of(value)}
+    tensors = (value,) if isinstance(value, Tensor) else tensors_of(value)
+    callers = {tensor.device: callers_stream(tensor.device) for tensor in tensors}
     given = []
     for caller in callers.values():
         caller.writes(batch)
