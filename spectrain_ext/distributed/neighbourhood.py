@@ -135,6 +135,7 @@ class DistributedNeighbourhood:
                 params, links.circle, board, stage.compute, stage.weight_gradients
             )
         self._lay_edges(stage, places, links, loss_fn)
+        self._tied = ties, copies
         self._ties = DistributedTies(ties, stage, copies, method, places, seats, self._edges)
         # whether another rank's part of a batch comes from a batch of its own
         apart = seats.stages > 1 and not targets_first
@@ -174,7 +175,10 @@ class DistributedNeighbourhood:
         made._evaluates = True
         (stage,) = stages
         made._lay_edges(stage, places, self._links.evaluating(), measure)
-        made._ties = DistributedTies((), stage, (), self._method, places, self.seats, made._edges)
+        ties, copies = self._tied
+        made._ties = DistributedTies(
+            ties, stage, copies, self._method, places, self.seats, made._edges
+        )
         return made
 
     def edges(self) -> Iterable[Receiver]:
@@ -198,7 +202,10 @@ class DistributedNeighbourhood:
         self._part_of: dict[tuple[int, int], float] = {}  # microbatch -> its part of the loss
         self._own_losses.clear()
         self._edges.begin()
-        self._ties.begin(extent)
+        if self._evaluates:
+            self._ties.follow()
+        else:
+            self._ties.begin(extent)
         if self._sum is not None:
             self._sum.begin()
 

@@ -139,6 +139,15 @@ class DistributedTies:
         for end in self.ends:
             end.begin(extent)
 
+    def follow(self) -> None:
+        """Before an evaluation: the copies get what their homes' stages have now."""
+        for home in self._homes:
+            home.send_true()
+        self._edges.end(Traffic.TIED_WEIGHTS)
+        for away in self._away:
+            away.follow()
+        self._homes, self._away, self.ends = [], [], []
+
     def close(self) -> None:
         """The stage has finished its actions: the copies get the true weights."""
         if not self.ends:

@@ -350,7 +350,7 @@ class Home(End):
         stage.predict.record(stage.loaded)
 
     def send_true(self) -> None:
-        """After the last update: send the true weights."""
+        """After the last update, or outside of a run: send the true weights."""
         stage = self.stage
         true = {} if stage.weights is None else stage.weights.true_weights()
         sent = Buffer(f"true weights of stage {stage.index} that others have as well")
@@ -429,6 +429,13 @@ class Away(End):
         Raises:
             RuntimeError: the stage has other parameters now.
         """
+        self._extent = extent
+        self._turns.begin()
+        self._own = self._memory()
+        self._forget()
+        self._drop_gradients()
+
+    def _memory(self) -> list[Tensor]:
         for each in self.copies:
             if not each.in_place() or each.held.device != self.stage.device:
                 raise RuntimeError(
@@ -437,11 +444,14 @@ class Away(End):
                     "change parameters in place, or call release() first and build a new Pipeline "
                     "afterwards"
                 )
-        self._extent = extent
-        self._turns.begin()
+        return [each.held.data for each in self.copies]
+
+    def follow(self) -> None:
+        """Outside of a run: take what the home sends."""
+        self._own = self._memory()
+        self.take_true()
+        self._own = []
         self._forget()
-        self._own = [each.held.data for each in self.copies]
-        self._drop_gradients()
 
     def _drop_gradients(self) -> None:
         for each in self.copies:

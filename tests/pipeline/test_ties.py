@@ -295,6 +295,18 @@ def test_changes_between_runs_are_the_copies_as_well():
     assert not torch.equal(pipe(x), expected)
 
 
+def test_changes_that_autograd_does_not_see():
+    pipe = st.Pipeline(tied(3), sgd(), mse, "vanilla")
+    data = batches(3)
+    losses(pipe, data)
+    first, last = pipe.get_submodule("0.0").weight, pipe.get_submodule("2.0").weight
+    for look in (pipe.state_dict, lambda: pipe(data[0][0]), lambda: pipe.evaluate(data)):
+        first.data.mul_(0.5)
+        look()
+        assert torch.equal(first, last)
+    assert alike(pipe.state_dict(), 3)
+
+
 def test_release_ties_them_again():
     stages = tied(3)
     pipe = st.Pipeline(stages, sgd(), mse, "spectrain")
