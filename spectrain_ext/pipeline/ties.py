@@ -368,7 +368,7 @@ class Home(End):
         assert slot.message is not None
         with stage.compute.using(reads=(slot.buffer,), writes=(stage.weight_gradients,)):
             for p, gradient in zip(self._trained, slot.message.tensors, strict=True):
-                if gradient is None:
+                if gradient is None or not p.requires_grad:  # frozen since
                     continue
                 if p.grad is None:
                     p.grad = gradient.clone()
@@ -409,6 +409,7 @@ class Away(End):
     ) -> None:
         known = {each.names[0]: each for each in copies if each.stage == stage.index}
         self.stage, self.copies = stage, [known[name] for _, name in tie.names]
+        self._trained = [c for c, learns in zip(self.copies, tie.trained, strict=True) if learns]
         self.memory = Buffer(f"copies of others' weights in stage {stage.index}")
         stage.shared = (*stage.shared, self.memory)
         self._weights, self._gradients, self._turns = weights, gradients, turns
@@ -498,7 +499,7 @@ class Away(End):
 
     def _send_gradients(self, to: Sender) -> None:
         stage = self.stage
-        gradients = (each.held.grad for each in self.copies if each.held.requires_grad)
+        gradients = (each.held.grad for each in self._trained)
         found = tuple(g.to_dense() if g is not None and g.is_sparse else g for g in gradients)
         self._drop_gradients()
         sent = Buffer(f"gradients of others' weights in stage {stage.index}")
