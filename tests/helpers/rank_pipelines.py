@@ -577,13 +577,13 @@ def tied_in_steps(rank, ranks):
     return found
 
 
-def tied_and_evaluated(rank, ranks):
+def tied_and_evaluated(rank, ranks, method="pipedream-2bw"):
     """Evaluations of weights that somebody has changed; with one rank a pipeline of 3 stages."""
     if ranks == 1:
         parts = tied_stages(3, (0, 2))
-        pipe = st.Pipeline(parts, optimizer, nn.functional.mse_loss, "vanilla")
+        pipe = st.Pipeline(parts, optimizer, nn.functional.mse_loss, method)
     else:
-        pipe = tied_small(rank, ranks)
+        pipe = tied_small(rank, ranks, method)
         parts = list(pipe.children())
     first, last = parts[0].linear.weight, parts[-1].linear.weight
     found = []
