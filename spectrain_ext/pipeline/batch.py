@@ -39,11 +39,11 @@ def split(batch: object, minibatch: int, microbatches: int) -> list[Microbatch]:
         ValueError: it is to be cut, and its tensors do not have the same size in dimension 0.
     """
     where = f"batches[{minibatch}]"
-    if isinstance(batch, Mapping):
-        value = target = as_value(batch, where)
-    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
         value = as_value(batch[0], f"{where}[0]", " (input)")
         target = as_value(batch[1], f"{where}[1]", " (target)")
+    elif isinstance(batch, Mapping):
+        value = target = as_value(batch, where)
     else:
         what = type(batch).__name__
         if isinstance(batch, (tuple, list)):

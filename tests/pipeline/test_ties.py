@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -339,6 +341,20 @@ def test_release_ties_them_again():
     other = st.Pipeline(alone, sgd(), mse, "spectrain")  # which had been copied one by one
     assert torch.equal(torch.stack(first), torch.stack(losses(other, data)))
     assert torch.equal(torch.stack(second), torch.stack(losses(other, data)))
+
+
+def test_a_pipeline_with_ties_needs_no_garbage_collection():
+    pipe = st.Pipeline(tied(3), sgd(), mse, "spectrain")
+    losses(pipe, batches(3))
+    pipe.evaluate(batches(3))
+    alive = weakref.ref(pipe._executor._around._ties)
+    gc.collect()
+    gc.disable()
+    try:
+        del pipe
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_pipeline_of_stages_that_another_one_has():
