@@ -35,12 +35,12 @@ class Fingerprint(NamedTuple):
         Equal values have equal fingerprints on every device and in every memory format. Where they
         are on a GPU the host waits for what the caller's stream has been given so far.
         """
-        if isinstance(batch, Mapping):
-            seen = {key: _seen(tensor) for key, tensor in batch.items()}
-            integers = {key: seen[key] for key, of in batch.items() if _counts(of)}
-            return Fingerprint(*(_digest_of(minibatch, side) for side in (seen, integers or seen)))
-        assert isinstance(batch, (tuple, list))
-        return Fingerprint(*(_digest(minibatch, side) for side in batch))
+        if isinstance(batch, (tuple, list)):
+            return Fingerprint(*(_digest(minibatch, side) for side in batch))
+        assert isinstance(batch, Mapping)
+        seen = {key: _seen(tensor) for key, tensor in batch.items()}
+        integers = {key: seen[key] for key, of in batch.items() if _counts(of)}
+        return Fingerprint(*(_digest_of(minibatch, side) for side in (seen, integers or seen)))
 
     def matches(self, other: Fingerprint) -> bool:
         """Whether a target of the one batch may be used for an input of the other.
@@ -52,6 +52,8 @@ class Fingerprint(NamedTuple):
 
 
 def _digest(minibatch: int, value: Value) -> int:
+    if isinstance(value, Tensor):
+        return _digest_of(minibatch, [_seen(value)])
     if isinstance(value, Mapping):
         return _digest_of(minibatch, {key: _seen(tensor) for key, tensor in value.items()})
     tensors = value if isinstance(value, list) else tensors_of(value)

@@ -102,13 +102,16 @@ class Links(NamedTuple):
     circle: Circle | None = None
 
     def evaluating(self) -> Links:
-        """Links by the same groups for forwards only: messages of any size, beside those here."""
+        """Links by the same groups for forwards only: messages of any size, beside those here.
+
+        Tied weights go by them once, before the first forward.
+        """
         into, out = (
             {
                 what: {
                     rank: link._replace(dynamic=True, tags=link.tags + TAGS)
                     for rank, link in ends.items()
-                    if what not in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
+                    if what is not Traffic.TIED_GRADIENTS
                 }
                 for what, ends in part.items()
             }

@@ -97,7 +97,6 @@ class DistributedNeighbourhood:
         """Meet the other ranks, and open the edges to some of them; every rank calls it."""
         (stage,), board, seats = stages, self._board, self.seats
         self.loss_fn = loss_fn
-        self._method = method
         found = board.meet(
             {
                 "replicas": list(seats.counts),
@@ -135,7 +134,8 @@ class DistributedNeighbourhood:
                 params, links.circle, board, stage.compute, stage.weight_gradients
             )
         self._lay_edges(stage, places, links, loss_fn)
-        self._ties = DistributedTies(ties, stage, copies, method, places, seats, self._edges)
+        self._tied = ties, copies, method, places
+        self._ties = self._tied_ends(stage)
         # whether another rank's part of a batch comes from a batch of its own
         apart = seats.stages > 1 and not targets_first
         self._compares = apart or seats.counts[0] > 1
@@ -174,8 +174,12 @@ class DistributedNeighbourhood:
         made._evaluates = True
         (stage,) = stages
         made._lay_edges(stage, places, self._links.evaluating(), measure)
-        made._ties = DistributedTies((), stage, (), self._method, places, self.seats, made._edges)
+        made._ties = made._tied_ends(stage)
         return made
+
+    def _tied_ends(self, stage: Stage) -> DistributedTies:
+        ties, copies, method, places = self._tied
+        return DistributedTies(ties, stage, copies, method, places, self.seats, self._edges)
 
     def edges(self) -> Iterable[Receiver]:
         own = (edge for edge in (self._inputs, self._targets) if edge is not None)
@@ -198,7 +202,10 @@ class DistributedNeighbourhood:
         self._part_of: dict[tuple[int, int], float] = {}  # microbatch -> its part of the loss
         self._own_losses.clear()
         self._edges.begin()
-        self._ties.begin(extent)
+        if self._evaluates:
+            self._ties.follow()
+        else:
+            self._ties.begin(extent)
         if self._sum is not None:
             self._sum.begin()
 

@@ -210,7 +210,8 @@ class DistributedPipeline(Pipeline):
     def _tell(self, make: Callable[[], Any], doing: str) -> list[Any]:
         with self.together(doing):
             if self._peers is None:
-                self._peers = Peers(open_host_group(self._group, self.timeout), self)
+                # not with this pipeline, which would then wait for a garbage collection
+                self._peers = Peers(open_host_group(self._group, self.timeout), self._board)
             return self._peers.gathered(make, doing)
 
     def together(self, what: str) -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import Store
 
 from spectrain_ext.method import Method
 from spectrain_ext.pipeline.cursor import Extent
+from spectrain_ext.pipeline.names import bare, full_names
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.ties import (
     Away,
@@ -21,7 +22,6 @@ from spectrain_ext.pipeline.ties import (
     Tie,
     Turns,
     check_look,
-    full_names,
     look_of,
     names_of,
     ties_of,
@@ -68,7 +68,8 @@ def agreed(
     mine: dict[str, object] = {}
     for p, names in names_of(module).items():
         for name in names:
-            mine[name] = look_of(p), full_names(module, seats.seat(rank)[0], names)
+            found_as = full_names(module, names, f"{seats.seat(rank)[0]}.")
+            mine[bare(name)] = mine[name] = look_of(p), [*found_as.values()]
     wanted = {member.home_name for member, _ in asked if member.home == seats.seat(rank)[0]}
     text = json.dumps({name: mine[name] for name in sorted(wanted & mine.keys())})
     said = [json.loads(their) for their in gathered(store, "ties", rank, seats.ranks, text)]
@@ -137,6 +138,15 @@ class DistributedTies:
     def begin(self, extent: Extent) -> None:
         for end in self.ends:
             end.begin(extent)
+
+    def follow(self) -> None:
+        """Before an evaluation: the copies get what their homes' stages have now."""
+        for home in self._homes:
+            home.send_true()
+        self._edges.end(Traffic.TIED_WEIGHTS)
+        for away in self._away:
+            away.follow()
+        self._homes, self._away, self.ends = [], [], []
 
     def close(self) -> None:
         """The stage has finished its actions: the copies get the true weights."""

@@ -136,14 +136,26 @@ def agreed(measure: Callable[[], Profile], blocks: Sequence[nn.Module]) -> Profi
 
     Raises:
         ValueError: the ranks have models of different numbers of blocks.
+        RuntimeError: rank 0 could not measure, and raises why.
     """
     if not dist.is_available() or not dist.is_initialized():
         return measure()
-    profile = measure() if dist.get_rank() == 0 else counted(blocks)
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    counts = torch.tensor([len(blocks), -len(blocks)], device=device)
+    failure: Exception | None = None
+    profile = counted(blocks)
+    if dist.get_rank() == 0:
+        try:
+            profile = measure()
+        except Exception as error:  # of which the others hear
+            failure = error
+    kinds = [each.partition(":")[0] for each in str(dist.get_backend_config()).split(",")]
+    device = "cpu" if "cpu" in kinds else kinds[0]
+    counts = torch.tensor([len(blocks), -len(blocks), int(failure is not None)], device=device)
     dist.all_reduce(counts, dist.ReduceOp.MAX)
-    most, least = counts.tolist()
+    most, least, failed = counts.tolist()
+    if failure is not None:
+        raise failure
+    if failed:
+        raise RuntimeError("model: rank 0, whose cut is everybody's, could not measure it")
     if most != -least:
         raise ValueError(
             f"model: it has {len(blocks)} blocks here, and on other ranks {-least} to {most}; "

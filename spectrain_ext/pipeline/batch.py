@@ -39,11 +39,11 @@ def split(batch: object, minibatch: int, microbatches: int) -> list[Microbatch]:
         ValueError: it is to be cut, and its tensors do not have the same size in dimension 0.
     """
     where = f"batches[{minibatch}]"
-    if isinstance(batch, Mapping):
-        value = target = as_value(batch, where)
-    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
         value = as_value(batch[0], f"{where}[0]", " (input)")
         target = as_value(batch[1], f"{where}[1]", " (target)")
+    elif isinstance(batch, Mapping):
+        value = target = as_value(batch, where)
     else:
         what = type(batch).__name__
         if isinstance(batch, (tuple, list)):
@@ -88,7 +88,8 @@ def hand_in(edge: Sender | None, value: Value, batch: Buffer) -> None:
     """Send a side of the caller's batch where it is used, if that is in this process."""
     if edge is None:
         return
-    callers = {tensor.device: callers_stream(tensor.device) for tensor in tensors_of(value)}
+    tensors = (value,) if isinstance(value, Tensor) else tensors_of(value)
+    callers = {tensor.device: callers_stream(tensor.device) for tensor in tensors}
     given = []
     for caller in callers.values():
         caller.writes(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from spectrain_ext.errors import placed
 from spectrain_ext.rng import TURN
 from spectrain_ext.schedule import Place, Replicas, forwards
-from spectrain_ext.transport import Buffer, Message
+from spectrain_ext.transport import Buffer, Message, tensors_in
 
 from .cursor import Cursor, Extent
 from .executor import Executor
@@ -103,7 +104,11 @@ class Measures:
 
     def __call__(self, output: Any, target: Any) -> None:
         """Measure a batch."""
-        self._samples.append(samples_in(target) or samples_in(output) or 1)
+        counts = (samples_in(side) for side in (target, output))
+        count = next((found for found in counts if found is not None), 1)
+        if not count:  # of which there is no mean
+            return
+        self._samples.append(count)
         for name, metric in self._functions.items():
             with placed(f"in metrics[{name!r}]"):
                 self._values[name].append(_number(metric(output, target)))
@@ -167,10 +172,10 @@ def _number(value: object) -> Tensor | float:
     raise TypeError(f"expected a 0-d tensor or a number, got {type(value).__name__}")
 
 
-def samples_in(value: object) -> int:
-    """The length of its first tensor that has one; 0: it has none."""
+def samples_in(value: object) -> int | None:
+    """The length of its first tensor that has one; None: it has none."""
     leaves = tree_leaves(dict(value) if isinstance(value, Mapping) else value)
-    return next((len(t) for t in leaves if isinstance(t, Tensor) and t.dim()), 0)
+    return next((len(t) for t in leaves if isinstance(t, Tensor) and t.dim()), None)
 
 
 # The stages.
@@ -271,10 +276,18 @@ def _apart(value: Any, message: Message) -> Any:
     """A value that does not lie in a receive buffer: copies of its tensors that do."""
     lent = {t.untyped_storage().data_ptr() for t in message.tensors if t is not None}
 
-    def apart(tensor: Tensor) -> Tensor:
-        return tensor.clone() if tensor.untyped_storage().data_ptr() in lent else tensor
+    def lies_there(tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in lent
 
-    return apart(value) if isinstance(value, Tensor) else tree_map_only(Tensor, apart, value)
+    def apart(tensor: Tensor) -> Tensor:
+        return tensor.clone() if lies_there(tensor) else tensor
+
+    if isinstance(value, Tensor):
+        return apart(value)
+    value = tree_map_only(Tensor, apart, value)
+    if any(map(lies_there, tensors_in(value))):  # in a dataclass, which torch does not look into
+        value = copy.deepcopy(value)
+    return value
 
 
 # A run of them.

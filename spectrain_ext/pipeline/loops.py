@@ -89,7 +89,8 @@ class Loops(nn.Module):
         Returns:
             The value of each metric. Those of functions are means over all batches, each weighted
             by its samples, the length of its target's first tensor; added up in float64 without
-            rounding. All processes of a pipeline get the same floats, those of one process.
+            rounding. A batch of no samples is not measured. All processes of a pipeline get the
+            same floats, those of one process.
 
         Raises:
             RuntimeError: a run has not ended yet.

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+
+
+#: What ``torch.compile`` puts before all names of a module.
+_COMPILED = "_orig_mod."
+
+
+def bare(name: str) -> str:
+    """What a module calls something that it calls so where it has been compiled."""
+    return name.removeprefix(_COMPILED)
+
+
+def found_as(name: str, names: Container[str]) -> str:
+    """Which of these names a module's is, be the module compiled; itself, if none."""
+    compiled = _COMPILED + name
+    return compiled if name not in names and compiled in names else name
 
 
 def full_names(stage: nn.Module, keys: Iterable[str], prefix: str) -> dict[str, str]:
@@ -15,7 +30,7 @@ def full_names(stage: nn.Module, keys: Iterable[str], prefix: str) -> dict[str, 
     the prefix.
     """
     full_name = getattr(stage, "full_name", None)
-    return {key: full_name(key) if callable(full_name) else prefix + key for key in keys}
+    return {key: full_name(bare(key)) if callable(full_name) else prefix + key for key in keys}
 
 
 def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -25,14 +40,16 @@ def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
     else those of ``nn.Sequential(*stages)``.
     """
     found: dict[str, str] = {}
+    homes: dict[str, str] = {}  # the same, as ties call them
     held: dict[str, Any] = {}
     known = all(callable(getattr(stage, "full_name", None)) for stage in stages.values())
     for k, stage in stages.items():
         state = stage.state_dict(keep_vars=True)
         tied = getattr(stage, "tied_parameters", {})  # see mark_ties: copies of an earlier stage's
         for key, full in full_names(stage, state, f"{k}.").items():
-            found[f"{k}.{key}"] = full
-            copied = key in tied and found.get(f"{tied[key][0]}.{tied[key][1]}") == full
+            found[f"{k}.{key}"] = homes[f"{k}.{bare(key)}"] = full
+            home, name = tied.get(bare(key), (k, key))
+            copied = home != k and homes.get(f"{home}.{name}") == full
             known = known and (copied or held.setdefault(full, state[key]) is state[key])
     return found if known else {key: key for key in found}
 

@@ -364,16 +364,20 @@ class Pipeline(Loops):
         Raises:
             RuntimeError: a run has not ended yet.
         """
-        self._refuse_in_run("calling the pipeline")
+        self._refuse_in_run("calling the pipeline", changed=True)
         with self._executor.callers_turn():
             for module, device in zip(self.children(), self.devices, strict=True):
                 value = module(_moved(value, device))
         return value
 
-    def _mend(self) -> None:
+    def _mend(self, changed: bool = False) -> None:
         """Finish what exceptions have cut short: the end of a run, or a release.
 
         Whatever the caller's stream is now, it may then use what the pipeline holds.
+
+        Args:
+            changed: whether copies follow weights that may have been changed by ``.data``, which
+                nobody sees: that takes as long as to copy them.
         """
         self._executor.mend()
         if self._evaluating is not None and not self._evaluating.running:
@@ -385,7 +389,7 @@ class Pipeline(Loops):
         if not self._executor.running and self._evaluating is None:
             self._executor.let_caller_follow()
             for copy in self._copies:
-                copy.follow()
+                copy.follow(changed)
 
     # All ways to the stages' parameters through this module begin here.
 
@@ -407,8 +411,8 @@ class Pipeline(Loops):
         self._mend()
         return super().named_children()
 
-    def _refuse_in_run(self, what: str) -> None:
-        self._mend()
+    def _refuse_in_run(self, what: str, changed: bool = False) -> None:
+        self._mend(changed)
         if self._evaluating is not None:
             raise RuntimeError(f"{what}: an evaluation of this pipeline has not ended")
         if self._executor.running:
@@ -464,7 +468,7 @@ class Pipeline(Loops):
 
     def check_drained(self, what: str) -> None:
         """Raise RuntimeError, naming ``what`` was asked for, if a run has not ended."""
-        self._refuse_in_run(what)
+        self._refuse_in_run(what, changed=True)
 
     @property
     def weight_version_bytes(self) -> int:
@@ -555,7 +559,7 @@ def _weights_of(
 
 
 def _mend_before(pipe: Pipeline, *_: object) -> None:
-    pipe._mend()
+    pipe._mend(changed=True)
 
 
 def _put_true_weights(

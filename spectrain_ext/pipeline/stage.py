@@ -284,7 +284,7 @@ class Stage:
                     value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
             leaves.append(leaf)
             values.append(value)
-        return leaves, self.module(packed(message, values))
+        return leaves, self.module(values[0] if message.single else packed(message, values))
 
     def _keep(self, i: int, j: int, tape: Tape) -> None:
         self._tapes[i, j] = tape
@@ -347,7 +347,8 @@ class Stage:
             else:
                 message = arrived.message
                 assert message is not None
-                outputs = tensors_of(tape.output)
+                found = tape.output
+                outputs = (found,) if isinstance(found, Tensor) else tensors_of(found)
                 # No gradient comes back for what does not require one or nothing depends on.
                 pairs = [
                     (output, seed)

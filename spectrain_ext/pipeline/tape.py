@@ -82,7 +82,7 @@ def _not_to_be_sent(value: object) -> TypeError:
 
 def value_of(message: Message) -> Any:
     """What a module or a loss takes."""
-    return packed(message, message.tensors)
+    return message.tensors[0] if message.single else packed(message, message.tensors)
 
 
 def packed(message: Message, tensors: Sequence[Tensor | None]) -> Any:

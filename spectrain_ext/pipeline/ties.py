@@ -15,6 +15,7 @@ from spectrain_ext.schedule.reading import Entries
 from spectrain_ext.transport import Buffer, Edge, Message, Receiver, Sender, Slot, Transit
 
 from .cursor import Extent
+from .names import bare, found_as, full_names
 from .stage import Handler, Stage
 
 #: What a stage may have: its parameter's name -> (stage, name there) that it is a copy of.
@@ -71,7 +72,7 @@ class Copy:
             return
         # Whoever makes another pipeline of these stages finds the tie in this.
         said = getattr(self.module, ATTRIBUTE, {})
-        tied = {name: (self.home, self.home_name) for name in self.names}
+        tied = {bare(name): (self.home, bare(self.home_name)) for name in self.names}
         setattr(self.module, ATTRIBUTE, {**said, **tied})
         self._put(copy.deepcopy(self.original))
         self._seen = self.original._version
@@ -134,12 +135,6 @@ def names_of(module: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def full_names(module: nn.Module, stage: int, names: Iterable[str]) -> list[str]:
-    """What the whole model calls a stage's parameters or module buffers."""
-    full_name = getattr(module, "full_name", None)
-    return [full_name(name) if callable(full_name) else f"{stage}.{name}" for name in names]
-
-
 def copies_of(modules: Sequence[nn.Module], first: int = 0) -> list[Copy]:
     """The copies that stages of this process have: one object in several stages, or said to be.
 
@@ -153,9 +148,11 @@ def copies_of(modules: Sequence[nn.Module], first: int = 0) -> list[Copy]:
     found: list[Copy] = []
     owners: dict[nn.Parameter, tuple[int, str, nn.Parameter]] = {}  # of originals and copies
     for k, module in enumerate(modules, first):
-        said, names = _said(module, k), names_of(module)
+        names = names_of(module)
+        known = {name for own in names.values() for name in own}
+        said = {found_as(name, known): place for name, place in _said(module, k).items()}
         for name in said:
-            if not any(name in own for own in names.values()):
+            if name not in known:
                 raise ValueError(f"stages[{k}].{ATTRIBUTE}: it has no parameter {name!r}")
         for p, own in names.items():
             place = next((said[name] for name in own if name in said), None)
@@ -164,9 +161,10 @@ def copies_of(modules: Sequence[nn.Module], first: int = 0) -> list[Copy]:
                 home = (*place, None)
                 if place[0] >= first:
                     there = dict(modules[place[0] - first].named_parameters(remove_duplicate=False))
-                    if place[1] not in there:
-                        check_look(Member(place[0], k, place[1], own[0], True), [], None)
-                    home = owners[there[place[1]]]
+                    its = found_as(place[1], there)
+                    if its not in there:
+                        check_look(Member(place[0], k, its, own[0], True), [], None)
+                    home = owners[there[its]]
             if home is None:
                 owners[p] = k, own[0], p
                 continue
@@ -330,7 +328,8 @@ class Home(End):
         turns: Turns,
     ) -> None:
         known = dict(stage.module.named_parameters(remove_duplicate=False))
-        self.stage, self.params = stage, [known[name] for name, _ in tie.names]
+        self.stage = stage
+        self.params = [known[found_as(name, known)] for name, _ in tie.names]
         self._trained = [p for p, learns in zip(self.params, tie.trained, strict=True) if learns]
         self._weights, self._gradients, self._turns = weights, gradients, turns
         self._added: int | None = None
@@ -351,7 +350,7 @@ class Home(End):
         stage.predict.record(stage.loaded)
 
     def send_true(self) -> None:
-        """After the last update: send the true weights."""
+        """After the last update, or outside of a run: send the true weights."""
         stage = self.stage
         true = {} if stage.weights is None else stage.weights.true_weights()
         sent = Buffer(f"true weights of stage {stage.index} that others have as well")
@@ -369,7 +368,7 @@ class Home(End):
         assert slot.message is not None
         with stage.compute.using(reads=(slot.buffer,), writes=(stage.weight_gradients,)):
             for p, gradient in zip(self._trained, slot.message.tensors, strict=True):
-                if gradient is None:
+                if gradient is None or not p.requires_grad:  # frozen since
                     continue
                 if p.grad is None:
                     p.grad = gradient.clone()
@@ -410,6 +409,7 @@ class Away(End):
     ) -> None:
         known = {each.names[0]: each for each in copies if each.stage == stage.index}
         self.stage, self.copies = stage, [known[name] for _, name in tie.names]
+        self._trained = [c for c, learns in zip(self.copies, tie.trained, strict=True) if learns]
         self.memory = Buffer(f"copies of others' weights in stage {stage.index}")
         stage.shared = (*stage.shared, self.memory)
         self._weights, self._gradients, self._turns = weights, gradients, turns
@@ -430,6 +430,13 @@ class Away(End):
         Raises:
             RuntimeError: the stage has other parameters now.
         """
+        self._extent = extent
+        self._turns.begin()
+        self._own = self._memory()
+        self._forget()
+        self._drop_gradients()
+
+    def _memory(self) -> list[Tensor]:
         for each in self.copies:
             if not each.in_place() or each.held.device != self.stage.device:
                 raise RuntimeError(
@@ -438,11 +445,14 @@ class Away(End):
                     "change parameters in place, or call release() first and build a new Pipeline "
                     "afterwards"
                 )
-        self._extent = extent
-        self._turns.begin()
+        return [each.held.data for each in self.copies]
+
+    def follow(self) -> None:
+        """Outside of a run: take what the home sends."""
+        self._own = self._memory()
+        self.take_true()
+        self._own = []
         self._forget()
-        self._own = [each.held.data for each in self.copies]
-        self._drop_gradients()
 
     def _drop_gradients(self) -> None:
         for each in self.copies:
@@ -489,7 +499,7 @@ class Away(End):
 
     def _send_gradients(self, to: Sender) -> None:
         stage = self.stage
-        gradients = (each.held.grad for each in self.copies if each.held.requires_grad)
+        gradients = (each.held.grad for each in self._trained)
         found = tuple(g.to_dense() if g is not None and g.is_sparse else g for g in gradients)
         self._drop_gradients()
         sent = Buffer(f"gradients of others' weights in stage {stage.index}")
@@ -572,7 +582,8 @@ class LocalTies:
         for each in copies:
             assert each.original is not None
             module = stages[each.home].module
-            each.elsewhere = full_names(module, each.home, names_of(module)[each.original])
+            names = names_of(module)[each.original]
+            each.elsewhere = [*full_names(module, names, f"{each.home}.").values()]
 
     def begin(self, extent: Extent) -> None:
         for ends in self.ends.values():

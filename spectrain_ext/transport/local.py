@@ -39,7 +39,7 @@ class Message(NamedTuple):
     keys: tuple[str, ...] | None = None
 
     def without_gradient(self) -> Message:
-        return self._replace(differentiable=(False,) * len(self.tensors))
+        return Message(self.tensors, self.single, (False,) * len(self.tensors), self.keys)
 
 
 class _Room(NamedTuple):

@@ -85,6 +85,19 @@ def test_a_plain_model_and_torchs_optimizer(tmp_path):
     assert torch.equal(back.get_submodule("1.2.0").weight, plain[0][0].weight)
 
 
+def test_compiled_stages(tmp_path):
+    stages = [torch.compile(stage, backend="eager") for stage in cut_at(tied(), [2, 4])]
+    pipe = st.Pipeline(stages, sgd, LOSS, "spectrain", scheduler=halving)
+    train(pipe, batches(3))
+    save(tmp_path / "c", pipe)
+    plain, other = tied(seed=3), pipeline([1, 3, 4], seed=4)
+    for target in (plain, other):
+        load(tmp_path / "c", target)
+    assert torch.equal(plain[3][0].weight, pipe.get_submodule("0._orig_mod.0.0").weight)
+    same(other.state_dict(), pipe.state_dict())
+    load(tmp_path / "c", pipe)
+
+
 def test_masters_are_loaded_by_all_names(tmp_path):
     """Into float32, where the copy's own weight is rounded."""
     data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(5)]

@@ -65,7 +65,8 @@ def check(ranks, found):
 
 
 def test_stages_evaluate_at_the_same_time():
-    found = run_ranks(loop_programs.slow, 3)
+    found, died = zip(*run_ranks(loop_programs.slow, 3), strict=True)
+    assert all(died)
     assert [len(times) for times in found] == [12] * 3
     at_once = [
         sum(begin < other_end and other_begin < end for other_begin, other_end in other)

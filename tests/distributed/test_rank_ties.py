@@ -69,6 +69,17 @@ def test_copies_are_true_after_every_run():
     assert not torch.equal(left, again)
 
 
+def test_evaluations_are_those_of_one_process():
+    torch.set_num_threads(1)
+    found = run_ranks(rank_pipelines.tied_and_evaluated, 3)
+    expected = rank_pipelines.tied_and_evaluated(0, 1)
+    assert len(set(expected[0])) == 5  # evaluations move a running mean
+    for measured, _, _ in found:
+        assert measured == expected[0]
+    assert torch.equal(found[2][1], expected[1])
+    assert torch.equal(found[2][2], expected[2])
+
+
 def test_replicas_of_other_stages():
     torch.set_num_threads(1)
     found = run_ranks(rank_pipelines.tied_between_replicas, 4, [1, 2, 1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import torch
 from helpers.replica_programs import seat
@@ -143,11 +145,15 @@ class Slow(nn.Module):
 
 
 def slow(rank, ranks):
-    """When this rank's stage was at work in an evaluation."""
+    """When this rank's stage was at work in an evaluation, and whether its pipeline then dies."""
     stage = Slow(0.02)
     pipe = st.DistributedPipeline(stage, sgd, nn.functional.cross_entropy, timeout=30.0)
     pipe.evaluate(data([4] * 12))
-    return stage.times
+    alive = weakref.ref(pipe)
+    gc.collect()
+    gc.disable()  # what a cycle holds, such as all buffers, would wait for it
+    del pipe
+    return stage.times, alive() is None
 
 
 def failing(rank, ranks, what, where):

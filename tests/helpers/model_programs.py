@@ -33,6 +33,25 @@ def loads_whole_dicts(rank, ranks):
         return dict(pipe.state_dict()), list(found.missing_keys + found.unexpected_keys), str(error)
 
 
+class Fails(nn.Linear):
+    """Where it is measured."""
+
+    def forward(self, x):
+        raise ArithmeticError("planned")
+
+
+def cuts(rank, ranks):
+    """How cuts by rank 0's measurements end: with blocks that fail there, other numbers, none."""
+    found = []
+    for blocks in ([nn.Linear(3, 3), Fails(3, 3)], [nn.Linear(3, 3)] * (3 + rank)):
+        try:
+            st.partition(nn.Sequential(*blocks), 2, torch.randn(4, 3), repeats=1)
+        except (ArithmeticError, RuntimeError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
+    return found, st.partition(model, 2, torch.randn(4, 3), repeats=1).cut.ends
+
+
 def decoder(rank, ranks, tied):
     """A decoder that every rank cuts, trained; its losses and weights by the model's names."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -577,6 +577,44 @@ def tied_in_steps(rank, ranks):
     return found
 
 
+def tied_and_evaluated(rank, ranks, method="pipedream-2bw"):
+    """Evaluations of weights that somebody has changed; with one rank a pipeline of 3 stages."""
+    if ranks == 1:
+        parts = tied_stages(3, (0, 2))
+        pipe = st.Pipeline(parts, optimizer, nn.functional.mse_loss, method)
+    else:
+        pipe = tied_small(rank, ranks, method)
+        parts = list(pipe.children())
+    first, last = parts[0].linear.weight, parts[-1].linear.weight
+    found = []
+
+    def evaluate():
+        found.append(pipe.evaluate(data(4))["loss"])
+
+    if rank == ranks - 1 and ranks > 1:
+        last.data.zero_()  # the first stage's counts
+    evaluate()
+    for way in (lambda: first.mul_(0.5), lambda: first.data.mul_(2.5)):
+        for _ in pipe.run(data(5)):
+            pass
+        if rank == 0:
+            with torch.no_grad():
+                way()
+        if len(found) == 1:
+            last.grad = torch.ones_like(last)
+        evaluate()
+    with torch.inference_mode():
+        evaluate()
+    pipe.release()
+    if rank == 0:
+        first.data.mul_(0.5)
+    evaluate()
+    torch.manual_seed(3)
+    output = pipe.eval()(data(1)[0][0])
+    last = parts[-1].linear.weight.detach()  # after release() maybe another object
+    return found, last, None if output is None else output.detach()
+
+
 def tied_wrongly(rank, ranks):
     """The errors of ties that cannot be."""
     found = {}

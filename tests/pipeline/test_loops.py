@@ -7,6 +7,7 @@ import copy
 import gc
 import itertools
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -196,6 +197,51 @@ def test_whatever_train_does_beside_flags_is_done():
     stage.eval()
     pipe.evaluate(batches(2))
     assert (stage.calls, stage.training) == (3, False)
+
+
+def test_a_batch_without_samples_is_not_measured():
+    pipe, data = st.Pipeline(living(), sgd(), mse), batches(4, size=4)
+    none = (torch.empty(0, 5), torch.empty(0, 5))
+    biggest = [Together(), Together()]
+    found = [
+        pipe.evaluate(given, {"mse": mse, "biggest": metric})
+        for given, metric in zip((data, [none, *data, none]), biggest, strict=True)
+    ]
+    assert found[0] == found[1]
+    assert [len(metric.given) for metric in biggest] == [4, 4]
+    with pytest.raises(ValueError, match="batches: expected at least one to evaluate, got none"):
+        pipe.evaluate([none])
+
+
+@dataclass
+class Passed:
+    """What torch's trees do not look into."""
+
+    output: torch.Tensor
+    inside: list[torch.Tensor]
+
+
+class Passes(nn.Module):
+    def forward(self, x):
+        return Passed(2 * x, [x])
+
+
+def test_metrics_may_keep_what_they_are_given():
+    """The last stage's input as well, which lies in a receive buffer."""
+    kept = []
+
+    class Keeping(Together):
+        def update(self, output, target):
+            kept.append(output)
+
+        def compute(self):
+            return 0
+
+    pipe = st.Pipeline([nn.Linear(5, 5), Passes()], sgd(), lambda o, y: mse(o.output, y))
+    pipe.evaluate(batches(5), {"mine": Keeping()})
+    assert len(kept) == 5
+    for found in kept:
+        assert torch.equal(found.output, 2 * found.inside[0])
 
 
 def test_runs_and_evaluations_do_not_meet():

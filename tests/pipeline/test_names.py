@@ -87,6 +87,18 @@ def test_either_loads_what_the_other_has(case):
     same(model.state_dict(), fresh)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_stages_have_them_too(case):
+    make, cut = CASES[case]
+    model, other = make(), make()
+    stages = [torch.compile(stage, backend="eager") for stage in cut(model)]
+    pipe = st.Pipeline(stages, sgd, LOSS, method="spectrain")
+    list(pipe.run(data(2)))
+    same(pipe.state_dict(), model.state_dict())
+    pipe.load_state_dict(other.state_dict())
+    same(model.state_dict(), other.state_dict())
+
+
 def test_while_a_run_is_suspended():
     model = named()
     pipe = st.Pipeline(sliced(model), sgd, LOSS, method="spectrain")

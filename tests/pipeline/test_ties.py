@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -168,6 +170,23 @@ def test_frozen_weights():
     close(compared.pipe.get_submodule("2.0").weight, before * 0.5)
 
 
+def test_weights_that_are_frozen_between_runs():
+    """As without ties, where their optimizer then finds no gradient."""
+    stages = tied(3)
+    pipe = st.Pipeline(stages, lambda params: st.optim.SGD(params, lr=0.05), mse, "vanilla")
+    losses(pipe, batches(2))
+    first, last = stages[0][0].weight, stages[2][0].weight
+    before = first.clone()
+    for frozen in ((first,), (first, last)):
+        for p in frozen:
+            p.requires_grad_(False)
+        losses(pipe, batches(3))
+        assert torch.equal(first, before) and torch.equal(last, before)
+    first.requires_grad_(True)  # the last one's part is missing
+    losses(pipe, batches(3))
+    assert not torch.equal(first, before) and torch.equal(first, last)
+
+
 class Sometimes(nn.Module):
     """Uses its weight in every second forward."""
 
@@ -295,6 +314,18 @@ def test_changes_between_runs_are_the_copies_as_well():
     assert not torch.equal(pipe(x), expected)
 
 
+def test_changes_that_autograd_does_not_see():
+    pipe = st.Pipeline(tied(3), sgd(), mse, "vanilla")
+    data = batches(3)
+    losses(pipe, data)
+    first, last = pipe.get_submodule("0.0").weight, pipe.get_submodule("2.0").weight
+    for look in (pipe.state_dict, lambda: pipe(data[0][0]), lambda: pipe.evaluate(data)):
+        first.data.mul_(0.5)
+        look()
+        assert torch.equal(first, last)
+    assert alike(pipe.state_dict(), 3)
+
+
 def test_release_ties_them_again():
     stages = tied(3)
     pipe = st.Pipeline(stages, sgd(), mse, "spectrain")
@@ -310,6 +341,20 @@ def test_release_ties_them_again():
     other = st.Pipeline(alone, sgd(), mse, "spectrain")  # which had been copied one by one
     assert torch.equal(torch.stack(first), torch.stack(losses(other, data)))
     assert torch.equal(torch.stack(second), torch.stack(losses(other, data)))
+
+
+def test_a_pipeline_with_ties_needs_no_garbage_collection():
+    pipe = st.Pipeline(tied(3), sgd(), mse, "spectrain")
+    losses(pipe, batches(3))
+    pipe.evaluate(batches(3))
+    alive = weakref.ref(pipe._executor._around._ties)
+    gc.collect()
+    gc.disable()
+    try:
+        del pipe
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_pipeline_of_stages_that_another_one_has():
@@ -334,6 +379,26 @@ def test_said_by_an_attribute():
         found.append((torch.stack(losses(pipe, data)), pipe.state_dict()))
         assert alike(found[-1][1], 3)
     close(found[0], found[1])
+
+
+def test_stages_that_are_compiled():
+    plain = tied(3)
+    stages = copy.deepcopy(nn.ModuleList(plain))
+    stages[2].tied_parameters = {"0.weight": (0, "0.weight")}
+    compiled = [torch.compile(stage, backend="eager") for stage in stages]
+    data, found = batches(6), []
+    for these in (plain, compiled):
+        pipe = st.Pipeline(these, sgd(), mse, "spectrain")
+        found.append(torch.stack(losses(pipe, data)))
+        for result in pipe.run(data):
+            if result.index == 3:
+                state = pipe.state_dict()
+                first, last = [t for key, t in state.items() if key.endswith(".0.weight")][::2]
+                assert torch.equal(first, last)
+        pipe.release()
+    assert torch.equal(*found)
+    assert stages[2].tied_parameters == {"0.weight": (0, "0.weight")}
+    assert alike(st.Pipeline(stages, sgd(), mse).state_dict(), 3)
 
 
 # What is refused.
