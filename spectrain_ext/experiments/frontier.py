@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from spectrain_ext.extras import require_matplotlib
-from spectrain_ext.files import replace_file
+from spectrain_ext.files import finite, replace_file
 from spectrain_ext.schedule import flushes
 
 from .contenders import contender
@@ -195,15 +195,7 @@ def _ratio(value: float) -> str:
 
 def write_frontier(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
     """Write the rows as JSON; what is not finite becomes null."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, float):
-            return value if math.isfinite(value) else None
-        if isinstance(value, Mapping):
-            return {str(key): plain(v) for key, v in value.items()}
-        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-    document = {**about, "rows": [plain(asdict(row)) for row in rows]}
+    document = {**about, "rows": finite([asdict(row) for row in rows])}
     replace_file(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
 
 
