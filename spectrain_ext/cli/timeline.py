@@ -110,23 +110,20 @@ def timeline(
             if not is_imported(method) and method not in methods():
                 raise ValueError(f"there is no method {method!r}; there are {', '.join(methods())}")
             chosen = method_of(method)
-            name, spans = (
-                f"{chosen.name}, {stages} stages",
-                list(
-                    simulate_method(
-                        chosen,
-                        stages,
-                        minibatches,
-                        microbatches=microbatches or "auto",
-                        window=window,
-                        forward=forward,
-                        backward=backward,
-                        update=update,
-                        prediction=prediction,
-                        communication=communication,
-                    )
-                ),
+            name = f"{chosen.name}, {stages} stages"
+            simulated = simulate_method(
+                chosen,
+                stages,
+                minibatches,
+                microbatches=microbatches or "auto",
+                window=window,
+                forward=forward,
+                backward=backward,
+                update=update,
+                prediction=prediction,
+                communication=communication,
             )
+            spans = list(simulated)
         if out.suffix == ".json":
             write_trace(out, spans)
         else:

@@ -19,7 +19,7 @@ from spectrain_ext.experiments.world import World
 from spectrain_ext.extras import require_matplotlib, require_tensorboard
 
 from .once import OnceToldCommand, agreed, joined, logged, told
-from .options import finite, names, numbers
+from .options import data_dir, finite, names, numbers
 
 _POSITIVE = click.IntRange(min=1)
 _COUNT = click.IntRange(min=0)
@@ -39,11 +39,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     default="digits",
     help="What is trained on; digits come with scikit-learn, the others are read from --data-dir.",
 )
-@click.option(
-    "--data-dir",
-    type=click.Path(path_type=Path),
-    help="File or folder of cifar10 (torchvision's, or a tar of JPEG files) or text (.txt).",
-)
+@data_dir
 @click.option(
     "--model",
     type=click.Choice(MODELS),
