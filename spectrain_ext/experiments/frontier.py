@@ -240,13 +240,10 @@ def draw_times(
     curves: Mapping[tuple[str, int, int], Sequence[Curve]],
     title: str,
 ) -> None:
-    """Draw mean test losses over the simulated time, bubbles included.
+    """Draw mean test losses over the simulated time, bubbles included, a line for each row.
 
-    Args:
-        path: of the PNG.
-        rows: one per line, of one number of stages.
-        curves: the runs, by contender, stages and microbatches.
-        title: of the picture.
+    The rows are of one number of stages; ``curves`` are the runs, by contender, stages and
+    microbatches.
     """
     with _picture(path, title) as axes:
         drawn = looks(row.contender for row in rows)

@@ -87,13 +87,7 @@ def draw_losses_over_time(
 ) -> None:
     """Draw them over simulated time, as ``draw_losses`` does, into a PNG at ``path``.
 
-    Args:
-        path: of the PNG.
-        results: of the methods.
-        times: of a minibatch, by method, in a common unit: ``times.relative_times``.
-        title: above the picture.
-        window: minibatches that a loss is the mean of.
-        metric: what the labels have.
+    ``times`` are those of a minibatch, by method, in a common unit: ``times.relative_times``.
     """
     lines = _lines(results, window)
     ends = {line.result.method: len(line.median) * times[line.result.method] for line in lines}
