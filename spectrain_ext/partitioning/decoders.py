@@ -362,13 +362,12 @@ class Decoder:
         profile = measure(self.blocks, self.example, repeats=repeats)
         empty = DecoderStage(self.model, self.plan, 1, 1)
         around = measure([self.blocks[0], empty], self.example, repeats=repeats).blocks[1].seconds
-        first, *rest = profile.blocks
-        rest = [replace(block, seconds=max(0.0, block.seconds - around)) for block in rest]
-        names = ["before", *(f"{self.plan.path}.{i}" for i in range(len(rest) - 1)), "after"]
-        blocks = [
-            replace(block, name=f"{index}: {name}")
-            for index, (block, name) in enumerate(zip((first, *rest), names, strict=True))
-        ]
+        members = range(len(self.plan.members))
+        names = ["before", *(f"{self.plan.path}.{i}" for i in members), "after"]
+        blocks = (
+            replace(b, name=f"{i}: {name}", seconds=max(0.0, b.seconds - around * (i > 0)))
+            for i, (b, name) in enumerate(zip(profile.blocks, names, strict=True))
+        )
         return Profile(tuple(blocks), ties)
 
 

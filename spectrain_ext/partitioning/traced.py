@@ -133,7 +133,7 @@ def split(
     example_input: Value,
     split_points: Mapping[str, SplitPoint] | Sequence[str],
     once: bool = False,
-) -> list[nn.Module]:
+) -> list[TracedStage]:
     """Trace a model and cut it before (or after) the named submodules.
 
     Args:
@@ -219,7 +219,7 @@ class _Assembly:
         for number in self._names:
             self._users.setdefault(number, {self._home(number)})
 
-    def stages(self) -> list[nn.Module]:
+    def stages(self) -> list[TracedStage]:
         return [self._stage(k) for k in range(len(self._first))]
 
     def _stage(self, k: int) -> TracedStage:
