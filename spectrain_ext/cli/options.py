@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+POSITIVE = click.IntRange(min=1)
+
 data_dir = click.option(
     "--data-dir",
     type=click.Path(path_type=Path),

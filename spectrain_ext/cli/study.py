@@ -23,10 +23,9 @@ from spectrain_ext.experiments.settings import OptionError
 from spectrain_ext.experiments.study import Curves, cells_of, data_of, search_all
 from spectrain_ext.extras import require, require_matplotlib
 
-from .options import data_dir, names, numbers_listed
+from .options import POSITIVE, data_dir, names, numbers_listed
 
 _TABLE = 120  # columns that the table has
-_POSITIVE = click.IntRange(min=1)
 _USUAL = "sync, vanilla, pipedream, pipedream-2bw, spectrain, spectrain-stash, auto"
 
 
@@ -69,8 +68,8 @@ _USUAL = "sync, vanilla, pipedream, pipedream-2bw, spectrain, spectrain-stash, a
     help="Methods, with commas, module:NAME for your own; sync is always one of them. Others that "
     "are only compared with: see docs/frontier.md.",
 )
-@click.option("--seeds", type=_POSITIVE, default=5, help="How many seeds, from 0 on.")
-@click.option("--jobs", type=_POSITIVE, default=1, help="Runs at once, on a core each.")
+@click.option("--seeds", type=POSITIVE, default=5, help="How many seeds, from 0 on.")
+@click.option("--jobs", type=POSITIVE, default=1, help="Runs at once, on a core each.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),

@@ -153,9 +153,7 @@ def split(
         RuntimeError: torch.export cannot trace the model as it is. That it cannot in the other mode
             is raised when a stage is asked for that.
 
-    What the model's Python says about anything else than its mode, sizes, devices and whether
-    gradients are enabled is a constant of the stages: a module's attributes (a dropout's ``p``), a
-    parameter's ``requires_grad`` that decides between two ways, another thread's settings.
+    What else the model's Python says is a constant of the stages, see ``partition``.
     """
     # Not above: it doubles the time that importing this package takes.
     from torch.distributed.pipelining import SplitPoint
