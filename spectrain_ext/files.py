@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,6 +48,15 @@ def read_json(path: str | os.PathLike[str], largest: int) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{Path(path)}: expected JSON: {error}") from error
+
+
+def finite(value: Any) -> Any:
+    """The same with None for every number that is not finite, which JSON cannot hold."""
+    if isinstance(value, Mapping):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def partial(path: Path) -> Path:

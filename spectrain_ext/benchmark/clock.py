@@ -5,20 +5,11 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .operations import Call
-
-
-@dataclass
-class Times:
-    """Seconds of one call, one figure per sample, and how they were taken."""
-
-    seconds: list[float] = field(default_factory=list)
-    how: str = "clock"
 
 
 class OnHost:
@@ -92,9 +83,12 @@ Contestant = OnHost | OnDevice
 
 def take_turns(
     contestants: Mapping[str, Contestant], budget_s: float, at_least: int = 5, at_most: int = 200
-) -> dict[str, Times]:
-    """Sample all in turn, each round starting with another one, until the budget is used up."""
-    times = {name: Times(how=c.how) for name, c in contestants.items()}
+) -> dict[str, list[float]]:
+    """Sample all in turn, each round starting with another one, until the budget is used up.
+
+    Returns seconds of one call, one figure per sample.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     collecting = gc.isenabled()
     gc.collect()
@@ -106,7 +100,7 @@ def take_turns(
                 break
             first = turn % len(names)
             for name in names[first:] + names[:first]:
-                times[name].seconds.append(contestants[name].sample())
+                times[name].append(contestants[name].sample())
     finally:
         if collecting:
             gc.enable()

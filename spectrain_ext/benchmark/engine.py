@@ -115,11 +115,16 @@ def _case(
         name = "torch.compile"
         kinds[name] = "rival"
         calls[name], compile_s[name] = compiled(operation, sets)
-    contestants = {name: _contestant(each, settings) for name, each in calls.items()}
+    contestants: dict[str, Contestant] = {
+        name: OnHost(each[0], settings.sample_s)
+        if device == "cpu"
+        else OnDevice(each, settings.sample_s)
+        for name, each in calls.items()
+    }
     times = take_turns(contestants, settings.case_s)
     copied = copied_bytes(nbytes)
     moved = {"copy": copied, "reference": work.elements * 8}
-    figures = {name: spread(t.seconds) for name, t in times.items()}
+    figures = {name: spread(seconds) for name, seconds in times.items()}
     yardsticks = [figures[name] for name, kind in kinds.items() if kind == "copy"]
     ceiling = max(copied / median for median, _, _ in yardsticks)
     ceiling_best = max(copied / best for _, _, best in yardsticks)
@@ -128,13 +133,13 @@ def _case(
         size = moved.get(kinds[name], nbytes)
         row = Row(
             *(operation.name, work.name, work.precision.name, name, kinds[name], size),
-            *(median * 1e6, iqr * 1e6, best * 1e6, len(times[name].seconds)),
+            *(median * 1e6, iqr * 1e6, best * 1e6, len(times[name])),
             gb_per_s=size / median / 1e9,
             share=size / median / ceiling,
             share_best=size / best / ceiling_best,
             host_us=host_us.get(name),
             compile_s=compile_s.get(name),
-            how=times[name].how,
+            how=contestants[name].how,
             elements=work.elements,
             tensors=work.count,
         )
@@ -154,12 +159,6 @@ def _sets(operation: Operation, work: Workload, device: str) -> int:
 def sets_needed(nbytes: int, l2_bytes: int) -> int:
     """Sets that put four times the L2 cache between two uses of one."""
     return max(2, -(-4 * l2_bytes // max(1, nbytes)) + 1)
-
-
-def _contestant(calls: Sequence[Call], settings: Settings) -> Contestant:
-    if settings.device == "cpu":
-        return OnHost(calls[0], settings.sample_s)
-    return OnDevice(calls, settings.sample_s)
 
 
 def host_times(operation: Operation, work: Workload, device: str) -> dict[str, float]:
@@ -192,4 +191,4 @@ def host_overhead(device: str = "cpu") -> dict[str, float]:
 
 def _microseconds(calls: dict[str, Call], sample_s: float, budget_s: float) -> dict[str, float]:
     times = take_turns({name: OnHost(call, sample_s) for name, call in calls.items()}, budget_s)
-    return {name: spread(t.seconds)[0] * 1e6 for name, t in times.items()}
+    return {name: spread(seconds)[0] * 1e6 for name, seconds in times.items()}

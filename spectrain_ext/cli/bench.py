@@ -16,12 +16,11 @@ from spectrain_ext.benchmark.report import Report, host_table, markdown, summary
 from spectrain_ext.benchmark.workloads import MODELS, PRECISIONS, Workload, model, synthetic
 from spectrain_ext.extras import require_matplotlib
 
-from .options import printable
+from .options import POSITIVE, printable
 
 _QUICK = "quick"
 _COUNTS = (1, 10, 300, 3000)
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_POSITIVE = click.IntRange(min=1)
 _EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
 
 
@@ -47,7 +46,7 @@ _EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
 @click.option(
     "--tensors",
     multiple=True,
-    type=_POSITIVE,
+    type=POSITIVE,
     metavar="N",
     help="Measure on N tensors instead of the suite's; may be repeated.",
 )
@@ -69,7 +68,7 @@ _EXPONENTS = (10, 14, 18, 22, 26, 28, 30)
 @click.option(
     "--device", metavar="NAME", default="cpu", show_default=True, help="cpu, or a CUDA device."
 )
-@click.option("--threads", type=_POSITIVE, help="CPU threads.  [default: torch's]")
+@click.option("--threads", type=POSITIVE, help="CPU threads.  [default: torch's]")
 @click.option(
     "--compile",
     "with_compile",

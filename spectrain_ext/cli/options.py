@@ -2,9 +2,18 @@
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
+
+POSITIVE = click.IntRange(min=1)
+
+data_dir = click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path),
+    help="File or folder of cifar10 (torchvision's, or a tar of JPEG files) or text (.txt).",
+)
 
 
 def names(
@@ -13,6 +22,16 @@ def names(
     """Names with commas, of an option that may be repeated."""
     texts = [value] if isinstance(value, str) else value
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+
+
+def numbers_listed(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
+    """Numbers of at least 1 with commas."""
+    texts = names(context, parameter, value)
+    if not texts or not all(text.isdecimal() and int(text) for text in texts):
+        raise click.BadParameter(
+            f"expected numbers of at least 1 with commas, got {','.join(texts)!r}"
+        )
+    return [int(text) for text in texts]
 
 
 def numbers(*words: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:

@@ -23,10 +23,9 @@ from spectrain_ext.experiments.settings import OptionError
 from spectrain_ext.experiments.study import Curves, cells_of, data_of, search_all
 from spectrain_ext.extras import require, require_matplotlib
 
-from .options import names
+from .options import POSITIVE, data_dir, names, numbers_listed
 
 _TABLE = 120  # columns that the table has
-_POSITIVE = click.IntRange(min=1)
 _USUAL = "sync, vanilla, pipedream, pipedream-2bw, spectrain, spectrain-stash, auto"
 
 
@@ -43,16 +42,12 @@ _USUAL = "sync, vanilla, pipedream, pipedream-2bw, spectrain, spectrain-stash, a
     default="digits",
     help="What is trained on, each with a small model; nanogpt and text read .txt files.",
 )
-@click.option(
-    "--data-dir",
-    type=click.Path(path_type=Path),
-    help="File or folder of cifar10 (torchvision's, or a tar of JPEG files) or text (.txt).",
-)
+@data_dir
 @click.option(
     "--stages",
     metavar="NUMBERS",
     default="4,8",
-    callback=names,
+    callback=numbers_listed,
     help="Numbers of stages, with commas.",
 )
 @click.option(
@@ -73,8 +68,8 @@ _USUAL = "sync, vanilla, pipedream, pipedream-2bw, spectrain, spectrain-stash, a
     help="Methods, with commas, module:NAME for your own; sync is always one of them. Others that "
     "are only compared with: see docs/frontier.md.",
 )
-@click.option("--seeds", type=_POSITIVE, default=5, help="How many seeds, from 0 on.")
-@click.option("--jobs", type=_POSITIVE, default=1, help="Runs at once, on a core each.")
+@click.option("--seeds", type=POSITIVE, default=5, help="How many seeds, from 0 on.")
+@click.option("--jobs", type=POSITIVE, default=1, help="Runs at once, on a core each.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -83,7 +78,7 @@ _USUAL = "sync, vanilla, pipedream, pipedream-2bw, spectrain, spectrain-stash, a
 def study(
     data: str,
     data_dir: Path | None,
-    stages: Sequence[str],
+    stages: Sequence[int],
     microbatches: Sequence[str],
     methods: Sequence[str],
     seeds: int,
@@ -100,7 +95,7 @@ def study(
     console = Console()
     try:
         wanted = dict.fromkeys(("sync", *methods))
-        cells = cells_of(data, data_dir, _numbers(stages), microbatches, tuple(wanted))
+        cells = cells_of(data, data_dir, stages, microbatches, tuple(wanted))
         split = data_of(cells[0].settings, folder)
     except OptionError as error:
         raise click.BadParameter(str(error), param_hint=f"'--{error.option}'") from error
@@ -139,16 +134,3 @@ def study(
         draw_times(folder / f"time-{n}.png", mine, runs, f"{split.name}, {n} stages, {seeds} seeds")
     Console(width=max(console.width, _TABLE)).print(frontier_table(rows))
     console.print(f"numbers and pictures: {folder}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _numbers(texts: Sequence[str]) -> list[int]:
-    try:
-        found = [int(text) for text in texts]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise click.BadParameter(
-            f"expected numbers of at least 1 with commas, got {','.join(texts)!r}",
-            param_hint="'--stages'",
-        )
-    return found

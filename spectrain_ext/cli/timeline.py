@@ -12,9 +12,8 @@ from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 
-from .options import numbers, printable
+from .options import POSITIVE, numbers, printable
 
-_POSITIVE = click.IntRange(min=1)
 _TIME = click.FloatRange(min=0.0)
 _SUFFIXES = (".svg", ".png", ".json")
 
@@ -33,10 +32,10 @@ _SUFFIXES = (".svg", ".png", ".json")
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Draw a schedule in torch.distributed.pipelining's compute-only format instead.",
 )
-@click.option("--stages", type=_POSITIVE, default=4, help="Parts that the model is cut into.")
-@click.option("--minibatches", type=_POSITIVE, default=8, help="How long the run is.")
+@click.option("--stages", type=POSITIVE, default=4, help="Parts that the model is cut into.")
+@click.option("--minibatches", type=POSITIVE, default=8, help="How long the run is.")
 @click.option(
-    "--microbatches", type=_POSITIVE, help="Parts of every minibatch.  [default: the method's]"
+    "--microbatches", type=POSITIVE, help="Parts of every minibatch.  [default: the method's]"
 )
 @click.option(
     "--window",
@@ -110,23 +109,20 @@ def timeline(
             if not is_imported(method) and method not in methods():
                 raise ValueError(f"there is no method {method!r}; there are {', '.join(methods())}")
             chosen = method_of(method)
-            name, spans = (
-                f"{chosen.name}, {stages} stages",
-                list(
-                    simulate_method(
-                        chosen,
-                        stages,
-                        minibatches,
-                        microbatches=microbatches or "auto",
-                        window=window,
-                        forward=forward,
-                        backward=backward,
-                        update=update,
-                        prediction=prediction,
-                        communication=communication,
-                    )
-                ),
+            name = f"{chosen.name}, {stages} stages"
+            simulated = simulate_method(
+                chosen,
+                stages,
+                minibatches,
+                microbatches=microbatches or "auto",
+                window=window,
+                forward=forward,
+                backward=backward,
+                update=update,
+                prediction=prediction,
+                communication=communication,
             )
+            spans = list(simulated)
         if out.suffix == ".json":
             write_trace(out, spans)
         else:

@@ -19,9 +19,8 @@ from spectrain_ext.experiments.world import World
 from spectrain_ext.extras import require_matplotlib, require_tensorboard
 
 from .once import OnceToldCommand, agreed, joined, logged, told
-from .options import finite, names, numbers
+from .options import POSITIVE, data_dir, finite, names, numbers
 
-_POSITIVE = click.IntRange(min=1)
 _COUNT = click.IntRange(min=0)
 _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 
@@ -39,11 +38,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     default="digits",
     help="What is trained on; digits come with scikit-learn, the others are read from --data-dir.",
 )
-@click.option(
-    "--data-dir",
-    type=click.Path(path_type=Path),
-    help="File or folder of cifar10 (torchvision's, or a tar of JPEG files) or text (.txt).",
-)
+@data_dir
 @click.option(
     "--model",
     type=click.Choice(MODELS),
@@ -51,7 +46,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 )
 @click.option(
     "--stages",
-    type=_POSITIVE,
+    type=POSITIVE,
     help="Parts the model is cut into; under torchrun as many as there are processes.  "
     f"[default: {TrainSettings.stages}]",
 )
@@ -74,13 +69,13 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     help="One device, or several with commas (cuda:0,cuda:1): each takes a run of stages. Under "
     "torchrun cuda is the one of the process's local rank.",
 )
-@click.option("--seeds", type=_POSITIVE, help="How many seeds, from 0 on.")
+@click.option("--seeds", type=POSITIVE, help="How many seeds, from 0 on.")
 @click.option("--seed", type=int, multiple=True, help="Exactly this seed; may be repeated.")
-@click.option("--epochs", type=_POSITIVE, help="Passes over the training data.")
-@click.option("--batch-size", type=_POSITIVE, help="Samples of a minibatch.")
+@click.option("--epochs", type=POSITIVE, help="Passes over the training data.")
+@click.option("--batch-size", type=POSITIVE, help="Samples of a minibatch.")
 @click.option(
     "--microbatches",
-    type=_POSITIVE,
+    type=POSITIVE,
     help="Parts of every minibatch.  [default: 1; one per stage for auto, pipedream-2bw, gpipe, "
     "1f1b]",
 )
@@ -108,15 +103,15 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     is_flag=True,
     help="Keep only inputs, and run a stage's forward again before its backward.",
 )
-@click.option("--width", type=_POSITIVE, help="Width of the model.")
+@click.option("--width", type=POSITIVE, help="Width of the model.")
 @click.option(
     "--depth",
-    type=_POSITIVE,
+    type=POSITIVE,
     help="Blocks of the model; 11, 13, 16, 19 for vgg16, 18 or more for resnet.",
 )
-@click.option("--context", type=_POSITIVE, help="Characters of text in a sequence.")
-@click.option("--train-samples", type=_POSITIVE, help="Train on so many samples.")
-@click.option("--test-samples", type=_POSITIVE, help="Test with so many samples.")
+@click.option("--context", type=POSITIVE, help="Characters of text in a sequence.")
+@click.option("--train-samples", type=POSITIVE, help="Train on so many samples.")
+@click.option("--test-samples", type=POSITIVE, help="Test with so many samples.")
 @click.option("--augment", is_flag=True, help="Shift and mirror training images at random.")
 @click.option(
     "--optimizer",
@@ -138,7 +133,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
     help="What the learning rate does after --warmup: stay, or fall as half a cosine to 0.",
 )
 @click.option("--warmup", type=_COUNT, help="Updates over which the learning rate rises.")
-@click.option("--threads", type=_POSITIVE, default=1, help="CPU threads; small models want one.")
+@click.option("--threads", type=POSITIVE, default=1, help="CPU threads; small models want one.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -151,7 +146,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 )
 @click.option(
     "--checkpoint-every",
-    type=_POSITIVE,
+    type=POSITIVE,
     metavar="MINIBATCHES",
     help="Drain and save after so many; an interrupted run then goes on from there. Needs --out.",
 )

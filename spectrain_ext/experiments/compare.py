@@ -55,11 +55,7 @@ class Observation:
     ) -> AbstractContextManager[Metrics | None]:
         """Inside, what is to look on at a run; None where nobody asked for it.
 
-        Args:
-            pipe: the pipeline.
-            method: its method's name, for the records.
-            seed: likewise.
-            start: minibatches that were trained on before.
+        ``method`` and ``seed`` are for the records, ``start`` minibatches were trained on before.
         """
         if self.metrics is None and self.tensorboard is None:
             return nullcontext()
@@ -159,17 +155,8 @@ def train_once(
     """Train the method ``name`` from the weights and in the batch order of ``seed``, then test it.
 
     Weights and order depend on ``seed`` and ``settings`` alone, so methods can be compared. Where
-    there are several processes each trains its stage.
-
-    Args:
-        settings: of the comparison.
-        name: of the method, as the settings have it.
-        seed: of weights and order.
-        data: to train on, and to test with.
-        progress: told of every minibatch.
-        world: the processes that have a part in it.
-        observation: who looks on.
-        checkpoints: the folder of this run's checkpoints, if the settings ask for any.
+    ``world`` has several processes each trains its stage. ``checkpoints`` is the folder of this
+    run's, if the settings ask for any.
 
     Returns:
         The run on rank 0, None on others.

@@ -40,20 +40,12 @@ def contender(name: str) -> Contender:
     Raises:
         ValueError: there is none of that name, or as ``method_of``.
     """
-    if name in _EXTRA:
-        return _EXTRA[name]
-    return Contender(method_of(name))
+    return _EXTRA.get(name) or Contender(method_of(name))
 
 
 def _even(law: Law) -> Method:
     """Every stage predicts as far as stage 0 has to, by another law than the second-order one."""
-    return Method(
-        f"{law}-even",
-        "",
-        law=law,
-        forward_horizon=_farthest,
-        backward="stash",
-    )
+    return Method(f"{law}-even", "", law=law, forward_horizon=_farthest, backward="stash")
 
 
 def _farthest(place: Place) -> int:

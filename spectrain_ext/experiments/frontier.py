@@ -6,15 +6,16 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from spectrain_ext.extras import require_matplotlib
-from spectrain_ext.files import replace_file
+from spectrain_ext.extras import picture
+from spectrain_ext.files import finite, replace_file
 from spectrain_ext.schedule import flushes
 
 from .contenders import contender
@@ -195,22 +196,13 @@ def _ratio(value: float) -> str:
 
 def write_frontier(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
     """Write the rows as JSON; what is not finite becomes null."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, float):
-            return value if math.isfinite(value) else None
-        if isinstance(value, Mapping):
-            return {str(key): plain(v) for key, v in value.items()}
-        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-    document = {**about, "rows": [plain(asdict(row)) for row in rows]}
+    document = {**about, "rows": finite([asdict(row) for row in rows])}
     replace_file(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
 
 
 def draw_gaps(path: Path, rows: Sequence[Row], title: str) -> None:
     """Draw the gap of every contender over the delay."""
-
-    def draw(axes: Axes) -> None:
+    with _picture(path, title) as axes:
         axes.axhline(0.0, color="black", linewidth=1.0)
         names = list(dict.fromkeys(row.contender for row in rows if row.delay))
         for number, (name, look) in enumerate(looks(names).items()):
@@ -241,8 +233,6 @@ def draw_gaps(path: Path, rows: Sequence[Row], title: str) -> None:
         axes.set_xlabel("delay of the first stage, in updates")
         axes.set_ylabel("test loss above synchronous training's, %")
 
-    _picture(path, draw, title)
-
 
 def draw_times(
     path: Path,
@@ -250,16 +240,12 @@ def draw_times(
     curves: Mapping[tuple[str, int, int], Sequence[Curve]],
     title: str,
 ) -> None:
-    """Draw mean test losses over the simulated time, bubbles included.
+    """Draw mean test losses over the simulated time, bubbles included, a line for each row.
 
-    Args:
-        path: of the PNG.
-        rows: one per line, of one number of stages.
-        curves: the runs, by contender, stages and microbatches.
-        title: of the picture.
+    The rows are of one number of stages; ``curves`` are the runs, by contender, stages and
+    microbatches.
     """
-
-    def draw(axes: Axes) -> None:
+    with _picture(path, title) as axes:
         drawn = looks(row.contender for row in rows)
         before: Counter[str] = Counter()
         for row in rows:
@@ -280,19 +266,12 @@ def draw_times(
         axes.set_xlabel("simulated time, in minibatches of the slowest stage's work")
         axes.set_ylabel("test loss (nats)")
 
-    _picture(path, draw, title)
 
-
-def _picture(path: Path, draw: Callable[[Axes], None], title: str) -> None:
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 4.8), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    draw(axes)
-    axes.set_title(title, fontsize=10, parse_math=False)
-    axes.grid(True, which="major", alpha=0.3)
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path)
+@contextmanager
+def _picture(path: Path, title: str) -> Iterator[Axes]:
+    with picture(path, 8.0, 4.8) as figure:
+        axes = figure.add_subplot()
+        yield axes
+        axes.set_title(title, fontsize=10, parse_math=False)
+        axes.grid(True, which="major", alpha=0.3)
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -2,11 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from spectrain_ext.extras import require_matplotlib
+from spectrain_ext.extras import picture
 
 from .judging import ACCURACY, Metric
 from .looks import REFERENCE, Look, looks
@@ -58,13 +59,6 @@ def draw_losses(
     The labels have the methods' ``metric``, in the order in which the lines end.
     """
     lines = _lines(results, window)
-
-    def draw(axes: "Axes") -> None:
-        for line in lines:
-            _plot(axes, line, range(1, len(line.median) + 1))
-        axes.set_xlabel("minibatch (one update of every stage each)")
-        axes.margins(x=0.01)
-
     labels = [
         _Label(
             f"{line.result.method}  {metric.text(line.result)}{metric.unit}",
@@ -75,7 +69,11 @@ def draw_losses(
         for line in lines
         if line.median
     ]
-    _picture(path, draw, title, window, metric, labels, "at the end, on test data")
+    with _picture(path, title, window, metric, labels, "at the end, on test data") as axes:
+        for line in lines:
+            _plot(axes, line, range(1, len(line.median) + 1))
+        axes.set_xlabel("minibatch (one update of every stage each)")
+        axes.margins(x=0.01)
 
 
 def draw_losses_over_time(
@@ -89,13 +87,7 @@ def draw_losses_over_time(
 ) -> None:
     """Draw them over simulated time, as ``draw_losses`` does, into a PNG at ``path``.
 
-    Args:
-        path: of the PNG.
-        results: of the methods.
-        times: of a minibatch, by method, in a common unit: ``times.relative_times``.
-        title: above the picture.
-        window: minibatches that a loss is the mean of.
-        metric: what the labels have.
+    ``times`` are those of a minibatch, by method, in a common unit: ``times.relative_times``.
     """
     lines = _lines(results, window)
     ends = {line.result.method: len(line.median) * times[line.result.method] for line in lines}
@@ -103,8 +95,18 @@ def draw_losses_over_time(
     longest = max(ends.values(), default=1.0)
     second = max((end for end in ends.values() if end < longest), default=longest)
     until = longest if longest < 1.5 * second else 1.08 * second
-
-    def draw(axes: "Axes") -> None:
+    labels = []
+    for line in lines:
+        name, pace = line.result.method, times[line.result.method]
+        text = f"{name}  {pace:.2f}"
+        seen = len(line.median)
+        if ends[name] > until:
+            text += f", all {seen} at {ends[name]:,.0f}"
+            seen = int(until / pace)
+        if seen:
+            labels.append(_Label(text, line.look, pace * seen, line.median[seen - 1]))
+    heading = "time of a minibatch (1: no bubble)"
+    with _picture(path, title, window, metric, labels, heading) as axes:
         for line in lines:
             pace = times[line.result.method]
             x = [pace * (i + 1) for i in range(len(line.median))]
@@ -116,18 +118,6 @@ def draw_losses_over_time(
             "time with a device for every stage, simulated with its bubbles\n"
             "(1 is the slowest stage's work on one minibatch)"
         )
-
-    labels = []
-    for line in lines:
-        name, pace = line.result.method, times[line.result.method]
-        text = f"{name}  {pace:.2f}"
-        seen = len(line.median)
-        if ends[name] > until:
-            text += f", all {seen} at {ends[name]:,.0f}"
-            seen = int(until / pace)
-        if seen:
-            labels.append(_Label(text, line.look, pace * seen, line.median[seen - 1]))
-    _picture(path, draw, title, window, metric, labels, "time of a minibatch (1: no bubble)")
 
 
 def _lines(results: Sequence[MethodResult], window: int) -> list[_Line]:
@@ -162,40 +152,28 @@ def _plot(axes: "Axes", line: _Line, x: Sequence[float]) -> None:
         axes.fill_between(x, line.low, line.high, color=line.look.color, alpha=_BAND, linewidth=0)
 
 
+@contextmanager
 def _picture(
-    path: Path,
-    draw: Callable[["Axes"], None],
-    title: str,
-    window: int,
-    metric: Metric,
-    labels: Sequence[_Label],
-    heading: str,
-) -> None:
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    # no pyplot: it would choose a backend and keep global state
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    draw(axes)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylabel(f"training loss ({metric.loss_unit}),\nmean of the last {window} minibatches")
-    axes.set_title(title, fontsize=10, parse_math=False, loc="left")
-    axes.grid(True, which="major", alpha=0.25)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    # A run that diverges leaves the picture instead of taking it from the others.
-    first = [float(line.get_ydata()[0]) for line in axes.lines if len(line.get_ydata())]
-    bottom, top = axes.get_ylim()
-    axes.set_ylim(bottom, min(top, _DIVERGED * max(first, default=top)))
-    _write_labels(axes, labels, heading)
-    figure.savefig(path)
+    path: Path, title: str, window: int, metric: Metric, labels: Sequence[_Label], heading: str
+) -> Iterator["Axes"]:
+    with picture(path, _WIDTH, _HEIGHT) as figure:
+        axes = figure.add_subplot()
+        yield axes
+        axes.set_yscale("log")
+        axes.yaxis.get_major_locator().set_params(subs=(1.0, 2.0, 5.0))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+        axes.set_ylabel(
+            f"training loss ({metric.loss_unit}),\nmean of the last {window} minibatches"
+        )
+        axes.set_title(title, fontsize=10, parse_math=False, loc="left")
+        axes.grid(True, which="major", alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        # A run that diverges leaves the picture instead of taking it from the others.
+        first = [float(line.get_ydata()[0]) for line in axes.lines if len(line.get_ydata())]
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(bottom, min(top, _DIVERGED * max(first, default=top)))
+        _write_labels(axes, labels, heading)
 
 
 def _write_labels(axes: "Axes", labels: Sequence[_Label], heading: str) -> None:

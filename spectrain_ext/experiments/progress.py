@@ -52,12 +52,7 @@ class Progress(ABC):
 
     @abstractmethod
     def begin(self, method: str, seed: str) -> None:
-        """A run begins.
-
-        Args:
-            method: its name.
-            seed: which one it is of how many.
-        """
+        """A run begins, with the seed that is the first, say, of so many: ``1/5``."""
 
     @abstractmethod
     def skip(self, minibatches: int) -> None:
@@ -101,14 +96,7 @@ class Bar(Progress):
 
 
 class Lines(Progress):
-    """A plain line every ten seconds.
-
-    Args:
-        per_run: minibatches of one run.
-        runs: their number.
-        tell: gets a line.
-        clock: in seconds.
-    """
+    """A plain line every ten seconds, which ``tell`` gets."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.files import read_json, replace_file
+from spectrain_ext.files import finite, read_json, replace_file
 
 _LARGEST_LOSS = 700.0  # beyond, its exponential is no float64
 _LARGEST = 1 << 28  # bytes of a run; a million losses have 20 million
@@ -89,7 +89,7 @@ def write_results(
     (a run that diverged) becomes null, which JSON can hold.
     """
     document = {
-        "methods": [_as_json(result, times.get(result.method)) for result in results],
+        "methods": [finite(_as_json(result, times.get(result.method))) for result in results],
         "settings": dict(settings),
         "versions": dict(versions),
     }
@@ -101,26 +101,22 @@ def _as_json(result: MethodResult, time: float | None) -> dict[str, Any]:
     return {
         "method": result.method,
         "test_accuracy": result.mean("test_accuracy"),
-        "test_loss": _finite(result.mean("test_loss")),
+        "test_loss": result.mean("test_loss"),
         "minibatches_per_second": result.mean("minibatches_per_second"),
         "weight_version_bytes": result.weight_version_bytes,
-        **{f"{figure}_std": _finite(result.deviation(figure)) for figure in judged},
-        "perplexity": _finite(result.mean("perplexity")),
+        **{f"{figure}_std": result.deviation(figure) for figure in judged},
+        "perplexity": result.mean("perplexity"),
         "simulated_time": time,
         "seeds": [
             {
                 "seed": run.seed,
-                **{figure: _finite(getattr(run, figure)) for figure in judged},
+                **{figure: getattr(run, figure) for figure in judged},
                 "minibatches_per_second": run.minibatches_per_second,
-                "train_losses": [_finite(round(loss, 6)) for loss in run.losses],
+                "train_losses": [round(loss, 6) for loss in run.losses],
             }
             for run in result.runs
         ],
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 class RunStore:

@@ -24,11 +24,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from spectrain_ext.files import read_json, replace_file
-from spectrain_ext.method import (
-    check,
-    delay,
-    places_of,
-)
+from spectrain_ext.method import check, delay, places_of
 from spectrain_ext.schedule import flushes
 
 from .contenders import WORKLOADS, contender, make_contenders_optimizer
@@ -216,13 +212,9 @@ class Curves:
         asked = json.loads(json.dumps(asked, sort_keys=True))
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
         s = cell.settings
-        where = f"{s.data}-N{s.stages}-M{s.microbatches}"
-        return (
-            self._folder
-            / where
-            / f"{cell.contender.replace(':', '.')}-lr{lr:g}-seed{seed}-{key}.json",
-            asked,
-        )
+        folder = self._folder / f"{s.data}-N{s.stages}-M{s.microbatches}"
+        name = f"{cell.contender.replace(':', '.')}-lr{lr:g}-seed{seed}-{key}.json"
+        return folder / name, asked
 
     def find(self, cell: Cell, lr: float, seed: int) -> Curve | None:
         """The finished run, None if there is none, or its file is not what was written."""

@@ -23,11 +23,7 @@ _SIMULATED = 12  # minibatches
 
 
 class Work(NamedTuple):
-    """Seconds of each stage's forward and backward of a minibatch.
-
-    Attributes:
-        forward, backward: by stage.
-    """
+    """Seconds of each stage's forward and backward of a minibatch, by stage."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -41,14 +37,7 @@ class Work(NamedTuple):
 def measured_work(
     settings: TrainSettings, data: Split, stages: int, devices: Sequence[str]
 ) -> Work:
-    """What the stages take for a minibatch here, one after the other, with the settings' threads.
-
-    Args:
-        settings: of the model.
-        data: to give it.
-        stages: that it is cut into.
-        devices: of every stage.
-    """
+    """What stages take for a minibatch here, one after the other, with the settings' threads."""
     modules = build_stages(settings, stages, 0, data)
     places = [torch.device(name) for name in devices]
     batch = slice(settings.batch_size)
@@ -87,13 +76,7 @@ def minibatch_time(method: Method, microbatches: int, work: Work, window: Window
     """Seconds of a minibatch in a method's schedule, every stage on a device of its own.
 
     A microbatch takes its share of a minibatch's work; updates, predictions and copies take no
-    time.
-
-    Args:
-        method: the method.
-        microbatches: of every minibatch.
-        work: of its stages.
-        window: as for ``Pipeline``.
+    time. ``window`` is as for ``Pipeline``.
 
     Raises:
         ValueError: the method is not defined for these.
@@ -114,13 +97,7 @@ def minibatch_time(method: Method, microbatches: int, work: Work, window: Window
 def relative_times(
     settings: TrainSettings, data: Split, devices: Sequence[str]
 ) -> dict[str, float]:
-    """By method, the time of a minibatch over the slowest stage's work on it: 1 has no bubble.
-
-    Args:
-        settings: of a comparison.
-        data: that it is about.
-        devices: of every stage.
-    """
+    """By method, the time of a minibatch over the slowest stage's work on it: 1 has no bubble."""
     works: dict[int, Work] = {}
 
     def work_of(stages: int) -> Work:

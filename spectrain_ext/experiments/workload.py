@@ -211,11 +211,8 @@ def build_pipeline(
     """Return the pipeline of a method, with everything that the settings say of it.
 
     Args:
-        settings: of the comparison.
-        method: one that works with them.
         modules: all stages.
         devices: one per stage; None: where the stages are.
-        scheduler: makes a stage's learning-rate scheduler.
         stage: the one that is this process's; None: it has all of them.
 
     Raises:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from spectrain_ext.extras import require_tensorboard
+from spectrain_ext.files import finite
 
 Record = dict[str, Any]
 
@@ -29,7 +29,7 @@ class JsonLines:
                 self._file.write(b"\n")
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
+        self._file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
@@ -75,11 +75,3 @@ def _numbers(record: Record) -> list[tuple[str, float]]:
         elif isinstance(value, (int, float)):
             found.append((name, value))
     return found
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

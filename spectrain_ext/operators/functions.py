@@ -317,23 +317,9 @@ def adam_step_(
     m = lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
     u = lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
     horizons, outs = _add_outs(lists, predict)
-    numbers = Adam(
-        lr,
-        betas,
-        eps,
-        weight_decay,
-        step,
-        decoupled_weight_decay,
-        maximize,
-        momentum_decay,
-        mu_product,
-    )
-    Plan.of(lists).adam_step_(
-        [numbers],
-        predict=horizons,
-        stream=stream,
-        **options,
-    )
+    more = decoupled_weight_decay, maximize, momentum_decay, mu_product
+    numbers = Adam(lr, betas, eps, weight_decay, step, *more)
+    Plan.of(lists).adam_step_([numbers], predict=horizons, stream=stream, **options)
     _bump_stepped(g, [lists.params, m, u, *([g] if zero_grad else [])], outs)
 
 

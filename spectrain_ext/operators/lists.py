@@ -103,16 +103,12 @@ class Lists:
         On CUDA their memory is free for work on the call's stream.
         """
         with torch.no_grad():
-            return [
-                self._tensor_like(a, stream) if isinstance(a, Tensor) else self._like(i, a, stream)
-                for i, a in enumerate(self.params)
-            ]
-
-    def _tensor_like(self, tensor: Tensor, stream: Any) -> Tensor:
-        with current(stream, tensor.device):
-            return torch.empty_like(tensor)
+            return [self._like(i, array, stream) for i, array in enumerate(self.params)]
 
     def _like(self, i: int, value: object, stream: Any) -> object:
+        if isinstance(value, Tensor):
+            with current(stream, value.device):
+                return torch.empty_like(value)
         for base in type(value).__mro__:
             framework = base.__module__.partition(".")[0]
             if framework == "numpy":  # a plain array where it is memory-mapped or the like

@@ -11,7 +11,7 @@ from spectrain_ext.transport import Value
 
 from .plan import evaluated
 from .profile import Tie
-from .traced import TracedStage, split
+from .traced import split
 
 _OUT = (
     "name submodules to cut before (split_points), or give a list of blocks with before= and after="
@@ -56,8 +56,12 @@ class Automatic:
                 raise RuntimeError(f"{error}; {_OUT}") from error
             if len(blocks) == len(names):
                 self._names = names
-                self.blocks: list[nn.Module] = blocks
-                self.narrow = tuple(_wide_places(blocks))
+                self.blocks: Sequence[nn.Module] = blocks
+                self.narrow = tuple(
+                    Tie(index - 1, index, f"{block.takes} tensors pass before block {index}")
+                    for index, block in enumerate(blocks)
+                    if index and block.takes > 1
+                )
                 return
         if why is not None:
             raise ValueError(f"model: {why}; {_OUT}") from why
@@ -65,7 +69,7 @@ class Automatic:
 
     def stages(self, ends: Sequence[int]) -> list[nn.Module]:
         """Return the stages that end before these blocks, each traced as one."""
-        return split(self._model, self._example, [self._names[end] for end in ends[:-1]])
+        return [*split(self._model, self._example, [self._names[end] for end in ends[:-1]])]
 
 
 def levels(model: nn.Module, example: Value) -> Iterator[list[str]]:
@@ -98,10 +102,3 @@ def levels(model: nn.Module, example: Value) -> Iterator[list[str]]:
             yield found
         before = found
     yield [""]  # the whole model
-
-
-def _wide_places(blocks: Sequence[nn.Module]) -> Iterator[Tie]:
-    for index, block in enumerate(blocks):
-        assert isinstance(block, TracedStage)
-        if index and block.takes > 1:
-            yield Tie(index - 1, index, f"{block.takes} tensors pass before block {index}")

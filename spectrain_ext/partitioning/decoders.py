@@ -152,10 +152,9 @@ class DecoderStage(nn.Module):
             if (self._first and unit.before) or (self._last and unit.after):
                 continue
             if not (unit.before or unit.between):
-                used = unit.after or not self._last  # what nothing uses is kept by the last stage
-                yield from [(name, _Elsewhere(name))] if used else ()
-            elif unit.learns:
-                assert unit.width is not None
+                if unit.after or not self._last:  # what nothing uses is kept by the last stage
+                    yield name, _Elsewhere(name)
+            elif unit.width is not None:
                 yield name, _Ghost(module, hand, unit.width)
             elif not self._first:
                 # A copy, because it may be on another device.
@@ -213,7 +212,7 @@ class DecoderStage(nn.Module):
         return output if self._last else self._packed(output, given)
 
     def _packed(self, hidden: Tensor, given: Inputs) -> Tensor | tuple[Tensor, ...]:
-        names = self._plan.takes[0 if self._plan.ids else 1 :]
+        names = self._plan.passed
         count = max((i + 1 for i, name in enumerate(names) if name in given), default=0)
         if not count:
             return hidden
@@ -223,8 +222,8 @@ class DecoderStage(nn.Module):
 
     def _received(self, value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Inputs]:
         hidden, *rest = value if isinstance(value, tuple) else (value,)
-        names = self._plan.takes[0 if self._plan.ids else 1 :]
-        given = {name: tensor for name, tensor in zip(names, rest, strict=False) if tensor.numel()}
+        pairs = zip(self._plan.passed, rest, strict=False)
+        given = {name: tensor for name, tensor in pairs if tensor.numel()}
         if not self._plan.ids:
             # It has sizes, and no values: a model that looks at them does not get far.
             ids = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
@@ -362,13 +361,12 @@ class Decoder:
         profile = measure(self.blocks, self.example, repeats=repeats)
         empty = DecoderStage(self.model, self.plan, 1, 1)
         around = measure([self.blocks[0], empty], self.example, repeats=repeats).blocks[1].seconds
-        first, *rest = profile.blocks
-        rest = [replace(block, seconds=max(0.0, block.seconds - around)) for block in rest]
-        names = ["before", *(f"{self.plan.path}.{i}" for i in range(len(rest) - 1)), "after"]
-        blocks = [
-            replace(block, name=f"{index}: {name}")
-            for index, (block, name) in enumerate(zip((first, *rest), names, strict=True))
-        ]
+        members = range(len(self.plan.members))
+        names = ["before", *(f"{self.plan.path}.{i}" for i in members), "after"]
+        blocks = (
+            replace(b, name=f"{i}: {name}", seconds=max(0.0, b.seconds - around * (i > 0)))
+            for i, (b, name) in enumerate(zip(profile.blocks, names, strict=True))
+        )
         return Profile(tuple(blocks), ties)
 
 

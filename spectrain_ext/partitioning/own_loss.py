@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,12 +60,11 @@ class OwnLoss:
         return self._function(*args, **{k: found(v) for k, v in self._kwargs.items()})
 
 
-class _Place:
+class _Place(NamedTuple):
     """Where an argument of the loss function is found."""
 
-    def __init__(self, source: str, key: str) -> None:
-        self.source = source
-        self.key = key
+    source: str
+    key: str
 
 
 def own_loss(model: Any, plan: Plan, example: object, output: Any) -> OwnLoss | str:
@@ -156,9 +155,8 @@ def _labels(
     if "labels" not in names or logits is None:
         return {}
     kind = getattr(config, "problem_type", None)
-    if logits.dim() == 2 and (kind == "regression" or (kind is None and config.num_labels == 1)):
-        return {"labels": torch.zeros_like(logits)}
-    if logits.dim() == 2 and kind == "multi_label_classification":
+    like_logits = kind in ("regression", "multi_label_classification")
+    if logits.dim() == 2 and (like_logits or (kind is None and config.num_labels == 1)):
         return {"labels": torch.zeros_like(logits)}
     sizes = logits.shape[:-1]
     numbers = torch.arange(sizes.numel(), device=logits.device).view(sizes)

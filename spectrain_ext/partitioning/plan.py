@@ -26,14 +26,12 @@ class Unit:
         before: whether it is called before the first of them.
         between: whether within them.
         after: whether after the last one.
-        learns: whether it has parameters.
-        width: the last size of what it returns; None: that cannot be stood for.
+        width: the last size of what it returns, if it has parameters and is called before them.
     """
 
     before: bool
     between: bool
     after: bool
-    learns: bool
     width: int | None
 
 
@@ -45,7 +43,7 @@ class Plan:
         path: of the list of blocks.
         members: per block the length of the tuple that it returns, 0 for a tensor.
         units: by name, what lies beside them.
-        takes: names of what the forward takes, in the order in which they go from stage to stage.
+        takes: names of what the forward takes.
         labels: names of what it takes for its loss.
         fixed: further arguments of every call.
         ids: whether later stages need the token ids.
@@ -63,6 +61,11 @@ class Plan:
     def blocks(self) -> int:
         """Of the cut: what is before the list, the list's, and what is after it."""
         return len(self.members) + 2
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """Names of what goes from stage to stage beside the hidden state, in order."""
+        return self.takes[0 if self.ids else 1 :]
 
 
 def inputs_of(plan: Plan, batch: object) -> Inputs:
@@ -287,7 +290,7 @@ class _Watch:
                         "something else than a tensor; no other stage could do without it"
                     )
                 width = returned[1][-1]
-            return Unit(before, between, after, learns, width)
+            return Unit(before, between, after, width)
 
         look(self._model, "")
         return found

@@ -103,8 +103,8 @@ def measure(
     with TURN, torch.random.fork_rng(devices=cuda):
         for index, block in enumerate(blocks):
             with untouched(block):
-                place = index, index == len(blocks) - 1
-                profile, value = _measured(block, value, place, repeats)
+                last = index == len(blocks) - 1
+                profile, value = _measured(block, value, index, last, repeats)
             found.append(profile)
     return Profile(tuple(found), ties)
 
@@ -177,7 +177,7 @@ def agreed(measure: Callable[[], Profile], blocks: Sequence[nn.Module]) -> Profi
 
 
 def _measured(
-    block: nn.Module, value: Value, place: tuple[int, bool], repeats: int
+    block: nn.Module, value: Value, index: int, last: bool, repeats: int
 ) -> tuple[BlockProfile, Value]:
     device = next((p.device for p in block.parameters()), None)
     if device is not None:
@@ -193,14 +193,14 @@ def _measured(
 
     # The first run is not timed: it counts, and warms what is cached.
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        _, output = _forward_backward(block, value, *place)
-    seconds = [_forward_backward(block, value, *place)[0] for _ in range(repeats)]
+        _, output = _forward_backward(block, value, index, last)
+    seconds = [_forward_backward(block, value, index, last)[0] for _ in range(repeats)]
     profile = BlockProfile(
         statistics.median(seconds),
-        _bytes(output),
+        sum(tensor.nbytes for tensor in tensors_of(output)),
         sum(p.nbytes for p in block.parameters()),
         sum(saved.values()),
-        f"{place[0]}: {type(block).__name__}",
+        f"{index}: {type(block).__name__}",
     )
     return profile, output
 
@@ -246,10 +246,6 @@ def untouched(block: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-
-
-def _bytes(value: Value) -> int:
-    return sum(tensor.nbytes for tensor in tensors_of(value))
 
 
 def _wait(value: Value) -> None:

@@ -233,7 +233,7 @@ class _Source:
         finish: checks the stages, and finds the model's own loss, or why there is none.
     """
 
-    blocks: list[nn.Module]
+    blocks: Sequence[nn.Module]
     make: Callable[[Sequence[int]], list[nn.Module]]
     measure: Callable[..., Profile]
     narrow: tuple[Tie, ...] = ()
@@ -270,13 +270,14 @@ def _source(
         raise TypeError("example_input: expected a microbatch, got None")
     if split_points is None and listed:
         named = blocks_of(model, before, after)
-        blocks = list(named.values())
-        return _Source(blocks, partial(slices_of, named), partial(measure, blocks, example))
+        parts = list(named.values())
+        return _Source(parts, partial(slices_of, named), partial(measure, parts, example))
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     plan, output = outline(model, example) if pretrained else (None, None)
     value = example if plan is None else one_of(plan, example)
     narrow: tuple[Tie, ...] = ()
+    blocks: Sequence[nn.Module]
     if split_points is None:
         automatic = Automatic(model, value, n_stages)
         blocks, make, narrow = automatic.blocks, automatic.stages, automatic.narrow
@@ -288,9 +289,7 @@ def _source(
     def named_inputs(stages: list[nn.Module]) -> OwnLoss | str:
         if plan is None:
             return _NO_LOSS
-        first = next(stages[0].modules())
-        while not isinstance(first, TracedStage):
-            first = next(first.children())
+        first = next(m for m in stages[0].modules() if isinstance(m, TracedStage))
         first.plan = plan
         return own_loss(model, plan, example, output)
 

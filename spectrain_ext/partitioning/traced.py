@@ -133,7 +133,7 @@ def split(
     example_input: Value,
     split_points: Mapping[str, SplitPoint] | Sequence[str],
     once: bool = False,
-) -> list[nn.Module]:
+) -> list[TracedStage]:
     """Trace a model and cut it before (or after) the named submodules.
 
     Args:
@@ -153,9 +153,7 @@ def split(
         RuntimeError: torch.export cannot trace the model as it is. That it cannot in the other mode
             is raised when a stage is asked for that.
 
-    What the model's Python says about anything else than its mode, sizes, devices and whether
-    gradients are enabled is a constant of the stages: a module's attributes (a dropout's ``p``), a
-    parameter's ``requires_grad`` that decides between two ways, another thread's settings.
+    What else the model's Python says is a constant of the stages, see ``partition``.
     """
     # Not above: it doubles the time that importing this package takes.
     from torch.distributed.pipelining import SplitPoint
@@ -219,7 +217,7 @@ class _Assembly:
         for number in self._names:
             self._users.setdefault(number, {self._home(number)})
 
-    def stages(self) -> list[nn.Module]:
+    def stages(self) -> list[TracedStage]:
         return [self._stage(k) for k in range(len(self._first))]
 
     def _stage(self, k: int) -> TracedStage:

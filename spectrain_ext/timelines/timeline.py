@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spectrain_ext.extras import require_matplotlib
+from spectrain_ext.extras import picture
 from spectrain_ext.schedule import Kind, Span, summarize
 
 
@@ -81,7 +80,7 @@ def draw_timeline(
     length = (last - first) or 1.0
     width = _width(drawn, length, versions)
     height = 0.9 + (0.42 + 0.1 * versions + 0.12 * communication) * stages
-    with _picture(path, width, height) as figure:
+    with picture(path, width, height) as figure:
         axes = figure.add_subplot()
         _draw_rows(axes, drawn, stages, (first, last - first), communication)
         points = 0.88 * width * _INCH / length  # per unit of time; the rest is margins
@@ -128,7 +127,7 @@ def draw_timelines(
     counts = [1 + max(span.stage for span in drawn) for _, _, drawn in seen]
     row = min(0.12, _TALLEST / sum(counts))
     height = 0.9 + sum(0.3 + row * stages for stages in counts)
-    with _picture(path, 12.0, height) as figure:
+    with picture(path, 12.0, height) as figure:
         figure.suptitle(title, fontsize=10, parse_math=False, x=0.01, ha="left")
         panels = figure.subplots(len(seen), 1, sharex=True, squeeze=False, height_ratios=counts)
         for axes, stages, (name, color, drawn) in zip(panels[:, 0], counts, seen, strict=True):
@@ -156,30 +155,11 @@ def _ended(drawn: Sequence[Span], stages: int, until: float) -> int:
     return min(updates[k] for k in range(stages))
 
 
-@contextmanager
-def _picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
-    """A figure of so many inches, saved at the end."""
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # No pyplot: it would choose a backend and keep global state. Text stays text in an SVG, and the
-    # same picture the same file.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "timeline"}):
-        figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
-        FigureCanvasAgg(figure)
-        yield figure
-        undated = {"Date": None} if Path(path).suffix == ".svg" else None
-        figure.savefig(path, metadata=undated)
-
-
 def _finish(axes: Any, whole: tuple[float, float], stages: int) -> None:
     axes.set_xlim(*whole)
     axes.set_ylim(stages - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _width(drawn: Sequence[Span], length: float, versions: bool) -> float:

@@ -148,10 +148,10 @@ def test_contestants_take_turns_each_round_from_another_one() -> None:
     field = {name: Fake(name, log) for name in "abc"}
     times = clock.take_turns(field, budget_s=0.0, at_least=3, at_most=3)
     assert "".join(log) == "abcbcacab"
-    assert times["a"].seconds == [1.0, 6.0, 8.0]
+    assert times["a"] == [1.0, 6.0, 8.0]
     log.clear()
-    assert len(clock.take_turns(field, 0.0, at_least=1, at_most=9)["b"].seconds) == 1
-    assert len(clock.take_turns(field, 1e9, at_least=1, at_most=9)["b"].seconds) == 9
+    assert len(clock.take_turns(field, 0.0, at_least=1, at_most=9)["b"]) == 1
+    assert len(clock.take_turns(field, 1e9, at_least=1, at_most=9)["b"]) == 9
 
 
 def test_a_run_measures_every_implementation_and_copy() -> None:
