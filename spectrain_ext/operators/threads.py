@@ -3,7 +3,7 @@
 OpenMP's threads wait for one another without letting go of their cores, so that one without a core
 stops the others. Four stages of 16 by 16 took 1.6 ms a minibatch on one thread of a machine whose
 two cores had a load of 8, and 70 to 100 ms on two, the default there; with OMP_WAIT_POLICY=PASSIVE
-3 to 8 ms. In the best of those runs the second thread brought such a model nothing: 0.9 ms, not 0.8.
+3 to 8 ms. In the best of those runs a second thread brought such a model nothing: 0.9 ms, not 0.8.
 """
 
 from __future__ import annotations
