@@ -112,7 +112,11 @@ def ties_of(blocks: Sequence[nn.Module]) -> tuple[Tie, ...]:
         for part, name, kind in _parts(block):
             first, its_name = owners.setdefault(part, (index, name))
             if first != index and (first, index) not in ties:
-                what = f"{kind} {_dotted(first, its_name)!r}, which is {_dotted(index, name)!r} too"
+                if callable(known := getattr(block, "full_name", None)):
+                    what = f"{kind} {known(name)!r}, which blocks {first} and {index} use"
+                else:
+                    one, other = _dotted(first, its_name), _dotted(index, name)
+                    what = f"{kind} {one!r}, which is {other!r} too"
                 ties[first, index] = Tie(first, index, what)
     return tuple(ties.values())
 

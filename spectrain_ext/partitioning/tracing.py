@@ -301,6 +301,7 @@ def _derivatives() -> Iterator[set[str]]:
     thread = threading.get_ident()
     apply: Any = vars(torch.autograd.Function)["apply"]
     register: Any = torch.Tensor.register_hook
+    enter: Any = torch.inference_mode.__enter__
 
     def applied(cls: type, *given: Any, **more: Any) -> Any:
         if torch.is_grad_enabled() and threading.get_ident() == thread:
@@ -315,12 +316,19 @@ def _derivatives() -> Iterator[set[str]]:
             own.add("a tensor's register_hook")
         return register(tensor, hook)
 
+    def entered(inference: torch.inference_mode) -> None:
+        if inference.mode and threading.get_ident() == thread:
+            own.add("torch.inference_mode, where no_grad would do")
+        enter(inference)
+
     with _asking_lock:
+        torch.inference_mode.__enter__ = entered  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
         torch.Tensor.register_hook = registered  # type: ignore[method-assign]
         try:
             yield own
         finally:
+            torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
             torch.autograd.Function.apply = apply  # type: ignore[method-assign]
             torch.Tensor.register_hook = register  # type: ignore[method-assign]
 

@@ -226,6 +226,20 @@ def test_blocks_with_one_buffer_stay_together():
         cut_at(model, [2, 4])
 
 
+def test_a_traced_buffer_in_several_blocks_is_named_as_in_the_model():
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.first(x) * self.scale)) * self.scale
+
+    with pytest.raises(ValueError, match=r"buffer 'scale', which blocks 0 and 1 use"):
+        st.partition(Scales(), 2, torch.randn(5, 4))
+
+
 def test_blocks_with_one_parameter_may_be_cut():
     model = layers(3, 3, 3, 3, 3)
     model[2].weight = model[1].weight

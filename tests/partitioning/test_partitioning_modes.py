@@ -604,12 +604,20 @@ class HookedModule(nn.Linear):
         self.register_full_backward_hook(lambda module, given, made: (given[0] / 10,))
 
 
+class Inference(nn.Module):
+    def forward(self, x):
+        with torch.inference_mode():
+            shift = torch.tanh(x)
+        return x + shift
+
+
 @pytest.mark.parametrize(
     ("middle", "what"),
     [
         (StraightThrough, "autograd.Function Rounds"),
         (Hooked, "a tensor's register_hook"),
         (HookedModule, "a module's backward hook"),
+        (Inference, "torch.inference_mode, where no_grad would do"),
     ],
 )
 def test_derivatives_that_a_graph_does_not_have_are_refused(middle, what):
