@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-
 #: What ``torch.compile`` puts before all names of a module.
 _COMPILED = "_orig_mod."
 
