@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from spectrain_ext.distributed.pipeline import DistributedPipeline
 from spectrain_ext.pipeline.names import full_names
 from spectrain_ext.pipeline.pipeline import Pipeline
+from spectrain_ext.pipeline.ties import Copy, names_of
 from spectrain_ext.rng import StageRandom
 
 from .documents import Json
@@ -129,7 +130,16 @@ def parts_of(
     parts = []
     optimizers = list(target.optimizers)
     schedulers = {id(s.optimizer): s for s in target.schedulers}
-    for k, module in enumerate(target.children()):
+    modules = list(target.children())
+
+    def elsewhere(copy: Copy) -> Sequence[str]:
+        if copy.original is None:  # whose rank has said
+            return copy.elsewhere
+        k = copy.home - target.first_stage
+        keys = names_of(modules[k])[copy.original]
+        return [*full_names(modules[k], keys, f"{begin + k}.").values()]
+
+    for k, module in enumerate(modules):
         copies, names = target.copied(target.first_stage + k), _names(module, f"{begin + k}.")
         own = set(module.parameters()) - copies.keys()
         found = next((o for o in optimizers if not own.isdisjoint(_first(o))), None)
@@ -145,7 +155,7 @@ def parts_of(
                 {p: master for p, master in masters.items() if p in own},
                 replica,
                 replicas,
-                {names[key]: c.elsewhere for c in copies.values() for key in c.names},
+                {names[key]: elsewhere(c) for c in copies.values() for key in c.names},
             )
         )
     return parts

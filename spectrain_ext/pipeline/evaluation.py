@@ -77,10 +77,12 @@ class Measures:
         for name, metric in metrics.items():
             if not isinstance(name, str):
                 raise TypeError(f"metrics: expected str as names, got {name!r}")
-            if not isinstance(metric, Updated) and not callable(metric):
+            kind = metric if isinstance(metric, type) else None  # not made yet
+            if kind is not None or not (isinstance(metric, Updated) or callable(metric)):
+                got = type(metric).__name__ if kind is None else f"the class {kind.__name__}"
                 raise TypeError(
                     f"metrics[{name!r}]: expected a function (output, target), or an object with "
-                    f"update and compute, got {type(metric).__name__}"
+                    f"update and compute, got {got}"
                 )
             if apart and getattr(metric, "sync_on_compute", False):  # as torchmetrics has it
                 raise ValueError(

@@ -15,7 +15,7 @@ from spectrain_ext.schedule.reading import Entries
 from spectrain_ext.transport import Buffer, Edge, Message, Receiver, Sender, Slot, Transit
 
 from .cursor import Extent
-from .names import bare, found_as, full_names
+from .names import bare, found_as
 from .stage import Handler, Stage
 
 #: What a stage may have: its parameter's name -> (stage, name there) that it is a copy of.
@@ -37,7 +37,7 @@ class Copy:
         original: the home's, None where that is in another process.
 
     Attributes:
-        elsewhere: what checkpoints call the home's.
+        elsewhere: what checkpoints call the home's, where that is in another process.
     """
 
     def __init__(
@@ -579,11 +579,6 @@ class LocalTies:
             self._pairs.append((*pair, there))
             for end, stage in zip(pair, (a, b), strict=True):
                 self.ends.setdefault(stage.index, []).append(end)
-        for each in copies:
-            assert each.original is not None
-            module = stages[each.home].module
-            names = names_of(module)[each.original]
-            each.elsewhere = [*full_names(module, names, f"{each.home}.").values()]
 
     def begin(self, extent: Extent) -> None:
         for ends in self.ends.values():

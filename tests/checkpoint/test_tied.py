@@ -13,6 +13,7 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.checkpoint import load, save
+from spectrain_ext.checkpoint.parts import parts_of
 from spectrain_ext.partitioning import cut_at
 
 
@@ -96,6 +97,17 @@ def test_compiled_stages(tmp_path):
     assert torch.equal(plain[3][0].weight, pipe.get_submodule("0._orig_mod.0.0").weight)
     same(other.state_dict(), pipe.state_dict())
     load(tmp_path / "c", pipe)
+
+
+def test_stages_behind_those_of_another_process():
+    """Which has a stage 0 of its own, maybe with a weight of that name."""
+    home, away = nn.Linear(4, 4), nn.Linear(4, 4)
+    away.weight = home.weight
+    pipe = st.Pipeline([nn.Sequential(home), nn.Sequential(away)], sgd, LOSS)
+    for _ in range(2):
+        first, second = parts_of(pipe, first_stage=3)
+        assert (first.tied, second.tied) == ({}, {"4.0.weight": ["3.0.weight"]})
+        pipe.release()
 
 
 def test_masters_are_loaded_by_all_names(tmp_path):

@@ -266,6 +266,7 @@ def test_runs_and_evaluations_do_not_meet():
         ([mse], TypeError, r"metrics: expected a mapping of names to metrics, got list"),
         ({1: mse}, TypeError, r"metrics: expected str as names, got 1"),
         ({"a": 3}, TypeError, r"metrics\['a'\]: expected a function \(output, target\), or"),
+        ({"a": Together}, TypeError, r"metrics\['a'\]: expected .*, got the class Together"),
         ({"a": lambda o, t: o}, st.StageError, r"number, got torch.float64 of shape \(3, 5\)"),
         ({"a": lambda o, t: None}, st.StageError, r"a number, got NoneType; in metrics\['a'\]"),
     ],
