@@ -156,11 +156,6 @@ def traced(name: str, value: object) -> Expression | None:
         raise type(error)(f"{name}: {str(error).removeprefix('tensor: ')}") from None
 
 
-def is_traced(value: object) -> bool:
-    """Whether a number is not known on the host."""
-    return isinstance(value, Expression)
-
-
 _INPUT, _CONSTANT, _RESULT = range(3)
 _Place: TypeAlias = tuple[int, int]  # one of the three kinds, and the index among them
 
