@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 from spectrain_ext.pipeline.stage import Stage
-from spectrain_ext.pipeline.ties import depth_of
+from spectrain_ext.pipeline.tie_ends import depth_of
 from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.transport import Buffer, Message
 

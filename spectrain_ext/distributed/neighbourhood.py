@@ -20,7 +20,8 @@ from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result
 from spectrain_ext.pipeline.neighbourhood import Ready, Work
 from spectrain_ext.pipeline.observer import Observer, watched
 from spectrain_ext.pipeline.stage import Handler, Stage
-from spectrain_ext.pipeline.ties import Copy, tied
+from spectrain_ext.pipeline.tie_ends import tied
+from spectrain_ext.pipeline.ties import Copy
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Kind, Place, Replicas, name_of
 from spectrain_ext.transport import Buffer, Edge, Receiver

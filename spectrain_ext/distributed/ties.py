@@ -13,14 +13,11 @@ from spectrain_ext.method import Method
 from spectrain_ext.pipeline.cursor import Extent
 from spectrain_ext.pipeline.names import bare, full_names
 from spectrain_ext.pipeline.stage import Stage
+from spectrain_ext.pipeline.tie_ends import Away, End, Home, Turns
 from spectrain_ext.pipeline.ties import (
-    Away,
     Copy,
-    End,
-    Home,
     Member,
     Tie,
-    Turns,
     check_look,
     look_of,
     names_of,

@@ -17,7 +17,8 @@ from .cursor import Extent
 from .losses import Keep, Losses, LossFn, Result
 from .observer import Observer, watched
 from .stage import Handler, Stage
-from .ties import Copy, LocalTies, tied
+from .tie_ends import LocalTies, tied
+from .ties import Copy
 
 Ready = Callable[[int, int], bool]
 #: Of each kind of action: whether what it waits for has come, None: it waits for nothing; and what
