@@ -165,8 +165,8 @@ class Loops(nn.Module):
             computed; nan where there was none. All processes of a pipeline get the same floats.
 
         Raises:
-            ValueError: an epoch after the first has no batches, as of a generator, which can be
-                gone through only once.
+            ValueError: there was no batch, or an epoch after the first has none, as of a generator,
+                which can be gone through only once.
             TypeError: a callback that cannot be called.
             And what ``run`` raises; an exception of a callback ends the run like leaving its loop.
         """
@@ -201,6 +201,8 @@ class Loops(nn.Module):
 
         what = "sharing the losses of a training"
         counts = self._tell(lengths, what)[0]
+        if not any(counts):
+            raise ValueError("batches: expected at least one to train on, got none")
         return cast("list[float]", self._tell(lambda: losses.means(counts), what)[-1])
 
 

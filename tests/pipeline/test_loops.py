@@ -410,6 +410,8 @@ def test_fit_refuses_what_cannot_be_gone_through_again():
 
     with pytest.raises(ValueError, match="batches: they were exhausted after epoch 0"):
         pipe.fit(Once(), 2)
+    with pytest.raises(ValueError, match="batches: expected at least one to train on, got none"):
+        pipe.fit([])
     for epochs, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(error, match="epochs: expected"):
             pipe.fit(data, epochs)
