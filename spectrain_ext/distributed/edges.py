@@ -69,7 +69,7 @@ class DistributedEdges:
             batch are sent as a whole; one is used to the end of its backward.
             """
             earlier = min(seats.seat(rank)[0] for rank in (link.sender, link.receiver))
-            if what in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS):
+            if what.tied:
                 return depth_of(places[earlier])
             more = places[0].microbatches if what is Traffic.TARGETS else 0
             return places[earlier].window + 1 + more

@@ -32,6 +32,11 @@ class Traffic(Enum):
     TIED_WEIGHTS = "tied weights"  # to a stage that has copies of them
     TIED_GRADIENTS = "tied gradients"  # of these, to the stage that owns them
 
+    @property
+    def tied(self) -> bool:
+        """Whether it is of weights that two stages have."""
+        return self in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
+
 
 class Link(NamedTuple):
     """What two processes have in common for one direction.
@@ -202,10 +207,9 @@ def open_links(
         if two is None:
             return
         ends, other = (found.out, receiver) if sender == me else (found.into, sender)
-        tied = what in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
-        of = f" of {what.value}" if tied or what is Traffic.TARGETS else ""
+        of = f" of {what.value}" if what.tied or what is Traffic.TARGETS else ""
         name = f"edge {sender} -> {receiver}{of}"
-        made = Link(name, sender, receiver, ranks[other], *two, dynamic or tied, staged)
+        made = Link(name, sender, receiver, ranks[other], *two, dynamic or what.tied, staged)
         ends[what][other] = made
 
     for a, b in seats.edges():

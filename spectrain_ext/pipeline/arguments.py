@@ -26,13 +26,6 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
         raise TypeError(
             f"stages: expected a sequence of modules, got {type(stages).__name__}"
         ) from None
-    for k, module in enumerate(modules):
-        first = next(j for j, other in enumerate(modules) if other is module)
-        if first < k:
-            raise ValueError(
-                f"stages[{k}]: it is stages[{first}] again, the very same module; a stage needs "
-                "one of its own, such as copy.deepcopy of it"
-            )
     if not modules:
         raise ValueError("stages: expected at least one module, got an empty list")
     owners: dict[nn.Module, tuple[int, str]] = {}
@@ -43,6 +36,11 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
         for part, name in parts.items():
             if part in owners:
                 other, its_name = owners[part]
+                if part is module is modules[other]:
+                    raise ValueError(
+                        f"stages[{k}]: it is stages[{other}] again, the very same module; a stage "
+                        "needs one of its own, such as copy.deepcopy of it"
+                    )
                 raise ValueError(
                     f"stages[{k}]: its module {name!r} is module {its_name!r} of stages[{other}] "
                     "as well; stages may share parameters: give each a module of its own, and the "

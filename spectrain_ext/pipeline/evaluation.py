@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from spectrain_ext.errors import placed
 from spectrain_ext.rng import TURN
@@ -176,8 +176,7 @@ def _number(value: object) -> Tensor | float:
 
 def samples_in(value: object) -> int | None:
     """The length of its first tensor that has one; None: it has none."""
-    leaves = tree_leaves(dict(value) if isinstance(value, Mapping) else value)
-    return next((len(t) for t in leaves if isinstance(t, Tensor) and t.dim()), None)
+    return next((len(tensor) for tensor in tensors_in(value) if tensor.dim()), None)
 
 
 # The stages.

@@ -57,7 +57,7 @@ class Executor:
         self._ended = True
         self.places = places
         self.stages = stages
-        self._schedule = find_generator(schedule) if isinstance(schedule, str) else schedule
+        self._schedule = find_generator(schedule)
         self._around = around
 
     # A run.
