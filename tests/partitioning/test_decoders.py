@@ -77,6 +77,19 @@ def sgd(params):
     return st.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
+def trained(parts, alone, data):
+    """A pipeline of these stages, trained beside the uncut model: with the same losses."""
+    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="sync")
+    optimizer = sgd(list(alone.parameters()))
+    for result, given in zip(pipe.run(data), data, strict=True):
+        optimizer.zero_grad()
+        loss = alone(**given).loss
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(result.loss, loss.detach())
+    return pipe
+
+
 def given(*seconds):
     return Profile(tuple(BlockProfile(s) for s in seconds))
 
@@ -155,15 +168,9 @@ def test_training_in_a_pipeline_is_the_models(name):
     model = made(name, **more).train()
     alone = copy.deepcopy(model)
     parts = st.partition(model, 3, profile=EVEN)
-    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="sync")
-    optimizer = sgd(list(alone.parameters()))
-    data = [batch(4, 7), batch(4, 8, "right"), batch(3, 6, "left"), batch(1, 9)]
-    for result, given in zip(pipe.run(data), data, strict=True):
-        optimizer.zero_grad()
-        loss = alone(**given).loss
-        loss.backward()
-        optimizer.step()
-        torch.testing.assert_close(result.loss, loss.detach())
+    pipe = trained(
+        parts, alone, [batch(4, 7), batch(4, 8, "right"), batch(3, 6, "left"), batch(1, 9)]
+    )
     found = pipe.state_dict()
     assert set(found) == set(model.state_dict())
     for key, tensor in alone.state_dict().items():
@@ -194,15 +201,7 @@ def test_tied_embeddings(name, tmp_path):
     alone = copy.deepcopy(model)
     parts = st.partition(model, 3, profile=EVEN)
     assert len(parts.stages[2].tied_parameters) == 1
-    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="sync")
-    optimizer = sgd(list(alone.parameters()))
-    data = [batch(4, 7), batch(4, 8, "right"), batch(3, 6, "left")]
-    for result, given in zip(pipe.run(data), data, strict=True):
-        optimizer.zero_grad()
-        loss = alone(**given).loss
-        loss.backward()
-        optimizer.step()
-        torch.testing.assert_close(result.loss, loss.detach())
+    pipe = trained(parts, alone, [batch(4, 7), batch(4, 8, "right"), batch(3, 6, "left")])
     expected = alone.state_dict()
     assert set(pipe.state_dict()) == set(expected)
     for key, tensor in pipe.state_dict().items():
@@ -330,15 +329,7 @@ def test_models_of_images(make):
         return {"pixel_values": torch.randn(count, 3, 8, 8), "labels": torch.arange(count) % 3}
 
     parts = st.partition(model, 3, images(4), profile="parameters")
-    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="sync")
-    optimizer = sgd(list(alone.parameters()))
-    data = [images(4), images(3)]
-    for result, given in zip(pipe.run(data), data, strict=True):
-        optimizer.zero_grad()
-        loss = alone(**given).loss
-        loss.backward()
-        optimizer.step()
-        torch.testing.assert_close(result.loss, loss.detach())
+    pipe = trained(parts, alone, [images(4), images(3)])
     alone.eval().load_state_dict(pipe.state_dict())
     x = images(2)["pixel_values"]
     for given in (x, {"pixel_values": x}):
