@@ -140,10 +140,10 @@ def parts_of(
         return [*full_names(modules[k], keys, f"{begin + k}.").values()]
 
     for k, module in enumerate(modules):
-        copies, names = target.copied(target.first_stage + k), _names(module, f"{begin + k}.")
+        stage = begin + k
+        copies, names = target.copied(target.first_stage + k), _names(module, f"{stage}.")
         own = set(module.parameters()) - copies.keys()
         found = next((o for o in optimizers if not own.isdisjoint(_first(o))), None)
-        stage = begin + k
         parts.append(
             Part(
                 stage,
