@@ -1,0 +1,51 @@
+"""docs/results.md: a section and a picture from every evidence that is there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+#: Modules of this package in the order of their sections.
+EVIDENCE = ("accuracy", "errors", "throughput", "processes", "cost", "quality", "planner")
+
+OPENING = """\
+# Results
+
+The experiments of the paper and our own, written by `make report` from the runs that are
+committed under `bench/results`. No figure on this page is typed by hand.
+"""
+
+
+def evidence() -> Iterator[ModuleType]:
+    """The modules of `EVIDENCE` that are there."""
+    for name in EVIDENCE:
+        if find_spec(f"{__package__}.{name}") is not None:
+            yield import_module(f".{name}", __package__)
+
+
+def text(results: Path) -> str:
+    """All of docs/results.md."""
+    sections = [module.section(results).strip() for module in evidence()]
+    return "\n\n".join([OPENING.strip(), *sections]) + "\n"
+
+
+def draw(results: Path, folder: Path) -> None:
+    """Every section's picture into a folder."""
+    for module in evidence():
+        module.draw(results, folder)
+
+
+def pictures_wrong(results: Path, folder: Path) -> list[str]:
+    """What is amiss with pictures: missing, not linked, or without words for who cannot see them.
+
+    Bits are not compared: another matplotlib draws others.
+    """
+    linked = re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", text(results))
+    there = {path.name for path in folder.glob("results-*.png")}
+    wrong = [f"{name}: no description" for alt, name in linked if not alt.strip()]
+    wrong += [f"{name}: not drawn" for _, name in linked if not (folder / name).exists()]
+    return wrong + [f"{name}: not linked" for name in sorted(there - {n for _, n in linked})]
