@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stale.append(path.name)
             if not arguments.check:
                 path.write_text(text)
-    wrong = page.pictures_wrong(RESULTS, DOCS)
+    wrong = page.pictures_wrong(RESULTS, DOCS) + documents.naked_figures()
     if arguments.check and stale:
         wrong.append(f"{', '.join(stale)}: run make report")
     print("\n".join(wrong), end="\n" if wrong else "", file=sys.stderr)

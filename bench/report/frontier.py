@@ -74,3 +74,51 @@ def compared(rows: Sequence[dict[str, Any]]) -> str:
         )
     columns = "method|>M|>delay|>seeds|>lr|>test loss|>accuracy %|>gap %|95 % interval"
     return table(f"{columns}|>updates, 50 %|>75 %|>100 %|>time", lines)
+
+
+def best(results: Path) -> str:
+    """Where `auto`, one update late at most, ended lowest on the transformer."""
+    return beside(min(late_by_one(results)))
+
+
+def worst(results: Path) -> str:
+    """Where it ended highest."""
+    return beside(max(late_by_one(results)))
+
+
+def beside(gap: float) -> str:
+    return f"{abs(100 * gap):.1f} % {'below' if gap < 0 else 'above'}"
+
+
+def late_by_one(results: Path) -> list[float]:
+    return [
+        row["gap"]["mean"]
+        for row in rows_of(results, "text")
+        if row["contender"] == "auto" and row["delay"] == 1
+    ]
+
+
+def updates(results: Path, workload: str, contender: str, stages: str, microbatches: str) -> str:
+    """The least and the most of a row's updates to a loss over synchronous training's."""
+    (ratios,) = (
+        [ratio for ratio in row["updates"].values() if ratio is not None]
+        for row in rows_of(results, workload)
+        if (row["contender"], row["stages"], row["microbatches"])
+        == (contender, int(stages), int(microbatches))
+    )
+    return f"{min(ratios):.1f} to {max(ratios):.1f} times"
+
+
+def nanogpt(results: Path, contender: str, lr: str) -> str:
+    """The test loss at the end of the one run with nanoGPT's setting."""
+    (path,) = (results / STUDY / "runs").glob(f"{contender}-lr{lr}-*.json")
+    loss: float = json.loads(path.read_text())["points"][-1][1]
+    return f"{loss:.3f}"
+
+
+def rows_of(results: Path, workload: str) -> list[dict[str, Any]]:
+    """The rows of a workload's study."""
+    found: list[dict[str, Any]] = json.loads((results / STUDY / f"{workload}.json").read_text())[
+        "rows"
+    ]
+    return found

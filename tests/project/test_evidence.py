@@ -1,42 +1,80 @@
 """What the documents claim is what the committed runs say."""
 
+import re
 from pathlib import Path
 
 import pytest
-from report import DOCS, RESULTS, __main__, documents, operators, page
-from report.documents import BEGIN, END
-
-from spectrain_ext.benchmark.report import Report, Row
+from report import DOCS, RESULTS, __main__, documents, figures, page
 
 
-def run() -> Report:
-    rows = [
-        Row("predict_", "2^24", "fp32", name, kind, 100, us, 0.1 * us, us, 9, 1.0)
-        for name, kind, us in (("Plan", "ours", 2.0), ("a", "rival", 3.0))
-    ]
-    about = dict.fromkeys(
-        ("cpu", "cores", "threads", "instruction_set", "python", "torch", "spectrain_ext", "date"),
-        "1",
+def test_the_committed_documents_say_what_the_committed_runs_say() -> None:
+    assert __main__.main(["--check"]) == 0
+
+
+class TestMarks:
+    @pytest.fixture(autouse=True)
+    def _figures(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = {
+            "ratio": lambda results, *words: "-".join(["1.5", *words]),
+            "rows": lambda _: "a\nb",
+        }
+        monkeypatch.setattr(documents, "FIGURES", found)
+
+    def test_only_what_is_between_marks_changes(self) -> None:
+        text = "takes <!--f ratio-->stale<!--/f--> of, <!--f ratio a b-->2<!--/f-->\n"
+        new = documents.written(text, RESULTS)
+        assert new == "takes <!--f ratio-->1.5<!--/f--> of, <!--f ratio a b-->1.5-a-b<!--/f-->\n"
+        assert documents.written(new, RESULTS) == new
+
+    def test_lines_stand_apart_from_their_marks(self) -> None:
+        """A comment on a line of its own ends with it; a table begins after an empty line."""
+        new = documents.written("above\n\n<!--f rows-->\n<!--/f-->\n\nbelow\n", RESULTS)
+        assert new == "above\n\n<!--f rows-->\n\na\nb\n\n<!--/f-->\n\nbelow\n"
+        assert documents.written(new, RESULTS) == new
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("a <!--f ratio-->1.5", "an end"),
+            ("a <!--/f--> <!--f ratio-->1.5", "an end"),
+            ("a <!--f ratio--> <!--f ratio-->1<!--/f--> <!--/f-->", "an end"),
+            ("a <!--f nothing-->1.5<!--/f-->", "one of ratio, rows, got 'nothing'"),
+            ("<!--f ratio-->1.5<!--/f--> of", "beginning of a line"),
+            ("- <!--set-->1.5<!--/set--> of", "beginning of a line"),
+            ("a <!--set-->1.5\n<!--/set--> of", "beginning of a line"),
+        ],
     )
-    return Report(about, {}, rows)
+    def test_a_wrong_mark_is_an_error(self, text: str, says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            documents.written(text, RESULTS)
+
+    @pytest.mark.parametrize(
+        ("text", "found"),
+        [
+            ("it takes 1.5 times as long", ["1.5"]),
+            ("it takes 12 times as long, 3 %", ["12 times", "3 %"]),
+            ("| 88, 97 % | 250 ms |", ["97 %", "250 ms"]),
+            ("1,024 bytes in 5 s, at 100 Gb/s", ["1,024 bytes", "5 s", "100 Gb/s"]),
+            ("about .3 of it, 2x as fast", [".3", "2x"]),
+            ("in `1.5` it, [1](a-1.5.md), torch 2.13, Python 3.10 or 3.12", []),
+            ("12 stages, 360 images, 2^24 elements, M = 16, 20 seeds", []),
+            ("<!--f a-->1.5 times<!--/f--> and <!--set-->64 KB<!--/set-->", []),
+            ("    takes 1.5 s\n\n```python\nx = 1.5\n```\n", []),
+            ("https://arxiv.org/abs/1809.02839, arXiv 2505.01099", []),
+        ],
+    )
+    def test_what_a_hand_has_typed_is_found(self, text: str, found: list[str]) -> None:
+        assert [what for _, what in documents.naked(text)] == found
+
+    def test_it_is_found_by_its_line(self) -> None:
+        text = "```\n1.5\n```\n<!--f a-->\n\n| 1.5 |\n\n<!--/f-->\nnow 1.5\n"
+        assert list(documents.naked(text)) == [(9, "1.5")]
 
 
-class TestGenerated:
-    def test_only_what_is_between_the_markers_changes(self) -> None:
-        text = f"above\n{BEGIN}\nstale rows\n{END}\nbelow\n"
-        generated = operators.written(run(), "folder")
-        new = documents.replaced(text, generated)
-        assert new.startswith("above\n") and new.endswith("\nbelow\n") and "stale rows" not in new
-        assert documents.replaced(new, generated) == new
-        assert "| predict_ | 2^24 | fp32 | 2 | 10% |" in new
-
-    @pytest.mark.parametrize("text", ["text", f"{END}\n{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"])
-    def test_without_markers_nothing_is_written(self, text: str) -> None:
-        with pytest.raises(ValueError, match="expected one"):
-            documents.replaced(text, "new")
-
-    def test_the_committed_documents_say_what_the_committed_runs_measured(self) -> None:
-        assert __main__.main(["--check"]) == 0
+def test_every_figure_is_used() -> None:
+    text = "".join(path.read_text() for path in documents.pages())
+    used = {name.split()[0] for name in re.findall(r"<!--f ([^>]+?)-->", text)}
+    assert used == set(figures.FIGURES)
 
 
 class TestPage:
@@ -48,7 +86,7 @@ class TestPage:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert not page.pictures_wrong(RESULTS, DOCS)
-        monkeypatch.setattr(page, "text", lambda results: "![ ](results-a.png) ![b](results-b.png)")
+        monkeypatch.setattr(page, "text", lambda _: "![ ](results-a.png) ![b](results-b.png)")
         (tmp_path / "results-c.png").touch()
         assert page.pictures_wrong(RESULTS, tmp_path) == [
             "results-a.png: no description",
@@ -56,3 +94,13 @@ class TestPage:
             "results-b.png: not drawn",
             "results-c.png: not linked",
         ]
+
+    def test_every_picture_is_drawn_again(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        page.draw(RESULTS, tmp_path)
+        assert not page.pictures_wrong(RESULTS, tmp_path)
+
+
+def test_every_folder_of_results_has_a_row_and_every_row_a_folder() -> None:
+    rows = re.findall(r"^\| `([^`]+)`", (RESULTS / "README.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(path.name for path in RESULTS.iterdir() if path.is_dir())
