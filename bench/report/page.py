@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+from . import DOCS
+
 #: Modules of this package in the order of their sections.
 EVIDENCE = ("accuracy", "errors", "throughput", "processes", "cost", "quality", "planner")
 
@@ -48,5 +50,7 @@ def pictures_wrong(results: Path, folder: Path) -> list[str]:
     linked = re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", text(results))
     there = {path.name for path in folder.glob("results-*.png")}
     wrong = [f"{name}: no description" for alt, name in linked if not alt.strip()]
-    wrong += [f"{name}: not drawn" for _, name in linked if not (folder / name).exists()]
+    for _, name in linked:
+        if not ((DOCS if "/" in name else folder) / name).exists():
+            wrong.append(f"{name}: not drawn")
     return wrong + [f"{name}: not linked" for name in sorted(there - {n for _, n in linked})]
