@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+from spectrain_ext.benchmark.report import table
+
 from . import DOCS
 
 #: Modules of this package in the order of their sections.
@@ -17,9 +19,12 @@ EVIDENCE = ("accuracy", "errors", "throughput", "processes", "cost", "quality", 
 OPENING = """\
 # Results
 
-The experiments of the paper and our own, written by `make report` from the runs that are
-committed under `bench/results`. No figure on this page is typed by hand.
-"""
+The experiments of the paper and our own, written by `make report` from the runs that are committed
+under `bench/results`: no figure on this page is typed by hand. **Measured** are losses, weights,
+bytes and times of the run that is named. **Counted** are updates, bytes and messages that follow
+from a schedule or from shapes. **Simulated** are times of schedules on devices that nobody had,
+from measured work of the stages. **Published** are figures of the paper; they are not ours, and
+stand beside ours where the settings differ. Nothing here has been measured on a GPU."""
 
 
 def evidence() -> Iterator[ModuleType]:
@@ -31,8 +36,21 @@ def evidence() -> Iterator[ModuleType]:
 
 def text(results: Path) -> str:
     """All of docs/results.md."""
-    sections = [module.section(results).strip() for module in evidence()]
-    return "\n\n".join([OPENING.strip(), *sections]) + "\n"
+    sections = {module: module.section(results).strip() for module in evidence()}
+    again = [
+        [_link(section), *module.AGAIN]
+        for module, section in sections.items()
+        if hasattr(module, "AGAIN")
+    ]
+    made = table("section|made again by|on two cores", again)
+    return "\n\n".join([OPENING, made, *sections.values()]) + "\n"
+
+
+def _link(section: str) -> str:
+    """To the section's heading, as code hosts and the site name it."""
+    title = section.partition("\n")[0].removeprefix("## ")
+    anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+    return f"[{title}](#{anchor})"
 
 
 def draw(results: Path, folder: Path) -> None:

@@ -4,7 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from report import DOCS, RESULTS, __main__, documents, figures, page
+from report import DOCS, RESULTS, __main__, documents, figures, page, races
+
+from spectrain_ext.schedule import summarize
+from spectrain_ext.timelines.method_timeline import simulate_method
 
 
 def test_the_committed_documents_say_what_the_committed_runs_say() -> None:
@@ -99,6 +102,55 @@ class TestPage:
         pytest.importorskip("matplotlib")
         page.draw(RESULTS, tmp_path)
         assert not page.pictures_wrong(RESULTS, tmp_path)
+
+
+class TestRaces:
+    @pytest.mark.parametrize("work", [[1.0] * 8, [0.2, *[1.0] * 6, 1.6], [0.5, 1.3] * 4])
+    def test_a_flush_costs_the_same_for_any_number_of_microbatches(self, work: list[float]) -> None:
+        """What the break-even table rests on, by the schedule's simulation."""
+        idle = sum(work) / max(work) - 1.0
+        for microbatches in (8, 16, 40):
+            spans = simulate_method(
+                "1f1b",
+                8,
+                6,
+                microbatches=microbatches,
+                forward=[w / 3 / microbatches for w in work],
+                backward=[w / 3 * 2 / microbatches for w in work],
+            )
+            took = summarize(spans).period / max(work)
+            assert took == pytest.approx(1.0 + idle / microbatches)
+
+    def test_from_the_break_even_on_a_flush_is_as_quick(self) -> None:
+        for r in races.races(RESULTS):
+            for share in r.updates.keys() - r.beyond:
+                said = r.even(share, r.idle)
+                if said == "none":
+                    assert r.updates[share] <= 1.0
+                    continue
+                many = int(said.replace(",", ""))
+                assert (
+                    1.0 + r.idle / many
+                    <= r.updates[share] + 1e-9
+                    < 1e-8 + 1.0 + r.idle / (many - 1)
+                )
+
+    def test_what_was_not_reached_has_a_bound_and_is_no_win(self) -> None:
+        row = {
+            "contender": "auto",
+            "stages": 8,
+            "microbatches": 8,
+            "delay": 1,
+            "losses": [1.0],
+            "gap": {"low": None, "mean": 0.0, "high": None},
+            "updates": {"0.5": 1.125, "0.75": None, "1.0": None},
+            "time": 1.0,
+        }
+        r = races.race("text", row, 1.25)
+        assert [r.shown(share) for share in races.SHARES] == ["0.90", "> 1.07", "> 0.80"]
+        assert [r.won(share) for share in races.SHARES] == [True, False, False]
+        assert [r.lost(share) for share in races.SHARES] == [False, True, False]
+        assert [r.even(share, 7) for share in races.SHARES] == ["56", "at most 21", "not known"]
 
 
 def test_every_folder_of_results_has_a_row_and_every_row_a_folder() -> None:
