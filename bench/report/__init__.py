@@ -4,7 +4,6 @@ Every module of `page.EVIDENCE` is a section of docs/results.md, from the JSON o
 
     section(results) -> str               Markdown from its "## " heading on
     draw(results, folder) -> None         its picture into that folder, where it has one
-    AGAIN                                 the command that measures it again, and how long it takes
 """
 
 from pathlib import Path

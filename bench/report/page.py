@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,8 +12,17 @@ from spectrain_ext.benchmark.report import table
 
 from . import DOCS
 
-#: Modules of this package in the order of their sections.
-EVIDENCE = ("accuracy", "errors", "throughput", "processes", "cost", "quality", "planner")
+#: Modules of this package in the order of their sections, with what makes their figures again, and
+#: how long it takes on two cores.
+EVIDENCE = {
+    "accuracy": ("`spectrain study`, as the section says", "hours"),
+    "errors": ("`python bench/prediction_errors.py --data-dir FILE --json FILE`", "minutes"),
+    "throughput": ("`spectrain plan`, as the section says", "minutes"),
+    "processes": ("`python bench/bench_distributed.py --rounds 7 --json FILE`", "ten minutes"),
+    "cost": ("`python bench/bench_cost.py --json FILE`", "minutes"),
+    "quality": ("`spectrain study`, as [frontier](frontier.md#how-it-was-measured) says", "hours"),
+    "planner": ("`spectrain plan`, as the section says", "minutes"),
+}
 
 OPENING = """\
 # Results
@@ -27,21 +35,19 @@ from measured work of the stages. **Published** are figures of the paper; they a
 stand beside ours where the settings differ. Nothing here has been measured on a GPU."""
 
 
-def evidence() -> Iterator[ModuleType]:
+def evidence() -> dict[str, ModuleType]:
     """The modules of `EVIDENCE` that are there."""
-    for name in EVIDENCE:
-        if find_spec(f"{__package__}.{name}") is not None:
-            yield import_module(f".{name}", __package__)
+    return {
+        name: import_module(f".{name}", __package__)
+        for name in EVIDENCE
+        if find_spec(f"{__package__}.{name}") is not None
+    }
 
 
 def text(results: Path) -> str:
     """All of docs/results.md."""
-    sections = {module: module.section(results).strip() for module in evidence()}
-    again = [
-        [_link(section), *module.AGAIN]
-        for module, section in sections.items()
-        if hasattr(module, "AGAIN")
-    ]
+    sections = {name: module.section(results).strip() for name, module in evidence().items()}
+    again = [[_link(section), *EVIDENCE[name]] for name, section in sections.items()]
     made = table("section|made again by|on two cores", again)
     return "\n\n".join([OPENING, made, *sections.values()]) + "\n"
 
@@ -55,7 +61,7 @@ def _link(section: str) -> str:
 
 def draw(results: Path, folder: Path) -> None:
     """Every section's picture into a folder."""
-    for module in evidence():
+    for module in evidence().values():
         if hasattr(module, "draw"):
             module.draw(results, folder)
 

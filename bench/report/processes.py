@@ -9,7 +9,6 @@ from statistics import median
 from spectrain_ext.benchmark.report import table
 
 FOLDER = "2026-11-21-two-processes"
-AGAIN = ("`python bench/bench_distributed.py --rounds 7 --json FILE`", "ten minutes")
 _NAMES = {
     "torch 1F1B": "torch.distributed.pipelining 1F1B",
     "torch GPipe": "torch.distributed.pipelining GPipe",

@@ -11,8 +11,6 @@ from spectrain_ext.extras import picture
 
 from .races import METHODS, SHARES, Race, races
 
-#: The command that makes the figures again, and how long that takes on two cores.
-AGAIN = ("`spectrain study`, as [frontier](frontier.md#how-it-was-measured) says", "hours")
 _HEADS = [f">{share:.0%}" for share in SHARES]
 
 
@@ -76,19 +74,20 @@ def compared(rows: Iterable[Race], *, late: bool) -> str:
     """A line for every race."""
     lines = [
         [
-            *(r.workload, str(r.stages), f"`{r.method}`"),
-            *((str(r.microbatches), str(r.delay)) if late else ()),
+            f"{r.workload},\u00a0{r.stages}",
+            f"`{r.method}`",
+            *([str(r.microbatches)] if late else []),
             str(r.seeds),
             f"{r.time:.2f}",
-            *(r.shown(share) for share in SHARES),
-            f"{100 * r.gap[1]:+.1f} ({100 * r.gap[0]:+.1f} to {100 * r.gap[2]:+.1f})",
+            *(r.shown(share).replace(" ", "\u00a0") for share in SHARES),
+            f"{100 * r.gap[1]:+.1f}",
+            f"{100 * r.gap[0]:+.1f} to {100 * r.gap[2]:+.1f}".replace(" ", "\u00a0"),
         ]
         for r in rows
     ]
-    heads = ["data", ">N", "method", *((">M", ">delay") if late else ()), ">seeds", ">a minibatch"]
-    return table(
-        "|".join([*heads, *(f">to the loss at {share:.0%}" for share in SHARES), ">gap %"]), lines
-    )
+    heads = ["data, N", "method", *([">M"] if late else []), ">seeds", ">minibatch"]
+    heads += [f">loss at {share:.0%}" for share in SHARES]
+    return table("|".join([*heads, ">gap %", "95 % interval"]), lines)
 
 
 def evens(auto: Iterable[Race]) -> str:

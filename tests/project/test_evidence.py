@@ -82,7 +82,7 @@ def test_every_figure_is_used() -> None:
 
 class TestPage:
     def test_every_section_begins_with_a_heading(self) -> None:
-        for module in page.evidence():
+        for module in page.evidence().values():
             assert module.section(RESULTS).lstrip().startswith("## "), module.__name__
 
     def test_a_picture_is_there_is_linked_and_is_described(
@@ -129,11 +129,8 @@ class TestRaces:
                     assert r.updates[share] <= 1.0
                     continue
                 many = int(said.replace(",", ""))
-                assert (
-                    1.0 + r.idle / many
-                    <= r.updates[share] + 1e-9
-                    < 1e-8 + 1.0 + r.idle / (many - 1)
-                )
+                assert 1.0 + r.idle / many <= r.updates[share] + 1e-9
+                assert 1.0 + r.idle / (many - 1) > r.updates[share]
 
     def test_what_was_not_reached_has_a_bound_and_is_no_win(self) -> None:
         row = {
