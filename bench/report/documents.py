@@ -29,7 +29,10 @@ _UNITS = (
     "%|per cent|times|fold|x|[mnu]?s|µs|seconds?|minutes?|hours?|microseconds?|milliseconds?"
     "|[KMGT]i?B|bytes?|[KMG]b/s"
 )
-_NAKED = re.compile(rf"(?<![\w.^-])(?:\d[\d,]* ?(?:{_UNITS})(?![\w-])|\d*\.\d+(?![\w.]))")
+_NAKED = re.compile(
+    rf"(?<![\w.^])(?:(?:\d[\d,]*(?:\.\d+)?|\.\d+) ?(?:{_UNITS})(?![\w-])"
+    r"|\d*\.\d+(?:e-?\d+)?(?![\w.]))"
+)
 
 
 def pages() -> list[Path]:

@@ -54,11 +54,12 @@ class TestMarks:
     @pytest.mark.parametrize(
         ("text", "found"),
         [
-            ("it takes 1.5 times as long", ["1.5"]),
+            ("it takes 1.5 times as long, 8.91x", ["1.5 times", "8.91x"]),
             ("it takes 12 times as long, 3 %", ["12 times", "3 %"]),
             ("| 88, 97 % | 250 ms |", ["97 %", "250 ms"]),
             ("1,024 bytes in 5 s, at 100 Gb/s", ["1,024 bytes", "5 s", "100 Gb/s"]),
-            ("about .3 of it, 2x as fast", [".3", "2x"]),
+            ("about .3 of it, 2x as fast, -1.2 % of 1.5e-3", [".3", "2x", "1.2 %", "1.5e-3"]),
+            ("from 10-20 ms to 2.5", ["20 ms", "2.5"]),
             ("in `1.5` it, [1](a-1.5.md), torch 2.13, Python 3.10 or 3.12", []),
             ("12 stages, 360 images, 2^24 elements, M = 16, 20 seeds", []),
             ("<!--f a-->1.5 times<!--/f--> and <!--set-->64 KB<!--/set-->", []),
