@@ -31,6 +31,7 @@ from spectrain_ext.experiments.settings import TrainSettings, settle
 from spectrain_ext.experiments.workload import build_pipeline, build_stages, load_data
 from spectrain_ext.experiments.world import World
 from spectrain_ext.method import find_method
+from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.stage import Handler, Stage
 from spectrain_ext.schedule import Kind
 from spectrain_ext.weights import StageWeights
@@ -46,10 +47,11 @@ LAWS = ("stale", *STEPPED, "difference")
 _OUTS = 8  # predictions of one step
 
 #: The residual MLP with SGD as `spectrain train` has it, the study's transformer with AdamW; the
-#: rates are constant, so that nothing but the gradients to come is unknown.
+#: rates are constant, so that nothing but the gradients to come is unknown, and the text's is the
+#: best of eight stages with a microbatch each (docs/frontier.md): at twice that they are unstable.
 TRAINED: dict[str, dict[str, Any]] = {
     "digits": {**WORKLOADS["digits"].settings, "lr": 0.05},
-    "text": {**WORKLOADS["text"].settings, "warmup": 0, "lr": 0.001},
+    "text": {**WORKLOADS["text"].settings, "warmup": 0, "lr": 0.0005},
 }
 #: (method, microbatches by stages)
 METHODS: dict[str, Callable[[int], int]] = {"spectrain": lambda n: 1, "auto": lambda n: n}
@@ -73,11 +75,13 @@ class Errors(st.Observer):
     Attributes:
         found: in the order in which the updates came.
         elements: of every stage's weights.
+        losses: of the run's minibatches.
     """
 
     def __init__(self, horizons: Sequence[int] = HORIZONS, every: int = 1) -> None:
         self.found: list[Error] = []
         self.elements: dict[int, int] = {}
+        self.losses: list[float] = []
         self._horizons, self._every = horizons, every
 
     def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
@@ -107,6 +111,9 @@ class Errors(st.Observer):
                 ]
 
         return {**handlers, Kind.UPDATE: watched}
+
+    def result(self, result: Result) -> None:
+        self.losses.append(result.loss.item())
 
 
 def predictions(
@@ -260,12 +267,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         began = time.perf_counter()
         settings = settings_of(data, a.data_dir, method, n)
         every = max(1, a.updates // a.points)
+        few = -(-a.updates // 20)
         runs = [trained(settings, seed, a.updates, every) for seed in range(a.seeds)]
         case = {
             **{"data": data, "optimizer": settings.optimizer, "lr": settings.lr},
             **{"batch_size": settings.batch_size, "method": method, "stages": n},
             **{"microbatches": settings.microbatches, "elements": list(runs[0].elements.values())},
             "measured": sorted({e.update for e in runs[0].found if e.ahead == HORIZONS[0]}),
+            # of every seed, over the first and the last twentieth of the run
+            "losses": [
+                [round(statistics.fmean(part), 4) for part in (r.losses[:few], r.losses[-few:])]
+                for r in runs
+            ],
             "rows": list(summary(runs, series=n == max(a.stages))),
         }
         document["cases"].append(case)
