@@ -54,13 +54,13 @@ class Layers:
     def at(self, samples: float) -> Profile:
         """The profile for a microbatch of so many samples."""
         small, large = self.samples
-        share = 1.0 if small == large else (samples - small) / (large - small)
+        share = (samples - small) / ((large - small) or 1)
 
         def line(a: float, b: float) -> float:
-            if small == large:
+            # Neither part is negative: what says so is noise.
+            if small == large or a * large < b * small:
                 return b * samples / large
-            # The constant is never negative: what a small one measures too little is noise.
-            return b * samples / large if b * small < a * large and a > b else a + share * (b - a)
+            return b if b < a else a + share * (b - a)
 
         def block(a: BlockProfile, b: BlockProfile) -> BlockProfile:
             forward, backward = (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from spectrain_ext.files import finite, replace_file
 from spectrain_ext.method import Method, find_method
-from spectrain_ext.schedule import Span, flushes
+from spectrain_ext.schedule import Span
 
 from .costs import Costs, Setting
 from .layers import Layers
@@ -24,7 +24,7 @@ METHODS = (
     *("sync", "gpipe", "1f1b", "vanilla", "pipedream", "pipedream-2bw"),
     *("spectrain", "spectrain-stash", "auto"),
 )
-# A timeline shows as many minibatches, and three windows of them.
+# A timeline shows as many minibatches, and two windows of them.
 _SHOWN = 3
 
 
@@ -109,7 +109,7 @@ class Plan:
     left_out: int
     least_memory: float
     assumptions: tuple[str, ...]
-    _spans: tuple[tuple[Span, ...], ...] = ()
+    _costs: tuple[Costs, ...]
 
     @property
     def fastest(self) -> Candidate:
@@ -121,9 +121,12 @@ class Plan:
         """With the least time to synchronous training's loss, by what was measured elsewhere."""
         return min(self.candidates, key=lambda c: (c.seconds_to_quality, c.period))
 
-    def spans(self, candidate: Candidate) -> tuple[Span, ...]:
+    def spans(self, candidate: Candidate) -> Iterator[Span]:
         """The timeline of one of the candidates, simulated."""
-        return self._spans[self.candidates.index(candidate)]
+        costs = self._costs[self.candidates.index(candidate)]
+        place = costs.places[0]
+        rounds = 0 if costs.flushes else -(-place.window // place.microbatches)
+        return costs.spans(_SHOWN + 2 * rounds)
 
 
 def plan(
@@ -187,7 +190,7 @@ def plan(
         search.left_out,
         search.least_memory,
         tuple(_assumptions(layers, found_link, speed, cores)),
-        tuple(_timeline(costs) for costs in chosen),
+        tuple(chosen),
     )
 
 
@@ -215,12 +218,6 @@ def _candidate(costs: Costs, batch: int) -> Candidate:
         costs.delay,
         _quality(costs),
     )
-
-
-def _timeline(costs: Costs) -> tuple[Span, ...]:
-    place = costs.places[0]
-    rounds = 0 if flushes(costs.way.method.schedule) else -(-place.window // place.microbatches)
-    return tuple(costs.spans(_SHOWN + 3 * rounds))
 
 
 def _assumptions(layers: Layers, link: Link, speed: float | None, cores: int | None) -> list[str]:

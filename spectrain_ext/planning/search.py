@@ -18,6 +18,8 @@ from .costs import Costs, Setting, Way
 _FEW = 32
 # Devices up to which stages may have different numbers of replicas, and divisions kept of each N.
 _UNEVEN, _KEPT = 8, 3
+# Microbatches per stage: with these the bubble of a flush is an eighth of a minibatch at most.
+_FLUSH = 8
 # Simulations per method and aim.
 _MOST = 8
 
@@ -137,11 +139,10 @@ class Search:
             return math.inf
 
     def _microbatches(self, replicas: tuple[int, ...]) -> list[int]:
-        """As many as stages, twice that, and powers of two, each times what replicas need."""
-        stages, each, batch = len(replicas), lcm(*replicas), self._setting.batch
-        most = min(batch // each, 8 * stages)
-        numbers = {stages, 2 * stages, *(1 << n for n in range(most.bit_length()))}
-        return sorted(m * each for m in numbers if m <= most and batch % (m * each) == 0)
+        """Numbers that deal a minibatch out evenly, up to so many that a flush is cheap."""
+        each, batch = lcm(*replicas), self._setting.batch
+        most = _FLUSH * len(replicas)
+        return [m for m in range(each, each * most + 1, each) if m <= batch and batch % m == 0]
 
     def _divisions(self, replicas: tuple[int, ...], microbatches: int) -> Iterator[tuple[int, ...]]:
         profile, stages = self._work(microbatches), len(replicas)
