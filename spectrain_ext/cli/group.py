@@ -9,6 +9,7 @@ from spectrain_ext._C import build_info
 from .bench import bench
 from .doctor import doctor
 from .options import printable
+from .plan import plan_command
 from .study import study
 from .timeline import timeline
 from .train import train
@@ -37,3 +38,4 @@ main.add_command(doctor)
 main.add_command(bench)
 main.add_command(timeline)
 main.add_command(study)
+main.add_command(plan_command)

@@ -10,6 +10,7 @@ import sys
 import traceback
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from spectrain_ext.method import Method, find_method, methods
 
@@ -35,8 +36,7 @@ def method_of(name: str) -> Method:
     """
     if not is_imported(name):
         return find_method(name)
-    module, _, attribute = name.partition(":")
-    found = _attribute(module, attribute)
+    found = imported(name)
     where = f"{name!r}"
     if callable(found) and not isinstance(found, Method):
         where = f"{name!r}, called,"
@@ -62,7 +62,13 @@ def method_of(name: str) -> Method:
     return found
 
 
-def _attribute(module: str, attribute: str) -> object:
+def imported(name: str) -> Any:
+    """What a module has of a name, both as ``module:NAME``.
+
+    Raises:
+        ValueError: there is none, or the module cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -3,7 +3,7 @@
 from .blocks import Slice
 from .cut import Cut, StageEstimate, cut
 from .profile import BlockProfile, Profile, Tie, measure
-from .stages import Partition, cut_at, mark_ties, partition
+from .stages import Partition, cut_at, mark_ties, partition, profile_of
 from .traced import TracedStage
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "mark_ties",
     "measure",
     "partition",
+    "profile_of",
 ]

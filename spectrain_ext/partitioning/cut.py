@@ -20,7 +20,7 @@ class StageEstimate:
 
     Attributes:
         blocks: the half-open range of its blocks.
-        compute_seconds: forward and backward of one microbatch.
+        compute_seconds: forward and backward of one microbatch, over its replicas.
         transfer_seconds: activations and gradients through both its edges; 0 without a bandwidth.
         parameter_bytes: of its parameters, once.
         memory_bytes: all copies of the parameters, and what its window of microbatches keeps.
@@ -92,6 +92,7 @@ def cut(
     memory_limit: int | Sequence[int] | None = None,
     weight_copies: int | StageCount = 4,
     window: int | StageCount = classic_window,
+    replicas: Sequence[int] | None = None,
 ) -> Cut:
     """Return the division whose slowest stage is fastest; of those the most even one.
 
@@ -109,6 +110,7 @@ def cut(
             the parameters; by default true weights, working weights, gradients and momentum. A
             number, or a function of (k, n_stages).
         window: microbatches a stage has in flight, likewise.
+        replicas: of every stage, among which its microbatches are dealt out; None: one.
 
     Raises:
         ValueError: an argument out of range, fewer places to cut than needed (the message names
@@ -121,13 +123,18 @@ def cut(
         raise ValueError(f"n_stages: expected 1 to {blocks} (the blocks), got {n_stages}")
     if bandwidth is not None and not bandwidth > 0:
         raise ValueError(f"bandwidth: expected more than 0 bytes per second, got {bandwidth}")
+    shares = (1,) * n_stages if replicas is None else replicas
+    if len(shares) != n_stages or min(shares) < 1:
+        raise ValueError(
+            f"replicas: expected one number of at least 1 per stage ({n_stages}), got {replicas}"
+        )
     limits = _limits(memory_limit, n_stages)
     places = _places(profile, n_stages)
-    costs = _Costs(profile, n_stages, bandwidth, weight_copies, window)
+    costs = _Costs(profile, shares, bandwidth, weight_copies, window)
 
     def slowest(start: int, end: int, k: int) -> float:
         within = costs.memory(start, end, k) <= limits[k]
-        return costs.seconds(start, end) if within else _NEVER
+        return costs.seconds(start, end, k) if within else _NEVER
 
     best, _ = _search(places, n_stages, slowest, max)
     if best == _NEVER:
@@ -151,12 +158,13 @@ class _Costs:
     def __init__(
         self,
         profile: Profile,
-        n: int,
+        replicas: Sequence[int],
         bandwidth: float | None,
         weight_copies: int | StageCount,
         window: int | StageCount,
     ) -> None:
-        blocks = profile.blocks
+        blocks, n = profile.blocks, len(replicas)
+        self._replicas = replicas
         self._seconds = [0.0, *accumulate(block.seconds for block in blocks)]
         self._parameters = [0, *accumulate(block.parameter_bytes for block in blocks)]
         self._saved = [0, *accumulate(block.saved_bytes for block in blocks)]
@@ -169,8 +177,11 @@ class _Costs:
     def transfer(self, start: int, end: int) -> float:
         return self._per_byte * (self._edges[start] + self._edges[end])
 
-    def seconds(self, start: int, end: int) -> float:
-        return self._seconds[end] - self._seconds[start] + self.transfer(start, end)
+    def compute(self, start: int, end: int, k: int) -> float:
+        return (self._seconds[end] - self._seconds[start]) / self._replicas[k]
+
+    def seconds(self, start: int, end: int, k: int) -> float:
+        return self.compute(start, end, k) + self.transfer(start, end)
 
     def memory(self, start: int, end: int, k: int) -> int:
         parameters = self._parameters[end] - self._parameters[start]
@@ -180,7 +191,7 @@ class _Costs:
     def estimate(self, start: int, end: int, k: int) -> StageEstimate:
         return StageEstimate(
             range(start, end),
-            self._seconds[end] - self._seconds[start],
+            self.compute(start, end, k),
             self.transfer(start, end),
             self._parameters[end] - self._parameters[start],
             self.memory(start, end, k),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from spectrain_ext.transport import Value
 
 from .plan import Inputs, Plan, evaluated, hidden_of, inputs_of, members_of, plan_of
-from .profile import Profile, Tie, measure
+from .profile import BlockProfile, Profile, Tie, measure
 
 
 class _Hand:
@@ -360,14 +360,20 @@ class Decoder:
         """Measure the blocks, without what each does only because it is a stage of its own."""
         profile = measure(self.blocks, self.example, repeats=repeats)
         empty = DecoderStage(self.model, self.plan, 1, 1)
-        around = measure([self.blocks[0], empty], self.example, repeats=repeats).blocks[1].seconds
+        around = measure([self.blocks[0], empty], self.example, repeats=repeats).blocks[1]
         members = range(len(self.plan.members))
         names = ["before", *(f"{self.plan.path}.{i}" for i in members), "after"]
-        blocks = (
-            replace(b, name=f"{i}: {name}", seconds=max(0.0, b.seconds - around * (i > 0)))
-            for i, (b, name) in enumerate(zip(profile.blocks, names, strict=True))
-        )
-        return Profile(tuple(blocks), ties)
+
+        def alone(i: int, block: BlockProfile, name: str) -> BlockProfile:
+            forward, backward = (
+                max(0.0, own - more * (i > 0))
+                for own, more in zip(block.parts, around.parts, strict=True)
+            )
+            seconds = forward + backward
+            return replace(block, name=f"{i}: {name}", seconds=seconds, forward_seconds=forward)
+
+        found = zip(profile.blocks, names, strict=True)
+        return Profile(tuple(alone(i, *each) for i, each in enumerate(found)), ties)
 
 
 def _tensors(output: Any) -> list[Tensor]:

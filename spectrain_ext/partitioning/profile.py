@@ -26,6 +26,7 @@ class BlockProfile:
         parameter_bytes: of its parameters, each counted once.
         saved_bytes: of what autograd keeps from its forward to its backward, without parameters.
         name: for messages.
+        forward_seconds: of the forward alone; None: a third, as a backward takes two forwards.
     """
 
     seconds: float
@@ -33,12 +34,24 @@ class BlockProfile:
     parameter_bytes: int = 0
     saved_bytes: int = 0
     name: str = ""
+    forward_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for field in ("seconds", "output_bytes", "parameter_bytes", "saved_bytes"):
             value = getattr(self, field)
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{field}: expected a finite number of at least 0, got {value}")
+        if self.forward_seconds is not None and not 0 <= self.forward_seconds <= self.seconds:
+            raise ValueError(
+                f"forward_seconds: expected 0 to all of the {self.seconds} seconds, got "
+                f"{self.forward_seconds}"
+            )
+
+    @property
+    def parts(self) -> tuple[float, float]:
+        """Seconds of the forward, and of the backward."""
+        forward = self.seconds / 3 if self.forward_seconds is None else self.forward_seconds
+        return forward, self.seconds - forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +175,17 @@ def agreed(measure: Callable[[], Profile], blocks: Sequence[nn.Module]) -> Profi
             "every rank must cut the same model"
         )
     numbers = torch.tensor(
-        [(b.seconds, b.output_bytes, b.parameter_bytes, b.saved_bytes) for b in profile.blocks],
+        [
+            (b.seconds, b.output_bytes, b.parameter_bytes, b.saved_bytes, b.parts[0])
+            for b in profile.blocks
+        ],
         dtype=torch.float64,
         device=device,
     )
     dist.broadcast(numbers, 0)
     told = [
-        BlockProfile(seconds, int(output), int(parameters), int(saved), block.name)
-        for (seconds, output, parameters, saved), block in zip(
+        BlockProfile(seconds, int(output), int(parameters), int(saved), block.name, forward)
+        for (seconds, output, parameters, saved, forward), block in zip(
             numbers.tolist(), profile.blocks, strict=True
         )
     ]
@@ -193,21 +209,25 @@ def _measured(
 
     # The first run is not timed: it counts, and warms what is cached.
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        _, output = _forward_backward(block, value, index, last)
-    seconds = [_forward_backward(block, value, index, last)[0] for _ in range(repeats)]
+        _, _, output = _forward_backward(block, value, index, last)
+    times = [_forward_backward(block, value, index, last)[:2] for _ in range(repeats)]
+    seconds = statistics.median(whole for whole, _ in times)
     profile = BlockProfile(
-        statistics.median(seconds),
+        seconds,
         sum(tensor.nbytes for tensor in tensors_of(output)),
         sum(p.nbytes for p in block.parameters()),
         sum(saved.values()),
         f"{index}: {type(block).__name__}",
+        min(seconds, statistics.median(forward for _, forward in times)),
     )
     return profile, output
 
 
 def _forward_backward(
     block: nn.Module, value: Value, index: int, last: bool
-) -> tuple[float, Value]:
+) -> tuple[float, float, Value]:
+    """Seconds of both and of the forward, and what it returned."""
+
     def entered(tensor: Tensor) -> Tensor:
         # Nobody asks for the gradient of the batch. A clone, because a layer may work in place.
         leaf = tensor.detach()
@@ -219,12 +239,14 @@ def _forward_backward(
         _wait(given)
         start = time.perf_counter()
         output = _checked(block(given), index, last)
+        _wait(output)
+        forward = time.perf_counter() - start
         roots = [t for t in tensors_of(output) if t.requires_grad]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         _wait(output)
         elapsed = time.perf_counter() - start
-    return elapsed, each(output, Tensor.detach)
+    return elapsed, forward, each(output, Tensor.detach)
 
 
 @contextmanager

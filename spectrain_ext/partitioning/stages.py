@@ -221,6 +221,23 @@ def partition(
     return Partition(stages, found, profile, source.finish(stages))
 
 
+def profile_of(
+    model: nn.Module | Sequence[nn.Module], example_input: Value | None = None, *, repeats: int = 5
+) -> Profile:
+    """Measure the blocks that ``partition`` cuts a model between, and what they share.
+
+    Args:
+        model: as for ``partition``.
+        example_input: likewise.
+        repeats: timed runs of each block.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as for ``partition``.
+    """
+    source = _source(model, 1, example_input, None, None, None)
+    return source.measure(repeats=repeats, ties=ties_of(source.blocks))
+
+
 @dataclass(frozen=True)
 class _Source:
     """A model that can be cut.

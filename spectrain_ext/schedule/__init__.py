@@ -17,6 +17,7 @@ from .ledger import Count, Ledger, count_stage, open_ledgers
 from .levels import simulate_repeating
 from .place import Place, Replicas
 from .reading import Backward, Entries, Law, OwnLaw, Reader, Reading, Reads, Rules
+from .sharing import simulate_ranks
 from .simulation import (
     Durations,
     Horizons,
@@ -68,6 +69,7 @@ __all__ = [
     "read",
     "read_csv",
     "simulate",
+    "simulate_ranks",
     "simulate_repeating",
     "streams",
     "summarize",

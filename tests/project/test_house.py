@@ -24,7 +24,7 @@ FLOORS = (
     {"operators", "schedule"},
     {"optim", "method", "transport", "benchmark"},
     {"weights", "timelines", "partitioning"},
-    {"pipeline"},
+    {"pipeline", "planning"},
     {"distributed", "observation"},
     {"checkpoint"},
     {"experiments"},

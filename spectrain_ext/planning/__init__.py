@@ -1,0 +1,22 @@
+"""Planning: how to train a model on some devices, before they are rented."""
+
+from .layers import Layers, measure_layers, read_layers, write_layers
+from .link import LINKS, Link, find_link
+from .plan import METHODS, Candidate, Plan, plan, write_plan
+from .quality import Quality
+
+__all__ = [
+    "LINKS",
+    "METHODS",
+    "Candidate",
+    "Layers",
+    "Link",
+    "Plan",
+    "Quality",
+    "find_link",
+    "measure_layers",
+    "plan",
+    "read_layers",
+    "write_layers",
+    "write_plan",
+]

@@ -1,0 +1,184 @@
+"""Layers: what the blocks of a model cost, for a microbatch of any size; measured, kept in JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain_ext.files import read_json, replace_file
+from spectrain_ext.partitioning import BlockProfile, Profile, Tie, profile_of
+from spectrain_ext.transport import Value, each, tensors_of
+
+_LARGEST = 1 << 24  # bytes of a file
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The profiles of a model's blocks at two sizes of a microbatch; every other is interpolated.
+
+    A block's seconds and bytes are taken for a constant and a part that grows with the samples.
+
+    Attributes:
+        samples: of the two microbatches, the smaller first.
+        profiles: of each.
+        byte_seconds: of an optimizer's step and of predictions, per byte that these read or write.
+        about: where and how it was measured, for people.
+    """
+
+    samples: tuple[int, int]
+    profiles: tuple[Profile, Profile]
+    byte_seconds: float = 0.0
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        small, large = self.samples
+        if not 1 <= small <= large:
+            raise ValueError(
+                f"samples: expected two numbers, the smaller first, got {self.samples}"
+            )
+        a, b = (len(profile.blocks) for profile in self.profiles)
+        if a != b or not a:
+            raise ValueError(f"profiles: expected two of the same blocks, got {a} and {b} blocks")
+        if not 0 <= self.byte_seconds < float("inf"):
+            raise ValueError(f"byte_seconds: expected a number of at least 0, {self.byte_seconds}")
+
+    def at(self, samples: float) -> Profile:
+        """The profile for a microbatch of so many samples."""
+        small, large = self.samples
+        share = (samples - small) / ((large - small) or 1)
+
+        def line(a: float, b: float) -> float:
+            # Neither part is negative: what says so is noise.
+            if small == large or a * large < b * small:
+                return b * samples / large
+            return b if b < a else a + share * (b - a)
+
+        def block(a: BlockProfile, b: BlockProfile) -> BlockProfile:
+            forward, backward = (
+                max(0.0, line(*pair)) for pair in zip(a.parts, b.parts, strict=True)
+            )
+            return BlockProfile(
+                forward + backward,
+                round(max(0.0, line(a.output_bytes, b.output_bytes))),
+                b.parameter_bytes,
+                round(max(0.0, line(a.saved_bytes, b.saved_bytes))),
+                b.name,
+                forward,
+            )
+
+        a, b = self.profiles
+        return Profile(tuple(block(*pair) for pair in zip(a.blocks, b.blocks, strict=True)), b.ties)
+
+    def faster(self, times: float) -> Layers:
+        """The same on devices that do everything so many times as fast."""
+        if not 0 < times < float("inf"):
+            raise ValueError(f"speed: expected a positive number, got {times}")
+
+        def scaled(block: BlockProfile) -> BlockProfile:
+            forward, backward = (seconds / times for seconds in block.parts)
+            return replace(block, seconds=forward + backward, forward_seconds=forward)
+
+        small, large = (
+            Profile(tuple(map(scaled, profile.blocks)), profile.ties) for profile in self.profiles
+        )
+        return replace(self, profiles=(small, large), byte_seconds=self.byte_seconds / times)
+
+
+def measure_layers(
+    model: nn.Module | Sequence[nn.Module], example_input: Value, *, repeats: int = 5
+) -> Layers:
+    """Measure the blocks of a model at the example's number of samples and at half of it.
+
+    Args:
+        model: as for ``partition``.
+        example_input: a microbatch; samples are along its tensors' first dimension.
+        repeats: timed runs of each block.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as for ``partition``.
+    """
+    samples = len(next(iter(tensors_of(example_input))))
+    half = max(1, samples // 2)
+    large = profile_of(model, example_input, repeats=repeats)
+    small = large
+    if half < samples:
+        part = each(example_input, lambda tensor: tensor[:half])
+        small = profile_of(model, part, repeats=repeats)
+    parameters = sum(block.parameter_bytes for block in large.blocks)
+    device = next(
+        (
+            p.device
+            for m in ([model] if isinstance(model, nn.Module) else model)
+            for p in m.parameters()
+        ),
+        torch.device("cpu"),
+    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    about = {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    return Layers((half, samples), (small, large), _byte_seconds(parameters, device), about)
+
+
+def _byte_seconds(size: int, device: torch.device) -> float:
+    """Of one pass over weights, by ``a + c*b``: three streams, as many as a prediction has."""
+    count = min(max(size // 4, 1 << 10), 1 << 24)
+    a, b, out = (torch.zeros(count, device=device) for _ in range(3))
+
+    def once() -> float:
+        began = time.perf_counter()
+        torch.add(a, b, alpha=0.5, out=out)
+        _finished(out)
+        return time.perf_counter() - began
+
+    once()
+    return median(once() for _ in range(9)) / (12 * count)
+
+
+def _finished(tensor: Tensor) -> None:
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
+
+
+def write_layers(path: Path, layers: Layers) -> None:
+    """Write a file for ``read_layers``."""
+    document = {
+        "spectrain_profile": _FORMAT,
+        "about": dict(layers.about),
+        "samples": list(layers.samples),
+        "byte_seconds": layers.byte_seconds,
+        "ties": [asdict(tie) for tie in layers.profiles[1].ties],
+        "profiles": [[asdict(block) for block in p.blocks] for p in layers.profiles],
+    }
+    replace_file(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
+
+
+def read_layers(path: Path) -> Layers:
+    """Read what ``write_layers`` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is something else; the message names the file.
+    """
+    document = read_json(path, _LARGEST)
+    if not isinstance(document, dict) or document.get("spectrain_profile") != _FORMAT:
+        raise ValueError(f"{path}: expected a profile that spectrain plan has saved")
+    try:
+        ties = tuple(Tie(**tie) for tie in document["ties"])
+        small, large = (
+            Profile(tuple(BlockProfile(**block) for block in blocks), ties)
+            for blocks in document["profiles"]
+        )
+        first, second = document["samples"]
+        return Layers((first, second), (small, large), document["byte_seconds"], document["about"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: expected a profile that spectrain plan has saved: {error}"
+        ) from error

@@ -1,0 +1,271 @@
+"""Plan: how to train a model on some devices, chosen by what every way to do it costs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from spectrain_ext.files import finite, replace_file
+from spectrain_ext.method import Method, find_method
+from spectrain_ext.schedule import Span
+
+from .costs import Costs, Setting
+from .layers import Layers
+from .link import Link, find_link
+from .quality import Quality, expected
+from .search import Search
+
+#: What is compared where nobody says: synchronous training, the others with and without prediction.
+METHODS = (
+    *("sync", "gpipe", "1f1b", "vanilla", "pipedream", "pipedream-2bw"),
+    *("spectrain", "spectrain-stash", "auto"),
+)
+# A timeline shows as many minibatches, and two windows of them.
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train, and what it comes to.
+
+    Attributes:
+        method: its name.
+        ends: of every stage, the index after its last block.
+        replicas: of every stage.
+        microbatches: of a minibatch.
+        window: None, the method's own, or ``"wide"``.
+        period: seconds of a minibatch and its update, simulated.
+        bound: what no simulation can be below.
+        throughput: samples per second, simulated.
+        memory: bytes of a device of every stage, counted.
+        delay: the most updates that a forward is late, counted.
+        quality: what this delay cost the method elsewhere, measured; None: it was not.
+    """
+
+    method: str
+    ends: tuple[int, ...]
+    replicas: tuple[int, ...]
+    microbatches: int
+    window: str | None
+    period: float
+    bound: float
+    throughput: float
+    memory: tuple[int, ...]
+    delay: int
+    quality: Quality | None
+
+    @property
+    def stages(self) -> int:
+        """Their number."""
+        return len(self.ends)
+
+    @property
+    def seconds_to_quality(self) -> float:
+        """The period times the updates to a loss over those of synchronous training.
+
+        Infinite: it did not get there, or was not measured.
+        """
+        return math.inf if self.quality is None else self.period * self.quality.updates
+
+    @property
+    def code(self) -> str:
+        """The call that trains so, on every rank."""
+        said = [f"method={self.method!r}", f"microbatches={self.microbatches}"]
+        if self.window is not None:
+            said.append(f"window={self.window!r}")
+        if set(self.replicas) != {1}:
+            even = len(set(self.replicas)) == 1
+            said.append(f"replicas={self.replicas[0] if even else list(self.replicas)}")
+        return f"st.DistributedPipeline(stage, optimizer, loss_fn, {', '.join(said)})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found.
+
+    Attributes:
+        devices: how many there are.
+        batch: samples of a minibatch.
+        link: between any two devices.
+        candidates: of every method the fastest way, and the soonest at synchronous training's loss
+            where that is another: those with the shortest period first.
+        tried: ways that were looked at.
+        simulated: of these, how many periods were simulated.
+        left_out: ways that take more memory than a device has.
+        least_memory: of these, what the smallest takes.
+        assumptions: what was neither measured nor counted, in words.
+    """
+
+    devices: int
+    batch: int
+    link: Link
+    candidates: tuple[Candidate, ...]
+    tried: int
+    simulated: int
+    left_out: int
+    least_memory: float
+    assumptions: tuple[str, ...]
+    _costs: tuple[Costs, ...]
+
+    @property
+    def fastest(self) -> Candidate:
+        """With the most samples per second."""
+        return self.candidates[0]
+
+    @property
+    def soonest(self) -> Candidate:
+        """With the least time to synchronous training's loss, by what was measured elsewhere."""
+        return min(self.candidates, key=lambda c: (c.seconds_to_quality, c.period))
+
+    def spans(self, candidate: Candidate) -> Iterator[Span]:
+        """The timeline of one of the candidates, simulated."""
+        costs = self._costs[self.candidates.index(candidate)]
+        place = costs.places[0]
+        rounds = 0 if costs.flushes else -(-place.window // place.microbatches)
+        return costs.spans(_SHOWN + 2 * rounds)
+
+
+def plan(
+    layers: Layers,
+    devices: int,
+    *,
+    link: str | float | Link,
+    batch: int,
+    memory: float | None = None,
+    speed: float | None = None,
+    cores: int | None = None,
+    methods: Sequence[str | Method] = METHODS,
+    state: int = 1,
+) -> Plan:
+    """Find how to train a model on some devices.
+
+    Every number of stages, of replicas and of microbatches, both windows and all methods are
+    compared; where there are more divisions into stages than a few, the one whose slowest stage is
+    fastest. A bound on the period leaves out what cannot be best, and the rest is simulated.
+
+    Args:
+        layers: of ``measure_layers`` or ``read_layers``.
+        devices: how many; all are used.
+        link: between any two of them: a name in ``LINKS``, bytes per second, or a ``Link``.
+        batch: samples of a minibatch, over all devices.
+        memory: bytes of a device; None: not limited.
+        speed: devices compute so many times as fast as what was measured; None: like it.
+        cores: that all devices share, as processes on one machine do; None: each has its own.
+        methods: that are compared; ``"sync"`` is data parallelism, in one stage.
+        state: bytes of optimizer state per byte of parameters: 1 for SGD's momentum, 2 for Adam.
+
+    Raises:
+        ValueError: an argument is out of range, or no way fits.
+    """
+    found_link = find_link(link)
+    for name, value in (("devices", devices), ("batch", batch)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    if memory is not None and not memory > 0:
+        raise ValueError(f"memory: expected a positive number of bytes, got {memory}")
+    made = [find_method(method) for method in methods]
+    scaled = layers if speed is None else layers.faster(speed)
+    setting = Setting(scaled, found_link, batch, cores, state)
+    search = Search(setting, devices, made, memory)
+    ways: dict[int, Costs] = {}
+    for method in made:
+        for price in (lambda costs: 1.0, _price):
+            costs = search.best(method, price)
+            if costs is not None:
+                ways[id(costs)] = costs
+    if not ways:
+        raise ValueError(_nothing(search, devices, batch, memory))
+    chosen = sorted(ways.values(), key=lambda costs: (costs.period, costs.delay))
+    return Plan(
+        devices,
+        batch,
+        found_link,
+        tuple(_candidate(costs, batch) for costs in chosen),
+        search.tried,
+        search.simulated,
+        search.left_out,
+        search.least_memory,
+        tuple(_assumptions(layers, found_link, speed, cores)),
+        tuple(chosen),
+    )
+
+
+def _quality(costs: Costs) -> Quality | None:
+    return expected(costs.way.method, len(costs.way.ends), costs.delay)
+
+
+def _price(costs: Costs) -> float:
+    quality = _quality(costs)
+    return math.inf if quality is None else quality.updates
+
+
+def _candidate(costs: Costs, batch: int) -> Candidate:
+    way = costs.way
+    return Candidate(
+        way.method.name,
+        way.ends,
+        way.replicas,
+        way.microbatches,
+        None if way.window is None else str(way.window),
+        costs.period,
+        costs.bound,
+        batch / costs.period if costs.period else math.inf,
+        costs.memory,
+        costs.delay,
+        _quality(costs),
+    )
+
+
+def _assumptions(layers: Layers, link: Link, speed: float | None, cores: int | None) -> list[str]:
+    where = ", ".join(f"{key} {value}" for key, value in layers.about.items())
+    said = [f"layer times are measured ({where or 'as the profile says'})"]
+    if speed is not None:
+        said.append(f"ASSUMED: devices compute {speed:g} times as fast as that, every layer alike")
+    said.append(
+        f"link {link.name}: {link.bandwidth / 1e9:.4g} GB/s a direction, "
+        f"{1e6 * link.latency:g} us: published or given, not measured"
+    )
+    if cores is not None:
+        said.append(f"all devices share {cores} cores")
+    said.append("periods and throughput are simulated; memory and delay are counted")
+    said.append("quality is what other workloads of docs/frontier.md lost at that delay: measured")
+    return said
+
+
+def _nothing(search: Search, devices: int, batch: int, memory: float | None) -> str:
+    if search.left_out:
+        return (
+            f"memory: all {search.left_out} ways take more than {memory:g} bytes a device; the "
+            f"smallest takes {search.least_memory:.4g}"
+        )
+    return (
+        f"batch: {batch} samples cannot be dealt out to {devices} devices, in any number of stages "
+        "that the model's blocks allow; replicas divide the samples of a minibatch"
+    )
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """Write what was found as JSON; what is not finite becomes null."""
+    document: Mapping[str, Any] = {
+        "devices": plan.devices,
+        "batch": plan.batch,
+        "link": asdict(plan.link),
+        "assumptions": plan.assumptions,
+        "tried": plan.tried,
+        "simulated": plan.simulated,
+        "left_out": plan.left_out,
+        "candidates": [
+            {
+                **asdict(candidate),
+                "quality": None if candidate.quality is None else candidate.quality._asdict(),
+                "seconds_to_quality": candidate.seconds_to_quality,
+                "code": candidate.code,
+            }
+            for candidate in plan.candidates
+        ],
+    }
+    replace_file(path, f"{json.dumps(finite(document), indent=1, allow_nan=False)}\n".encode())

@@ -1,0 +1,190 @@
+"""Search: all ways to train a model on some devices, the best found by bound and simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from heapq import nsmallest
+from itertools import combinations, pairwise
+from math import comb, lcm
+
+from spectrain_ext.method import Method, Window
+from spectrain_ext.partitioning import BlockProfile, Profile, cut
+from spectrain_ext.schedule import flushes
+
+from .costs import Costs, Setting, Way
+
+# Divisions that are all tried; where there are more, the one whose slowest stage is fastest.
+_FEW = 32
+# Devices up to which stages may have different numbers of replicas, and divisions kept of each N.
+_UNEVEN, _KEPT = 8, 3
+# Microbatches per stage: with these the bubble of a flush is an eighth of a minibatch at most.
+_FLUSH = 8
+# Simulations per method and aim.
+_MOST = 8
+
+
+class Search:
+    """All ways of some methods, by what they cost.
+
+    Args:
+        setting: the model, the link and the minibatch.
+        devices: how many there are; all of them are used.
+        methods: that are tried.
+        memory: bytes of a device; None: not limited.
+
+    Attributes:
+        tried: the ways that were looked at.
+        simulated: of these, those whose period was simulated.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        devices: int,
+        methods: Sequence[Method],
+        memory: float | None = None,
+    ) -> None:
+        if devices < 1:
+            raise ValueError(f"devices: expected at least 1, got {devices}")
+        self._setting, self._devices, self._methods = setting, devices, methods
+        self._memory = math.inf if memory is None else memory
+        self.simulated = 0
+        self._too_large: dict[int, int] = {}
+        self._by_method: dict[str, list[Costs]] = {method.name: [] for method in methods}
+        for costs in self._all():
+            self._by_method[costs.way.method.name].append(costs)
+        self.tried = sum(map(len, self._by_method.values()))
+
+    @property
+    def left_out(self) -> int:
+        """Ways whose bound was good enough, and which take more memory than there is."""
+        return len(self._too_large)
+
+    @property
+    def least_memory(self) -> float:
+        """Of these, what the smallest takes."""
+        return min(self._too_large.values(), default=math.inf)
+
+    def best(self, method: Method, price: Callable[[Costs], float]) -> Costs | None:
+        """The way of a method whose period times its price is least; None: there is none.
+
+        Ways are simulated in the order of their bounds, until the next one's exceeds the best that
+        was found: the result is then the least of all, and else of the first so many.
+
+        Args:
+            method: one of those that are searched.
+            price: a factor on the period, infinite for ways that are not wanted.
+        """
+        found, least, left = None, math.inf, _MOST
+        ways = [(costs.bound * price(costs), costs) for costs in self._by_method[method.name]]
+        for bound, costs in sorted(ways, key=lambda way: way[0]):
+            if bound >= least or not left:
+                break
+            if not self._fits(costs):
+                continue
+            left -= 1
+            self.simulated += "period" not in costs.__dict__
+            value = costs.period * price(costs)
+            if value < least:
+                found, least = costs, value
+        return found
+
+    def _fits(self, costs: Costs) -> bool:
+        if self._memory == math.inf:
+            return True
+        largest = max(costs.memory)
+        if largest > self._memory:
+            self._too_large[id(costs)] = largest
+        return largest <= self._memory
+
+    def _all(self) -> Iterator[Costs]:
+        for replicas in self._shapes():
+            for microbatches in self._microbatches(replicas):
+                for ends in self._divisions(replicas, microbatches):
+                    for method in self._methods:
+                        yield from self._costs(method, ends, replicas, microbatches)
+
+    def _costs(
+        self, method: Method, ends: tuple[int, ...], replicas: tuple[int, ...], microbatches: int
+    ) -> Iterator[Costs]:
+        alone = len(ends) == 1
+        if alone != (method.name == "sync"):  # one stage is data parallelism, whatever the method
+            return
+        windows: tuple[Window, ...] = (None,) if flushes(method.schedule) else (None, "wide")
+        for window in windows:
+            try:
+                yield Costs(self._setting, Way(method, ends, replicas, microbatches, window))
+            except ValueError:  # not defined for these
+                continue
+
+    def _shapes(self) -> Iterator[tuple[int, ...]]:
+        """Replicas of every stage."""
+        blocks = len(self._setting.layers.profiles[1].blocks)
+        for stages in range(1, min(blocks, self._devices) + 1):
+            if self._devices % stages == 0:
+                yield (self._devices // stages,) * stages
+            if stages > 1 and self._devices <= _UNEVEN:
+                uneven = [s for s in _sums(self._devices, stages) if len(set(s)) > 1]
+                yield from nsmallest(_KEPT, uneven, key=self._slowest)
+
+    def _slowest(self, replicas: tuple[int, ...]) -> float:
+        """Of a minibatch, with one microbatch for every replica."""
+        microbatches = lcm(*replicas)
+        if self._setting.batch % microbatches:
+            return math.inf
+        try:
+            return cut(self._work(microbatches), len(replicas), replicas=replicas).slowest
+        except ValueError:  # ties leave too few places
+            return math.inf
+
+    def _microbatches(self, replicas: tuple[int, ...]) -> list[int]:
+        """Numbers that deal a minibatch out evenly, up to so many that a flush is cheap."""
+        each, batch = lcm(*replicas), self._setting.batch
+        most = _FLUSH * len(replicas)
+        return [m for m in range(each, each * most + 1, each) if m <= batch and batch % m == 0]
+
+    def _divisions(self, replicas: tuple[int, ...], microbatches: int) -> Iterator[tuple[int, ...]]:
+        profile, stages = self._work(microbatches), len(replicas)
+        places = [
+            place
+            for place in range(1, len(profile.blocks))
+            if not any(tie.first < place <= tie.last for tie in profile.ties)
+        ]
+        if len(places) < stages - 1:
+            return
+        if comb(len(places), stages - 1) <= _FEW:
+            for inner in combinations(places, stages - 1):
+                yield (*inner, len(profile.blocks))
+            return
+        best = cut(profile, stages, replicas=replicas)
+        yield best.ends
+        if self._memory < math.inf:
+            try:
+                within = cut(profile, stages, replicas=replicas, memory_limit=int(self._memory))
+            except ValueError:
+                return
+            if within.ends != best.ends:
+                yield within.ends
+
+    def _work(self, microbatches: int) -> Profile:
+        """The blocks with what they take of a minibatch, their share of the update included."""
+        profile, per_byte = self._setting.profile(microbatches), self._setting.layers.byte_seconds
+        blocks = (
+            BlockProfile(
+                microbatches * b.seconds + 5 * per_byte * b.parameter_bytes,
+                b.output_bytes,
+                b.parameter_bytes,
+                b.saved_bytes,
+                b.name,
+            )
+            for b in profile.blocks
+        )
+        return Profile(tuple(blocks), profile.ties)
+
+
+def _sums(total: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as an ordered sum of so many numbers of at least 1."""
+    for inner in combinations(range(1, total), count - 1):
+        bounds = (0, *inner, total)
+        yield tuple(b - a for a, b in pairwise(bounds))

@@ -1,0 +1,389 @@
+"""Planning: the search against every way there is, the bound, memory, links, profiles, quality."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from report.planner import quality_text
+from torch import nn
+
+import spectrain_ext as st
+from spectrain_ext.method import find_method, rules_at
+from spectrain_ext.partitioning import BlockProfile, Profile, Tie, measure, profile_of
+from spectrain_ext.planning import (
+    LINKS,
+    METHODS,
+    Layers,
+    Link,
+    find_link,
+    measure_layers,
+    plan,
+    read_layers,
+    write_layers,
+    write_plan,
+)
+from spectrain_ext.planning.costs import Costs, Setting, Way
+from spectrain_ext.planning.passes import passes_of
+from spectrain_ext.planning.quality import SYNCHRONOUS, expected, measurements
+from spectrain_ext.planning.search import Search
+from spectrain_ext.schedule import Place, Replicas, count_stage, flushes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def layers_of(seconds, outputs=1000, parameters=4000, saved=3000, **more):
+    """Blocks of so many seconds for 8 samples, half of it for 4."""
+
+    def profile(share):
+        return Profile(
+            tuple(
+                BlockProfile(
+                    s * share, int(outputs * share), parameters, int(saved * share), str(i)
+                )
+                for i, s in enumerate(seconds)
+            )
+        )
+
+    return Layers((4, 8), (profile(0.5), profile(1.0)), **more)
+
+
+SOME = layers_of([0.010, 0.014, 0.007, 0.021, 0.009])
+SLOW = Link("slow", 1e6, 1e-4)
+
+
+# The search.
+
+
+def every_way(layers, devices, batch, methods):
+    blocks = len(layers.profiles[0].blocks)
+    for n in range(1, min(blocks, devices) + 1):
+        shapes = [
+            tuple(b - a for a, b in zip((0, *inner), (*inner, devices), strict=True))
+            for inner in combinations(range(1, devices), n - 1)
+        ]
+        for replicas in shapes:
+            for m in range(1, batch + 1):
+                if batch % m or any(m % r for r in replicas):
+                    continue
+                for inner in combinations(range(1, blocks), n - 1):
+                    for method in methods:
+                        if (n == 1) != (method.name == "sync"):
+                            continue
+                        for window in (None,) if flushes(method.schedule) else (None, "wide"):
+                            yield Way(method, (*inner, blocks), replicas, m, window)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("link", [SLOW, Link("fast", 1e12)])
+def test_the_search_finds_the_best_of_all_ways(devices, link):
+    batch = 12 if devices == 3 else 8
+    methods = [find_method(name) for name in ("sync", "1f1b", "gpipe", "vanilla", "auto")]
+    setting = Setting(SOME, link, batch)
+    search = Search(setting, devices, methods)
+    least = dict.fromkeys(methods, math.inf)
+    for way in every_way(SOME, devices, batch, methods):
+        try:
+            costs = Costs(setting, way)
+        except ValueError:
+            continue
+        if costs.bound < least[way.method]:
+            least[way.method] = min(least[way.method], costs.period)
+    for method in methods:
+        best = search.best(method, lambda costs: 1.0)
+        if best is None:
+            assert least[method] == math.inf
+        else:
+            assert best.period <= least[method] * (1 + 1e-9), (method.name, best.way)
+
+
+def test_a_thousand_devices_take_few_simulations():
+    found = plan(
+        layers_of([0.01 + 0.001 * (i % 5) for i in range(60)]), 1024, link="pcie3", batch=4096
+    )
+    assert found.simulated <= 2 * 8 * len(METHODS)
+    assert found.tried < 5000
+    assert math.prod(found.fastest.replicas[:1]) * found.fastest.stages == 1024
+    assert sum(found.fastest.replicas) == 1024
+
+
+def test_what_takes_too_much_memory_is_left_out_and_said():
+    free = plan(SOME, 4, link=SLOW, batch=8)
+    limit = max(free.fastest.memory) - 1
+    within = plan(SOME, 4, link=SLOW, batch=8, memory=limit)
+    assert all(max(c.memory) <= limit for c in within.candidates)
+    assert within.left_out > 0
+    assert within.least_memory > limit
+    with pytest.raises(ValueError, match=r"memory: all .* ways take more than 1000 bytes"):
+        plan(SOME, 4, link=SLOW, batch=8, memory=1000)
+
+
+def test_the_soonest_is_by_what_was_measured():
+    found = plan(SOME, 4, link=LINKS["nvlink"], batch=8)
+    assert found.fastest.period == min(c.period for c in found.candidates)
+    assert found.soonest.seconds_to_quality == min(c.seconds_to_quality for c in found.candidates)
+    assert found.soonest.quality is not None
+
+
+def test_the_call_that_it_prints_is_one_that_can_be_made():
+    found = plan(SOME, 4, link="pcie3", batch=8)
+    for candidate in found.candidates:
+        said = candidate.code.partition("loss_fn, ")[2].rstrip(")")
+        given = eval(f"dict({said})")
+        seats = Replicas.of(given.get("replicas"), 4)
+        assert seats.counts == candidate.replicas
+        st.methods().index(given["method"])
+
+
+def test_arguments_out_of_range():
+    for more, message in (
+        ({"devices": 0}, "devices: expected at least 1, got 0"),
+        ({"batch": 0}, "batch: expected at least 1, got 0"),
+        ({"memory": -1.0}, "memory: expected a positive number"),
+        ({"speed": 0.0}, "speed: expected a positive number, got 0"),
+        ({"link": "token ring"}, "link: expected pcie3, .* or bytes per second, got 'token ring'"),
+        ({"batch": 7, "devices": 16}, "batch: 7 samples cannot be dealt out to 16 devices"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan(SOME, **{"devices": 2, "link": "pcie3", "batch": 8, **more})
+
+
+# What a way costs.
+
+
+@some.composite
+def ways(draw):
+    blocks = draw(some.integers(1, 6))
+    seconds = draw(some.lists(some.floats(1e-3, 0.1), min_size=blocks, max_size=blocks))
+    n = draw(some.integers(1, blocks))
+    ends = (*sorted(draw(some.permutations(range(1, blocks)))[: n - 1]), blocks)
+    replicas = tuple(draw(some.lists(some.sampled_from([1, 2, 4]), min_size=n, max_size=n)))
+    if draw(some.booleans()):
+        replicas = (replicas[0],) * n
+    m = draw(some.sampled_from([4, 8]))
+    method = find_method(draw(some.sampled_from(METHODS)))
+    window = None if flushes(method.schedule) else draw(some.sampled_from([None, "wide"]))
+    link = Link("", draw(some.sampled_from([1e5, 1e6, 1e9])), draw(some.sampled_from([0.0, 1e-3])))
+    cores = draw(some.sampled_from([None, 1, 2, 5]))
+    layers = layers_of(seconds, byte_seconds=draw(some.sampled_from([0.0, 1e-7])))
+    return Setting(layers, link, 16, cores), Way(method, ends, replicas, m, window)
+
+
+@settings(deadline=None)
+@given(ways())
+def test_no_simulation_is_below_the_bound(case):
+    try:
+        costs = Costs(*case)
+    except ValueError:
+        return
+    # A mean over some updates of a run that goes in rounds of several may be a little off.
+    assert costs.bound <= costs.period * 1.02
+
+
+@settings(deadline=None, max_examples=30)
+@given(ways())
+def test_memory_is_the_ledgers(case):
+    try:
+        costs = Costs(*case)
+    except ValueError:
+        return
+    way, blocks = case[1], case[0].profile(case[1].microbatches).blocks
+    for k, (size, place) in enumerate(zip(costs.memory, costs.places, strict=True)):
+        rules = rules_at(way.method, place)
+        count = count_stage(way.method.schedule, costs.places[0], place, rules, False)
+        start = way.ends[k - 1] if k else 0
+        mine = blocks[start : way.ends[k]]
+        parameters = sum(b.parameter_bytes for b in mine)
+        weights = (count.versions + 2 + (way.replicas[k] > 1)) * parameters
+        kept = count.in_flight * sum(b.saved_bytes for b in mine)
+        messages = mine[-1].output_bytes
+        if k:
+            messages += (place.window + 1) * blocks[start - 1].output_bytes
+        assert size == weights + kept + messages
+
+
+def test_passes_by_hand():
+    """Two stages with one microbatch, stage 0: what stage_weights does for a minibatch."""
+    first, last = Place(0, 2, 2), Place(1, 2, 1)
+    assert passes_of("vanilla", first, first) == (0, 0, 20)
+    # The next forward's weights have come when the backward asks for those before them: both stay.
+    assert passes_of("pipedream", first, first) == (0, 16, 28)
+    assert passes_of("pipedream", first, last) == (0, 0, 20)
+    # The step writes the forward's prediction, the backward takes the newest from the master.
+    assert passes_of("spectrain", first, first) == (0, 8, 24)
+    assert passes_of("spectrain", first, last) == (0, 0, 20)
+
+
+def test_gradients_are_summed_beside_the_backward():
+    layers = layers_of([0.3], parameters=80 * 2**20)
+    link = Link("", 1e9)
+
+    def update(r):
+        return Costs(
+            Setting(layers, link, 8), Way(find_method("sync"), (1,), (r,), r)
+        ).durations.update
+
+    assert update(1) == (0.0,)
+    whole = 2 * 80 * 2**20 * 3 / 4 / 1e9  # of 8 pieces; the backward of a fourth takes 50 ms
+    assert update(4)[0] == pytest.approx(whole - 0.05 * 7 / 8)
+
+
+def test_a_ring_or_trees():
+    link = Link("", 1e9, 1e-5)
+    assert link.all_reduce(1e6, 1) == 0.0
+    assert link.all_reduce(1e6, 4) == pytest.approx(6 * (1e-5 + 0.25e-3))
+    assert link.all_reduce(1e6, 1024) == pytest.approx(20 * 1e-5 + 2e-3)
+
+
+def test_links():
+    assert find_link("pcie3").bandwidth == pytest.approx(15.75e9, rel=1e-3)
+    assert find_link("25e9") == find_link(25e9) == Link("2.5e+10 bytes/s", 25e9)
+    for bad in ("-1", "nan", "inf", 0.0):
+        with pytest.raises(ValueError, match="bandwidth: expected a positive number"):
+            find_link(bad)
+
+
+# Profiles.
+
+
+def test_a_profile_is_a_constant_and_a_slope():
+    def profile(seconds):
+        return Profile((BlockProfile(seconds, 10, 7, 20, "", seconds / 4),))
+
+    layers = Layers((4, 8), (profile(3.0), profile(5.0)))
+    assert [layers.at(n).blocks[0].seconds for n in (2, 4, 8, 16)] == pytest.approx([2, 3, 5, 9])
+    assert layers.at(16).blocks[0].parts == pytest.approx((2.25, 6.75))
+    assert layers.at(16).blocks[0].parameter_bytes == 7
+    # What is measured too short for a few samples has no constant below 0.
+    noisy = Layers((4, 8), (profile(1.0), profile(5.0)))
+    assert noisy.at(2).blocks[0].seconds == pytest.approx(1.25)
+    assert layers.faster(10).at(8).blocks[0].seconds == pytest.approx(0.5)
+
+
+def test_layers_are_measured_at_two_sizes():
+    model = [nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)]
+    layers = measure_layers(model, torch.randn(8, 6), repeats=2)
+    assert layers.samples == (4, 8)
+    assert [b.output_bytes for b in layers.profiles[0].blocks] == [80, 80, 32]
+    assert [b.output_bytes for b in layers.at(16).blocks] == [320, 320, 128]
+    assert layers.profiles[1].blocks[0].parameter_bytes == 140
+    assert layers.byte_seconds > 0
+    assert all(0 < b.forward_seconds < b.seconds for b in layers.profiles[1].blocks)
+
+
+def test_forwards_are_measured_apart(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("spectrain_ext.partitioning.profile.time.perf_counter", lambda: clock[0])
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            clock[0] += 1.0
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            clock[0] += 3.0
+            return gradient * 2
+
+    class Block(nn.Module):
+        def forward(self, x):
+            return Slow.apply(x)
+
+    first = nn.Linear(2, 2)
+    found = measure([first, Block()], torch.randn(3, 2), repeats=3)
+    assert (found.blocks[1].seconds, found.blocks[1].forward_seconds) == (4.0, 1.0)
+    assert found.blocks[1].parts == (1.0, 3.0)
+    assert BlockProfile(3.0).parts == (1.0, 2.0)
+    with pytest.raises(ValueError, match="forward_seconds: expected 0 to all of the 1"):
+        BlockProfile(1.0, forward_seconds=2.0)
+
+
+def test_any_model_that_can_be_cut_has_a_profile():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.b(torch.relu(self.a(x)))
+
+    assert len(profile_of(Model(), torch.randn(2, 4), repeats=1).blocks) == 2
+
+
+def test_a_file_has_all_of_it(tmp_path):
+    layers = replace(
+        SOME,
+        profiles=tuple(replace(p, ties=(Tie(0, 1, "shared"),)) for p in SOME.profiles),
+        about={"device": "some"},
+        byte_seconds=1e-10,
+    )
+    write_layers(tmp_path / "p.json", layers)
+    assert read_layers(tmp_path / "p.json") == layers
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spectrain_profile": 2},
+        {"profiles": [[]]},
+        {"profiles": [[{"seconds": -1}], [{"seconds": 1}]]},
+        {"profiles": [[{"second": 1}], [{"seconds": 1}]]},
+        {"samples": [8, 4]},
+        {"samples": 3},
+        {"ties": [{}]},
+        {"byte_seconds": -1},
+    ],
+)
+def test_another_file_is_an_error_that_names_it(tmp_path, change):
+    path = tmp_path / "p.json"
+    write_layers(path, SOME)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=r"p\.json: expected a profile"):
+        read_layers(path)
+
+
+def test_a_file_that_is_no_json(tmp_path):
+    (tmp_path / "p.json").write_text("{")
+    with pytest.raises(ValueError, match=r"p\.json: expected JSON"):
+        read_layers(tmp_path / "p.json")
+
+
+# Quality.
+
+
+def test_what_the_planner_knows_is_what_the_frontier_says():
+    known = ROOT / "spectrain_ext" / "planning" / "quality.json"
+    assert known.read_text() == quality_text(ROOT / "bench" / "results")
+
+
+def test_quality_is_of_the_most_similar_pipelines():
+    assert expected(find_method("1f1b"), 8, 0) is SYNCHRONOUS
+    assert expected(find_method("vanilla"), 1, 0) is SYNCHRONOUS
+    assert expected(find_method("xpipe"), 8, 1) is None
+    rows = [r for r in measurements() if (r["method"], r["delay"]) == ("auto", 1)]
+    for n in (4, 32):
+        found = expected(find_method("auto"), n, 1)
+        gaps = {r["gap"] for r in rows if r["workload"] == "text" and r["stages"] == n}
+        others = {r["gap"] for r in rows if r["workload"] != "text"}
+        assert found.high == max(gaps | others)
+        assert found.low == min(gaps | others)
+        assert f"text, N = {n}" in found.where
+    assert expected(find_method("vanilla"), 8, 1).updates == math.inf
+
+
+def test_a_plan_is_written_as_json(tmp_path):
+    found = plan(SOME, 4, link="pcie3", batch=8)
+    write_plan(tmp_path / "plan.json", found)
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert document["candidates"][0]["throughput"] == found.fastest.throughput
+    assert document["candidates"][0]["code"] == found.fastest.code
+    spans = list(found.spans(found.fastest))
+    assert spans and max(span.end for span in spans) > found.fastest.period
