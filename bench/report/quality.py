@@ -62,7 +62,7 @@ the study's small minibatches ("none": `auto` needs no more updates than synchro
 So take `1f1b`, or no pipeline:
 
 - **Few stages.** With {auto[0].stages} of them a flush after as many microbatches makes a minibatch
-  here {1 + auto[0].bubble:.2f} times as long; doing without it wins no more than that per minibatch.
+  here {1 + auto[0].bubble:.2f} times as long; doing without it wins no more than that.
 - **Many microbatches per update**, as in the table: large minibatches, gradients summed up.
 - **More than one update late with AdamW.** With one microbatch in {late["text"].stages} stages
   `auto` needs {late["text"].shown(0.5)} times the time of `1f1b` to the first of the transformer's
