@@ -323,9 +323,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if a.quick:
         a.width, a.batches, a.rounds = 256, [4, 32], 3
     torch.set_num_threads(1)
-    document: dict[str, Any] = {"environment": environment(), "stages": STAGES}
-    document |= {"width": a.width, "alignment": ALIGNMENT, "rounds": a.rounds, "cases": []}
-    document["command"] = f"bench/bench_cost.py --width {a.width} --rounds {a.rounds}"
+    command = f"bench/bench_cost.py --width {a.width} --rounds {a.rounds}"
+    document: dict[str, Any] = {"command": command, "environment": environment()}
+    document |= {
+        "stages": STAGES,
+        "width": a.width,
+        "alignment": ALIGNMENT,
+        "rounds": a.rounds,
+        "cases": [],
+    }
     began = time.perf_counter()
     for optimizer in OPTIMIZERS:
         cases, pipes = [], []
