@@ -117,7 +117,7 @@ def _time(document: dict[str, Any]) -> Iterator[str]:
     yield (
         "Of an update and of the loads of weights (restored, exchanged, predicted) for one "
         "minibatch: bytes per parameter that pass through memory, as counted from what each "
-        "stage's storage was asked to do (an update that writes the forward's prediction writes one "
+        "stage's storage was asked to do (an update that writes the forward's prediction writes a "
         "value more, one that keeps a version copies it first), and their ratio to those of a "
         "plain update (`sync`); "
         + (
