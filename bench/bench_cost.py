@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--width", type=int, default=2048, help="its square: a stage's parameters")
     parser.add_argument("--batches", type=int, nargs=2, default=[16, 128], metavar=("B", "B"))
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9, help="0: no times")
     parser.add_argument("--minibatches", type=int, default=3, help="of a turn")
     parser.add_argument("--quick", action="store_true", help="stages of 2^16 parameters, 3 rounds")
     parser.add_argument("--json", type=Path)
@@ -323,8 +323,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if a.quick:
         a.width, a.batches, a.rounds = 256, [4, 32], 3
     torch.set_num_threads(1)
-    document: dict[str, Any] = {"environment": environment(), "stages": STAGES}
-    document |= {"width": a.width, "alignment": ALIGNMENT, "rounds": a.rounds, "cases": []}
+    command = f"bench/bench_cost.py --width {a.width} --rounds {a.rounds}"
+    document: dict[str, Any] = {"command": command, "environment": environment()}
+    document |= {
+        "stages": STAGES,
+        "width": a.width,
+        "alignment": ALIGNMENT,
+        "rounds": a.rounds,
+        "cases": [],
+    }
     began = time.perf_counter()
     for optimizer in OPTIMIZERS:
         cases, pipes = [], []
@@ -339,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             case["time"] = {}
             pipes.append(pipe)
             cases.append(case)
-        for batch in a.batches:
+        for batch in a.batches if a.rounds else ():
             times = timed(pipes, a.width, batch, a.rounds, a.minibatches)
             for case, stages in zip(cases, times, strict=True):
                 case["time"][str(batch)] = stages

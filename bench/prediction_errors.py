@@ -259,8 +259,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if a.quick:
         a.stages, a.seeds, a.updates, a.points = [4], 1, 60, 10
     torch.set_num_threads(1)
-    document: dict[str, Any] = {"environment": environment(), "updates": a.updates, "cases": []}
-    document |= {"seeds": a.seeds, "horizons": HORIZONS, "laws": LAWS}
+    asked = f"--stages {' '.join(map(str, a.stages))} --seeds {a.seeds} --updates {a.updates}"
+    command = f"bench/prediction_errors.py --data-dir tinyshakespeare.txt {asked}"
+    document: dict[str, Any] = {"command": command, "environment": environment()}
+    document |= {"updates": a.updates, "seeds": a.seeds, "horizons": HORIZONS, "laws": LAWS}
+    document["cases"] = []
     for data, n, method in product(TRAINED, a.stages, METHODS):
         if data == "text" and a.data_dir is None:
             continue

@@ -134,7 +134,7 @@ def says(document: dict[str, Any]) -> str:
         law = best.pop()
         last = medians(law, horizons[-1])
         parts.append(
-            f"the {law} law is the nearest at every s "
+            f"the {law} law is the nearest of all laws at every s "
             f"({min(last):.2f} to {max(last):.2f} at s = {horizons[-1]})"
         )
     sentence = ", ".join(parts[:-1]) + (", and " if len(parts) > 1 else "") + parts[-1] + "."

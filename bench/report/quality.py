@@ -26,20 +26,23 @@ def section(results: Path) -> str:
 
 Updates to a loss, counted in the [study](frontier.md), times the time of a minibatch, simulated
 from its stages' measured work; over the same of `1f1b`, which is synchronous training with as many
-microbatches as stages, and a flush. Below 1 a method is sooner than `1f1b`. The losses are those of
-synchronous training after {shares} of its updates; every method has its own best
-learning rate; medians of the seeds. After ">" half of the seeds did not get there in as many
-updates as they had: above 1 the method has lost, below nobody knows. The study's JSON has updates
-as medians only, so the spread is that of the loss: the gap after as many updates, with its 95 %
-interval over seeds. Messages and predictions take no time in it.
+microbatches as stages, and a flush. Below 1 a method is sooner than `1f1b`.
+
+- `minibatch` is the time of one, `loss at` the time to the loss that synchronous training had after
+  {shares} of its updates; medians of the seeds, every method at its own best learning rate.
+- After ">" half of the seeds did not get there in as many updates as they had: above 1 the method
+  has lost, below nobody knows.
+- The study's JSON has updates as medians only, so the spread is that of the loss: the gap to
+  synchronous training after as many updates, with its 95 % interval over seeds.
+- Messages and predictions take no time in it.
+
+**{first(auto)}** {others(one)}
 
 ![Time to a loss over that of 1f1b, by method and number of stages](results-quality.png)
 
 One update late, as many microbatches as stages:
 
 {compared(one, late=False)}
-
-{first(auto)} {others(one)}
 
 More than one update late, with fewer microbatches than stages:
 
@@ -58,8 +61,8 @@ the study's small minibatches ("none": `auto` needs no more updates than synchro
 
 So take `1f1b`, or no pipeline:
 
-- **Few stages.** With {auto[0].stages} a flush after as many microbatches makes a minibatch here
-  {1 + auto[0].bubble:.2f} times as long; doing without it wins no more than that per minibatch.
+- **Few stages.** With {auto[0].stages} of them a flush after as many microbatches makes a minibatch
+  here {1 + auto[0].bubble:.2f} times as long; doing without it wins no more than that.
 - **Many microbatches per update**, as in the table: large minibatches, gradients summed up.
 - **More than one update late with AdamW.** With one microbatch in {late["text"].stages} stages
   `auto` needs {late["text"].shown(0.5)} times the time of `1f1b` to the first of the transformer's

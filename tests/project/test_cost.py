@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bench_cost import ALIGNMENT, STAGES, batches_of, memory, moved, pipeline_of, stages_of, timed
+from bench_cost import (
+    ALIGNMENT,
+    STAGES,
+    batches_of,
+    main,
+    memory,
+    moved,
+    pipeline_of,
+    stages_of,
+    timed,
+)
+from report import cost as report_cost
 from torch import nn
 
 import spectrain_ext as st
@@ -113,3 +126,32 @@ def test_times_are_over_the_first_ones() -> None:
 def test_batches_go_through_the_stages() -> None:
     x, y = next(batches_of(WIDTH, 3))
     assert nn.Sequential(*stages_of(WIDTH))(x).shape == y.shape
+
+
+def test_a_run_from_the_command_to_the_document(tmp_path: Path) -> None:
+    folder = tmp_path / report_cost.RUN
+    path = folder / "cost.json"
+    sizes = ["--width", str(WIDTH), "--batches", "2", "3", "--minibatches", "1", "--rounds", "1"]
+    assert main([*sizes, "--json", str(path)]) == 0
+    section = report_cost.section(tmp_path)
+    document = json.loads(path.read_text())
+    for case in document["cases"]:
+        case["time"] = {}
+    path.write_text(json.dumps(document))
+    without = report_cost.section(tmp_path)
+    memory = (
+        "| `pipedream` | 1 | 4, 3, 2, 1 | 4, 3, 2, 1 | 0.0, 0.1, 0.1, 0.1 | 1024, 768, 512, 256 "
+    )
+    counted = "| SGD | `spectrain` | 1 | 24 + 8, 24 + 8, 24 + 12, 24 + 0 | 1.6, 1.6, 1.8, 1.2 |"
+    for text in (without, section):
+        assert memory in text and "Counted and found are equal to the byte" in text
+        assert counted in text
+    assert "not measured yet" in without and "Measured over counted" not in without
+    assert "not measured yet" not in section and "Measured over counted" in section
+    assert (
+        "| AdamW | `sync` | 1 | 28 + 0, 28 + 0, 28 + 0, 28 + 0 | 1.0, 1.0, 1.0, 1.0 | 1." in section
+    )
+    assert "`pipedream-2bw` moves 112 bytes per parameter on stage 0" in section
+    document["cases"][3]["memory"][2]["measured_bytes"] += 1
+    path.write_text(json.dumps(document))
+    assert "Not equal: SGD, `spectrain` with 1, stage 2." in report_cost.section(tmp_path)
