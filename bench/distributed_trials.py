@@ -13,9 +13,9 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from statistics import mean
+from statistics import mean, median, quantiles
 from typing import Any
 from unittest.mock import patch
 
@@ -46,20 +46,18 @@ class _Late(torch.autograd.Function):
     """A linear layer's backward, which gives the gradient of the input alone."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: nn.Linear, queue: _Queue, late: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: _Linear) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.queue, ctx.late = layer, queue, late
+        ctx.layer = layer
         return torch.addmm(bias, x, weight.t())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.queue.append((ctx.layer, x, gradient))
-        if not ctx.late:
-            run(ctx.queue)
-        return gradient.mm(weight), None, None, None, None, None
+        ctx.layer.queue.append((ctx.layer, x, gradient))
+        if not ctx.layer.late:
+            run(ctx.layer.queue)
+        return gradient.mm(weight), None, None, None
 
 
 def run(queue: _Queue) -> None:
@@ -73,10 +71,10 @@ def run(queue: _Queue) -> None:
 class _Linear(nn.Linear):
     def __init__(self, width: int, queue: _Queue, late: bool) -> None:
         super().__init__(width, width)
-        self._queue, self._late = queue, late
+        self.queue, self.late = queue, late
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Late.apply(x, self.weight, self.bias, self, self._queue, self._late)
+        result: Tensor = _Late.apply(x, self.weight, self.bias, self)
         return result
 
 
@@ -89,11 +87,7 @@ def split_backward(blocks: int, batch: int, late: bool) -> bench.Measure:
 
     def stage(blocks: int) -> nn.Module:
         torch.manual_seed(0)
-        layers = [
-            m
-            for _ in range(blocks)
-            for m in (_Linear(bench.WIDTH, queue, late), nn.Tanh())
-        ]
+        layers = [m for _ in range(blocks) for m in (_Linear(bench.WIDTH, queue, late), nn.Tanh())]
         return nn.Sequential(*layers)
 
     def optimizer(params: Any) -> st.optim.SGD:
@@ -121,10 +115,8 @@ def placed(threads: Iterable[int], cores: set[int]) -> Any:
         os.sched_setaffinity(tid, cores)
     yield
     for tid, were in before.items():
-        try:
+        with suppress(ProcessLookupError):  # it has ended
             os.sched_setaffinity(tid, were)
-        except ProcessLookupError:  # it has ended
-            pass
 
 
 def pinned(blocks: int, batch: int, what: str, core: int) -> bench.Measure:
@@ -279,7 +271,12 @@ def profile_ideal(blocks: int, batch: int, count: int) -> dict[str, Any]:
 
 
 def rank_main(
-    rank: int, ranks: int, port: int, blocks: int | None, kept: bool, said: Any,
+    rank: int,
+    ranks: int,
+    port: int,
+    blocks: int | None,
+    kept: bool,
+    said: Any,
     options: argparse.Namespace,
 ) -> None:
     bench.begin(rank, ranks, port)
@@ -345,6 +342,19 @@ def simulated(profiles: list[dict[str, Any]]) -> dict[str, float]:
     return {**found, "split backward": classic / period([2, 1], of(Kind.BACKWARD)[1] / 2)}
 
 
+def report(figures: dict[str, list[float]]) -> None:
+    """Medians of the rounds' ratios, and their quartiles."""
+    print("| | of the ideal | against spectrain | quartiles |")
+    print("|---|---|---|---|")
+    for name, values in figures.items():
+        ideal, plain = (
+            [value / other for value, other in zip(values, figures[of], strict=True)]
+            for of in ("ideal", "spectrain")
+        )
+        low, _, high = quantiles(plain, n=4) if len(plain) > 1 else [plain[0]] * 3
+        print(f"| {name} | {median(ideal):.1%} | {median(plain):.3f} | {low:.3f} to {high:.3f} |")
+
+
 def trials(options: argparse.Namespace) -> dict[str, Any]:
     """All trials, as they are written."""
     turns = 1 if options.quick else 4  # pairs of processes with each of the two heaps
@@ -359,8 +369,7 @@ def trials(options: argparse.Namespace) -> dict[str, Any]:
             blocks = found["blocks"]
             heaps[name].append(found)
     main = bench.spawned(rank_main, 2, blocks, True, rest)
-    for name, values in main["microbatches_per_second"].items():
-        print(name, [f"{a / b:.3f}" for a, b in zip(values, main["microbatches_per_second"]["spectrain"])])
+    report(main["microbatches_per_second"])
     return {
         "options": bench.settings_of(options),
         **main,

@@ -1,0 +1,310 @@
+"""Section of docs/results.md: processes against the ideal and rivals, and what was tried."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from spectrain_ext.benchmark.report import table
+
+FOLDER = "2026-11-22-throughput"
+#: Before this run's: by the same script, two processes only.
+BEFORE = "2026-11-21-two-processes"
+
+_NAMES = {
+    "1F1B": "`1f1b`",
+    "GPipe": "`gpipe`",
+    "torch 1F1B": "torch.distributed.pipelining 1F1B",
+    "torch GPipe": "torch.distributed.pipelining GPipe",
+    "replicas": "one stage with replicas",
+    "DDP": "DistributedDataParallel",
+}
+_WITH_M = ("spectrain", *_NAMES)
+_TARGET = 0.95
+
+#: Trials by their names in the JSON: what was changed, and what it costs beside time.
+_TRIED = {
+    "window 2, 2": "a window of 2 on both stages",
+    "window 3, 1": "the wide window: 3 and 1, twice the staleness on stage 0",
+    "window 3, 2": "3 and 2 (N - k + 1): more staleness on both stages",
+    "a core for each rank": "all threads of a rank on one core of its own",
+    "a core for each rank's own thread": "only the thread that computes, and what it starts",
+    "gloo's threads on the other core": "gloo's progress threads off the core that computes",
+    "16 more idle groups": "16 groups of gloo that nobody uses: what its waking threads cost",
+    "split backward": "the gradient of the input sent before those of the weights",
+    "split backward, all at once": "the same functions, nothing sent earlier: its control",
+    "batches not compared": "no fingerprints of batches",
+}
+
+Figures = dict[str, list[float]]
+
+
+def section(results: Path) -> str:
+    """Medians of ratios within rounds, with their ranges."""
+    path = results / FOLDER / "measured.json"
+    if not path.exists():
+        return "## Throughput of processes\n\nNot measured."
+    run = json.loads(path.read_text())
+    parts = [_opening(run), _by_ranks(run), _two(results, run["ranks"]["2"])]
+    path = results / FOLDER / "trials.json"
+    if path.exists():
+        tried = json.loads(path.read_text())
+        parts += [_where(tried), _trials(tried)]
+    return "\n\n".join(parts)
+
+
+def _over(figures: Figures, above: str, below: str) -> list[float]:
+    """Ratios round by round: what disturbs a round disturbs all of it."""
+    return [a / b for a, b in zip(figures[above], figures[below], strict=True)]
+
+
+def _opening(run: dict[str, Any]) -> str:
+    counts = [int(n) for n in run["ranks"]]
+    rounds = {n: len(run["ranks"][str(n)]["microbatches_per_second"]["ideal"]) for n in counts}
+    cut = ", ".join(f"{n} stages of {run['ranks'][str(n)]['blocks']}" for n in counts)
+    return f"""## Throughput of processes
+
+Measured with `{run["command"]}` on {run["date"]}: {run["cpu"]}, {run["cores"]} cores, one thread a
+process, gloo over loopback, torch {run["torch"]}
+([figures](../bench/results/{FOLDER}/measured.json)). One model of linear layers and tanh is cut
+into {cut} layers; a microbatch has {run["ranks"]["2"]["options"]["batch"]} samples everywhere.
+Every candidate is measured once in each of {_several(list(rounds.values()))} rounds; a figure is
+the median of the rounds' ratios to the ideal, and their range. The ideal is a stage that waits for
+nobody, sends nothing, predicts nothing, and makes an update per microbatch, on all ranks at once:
+with more ranks than cores it is what the shared cores can do at most. What updates only after M
+microbatches saves updates that the ideal makes, and can be above it."""
+
+
+def _several(numbers: list[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _by_ranks(run: dict[str, Any]) -> str:
+    counts = [int(n) for n in run["ranks"]]
+    figures: dict[int, Figures] = {
+        n: run["ranks"][str(n)]["microbatches_per_second"] for n in counts
+    }
+
+    def line(label: str, name: Callable[[int], str]) -> list[str]:
+        return [label, *(_share(figures[n], name(n)) for n in counts)]
+
+    def fixed(name: str) -> Callable[[int], str]:
+        return lambda n: name
+
+    def with_m(name: str, times: int) -> Callable[[int], str]:
+        return lambda n: f"{name}, M = {times * n}"
+
+    lines = [
+        line("`vanilla`", fixed("vanilla")),
+        line("`spectrain`", fixed("spectrain")),
+        line("`pipedream`", fixed("pipedream")),
+        line("`spectrain`, wide window", fixed("spectrain, wide window")),
+        line("`auto`, M = N", with_m("auto", 1)),
+    ]
+    for times, m in ((1, "N"), (2, "2N")):
+        for name in _WITH_M:
+            lines.append(line(f"{_NAMES.get(name, f'`{name}`')}, M = {m}", with_m(name, times)))
+    head = "|".join(["of the ideal", *(f">N = {n}" for n in counts)])
+    against = []
+    for n in counts:
+        ours, theirs = (f"{name}, M = {n}" for name in ("spectrain", "torch 1F1B"))
+        against.append(f"{median(_over(figures[n], ours, theirs)):.2f} with {n}")
+    return f"""{table(head, lines)}
+
+With as many updates (M = N) `spectrain` makes {_listed(against)} processes times the throughput of
+torch's 1F1B."""
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _share(figures: Figures, name: str) -> str:
+    if name not in figures:
+        return "not measured"
+    shares = _over(figures, name, "ideal")
+    return f"{median(shares):.0%} ({min(shares):.0%} to {max(shares):.0%})"
+
+
+def _two(results: Path, run: dict[str, Any]) -> str:
+    """The table of two processes that docs/benchmarks.md has, and what was to be reached."""
+    figures = run["microbatches_per_second"]
+    old: Figures = json.loads((results / BEFORE / "distributed.json").read_text())[
+        "microbatches_per_second"
+    ]
+    return f"""### Two processes
+
+{two_processes(results)}
+
+`spectrain` reaches {_median(figures, "spectrain", "ideal"):.0%} of the ideal
+({_median(old, "spectrain", "ideal"):.0%} in [the run before](../bench/results/{BEFORE}/\
+distributed.json)). {_targets(figures)}"""
+
+
+def _median(figures: Figures, above: str, below: str) -> float:
+    return median(_over(figures, above, below))
+
+
+def two_processes(results: Path) -> str:
+    """A table: M of one row go together, as their figures do."""
+    run = json.loads((results / FOLDER / "measured.json").read_text())["ranks"]["2"]
+    figures: Figures = run["microbatches_per_second"]
+    rows: dict[str, list[str]] = {}
+    for name in figures:
+        first, comma, rest = name.partition(", M = ")
+        if name != "ideal":
+            rows.setdefault(f"{first}{comma and ', M'}", []).append(rest)
+    lines = []
+    for row, ms in rows.items():
+        first, comma, _ = row.partition(", M")
+        names = [f"{first}, M = {m}" if comma else first for m in ms]
+        label = _NAMES.get(first, f"`{first.partition(',')[0]}`{first.partition(',')[2]}")
+        same = [f"spectrain, M = {m}" for m in ms]
+        lines.append(
+            [
+                f"{label}, M = {', '.join(ms)}" if comma else label,
+                ", ".join(f"{_median(figures, name, 'ideal') * 100:.0f}" for name in names) + " %",
+                ", ".join(f"{_median(figures, 'spectrain', name):.2f}" for name in names),
+                ", ".join(
+                    f"{_median(figures, like, name):.2f}"
+                    for like, name in zip(same, names, strict=True)
+                    if like in figures
+                ),
+            ]
+        )
+    return table("|of the ideal|`spectrain` over it|with as many updates, over it", lines)
+
+
+def _targets(figures: Figures) -> str:
+    """What was to be reached, each with its figure."""
+
+    def said(what: str, value: str, reached: bool) -> str:
+        return f"{what} ({'reached' if reached else 'missed'}: {value})"
+
+    ideal = _median(figures, "spectrain", "ideal")
+    vanilla = _median(figures, "spectrain", "vanilla")
+    first = _median(figures, "spectrain", "torch 1F1B, M = 2")
+    ahead = {
+        m: _median(figures, f"spectrain, M = {m}", f"torch 1F1B, M = {m}") for m in (2, 4, 8, 16)
+    }
+    words = [
+        said(f"{_TARGET:.0%} of the ideal", f"{ideal:.1%}", ideal >= _TARGET),
+        said("97 % of `vanilla`", f"{vanilla:.1%}", vanilla >= 0.97),
+        said("1.3 times torch's 1F1B at M = 2", f"{first:.2f}", first >= 1.3),
+        said(
+            "to be ahead of it at M = 2, 4, 8 and 16 with as many updates",
+            ", ".join(f"{ratio:.2f}" for ratio in ahead.values()),
+            min(ahead.values()) >= 1.0,
+        ),
+    ]
+    return f"To be reached were {_listed(words)}."
+
+
+def _where(tried: dict[str, Any]) -> str:
+    """A table of what the kernel counted, for the slower rank of each."""
+
+    def cells(name: str) -> list[str]:
+        found = [rank[name] for rank in tried["profiles"]]
+        ranks = []
+        for key in ("period", "own", "gloo", "waited for a core", "waited for a message"):
+            values = [of["cpu"].get(key) if key in ("own", "gloo") else of.get(key) for of in found]
+            ranks.append("" if None in values else ", ".join(f"{v:.1f}" for v in values))
+        faults = ", ".join(f"{of['page faults']:.0f}" for of in found)
+        return [f"`{name}`" if name != "ideal" else "the ideal", *ranks, faults]
+
+    head = table(
+        "ms a minibatch, rank 0 and 1|>period|>its own thread|>gloo's threads|>waited for a core"
+        "|>waited for a message|>page faults",
+        [cells(name) for name in ("ideal", "vanilla", "spectrain")],
+    )
+    own = [rank["spectrain"]["actions"] for rank in tried["profiles"]]
+    kinds = list(dict.fromkeys(kind for rank in own for kind in rank))
+    actions = table(
+        "|".join(["`spectrain`, ms", *(f">{kind.lower().replace('_', ' ')}" for kind in kinds)]),
+        [
+            [
+                f"rank {rank}",
+                *(f"{found[kind]:.2f}" if kind in found else "" for kind in kinds),
+            ]
+            for rank, found in enumerate(own)
+        ],
+    )
+    return f"""### Where a minibatch's time goes
+
+By the kernel's counts per thread and a `Trace`, in a run of {2 * tried["options"]["count"]}
+minibatches each ([figures](../bench/results/{FOLDER}/trials.json)):
+
+{head}
+
+{actions}"""
+
+
+def _trials(tried: dict[str, Any]) -> str:
+    figures: Figures = tried["microbatches_per_second"]
+    lines = []
+    for name, what in _TRIED.items():
+        if name not in figures:
+            continue
+        ratios = _over(figures, name, "spectrain")
+        low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        simulated = tried["simulated"].get(name)
+        lines.append(
+            [
+                what,
+                f"{_median(figures, name, 'ideal'):.1%}",
+                f"{median(ratios):.3f} ({low:.3f} to {high:.3f})",
+                "" if simulated is None else f"{simulated:.3f}",
+            ]
+        )
+    head = table("what was changed|>of the ideal|>over plain `spectrain`|>simulated", lines)
+    update = [
+        rank["spectrain"]["actions"]["UPDATE"] / rank["spectrain"]["period"]
+        for rank in tried["profiles"]
+    ]
+    return f"""### What was tried
+
+{_heap(tried["heaps"])}
+
+The rest with freed memory kept, candidates beside each other in
+{len(figures["ideal"])} rounds, medians and quartiles of the rounds' ratios; plain `spectrain` has
+{_median(figures, "spectrain", "ideal"):.1%} of the ideal in them, `vanilla`
+{_median(figures, "vanilla", "ideal"):.1%}. Simulated are the mean durations of this run, which do
+not vary there: what is above 1 would come without variation too.
+
+{head}
+
+The update with its prediction takes {update[0]:.0%} and {update[1]:.0%} of a minibatch on the two
+ranks. Cut into chunks it was not: gradients and activations are sent before it, and travel
+meanwhile."""
+
+
+def _heap(heaps: dict[str, list[dict[str, Any]]]) -> str:
+    lines = []
+    for how, runs in heaps.items():
+        cells, figures = [how], [run["microbatches_per_second"] for run in runs]
+        for name in ("ideal", "vanilla", "spectrain", "pipedream"):
+            values = [value for of in figures for value in of[name]]
+            cells.append(f"{median(values):.1f}")
+        shares = [
+            share
+            for run in runs
+            for share in _over(run["microbatches_per_second"], "spectrain", "ideal")
+        ]
+        faults = [rank["spectrain"]["page faults"] for run in runs for rank in run["profiles"]]
+        cells += [f"{median(shares):.1%}", f"{min(faults):.0f} to {max(faults):.0f}"]
+        lines.append(cells)
+    head = table(
+        "freed memory|>the ideal|>`vanilla`|>`spectrain`|>`pipedream`|>`spectrain` of the ideal"
+        "|>page faults a minibatch",
+        lines,
+    )
+    return f"""Freed memory: glibc gives what a minibatch frees (gradients, activations) back to the
+system, and takes it again page by page; a pipeline on a CPU now has it kept. Microbatches a second
+in {len(next(iter(heaps.values())))} pairs of runs that took turns, medians; the ideal and rivals in
+the same process have it kept as well:
+
+{head}"""
