@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import spectrain_ext as st
 from spectrain_ext.distributed import neighbourhood
 from spectrain_ext.distributed.fingerprint import Fingerprint
+from spectrain_ext.distributed.links import Links, open_links
 from spectrain_ext.operators.heap import keep_freed_memory
 from spectrain_ext.pipeline import pipeline
 from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
@@ -154,6 +155,24 @@ def without_fingerprints(blocks: int, batch: int) -> bench.Measure:
     return measured
 
 
+def sent_by_threads(blocks: int, batch: int) -> bench.Measure:
+    """spectrain whose messages a thread beside the rank's own sends, after one copy more."""
+
+    def links(*arguments: Any, **options: Any) -> Links:
+        made = open_links(*arguments, **options)
+        into, out = (
+            {
+                what: {rank: link._replace(staged=True) for rank, link in ends.items()}
+                for what, ends in part.items()
+            }
+            for part in (made.into, made.out)
+        )
+        return made._replace(into=into, out=out)
+
+    with patch.object(neighbourhood, "open_links", links):
+        return bench.ours("spectrain", blocks, batch)
+
+
 def trial_candidates(rank: int, blocks: int, batch: int) -> Candidates:
     plain = partial(bench.ours, "spectrain", blocks, batch)
     return {
@@ -167,6 +186,7 @@ def trial_candidates(rank: int, blocks: int, batch: int) -> Candidates:
         f"{IDLE_GROUPS} more idle groups": partial(beside_idle_groups, blocks, batch),
         "split backward": partial(split_backward, blocks, batch, True),
         "split backward, all at once": partial(split_backward, blocks, batch, False),
+        "messages sent by a thread": partial(sent_by_threads, blocks, batch),
         "batches not compared": partial(without_fingerprints, blocks, batch),
     }
 
@@ -357,11 +377,11 @@ def report(figures: dict[str, list[float]]) -> None:
 
 def trials(options: argparse.Namespace) -> dict[str, Any]:
     """All trials, as they are written."""
-    turns = 1 if options.quick else 4  # pairs of processes with each of the two heaps
+    turns = 1 if options.quick else 3  # pairs of processes with each of the two heaps
     part = argparse.Namespace(**vars(options))
-    part.heap, part.seconds, part.rounds = True, options.seconds / 16, options.rounds
+    part.heap, part.seconds, part.rounds = True, options.seconds / 24, options.rounds
     rest = argparse.Namespace(**vars(part))
-    rest.heap, rest.seconds = False, options.seconds / 2
+    rest.heap, rest.seconds = False, options.seconds * 3 / 4
     blocks, heaps = None, {"as glibc does": [], "kept": []}
     for _ in range(turns):
         for name, kept in (("as glibc does", False), ("kept", True)):

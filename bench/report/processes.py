@@ -36,6 +36,7 @@ _TRIED = {
     "16 more idle groups": "16 groups of gloo that nobody uses: what its waking threads cost",
     "split backward": "the gradient of the input sent before those of the weights",
     "split backward, all at once": "the same functions, nothing sent earlier: its control",
+    "messages sent by a thread": "messages sent by a thread, after one copy more",
     "batches not compared": "no fingerprints of batches",
 }
 
@@ -142,7 +143,8 @@ def _two(results: Path, run: dict[str, Any]) -> str:
 
 `spectrain` reaches {_median(figures, "spectrain", "ideal"):.0%} of the ideal
 ({_median(old, "spectrain", "ideal"):.0%} in [the run before](../bench/results/{BEFORE}/\
-distributed.json)). {_targets(figures)}"""
+distributed.json), in which freed memory went back to the system, and groups of all candidates were
+open all the time). {_targets(figures)}"""
 
 
 def _median(figures: Figures, above: str, below: str) -> float:
@@ -250,17 +252,20 @@ def _trials(tried: dict[str, Any]) -> str:
         if name not in figures:
             continue
         ratios = _over(figures, name, "spectrain")
-        low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        low, middle, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         simulated = tried["simulated"].get(name)
         lines.append(
             [
                 what,
                 f"{_median(figures, name, 'ideal'):.1%}",
-                f"{median(ratios):.3f} ({low:.3f} to {high:.3f})",
+                f"{middle:.3f} ({low:.3f} to {high:.3f})",
                 "" if simulated is None else f"{simulated:.3f}",
+                _verdict(low, middle, high),
             ]
         )
-    head = table("what was changed|>of the ideal|>over plain `spectrain`|>simulated", lines)
+    head = table(
+        "what was changed|>of the ideal|>over plain `spectrain`|>simulated|it gives", lines
+    )
     update = [
         rank["spectrain"]["actions"]["UPDATE"] / rank["spectrain"]["period"]
         for rank in tried["profiles"]
@@ -280,6 +285,13 @@ not vary there: what is above 1 would come without variation too.
 The update with its prediction takes {update[0]:.0%} and {update[1]:.0%} of a minibatch on the two
 ranks. Cut into chunks it was not: gradients and activations are sent before it, and travel
 meanwhile."""
+
+
+def _verdict(low: float, middle: float, high: float) -> str:
+    """A change of 2 % or more counts, where it is larger than most rounds differ."""
+    if middle >= 1.02 and low > 1.0:
+        return "throughput"
+    return "a loss" if middle <= 0.98 and high < 1.0 else "nothing that this run could see"
 
 
 def _heap(heaps: dict[str, list[dict[str, Any]]]) -> str:

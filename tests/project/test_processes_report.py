@@ -99,6 +99,7 @@ def test_ratios_within_rounds(processes: ModuleType, tmp_path: Path) -> None:
     one = "| torch.distributed.pipelining 1F1B, M = 2, 4, 8, 16 | 60, 80, 80, 80 % |"
     assert f"{one} 1.60, 1.20, 1.20, 1.20 | 1.33, 1.00, 1.00, 1.00 |" in text
     assert "the gradient of the input sent before those of the weights | 94.5% | 1.050 (1.0" in text
+    assert "| 1.000 | throughput |" in text
     assert "takes 8% and 8% of a minibatch" in text
 
 
