@@ -395,7 +395,7 @@ def about() -> dict[str, Any]:
         platform.processor(),
     )
     # not where its figures went, which is a path of some machine
-    given = [word for word in sys.argv[1:] if not word.endswith(".json")]
+    given = ["FILE" if word.endswith(".json") else word for word in sys.argv[1:]]
     return {
         "command": shlex.join(["python", "bench/bench_distributed.py", *given]),
         "date": date.today().isoformat(),

@@ -34,7 +34,7 @@ from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
 
 IDLE_GROUPS = 16
 #: Microbatches in flight on the two stages; (2, 1) is the classic window, (3, 1) the wide one.
-WINDOWS = {"window 2, 2": [2, 2], "window 3, 1": [3, 1], "window 3, 2": [3, 2]}
+WINDOWS = {"window 3, 1": [3, 1], "window 3, 2": [3, 2], "window 4, 2": [4, 2]}
 Candidates = dict[str, Callable[[], bench.Measure]]
 
 

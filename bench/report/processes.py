@@ -27,9 +27,9 @@ _TARGET = 0.95
 
 #: Trials by their names in the JSON: what was changed, and what it costs beside time.
 _TRIED = {
-    "window 2, 2": "a window of 2 on both stages",
-    "window 3, 1": "the wide window: 3 and 1, twice the staleness on stage 0",
-    "window 3, 2": "3 and 2 (N - k + 1): more staleness on both stages",
+    "window 3, 1": "the wide window, 3 and 1: twice the staleness on stage 0",
+    "window 3, 2": "a window of 3 and 2 (N - k + 1): more staleness on both stages",
+    "window 4, 2": "a window of 4 and 2: still more",
     "a core for each rank": "all threads of a rank on one core of its own",
     "a core for each rank's own thread": "only the thread that computes, and what it starts",
     "gloo's threads on the other core": "gloo's progress threads off the core that computes",
@@ -71,7 +71,7 @@ def _opening(run: dict[str, Any]) -> str:
 Measured with `{run["command"]}` on {run["date"]}: {run["cpu"]}, {run["cores"]} cores, one thread a
 process, gloo over loopback, torch {run["torch"]}
 ([figures](../bench/results/{FOLDER}/measured.json)). One model of linear layers and tanh is cut
-into {cut} layers; a microbatch has {run["ranks"]["2"]["options"]["batch"]} samples everywhere.
+into {cut} blocks; a microbatch has {run["ranks"]["2"]["options"]["batch"]} samples everywhere.
 Every candidate is measured once in each of {_several(list(rounds.values()))} rounds; a figure is
 the median of the rounds' ratios to the ideal, and their range. The ideal is a stage that waits for
 nobody, sends nothing, predicts nothing, and makes an update per microbatch, on all ranks at once:
@@ -116,8 +116,8 @@ def _by_ranks(run: dict[str, Any]) -> str:
         against.append(f"{median(_over(figures[n], ours, theirs)):.2f} with {n}")
     return f"""{table(head, lines)}
 
-With as many updates (M = N) `spectrain` makes {_listed(against)} processes times the throughput of
-torch's 1F1B."""
+With as many updates (M = N) the throughput of `spectrain` over that of torch's 1F1B is
+{_listed(against)} processes."""
 
 
 def _listed(words: list[str]) -> str:
@@ -128,7 +128,11 @@ def _share(figures: Figures, name: str) -> str:
     if name not in figures:
         return "not measured"
     shares = _over(figures, name, "ideal")
-    return f"{median(shares):.0%} ({min(shares):.0%} to {max(shares):.0%})"
+    return f"{_percent(median(shares))} ({100 * min(shares):.0f} to {100 * max(shares):.0f})"
+
+
+def _percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
 
 
 def _two(results: Path, run: dict[str, Any]) -> str:
@@ -141,8 +145,8 @@ def _two(results: Path, run: dict[str, Any]) -> str:
 
 {two_processes(results)}
 
-`spectrain` reaches {_median(figures, "spectrain", "ideal"):.0%} of the ideal
-({_median(old, "spectrain", "ideal"):.0%} in [the run before](../bench/results/{BEFORE}/\
+`spectrain` reaches {_percent(_median(figures, "spectrain", "ideal"))} of the ideal
+({_percent(_median(old, "spectrain", "ideal"))} in [the run before](../bench/results/{BEFORE}/\
 distributed.json), in which freed memory went back to the system, and groups of all candidates were
 open all the time). {_targets(figures)}"""
 
@@ -164,7 +168,9 @@ def two_processes(results: Path) -> str:
     for row, ms in rows.items():
         first, comma, _ = row.partition(", M")
         names = [f"{first}, M = {m}" if comma else first for m in ms]
-        label = _NAMES.get(first, f"`{first.partition(',')[0]}`{first.partition(',')[2]}")
+        label = _NAMES.get(
+            first, f"`{first.partition(',')[0]}`{first[len(first.partition(',')[0]) :]}"
+        )
         same = [f"spectrain, M = {m}" for m in ms]
         lines.append(
             [
@@ -194,8 +200,8 @@ def _targets(figures: Figures) -> str:
         m: _median(figures, f"spectrain, M = {m}", f"torch 1F1B, M = {m}") for m in (2, 4, 8, 16)
     }
     words = [
-        said(f"{_TARGET:.0%} of the ideal", f"{ideal:.1%}", ideal >= _TARGET),
-        said("97 % of `vanilla`", f"{vanilla:.1%}", vanilla >= 0.97),
+        said(f"{_percent(_TARGET)} of the ideal", _percent(ideal, 1), ideal >= _TARGET),
+        said("97 % of `vanilla`", _percent(vanilla, 1), vanilla >= 0.97),
         said("1.3 times torch's 1F1B at M = 2", f"{first:.2f}", first >= 1.3),
         said(
             "to be ahead of it at M = 2, 4, 8 and 16 with as many updates",
@@ -257,7 +263,7 @@ def _trials(tried: dict[str, Any]) -> str:
         lines.append(
             [
                 what,
-                f"{_median(figures, name, 'ideal'):.1%}",
+                _percent(_median(figures, name, "ideal"), 1),
                 f"{middle:.3f} ({low:.3f} to {high:.3f})",
                 "" if simulated is None else f"{simulated:.3f}",
                 _verdict(low, middle, high),
@@ -276,13 +282,13 @@ def _trials(tried: dict[str, Any]) -> str:
 
 The rest with freed memory kept, candidates beside each other in
 {len(figures["ideal"])} rounds, medians and quartiles of the rounds' ratios; plain `spectrain` has
-{_median(figures, "spectrain", "ideal"):.1%} of the ideal in them, `vanilla`
-{_median(figures, "vanilla", "ideal"):.1%}. Simulated are the mean durations of this run, which do
+{_percent(_median(figures, "spectrain", "ideal"), 1)} of the ideal in them, `vanilla`
+{_percent(_median(figures, "vanilla", "ideal"), 1)}. Simulated are the mean durations of this run, which do
 not vary there: what is above 1 would come without variation too.
 
 {head}
 
-The update with its prediction takes {update[0]:.0%} and {update[1]:.0%} of a minibatch on the two
+The update with its prediction takes {_percent(update[0])} and {_percent(update[1])} of a minibatch on the two
 ranks. Cut into chunks it was not: gradients and activations are sent before it, and travel
 meanwhile."""
 
@@ -307,7 +313,7 @@ def _heap(heaps: dict[str, list[dict[str, Any]]]) -> str:
             for share in _over(run["microbatches_per_second"], "spectrain", "ideal")
         ]
         faults = [rank["spectrain"]["page faults"] for run in runs for rank in run["profiles"]]
-        cells += [f"{median(shares):.1%}", f"{min(faults):.0f} to {max(faults):.0f}"]
+        cells += [_percent(median(shares), 1), f"{min(faults):.0f} to {max(faults):.0f}"]
         lines.append(cells)
     head = table(
         "freed memory|>the ideal|>`vanilla`|>`spectrain`|>`pipedream`|>`spectrain` of the ideal"

@@ -91,19 +91,22 @@ def test_ratios_within_rounds(processes: ModuleType, tmp_path: Path) -> None:
     given = {"spectrain_3": 0.99, "torch_1F1B_3": 0.9, "spectrain": 0.96, "torch_1F1B_2": 0.6}
     text = processes.section(results(tmp_path, *DOCUMENTS, **given))
     # a median of figures over a median would not see that a slow round is slow for all
-    assert "| `spectrain` | 96% (96% to 96%) | 96% (96% to 96%) | 96% (96% to 96%) |" in text
-    row = "| `spectrain`, M = N | 80% (80% to 80%) | 99% (99% to 99%) | 80% (80% to 80%) |"
+    assert "| `spectrain` | 96 % (96 to 96) | 96 % (96 to 96) | 96 % (96 to 96) |" in text
+    row = "| `spectrain`, M = N | 80 % (80 to 80) | 99 % (99 to 99) | 80 % (80 to 80) |"
     assert row in text
+    assert "| `spectrain`, wide window | 80 % | 1.20 |" in text
     assert "1.33 with 2, 1.10 with 3 and 1.00 with 4 processes" in text
-    assert "`spectrain` reaches 96% of the ideal\n(50% in" in text
+    assert "`spectrain` reaches 96 % of the ideal\n(50 % in" in text
     one = "| torch.distributed.pipelining 1F1B, M = 2, 4, 8, 16 | 60, 80, 80, 80 % |"
     assert f"{one} 1.60, 1.20, 1.20, 1.20 | 1.33, 1.00, 1.00, 1.00 |" in text
-    assert "the gradient of the input sent before those of the weights | 94.5% | 1.050 (1.0" in text
+    assert (
+        "the gradient of the input sent before those of the weights | 94.5 % | 1.050 (1.0" in text
+    )
     assert "| 1.000 | throughput |" in text
-    assert "takes 8% and 8% of a minibatch" in text
+    assert "takes 8 % and 8 % of a minibatch" in text
 
 
 @pytest.mark.parametrize(("share", "word"), [(0.96, "reached"), (0.94, "missed")])
 def test_targets(processes: ModuleType, tmp_path: Path, share: float, word: str) -> None:
     text = processes.section(results(tmp_path, *DOCUMENTS, spectrain=share))
-    assert f"95% of the ideal ({word}: {share:.1%})" in text
+    assert f"95 % of the ideal ({word}: {100 * share:.1f} %)" in text
