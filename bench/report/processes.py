@@ -272,8 +272,11 @@ def _trials(tried: dict[str, Any]) -> str:
     head = table(
         "what was changed|>of the ideal|>over plain `spectrain`|>simulated|it gives", lines
     )
+    shares = {
+        name: _percent(_median(figures, name, "ideal"), 1) for name in ("vanilla", "spectrain")
+    }
     update = [
-        rank["spectrain"]["actions"]["UPDATE"] / rank["spectrain"]["period"]
+        _percent(rank["spectrain"]["actions"]["UPDATE"] / rank["spectrain"]["period"])
         for rank in tried["profiles"]
     ]
     return f"""### What was tried
@@ -282,15 +285,13 @@ def _trials(tried: dict[str, Any]) -> str:
 
 The rest with freed memory kept, candidates beside each other in
 {len(figures["ideal"])} rounds, medians and quartiles of the rounds' ratios; plain `spectrain` has
-{_percent(_median(figures, "spectrain", "ideal"), 1)} of the ideal in them, `vanilla`
-{_percent(_median(figures, "vanilla", "ideal"), 1)}. Simulated are the mean durations of this run, which do
-not vary there: what is above 1 would come without variation too.
+{shares["spectrain"]} of the ideal in them, `vanilla` {shares["vanilla"]}. Simulated are the mean
+durations of this run, which do not vary there: what is above 1 would come without variation too.
 
 {head}
 
-The update with its prediction takes {_percent(update[0])} and {_percent(update[1])} of a minibatch on the two
-ranks. Cut into chunks it was not: gradients and activations are sent before it, and travel
-meanwhile."""
+The update with its prediction takes {update[0]} and {update[1]} of a minibatch on the two ranks.
+It was not cut into chunks: gradients and activations are sent before it, and travel meanwhile."""
 
 
 def _verdict(low: float, middle: float, high: float) -> str:
