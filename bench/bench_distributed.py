@@ -236,9 +236,7 @@ def data_parallel(ranks: int, blocks: int, batch: int, parts: int) -> Measure:
     return stepped(step, parts)
 
 
-def candidates(
-    rank: int, ranks: int, blocks: int, batch: int
-) -> dict[str, Callable[[], Measure]]:
+def candidates(rank: int, ranks: int, blocks: int, batch: int) -> dict[str, Callable[[], Measure]]:
     """What makes each of those that are compared."""
     found: dict[str, Callable[[], Measure]] = {
         "ideal": partial(ideal, blocks, batch),
@@ -254,7 +252,7 @@ def candidates(
             found[f"torch {name}, M = {parts}"] = partial(
                 theirs, rank, ranks, kind, blocks, batch, parts
             )
-    for parts in (2, 8) if ranks == 2 else microbatches(ranks):
+    for parts in microbatches(ranks)[:3]:
         found[f"replicas, M = {parts}"] = partial(replicated, ranks, blocks, batch, parts)
         found[f"DDP, M = {parts}"] = partial(data_parallel, ranks, blocks, batch, parts)
     return found
@@ -397,7 +395,7 @@ def about() -> dict[str, Any]:
         platform.processor(),
     )
     # not where its figures went, which is a path of some machine
-    given = [word for word in sys.argv[1:] if not word.endswith(".json")]
+    given = ["FILE" if word.endswith(".json") else word for word in sys.argv[1:]]
     return {
         "command": shlex.join(["python", "bench/bench_distributed.py", *given]),
         "date": date.today().isoformat(),
@@ -431,7 +429,9 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="of all rounds of a number of ranks"
     )
-    parser.add_argument("--quick", action="store_true", help="a rehearsal, whose figures say nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="a rehearsal, whose figures say nothing"
+    )
     parser.add_argument("--json", help="file for all figures")
     options = parser.parse_args()
     if options.quick:

@@ -13,9 +13,9 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from statistics import mean
+from statistics import mean, median, quantiles
 from typing import Any
 from unittest.mock import patch
 
@@ -27,13 +27,14 @@ from torch import Tensor, nn
 import spectrain_ext as st
 from spectrain_ext.distributed import neighbourhood
 from spectrain_ext.distributed.fingerprint import Fingerprint
+from spectrain_ext.distributed.links import Links, open_links
 from spectrain_ext.operators.heap import keep_freed_memory
 from spectrain_ext.pipeline import pipeline
 from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
 
 IDLE_GROUPS = 16
 #: Microbatches in flight on the two stages; (2, 1) is the classic window, (3, 1) the wide one.
-WINDOWS = {"window 2, 2": [2, 2], "window 3, 1": [3, 1], "window 3, 2": [3, 2]}
+WINDOWS = {"window 3, 1": [3, 1], "window 3, 2": [3, 2], "window 4, 2": [4, 2]}
 Candidates = dict[str, Callable[[], bench.Measure]]
 
 
@@ -46,20 +47,18 @@ class _Late(torch.autograd.Function):
     """A linear layer's backward, which gives the gradient of the input alone."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: nn.Linear, queue: _Queue, late: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: _Linear) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.queue, ctx.late = layer, queue, late
+        ctx.layer = layer
         return torch.addmm(bias, x, weight.t())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.queue.append((ctx.layer, x, gradient))
-        if not ctx.late:
-            run(ctx.queue)
-        return gradient.mm(weight), None, None, None, None, None
+        ctx.layer.queue.append((ctx.layer, x, gradient))
+        if not ctx.layer.late:
+            run(ctx.layer.queue)
+        return gradient.mm(weight), None, None, None
 
 
 def run(queue: _Queue) -> None:
@@ -73,10 +72,10 @@ def run(queue: _Queue) -> None:
 class _Linear(nn.Linear):
     def __init__(self, width: int, queue: _Queue, late: bool) -> None:
         super().__init__(width, width)
-        self._queue, self._late = queue, late
+        self.queue, self.late = queue, late
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = _Late.apply(x, self.weight, self.bias, self, self._queue, self._late)
+        result: Tensor = _Late.apply(x, self.weight, self.bias, self)
         return result
 
 
@@ -89,11 +88,7 @@ def split_backward(blocks: int, batch: int, late: bool) -> bench.Measure:
 
     def stage(blocks: int) -> nn.Module:
         torch.manual_seed(0)
-        layers = [
-            m
-            for _ in range(blocks)
-            for m in (_Linear(bench.WIDTH, queue, late), nn.Tanh())
-        ]
+        layers = [m for _ in range(blocks) for m in (_Linear(bench.WIDTH, queue, late), nn.Tanh())]
         return nn.Sequential(*layers)
 
     def optimizer(params: Any) -> st.optim.SGD:
@@ -121,10 +116,8 @@ def placed(threads: Iterable[int], cores: set[int]) -> Any:
         os.sched_setaffinity(tid, cores)
     yield
     for tid, were in before.items():
-        try:
+        with suppress(ProcessLookupError):  # it has ended
             os.sched_setaffinity(tid, were)
-        except ProcessLookupError:  # it has ended
-            pass
 
 
 def pinned(blocks: int, batch: int, what: str, core: int) -> bench.Measure:
@@ -162,6 +155,24 @@ def without_fingerprints(blocks: int, batch: int) -> bench.Measure:
     return measured
 
 
+def sent_by_threads(blocks: int, batch: int) -> bench.Measure:
+    """spectrain whose messages a thread beside the rank's own sends, after one copy more."""
+
+    def links(*arguments: Any, **options: Any) -> Links:
+        made = open_links(*arguments, **options)
+        into, out = (
+            {
+                what: {rank: link._replace(staged=True) for rank, link in ends.items()}
+                for what, ends in part.items()
+            }
+            for part in (made.into, made.out)
+        )
+        return made._replace(into=into, out=out)
+
+    with patch.object(neighbourhood, "open_links", links):
+        return bench.ours("spectrain", blocks, batch)
+
+
 def trial_candidates(rank: int, blocks: int, batch: int) -> Candidates:
     plain = partial(bench.ours, "spectrain", blocks, batch)
     return {
@@ -175,6 +186,7 @@ def trial_candidates(rank: int, blocks: int, batch: int) -> Candidates:
         f"{IDLE_GROUPS} more idle groups": partial(beside_idle_groups, blocks, batch),
         "split backward": partial(split_backward, blocks, batch, True),
         "split backward, all at once": partial(split_backward, blocks, batch, False),
+        "messages sent by a thread": partial(sent_by_threads, blocks, batch),
         "batches not compared": partial(without_fingerprints, blocks, batch),
     }
 
@@ -279,7 +291,12 @@ def profile_ideal(blocks: int, batch: int, count: int) -> dict[str, Any]:
 
 
 def rank_main(
-    rank: int, ranks: int, port: int, blocks: int | None, kept: bool, said: Any,
+    rank: int,
+    ranks: int,
+    port: int,
+    blocks: int | None,
+    kept: bool,
+    said: Any,
     options: argparse.Namespace,
 ) -> None:
     bench.begin(rank, ranks, port)
@@ -345,13 +362,26 @@ def simulated(profiles: list[dict[str, Any]]) -> dict[str, float]:
     return {**found, "split backward": classic / period([2, 1], of(Kind.BACKWARD)[1] / 2)}
 
 
+def report(figures: dict[str, list[float]]) -> None:
+    """Medians of the rounds' ratios, and their quartiles."""
+    print("| | of the ideal | against spectrain | quartiles |")
+    print("|---|---|---|---|")
+    for name, values in figures.items():
+        ideal, plain = (
+            [value / other for value, other in zip(values, figures[of], strict=True)]
+            for of in ("ideal", "spectrain")
+        )
+        low, _, high = quantiles(plain, n=4) if len(plain) > 1 else [plain[0]] * 3
+        print(f"| {name} | {median(ideal):.1%} | {median(plain):.3f} | {low:.3f} to {high:.3f} |")
+
+
 def trials(options: argparse.Namespace) -> dict[str, Any]:
     """All trials, as they are written."""
-    turns = 1 if options.quick else 4  # pairs of processes with each of the two heaps
+    turns = 1 if options.quick else 3  # pairs of processes with each of the two heaps
     part = argparse.Namespace(**vars(options))
-    part.heap, part.seconds, part.rounds = True, options.seconds / 16, options.rounds
+    part.heap, part.seconds, part.rounds = True, options.seconds / 24, options.rounds
     rest = argparse.Namespace(**vars(part))
-    rest.heap, rest.seconds = False, options.seconds / 2
+    rest.heap, rest.seconds = False, options.seconds * 3 / 4
     blocks, heaps = None, {"as glibc does": [], "kept": []}
     for _ in range(turns):
         for name, kept in (("as glibc does", False), ("kept", True)):
@@ -359,8 +389,7 @@ def trials(options: argparse.Namespace) -> dict[str, Any]:
             blocks = found["blocks"]
             heaps[name].append(found)
     main = bench.spawned(rank_main, 2, blocks, True, rest)
-    for name, values in main["microbatches_per_second"].items():
-        print(name, [f"{a / b:.3f}" for a, b in zip(values, main["microbatches_per_second"]["spectrain"])])
+    report(main["microbatches_per_second"])
     return {
         "options": bench.settings_of(options),
         **main,

@@ -71,7 +71,10 @@ def test_freed_memory_is_kept(how: str) -> None:
 
 @pytest.mark.parametrize(
     "environment",
-    [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}],
+    [
+        {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"},
+    ],
     ids=lambda given: next(iter(given)),
 )
 def test_what_the_environment_says_stays(environment: dict[str, str]) -> None:
