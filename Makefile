@@ -34,13 +34,14 @@ CXX_SOURCES := $(sort $(shell find csrc tests bench -type f \( $(CXX_SUFFIXES) \
 .DELETE_ON_ERROR:
 # two pips must not write to one environment at the same time
 .NOTPARALLEL:
-.PHONY: help install train check test lint docs pytest bench bench-host nightly doctor gpu-wheel clean FORCE
+.PHONY: help install train check test lint docs report pytest bench bench-host nightly doctor gpu-wheel clean FORCE
 
 help:
 	@echo "make train    train a pipeline with every method and compare (ARGS=\"--help\" lists the options)"
 	@echo "make check    the tests that start no processes and no compiler, for while you work; ROOM=optim: of one folder"
 	@echo "make test     lint, types, documentation, all tests that guard a release"
 	@echo "make docs     the documentation as a site, in build/docs; a warning is an error"
+	@echo "make report   docs/results.md, its pictures and every figure in the documents, from the committed runs"
 	@echo "make bench    every operator against its rivals (ARGS=\"--help\" lists the options), the pipeline's own cost"
 	@echo "make doctor   what was built, what this machine has, what is missing"
 	@echo "make nightly  all tests, those that take minutes too, with many more random cases"
@@ -61,6 +62,10 @@ test: lint docs pytest
 docs: $(VENV)/.extra-docs
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 	@echo "build/docs/index.html"
+
+# From inside bench/, for the package that was installed.
+report: $(VENV)/.extra-bench
+	cd bench && $(abspath $(BIN))/python -m report $(ARGS)
 
 lint: $(VENV)/.extra-lint $(VENV)/.package
 	$(BIN)/ruff check .

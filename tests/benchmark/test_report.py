@@ -1,11 +1,9 @@
-"""What becomes of figures: JSON, tables, comparison, targets, the picture, the document."""
+"""What becomes of figures: JSON, tables, comparison, targets, the picture."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,7 +23,6 @@ from spectrain_ext.benchmark.report import (
 from spectrain_ext.cli.bench import in_short, workloads
 from spectrain_ext.cli.group import main
 
-ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {
     "device": "cpu",
     "cpu": "a processor",
@@ -270,31 +267,3 @@ class TestCommand:
         assert {"2^10", "3000 x, 2^30", "VGG16"} <= {w.name for w in full}
         chosen = workloads("quick", (8,), (1,), ("VGG16",), ("mixed",))
         assert [w.name for w in chosen] == ["2^8", "VGG16"]
-
-
-@pytest.fixture
-def docs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_docs", ROOT / "bench" / "docs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-class TestDocument:
-    def test_only_what_is_between_the_markers_changes(self, docs: ModuleType) -> None:
-        text = f"above\n{docs.BEGIN}\nstale rows\n{docs.END}\nbelow\n"
-        generated = docs.section(report(row("Plan", 2.0), row("a", 3.0, "rival")), "folder")
-        new = docs.replaced(text, generated)
-        assert new.startswith("above\n") and new.endswith("\nbelow\n") and "stale rows" not in new
-        assert docs.replaced(new, generated) == new
-        assert "| predict_ | 2^24 | fp32 | 2 | 10% |" in new
-
-    def test_without_markers_nothing_is_written(self, docs: ModuleType) -> None:
-        with pytest.raises(ValueError, match="expected one"):
-            docs.replaced("text", "new")
-
-    def test_the_committed_document_says_what_the_committed_run_measured(
-        self, docs: ModuleType
-    ) -> None:
-        assert docs.main(["--check"]) == 0

@@ -1,0 +1,81 @@
+"""Every figure in a document by its name: a function of the committed runs, and of its words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from spectrain_ext.benchmark.report import table
+
+from . import frontier, network, operators, trained
+
+
+def built(results: Path) -> str:
+    """What compiling takes."""
+    names = ("the CPU only", "and one architecture, {}", "and the first of each major version")
+    rows = read(results, "2026-11-22-build/build.json")["rows"]
+    lines = [
+        [
+            name.format(f"`{row['environment']}`"),
+            f"{row['wall_s']:.0f}",
+            f"{row['user_s'] + row['system_s']:.0f}",
+            f"{row['wheel_bytes'] / 1e6:.1f} MB",
+        ]
+        for name, row in zip(names, rows, strict=True)
+    ]
+    return table("for|>seconds|>seconds of CPU|>wheel", lines)
+
+
+def built_again(results: Path) -> str:
+    """And from ccache."""
+    rows = read(results, "2026-11-22-build/build.json")["from_ccache"]
+    return " and ".join(f"{row['wall_s']:.0f}" for row in rows) + " s"
+
+
+def watched(results: Path) -> str:
+    """What a plan's looking after its tensors costs."""
+    calls: dict[str, dict[str, float]] = {}
+    for row in read(results, "2026-11-22-host/moved.json")["rows"]:
+        calls.setdefault(row["call"], {})[row["plan"]] = row["median_us"]
+    lines = [
+        [call.replace("1 tensors", "1 tensor"), f"{us['Plan']:.1f}", f"{us['_Unwatched']:.1f}"]
+        for call, us in calls.items()
+    ]
+    return table("call|>us|>us without looking", lines)
+
+
+def faults(results: Path) -> str:
+    """How many random faults the last campaign had."""
+    return f"{read(results, '2026-11-22-failures/campaign.json')['faults']:,}"
+
+
+def faults_failed(results: Path) -> str:
+    """How many of them ended otherwise than they should."""
+    campaign = read(results, "2026-11-22-failures/campaign.json")
+    failed = campaign["faults"] - campaign["outcomes"].get("passed", 0)
+    return f"{failed:,}" if failed else "none"
+
+
+def read(results: Path, path: str) -> Any:
+    return json.loads((results / path).read_text())
+
+
+FIGURES: dict[str, Callable[..., str]] = {
+    "build": built,
+    "build.again": built_again,
+    "digits": trained.digits,
+    "digits.time": trained.longer,
+    "faults": faults,
+    "faults.failed": faults_failed,
+    "frontier": frontier.section,
+    "frontier.best": frontier.best,
+    "frontier.worst": frontier.worst,
+    "frontier.updates": frontier.updates,
+    "nanogpt": frontier.nanogpt,
+    "network": network.section,
+    "operators": operators.section,
+    "small": trained.small,
+    "watching": watched,
+}

@@ -1,0 +1,80 @@
+"""docs/results.md: a section and a picture from every evidence that is there."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from spectrain_ext.benchmark.report import table
+
+from . import DOCS
+
+#: Modules of this package in the order of their sections, with what makes their figures again, and
+#: how long it takes on two cores.
+EVIDENCE = {
+    "accuracy": ("`spectrain study`, as the section says", "hours"),
+    "errors": ("`python bench/prediction_errors.py --data-dir FILE --json FILE`", "minutes"),
+    "throughput": ("`spectrain plan`, as the section says", "minutes"),
+    "processes": ("`python bench/bench_distributed.py --rounds 7 --json FILE`", "ten minutes"),
+    "cost": ("`python bench/bench_cost.py --json FILE`", "minutes"),
+    "quality": ("`spectrain study`, as [frontier](frontier.md#how-it-was-measured) says", "hours"),
+    "planner": ("`spectrain plan`, as the section says", "minutes"),
+}
+
+OPENING = """\
+# Results
+
+The experiments of the paper and our own, written by `make report` from the runs that are committed
+under `bench/results`: no figure on this page is typed by hand. **Measured** are losses, weights,
+bytes and times of the run that is named. **Counted** are updates, bytes and messages that follow
+from a schedule or from shapes. **Simulated** are times of schedules on devices that nobody had,
+from measured work of the stages. **Published** are figures of the paper; they are not ours, and
+stand beside ours where the settings differ. Nothing here has been measured on a GPU."""
+
+
+def evidence() -> dict[str, ModuleType]:
+    """The modules of `EVIDENCE` that are there."""
+    return {
+        name: import_module(f".{name}", __package__)
+        for name in EVIDENCE
+        if find_spec(f"{__package__}.{name}") is not None
+    }
+
+
+def text(results: Path) -> str:
+    """All of docs/results.md."""
+    sections = {name: module.section(results).strip() for name, module in evidence().items()}
+    again = [[_link(section), *EVIDENCE[name]] for name, section in sections.items()]
+    made = table("section|made again by|on two cores", again)
+    return "\n\n".join([OPENING, made, *sections.values()]) + "\n"
+
+
+def _link(section: str) -> str:
+    """To the section's heading, as code hosts and the site name it."""
+    title = section.partition("\n")[0].removeprefix("## ")
+    anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+    return f"[{title}](#{anchor})"
+
+
+def draw(results: Path, folder: Path) -> None:
+    """Every section's picture into a folder."""
+    for module in evidence().values():
+        if hasattr(module, "draw"):
+            module.draw(results, folder)
+
+
+def pictures_wrong(results: Path, folder: Path) -> list[str]:
+    """What is amiss with pictures: missing, not linked, or without words for who cannot see them.
+
+    Bits are not compared: another matplotlib draws others.
+    """
+    linked = re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", text(results))
+    there = {path.name for path in folder.glob("results-*.png")}
+    wrong = [f"{name}: no description" for alt, name in linked if not alt.strip()]
+    for _, name in linked:
+        if not ((DOCS if "/" in name else folder) / name).exists():
+            wrong.append(f"{name}: not drawn")
+    return wrong + [f"{name}: not linked" for name in sorted(there - {n for _, n in linked})]

@@ -1,0 +1,156 @@
+"""What the documents claim is what the committed runs say."""
+
+import re
+from pathlib import Path
+
+import pytest
+from report import DOCS, RESULTS, __main__, documents, figures, page, races
+
+from spectrain_ext.schedule import summarize
+from spectrain_ext.timelines.method_timeline import simulate_method
+
+
+def test_the_committed_documents_say_what_the_committed_runs_say() -> None:
+    assert __main__.main(["--check"]) == 0
+
+
+class TestMarks:
+    @pytest.fixture(autouse=True)
+    def _figures(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = {
+            "ratio": lambda results, *words: "-".join(["1.5", *words]),
+            "rows": lambda _: "a\nb",
+        }
+        monkeypatch.setattr(documents, "FIGURES", found)
+
+    def test_only_what_is_between_marks_changes(self) -> None:
+        text = "takes <!--f ratio-->stale<!--/f--> of, <!--f ratio a b-->2<!--/f-->\n"
+        new = documents.written(text, RESULTS)
+        assert new == "takes <!--f ratio-->1.5<!--/f--> of, <!--f ratio a b-->1.5-a-b<!--/f-->\n"
+        assert documents.written(new, RESULTS) == new
+
+    def test_lines_stand_apart_from_their_marks(self) -> None:
+        """A comment on a line of its own ends with it; a table begins after an empty line."""
+        new = documents.written("above\n\n<!--f rows-->\n<!--/f-->\n\nbelow\n", RESULTS)
+        assert new == "above\n\n<!--f rows-->\n\na\nb\n\n<!--/f-->\n\nbelow\n"
+        assert documents.written(new, RESULTS) == new
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("a <!--f ratio-->1.5", "an end"),
+            ("a <!--/f--> <!--f ratio-->1.5", "an end"),
+            ("a <!--f ratio--> <!--f ratio-->1<!--/f--> <!--/f-->", "an end"),
+            ("a <!--f nothing-->1.5<!--/f-->", "one of ratio, rows, got 'nothing'"),
+            ("<!--f ratio-->1.5<!--/f--> of", "beginning of a line"),
+            ("- <!--set-->1.5<!--/set--> of", "beginning of a line"),
+            ("a <!--set-->1.5\n<!--/set--> of", "beginning of a line"),
+        ],
+    )
+    def test_a_wrong_mark_is_an_error(self, text: str, says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            documents.written(text, RESULTS)
+
+    @pytest.mark.parametrize(
+        ("text", "found"),
+        [
+            ("it takes 1.5 times as long, 8.91x", ["1.5 times", "8.91x"]),
+            ("it takes 12 times as long, 3 %", ["12 times", "3 %"]),
+            ("| 88, 97 % | 250 ms |", ["97 %", "250 ms"]),
+            ("1,024 bytes in 5 s, at 100 Gb/s", ["1,024 bytes", "5 s", "100 Gb/s"]),
+            ("about .3 of it, 2x as fast, -1.2 % of 1.5e-3", [".3", "2x", "1.2 %", "1.5e-3"]),
+            ("from 10-20 ms to 2.5", ["20 ms", "2.5"]),
+            ("in `1.5` it, [1](a-1.5.md), torch 2.13, Python 3.10 or 3.12", []),
+            ("12 stages, 360 images, 2^24 elements, M = 16, 20 seeds", []),
+            ("<!--f a-->1.5 times<!--/f--> and <!--set-->64 KB<!--/set-->", []),
+            ("    takes 1.5 s\n\n```python\nx = 1.5\n```\n", []),
+            ("https://arxiv.org/abs/1809.02839, arXiv 2505.01099", []),
+        ],
+    )
+    def test_what_a_hand_has_typed_is_found(self, text: str, found: list[str]) -> None:
+        assert [what for _, what in documents.naked(text)] == found
+
+    def test_it_is_found_by_its_line(self) -> None:
+        text = "```\n1.5\n```\n<!--f a-->\n\n| 1.5 |\n\n<!--/f-->\nnow 1.5\n"
+        assert list(documents.naked(text)) == [(9, "1.5")]
+
+
+def test_every_figure_is_used() -> None:
+    text = "".join(path.read_text() for path in documents.pages())
+    used = {name.split()[0] for name in re.findall(r"<!--f ([^>]+?)-->", text)}
+    assert used == set(figures.FIGURES)
+
+
+class TestPage:
+    def test_every_section_begins_with_a_heading(self) -> None:
+        for module in page.evidence().values():
+            assert module.section(RESULTS).lstrip().startswith("## "), module.__name__
+
+    def test_a_picture_is_there_is_linked_and_is_described(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert not page.pictures_wrong(RESULTS, DOCS)
+        monkeypatch.setattr(page, "text", lambda _: "![ ](results-a.png) ![b](results-b.png)")
+        (tmp_path / "results-c.png").touch()
+        assert page.pictures_wrong(RESULTS, tmp_path) == [
+            "results-a.png: no description",
+            "results-a.png: not drawn",
+            "results-b.png: not drawn",
+            "results-c.png: not linked",
+        ]
+
+    def test_every_picture_is_drawn_again(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        page.draw(RESULTS, tmp_path)
+        assert not page.pictures_wrong(RESULTS, tmp_path)
+
+
+class TestRaces:
+    @pytest.mark.parametrize("work", [[1.0] * 8, [0.2, *[1.0] * 6, 1.6], [0.5, 1.3] * 4])
+    def test_a_flush_costs_the_same_for_any_number_of_microbatches(self, work: list[float]) -> None:
+        """What the break-even table rests on, by the schedule's simulation."""
+        idle = sum(work) / max(work) - 1.0
+        for microbatches in (8, 16, 40):
+            spans = simulate_method(
+                "1f1b",
+                8,
+                6,
+                microbatches=microbatches,
+                forward=[w / 3 / microbatches for w in work],
+                backward=[w / 3 * 2 / microbatches for w in work],
+            )
+            took = summarize(spans).period / max(work)
+            assert took == pytest.approx(1.0 + idle / microbatches)
+
+    def test_from_the_break_even_on_a_flush_is_as_quick(self) -> None:
+        for r in races.races(RESULTS):
+            for share in r.updates.keys() - r.beyond:
+                said = r.even(share, r.idle)
+                if said == "none":
+                    assert r.updates[share] <= 1.0
+                    continue
+                many = int(said.replace(",", ""))
+                assert 1.0 + r.idle / many <= r.updates[share] + 1e-9
+                assert 1.0 + r.idle / (many - 1) > r.updates[share]
+
+    def test_what_was_not_reached_has_a_bound_and_is_no_win(self) -> None:
+        row = {
+            "contender": "auto",
+            "stages": 8,
+            "microbatches": 8,
+            "delay": 1,
+            "losses": [1.0],
+            "gap": {"low": None, "mean": 0.0, "high": None},
+            "updates": {"0.5": 1.125, "0.75": None, "1.0": None},
+            "time": 1.0,
+        }
+        r = races.race("text", row, 1.25)
+        assert [r.shown(share) for share in races.SHARES] == ["0.90", "> 1.07", "> 0.80"]
+        assert [r.won(share) for share in races.SHARES] == [True, False, False]
+        assert [r.lost(share) for share in races.SHARES] == [False, True, False]
+        assert [r.even(share, 7) for share in races.SHARES] == ["56", "at most 21", "not known"]
+
+
+def test_every_folder_of_results_has_a_row_and_every_row_a_folder() -> None:
+    rows = re.findall(r"^\| `([^`]+)`", (RESULTS / "README.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(path.name for path in RESULTS.iterdir() if path.is_dir())
