@@ -28,6 +28,7 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.experiments.links import measured_link
+from spectrain_ext.files import finite
 from spectrain_ext.method import find_method
 from spectrain_ext.partitioning import cut_at
 from spectrain_ext.planning import Layers, Link, measure_layers
@@ -182,7 +183,7 @@ def rank_main(
     if rank == 0:
         with open(options.part, "w") as file:
             about = {"processes": processes, "cores": cores, "link": asdict(link)}
-            json.dump({**about, "rows": rows}, file)
+            json.dump(finite({**about, "rows": rows}), file)
     dist.barrier()
     dist.destroy_process_group()
 

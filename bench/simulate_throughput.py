@@ -1,6 +1,6 @@
 """Throughput on 4 to 1,024 devices, simulated from measured layer times; and where it comes from.
 
-    python bench/simulate_throughput.py --measure FOLDER  # layer times of one core: 5 minutes
+    python bench/simulate_throughput.py --measure FOLDER  # layer times of one core: 3 minutes
     python bench/simulate_throughput.py FOLDER            # simulated.json and ratios.json
 
 The first needs a quiet machine, the second none: it computes. What is assumed of the devices is in
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import spectrain_ext as st
 from spectrain_ext.experiments.models import gpt, resnet, vgg
+from spectrain_ext.files import finite
 from spectrain_ext.method import find_method
 from spectrain_ext.partitioning import BlockProfile, Profile, cut
 from spectrain_ext.planning import (
@@ -38,17 +40,34 @@ from spectrain_ext.planning import (
 from spectrain_ext.planning.costs import Costs, Setting, Way
 from spectrain_ext.planning.search import Search
 
-#: The devices: an NVIDIA P40, of which the paper's machine had four. Peak, bandwidth and memory are
-#: of its data sheet; the efficiency is a guess.
+
+class Device(NamedTuple):
+    """What is assumed of a device; all but the efficiency is of a data sheet.
+
+    Attributes:
+        peak: operations per second in the format that training uses.
+        efficiency: the share of these that layers reach, a guess.
+        bandwidth: of its memory, bytes per second.
+        memory: bytes.
+        source: of these.
+    """
+
+    peak: float
+    efficiency: float
+    bandwidth: float
+    memory: float
+    source: str
+
+    @property
+    def flops(self) -> float:
+        return self.peak * self.efficiency
+
+
+#: The paper's machine had four of the first, on PCIe 3.
 ASSUMED = {
-    "device": "NVIDIA P40",
-    "peak_flops": 12e12,
-    "efficiency": 0.5,
-    "memory_bandwidth": 346e9,
-    "memory": 24e9,
-    "source": "NVIDIA Tesla P40 data sheet; the efficiency is assumed",
+    "P40": Device(12e12, 0.5, 346e9, 24e9, "NVIDIA Tesla P40 data sheet, float32"),
+    "H100": Device(494e12, 0.4, 3.35e12, 80e9, "NVIDIA H100 SXM data sheet, TF32 without sparsity"),
 }
-FLOPS = ASSUMED["peak_flops"] * ASSUMED["efficiency"]  # type: ignore[operator]
 DEVICES = tuple(2**n for n in range(2, 11))
 SIMULATED_LINKS = ("pcie3", "nvlink", "100gbe")
 _TRAINING = 3  # forwards that a forward and backward take, in operations
@@ -79,13 +98,13 @@ def tokens(vocabulary: int, context: int) -> Callable[[int], Tensor]:
 
 
 MODELS = {
-    "vgg16": Model(lambda: vgg(16, classes=1000), images, 4, 32),
-    "resnet50": Model(lambda: resnet(18, depth=50, classes=1000), images, 8, 32),
-    "resnet152": Model(lambda: resnet(52, depth=152, classes=1000), images, 4, 32),
+    "vgg16": Model(lambda: vgg(16, classes=1000), images, 2, 32),
+    "resnet50": Model(lambda: resnet(18, depth=50, classes=1000), images, 4, 32),
+    "resnet152": Model(lambda: resnet(52, depth=152, classes=1000), images, 2, 32),
     "gpt2": Model(
         lambda: gpt(14, vocabulary=50257, context=512, width=768, depth=12),
         tokens(50257, 512),
-        4,
+        2,
         4,
     ),
 }
@@ -112,14 +131,12 @@ def seeded() -> Iterator[None]:
         yield
 
 
-def on_devices(name: str, layers: Layers) -> tuple[Layers, float]:
+def on_device(name: str, layers: Layers, device: Device) -> tuple[Layers, float]:
     """The layers on an assumed device, and how many times as fast as here that is."""
     flops = sum(block.flops for block in counted_blocks(name)) * _TRAINING
-    samples = layers.samples[1]
-    here = samples * flops / sum(block.seconds for block in layers.profiles[1].blocks)
-    speed = FLOPS / here
-    bandwidth = ASSUMED["memory_bandwidth"]
-    return replace(layers.faster(speed), byte_seconds=1 / bandwidth), speed  # type: ignore[operator]
+    here = layers.samples[1] * flops / sum(block.seconds for block in layers.profiles[1].blocks)
+    speed = device.flops / here
+    return replace(layers.faster(speed), byte_seconds=1 / device.bandwidth), speed
 
 
 # Simulated throughput.
@@ -137,22 +154,33 @@ def contenders() -> Iterator[tuple[str, str, Callable[[Costs], float]]]:
 
 def simulated(folder: Path, devices: Sequence[int]) -> dict[str, Any]:
     rows, speeds = [], {}
-    for name, model in MODELS.items():
+    for (name, model), (device, assumed) in product(MODELS.items(), ASSUMED.items()):
         path = folder / f"layers-{name}.json"
         if not path.exists():
             continue
-        layers, speeds[name] = on_devices(name, read_layers(path))
-        for link in SIMULATED_LINKS:
-            for count in devices:
-                setting = Setting(layers, find_link(link), model.each * count)
-                methods = [find_method(method) for _, method, _ in contenders()]
-                search = Search(setting, count, methods, ASSUMED["memory"])  # type: ignore[arg-type]
-                for contender, method, price in contenders():
-                    costs = search.best(find_method(method), price)
-                    row = {"model": name, "link": link, "devices": count, "contender": contender}
-                    rows.append(row if costs is None else {**row, **_said(costs, setting.batch)})
-        print(name, flush=True)
-    return {"assumed": ASSUMED, "speeds": speeds, "links": links(), "rows": rows}
+        layers, speeds[f"{name}, {device}"] = on_device(name, read_layers(path), assumed)
+        for link, count in product(SIMULATED_LINKS, devices):
+            setting = Setting(layers, find_link(link), model.each * count)
+            methods = [find_method(method) for _, method, _ in contenders()]
+            search = Search(setting, count, methods, assumed.memory)
+            for contender, method, price in contenders():
+                costs = search.best(find_method(method), price)
+                rows.append(
+                    {
+                        **{"model": name, "device": device, "link": link, "devices": count},
+                        "contender": contender,
+                        **({} if costs is None else _said(costs, setting.batch)),
+                    }
+                )
+        print(name, device, flush=True)
+    return {**assumptions(), "speeds": speeds, "rows": rows}
+
+
+def assumptions() -> dict[str, Any]:
+    return {
+        "assumed": {name: device._asdict() for name, device in ASSUMED.items()},
+        "links": {name: asdict(LINKS[name]) for name in SIMULATED_LINKS},
+    }
 
 
 def _said(costs: Costs, batch: int) -> dict[str, Any]:
@@ -167,10 +195,6 @@ def _said(costs: Costs, batch: int) -> dict[str, Any]:
         "delay": costs.delay,
         "memory": max(costs.memory),
     }
-
-
-def links() -> dict[str, Any]:
-    return {name: asdict(LINKS[name]) for name in SIMULATED_LINKS}
 
 
 # Parameters and activations, counted without running anything: on the meta device.
@@ -246,7 +270,7 @@ def _llama() -> Any:
 
 
 TABLE = {
-    "snn": Counted("self-normalizing MLP, 32 layers of 2,048", _snn, 128, "3,072 numbers"),
+    "snn": Counted("self-normalizing MLP (32 of 2,048)", _snn, 128, "3,072 numbers"),
     "vgg16": Counted("VGG16", lambda: _listed(vgg(16, classes=1000), images(1)), 128, "224 pixels"),
     "resnet50": Counted(
         "ResNet-50",
@@ -260,7 +284,7 @@ TABLE = {
     ),
     "inceptionv4": Counted("Inception-v4", _inception, 128, "299 pixels"),
     "transformer": Counted(
-        "transformer, 6 blocks of 512",
+        "transformer (6 of 512)",
         lambda: _listed(gpt(8, vocabulary=32000, context=128, width=512, depth=6), _ids(128)()),
         *(128, "128 tokens"),
     ),
@@ -358,41 +382,15 @@ def ratios() -> dict[str, Any]:
         blocks = counted(entry)
         rows.append({"model": name, "title": entry.title, **_ratio(entry, blocks)})
         print(name, rows[-1]["parameters"], flush=True)
-    return {"assumed": ASSUMED, "link": asdict(LINKS["pcie3"]), "devices": 4, "rows": rows}
+    return {**assumptions(), "link": "pcie3", "devices": 4, "rows": rows}
 
 
 def _ratio(entry: Counted, blocks: Sequence[Block]) -> dict[str, Any]:
     """Bytes of data parallelism over four devices against those of four balanced stages."""
-    profile = Profile(
-        tuple(
-            BlockProfile(
-                _TRAINING * block.flops / FLOPS,
-                block.outputs,
-                4 * block.parameters,
-                0,
-                "",
-                block.flops / FLOPS,
-            )
-            for block in blocks
-        )
-    )
-    bandwidth = ASSUMED["memory_bandwidth"]
-    layers = Layers((1, 1), (profile, profile), 1 / bandwidth)  # type: ignore[operator]
+    ends = cut(_profile_of(blocks, 1.0), 4).ends
     parameters = sum(block.parameters for block in blocks)
-    ends = cut(profile, 4).ends
     exchanged = 2 * 3 * 4 * parameters // 4
     passed = max(2 * entry.batch * blocks[end - 1].outputs for end in ends[:-1])
-    setting = Setting(layers, LINKS["pcie3"], entry.batch)
-    whole = Costs(setting, Way(find_method("sync"), (len(blocks),), (4,), 4))
-    parts = min(8, entry.batch)
-    stages = {
-        method: Costs(setting, Way(find_method(method), ends, (1,) * 4, parts)).period
-        for method in ("auto", "pipedream", "1f1b")
-    }
-    alone = sum(block.seconds for block in profile.blocks) * entry.batch
-    # All gradients to one device and all weights from it, one after the other, beside nothing: what
-    # a central reduction on one link does.
-    central = alone / 4 + 2 * 3 * 4 * parameters / LINKS["pcie3"].bandwidth
     return {
         "parameters": parameters,
         "batch": entry.batch,
@@ -400,13 +398,50 @@ def _ratio(entry: Counted, blocks: Sequence[Block]) -> dict[str, Any]:
         "exchanged_bytes": exchanged,
         "passed_bytes": passed,
         "ratio": exchanged / passed,
-        "one_device_seconds": alone,
-        "data_parallel_seconds": whole.period,
-        "central_seconds": central,
-        "microbatches": parts,
-        "stage_seconds": stages,
-        "speedup": whole.period / stages["auto"],
-        "speedup_central": central / stages["auto"],
+        "microbatches": min(8, entry.batch),
+        "on": {
+            name: _on(entry, blocks, ends, parameters, device) for name, device in ASSUMED.items()
+        },
+    }
+
+
+def _profile_of(blocks: Sequence[Block], flops: float) -> Profile:
+    return Profile(
+        tuple(
+            BlockProfile(
+                _TRAINING * block.flops / flops,
+                *(block.outputs, 4 * block.parameters),
+                forward_seconds=block.flops / flops,
+            )
+            for block in blocks
+        )
+    )
+
+
+def _on(
+    entry: Counted,
+    blocks: Sequence[Block],
+    ends: tuple[int, ...],
+    parameters: int,
+    device: Device,
+) -> dict[str, Any]:
+    """Seconds of a minibatch on one device, and on four in either way."""
+    link, batch = LINKS["pcie3"], entry.batch
+    profile = _profile_of(blocks, device.flops)
+    setting = Setting(Layers((1, 1), (profile, profile), 1 / device.bandwidth), link, batch)
+    whole = Costs(setting, Way(find_method("sync"), (len(blocks),), (4,), 4)).period
+    parts = Costs(setting, Way(find_method("auto"), ends, (1,) * 4, min(8, batch))).period
+    alone = sum(block.seconds for block in profile.blocks) * batch
+    # All gradients to one device and all weights from it, one after the other, beside nothing: what
+    # a central sum on one link does.
+    central = alone / 4 + 2 * 3 * 4 * parameters / link.bandwidth
+    return {
+        "alone": alone,
+        "data_parallel": whole,
+        "central": central,
+        "auto": parts,
+        "speedup": whole / parts,
+        "speedup_central": central / parts,
     }
 
 
@@ -432,7 +467,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     devices = DEVICES[:3] if options.quick else DEVICES
     for name, make in (("ratios", ratios), ("simulated", lambda: simulated(folder, devices))):
-        text = json.dumps({**about, **make()}, indent=1, allow_nan=False)
+        text = json.dumps(finite({**about, **make()}), indent=1, allow_nan=False)
         (folder / f"{name}.json").write_text(f"{text}\n")
     return 0
 
