@@ -1,15 +1,153 @@
-"""Planned against real runs, and what the planner knows of quality, from the committed frontier."""
+"""Section of docs/results.md: planned against real runs; and what the planner knows of quality."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from spectrain_ext.benchmark.report import table
+from spectrain_ext.extras import picture
 from spectrain_ext.method import methods
 
+#: The runs of bench_plan.py.
+FOLDER = "2026-11-22-plan"
 #: The study that the planner's qualities come from.
 STUDY = "2026-11-22-frontier"
+_TARGET = 0.1
+_COLORS = {2: "#0072B2", 3: "#E69F00", 4: "#009E73"}  # Okabe and Ito's
+
+
+def section(results: Path) -> str:
+    """Planned over measured periods, of every configuration."""
+    path = results / FOLDER / "plan.json"
+    if not path.exists():
+        return "## Planned against real\n\nNot measured."
+    document = json.loads(path.read_text())
+    link, rows = document["runs"][0]["link"], _rows(document)
+    within = [row for row in rows if abs(row["ratio"] - 1) <= _TARGET]
+    shared = any(run["processes"] > run["cores"] for run in document["runs"])
+    load = document["load_before"][0]
+    parts = [
+        "## Planned against real",
+        f"""\
+`{document["command"]}`, {document["date"][:10]}, torch {document["torch"]}, load {load:.1f} before
+it: processes of one machine with {document["runs"][0]["cores"]} cores, one thread each, gloo over
+loopback, {document["batch"]} samples a minibatch, {document["rounds"]} rounds
+([figures](../bench/results/{FOLDER}/plan.json)). In every round the planner is given layer times
+that were **measured** a moment before, with as many processes at once as there are cores, and
+**simulates** the period of a minibatch; then that is **measured**. The link was measured as well:
+{1e6 * link["latency"]:.0f} us and {link["bandwidth"] / 1e9:.2f} GB/s for a message, of which either
+process's core is busy for {1e6 * link["busy"]:.0f} us and {link["busy_bandwidth"] / 1e9:.2f} GB/s.
+*Ratio* is planned over measured, the median of the rounds and their range. *Work* is the CPU time
+of all processes for a minibatch, the planner's over what was used.""",
+        f"**{len(within)} of {len(rows)} configurations are within 10 %**; {_spread(rows)}.",
+    ]
+    if shared:
+        parts.append(
+            "Where there are more processes than cores the simulation gives those that compute "
+            "equal shares of the cores."
+        )
+    for run in document["runs"]:
+        mine = [row for row in rows if row["processes"] == run["processes"]]
+        inside = sum(abs(row["ratio"] - 1) <= _TARGET for row in mine)
+        parts += [
+            f"{run['processes']} processes, {inside} of {len(mine)} within 10 %:",
+            _table(mine),
+        ]
+    parts.append(_missed(rows))
+    parts.append(
+        "![Planned over measured periods: a point for each configuration, the line is equality]"
+        "(results-planner.png)"
+    )
+    return "\n\n".join(part for part in parts if part)
+
+
+def _rows(document: dict[str, Any]) -> list[dict[str, Any]]:
+    found = []
+    for run in document["runs"]:
+        for row in run["rows"]:
+            ratios = [p / m for p, m in zip(row["planned"], row["measured"], strict=True)]
+            work = [p / m for p, m in zip(row["planned_work"], row["measured_work"], strict=True)]
+            found.append(
+                {
+                    **row,
+                    "processes": run["processes"],
+                    "ratio": median(ratios),
+                    "range": (min(ratios), max(ratios)),
+                    "work": median(work),
+                }
+            )
+    return found
+
+
+def _spread(rows: list[dict[str, Any]]) -> str:
+    off = sorted(abs(row["ratio"] - 1) for row in rows)
+    return f"the median miss is {100 * median(off):.0f} %, the largest {100 * off[-1]:.0f} %"
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        low, high = row["range"]
+        counts = ", ".join(map(str, row["replicas"]))
+        lines.append(
+            [
+                *(f"`{row['method']}`", row["model"], counts, str(row["microbatches"])),
+                *(f"{1e3 * median(row[name]):.1f}" for name in ("planned", "measured")),
+                f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})",
+                f"{row['work']:.2f}",
+            ]
+        )
+    heads = "method|blocks|replicas of each stage|>M|>planned ms|>measured ms|>ratio|>work"
+    return table(heads, lines)
+
+
+def _missed(rows: list[dict[str, Any]]) -> str:
+    """Which configurations miss, and whether their work or their waiting is what was misjudged."""
+    missed = [row for row in rows if abs(row["ratio"] - 1) > _TARGET]
+    if not missed:
+        return ""
+    work = sum(abs(row["work"] - 1) > _TARGET for row in missed)
+    low = sum(row["ratio"] < 1 for row in missed)
+    return (
+        f"Of the {len(missed)} that miss, {low} take longer than planned. In {work} of them the "
+        "work itself is misjudged by more than 10 %: times of layers and messages that differ when "
+        "the whole pipeline runs; in the rest it is what processes wait for one another."
+    )
+
+
+def draw(results: Path, folder: Path) -> None:
+    """Planned over measured."""
+    path = results / FOLDER / "plan.json"
+    if not path.exists():
+        return
+    rows = _rows(json.loads(path.read_text()))
+    with picture(folder / "results-planner.png", 5.2, 4.6) as figure:
+        axes = figure.add_subplot()
+        times = [1e3 * median(row[kind]) for row in rows for kind in ("planned", "measured")]
+        ends = [0.9 * min(times), 1.1 * max(times)]
+        axes.plot(ends, ends, color="black", linewidth=1)
+        axes.fill_between(
+            ends,
+            [(1 - _TARGET) * end for end in ends],
+            [(1 + _TARGET) * end for end in ends],
+            color="#E9E9E9",
+        )
+        for processes in sorted({row["processes"] for row in rows}):
+            mine = [row for row in rows if row["processes"] == processes]
+            axes.plot(
+                [1e3 * median(row["measured"]) for row in mine],
+                [1e3 * median(row["planned"]) for row in mine],
+                "o",
+                color=_COLORS.get(processes, "#CC79A7"),
+                label=f"{processes} processes",
+            )
+        axes.set_xlabel("measured, ms of a minibatch")
+        axes.set_ylabel("planned (simulated), ms of a minibatch")
+        axes.set_title("Grey: within 10 %", fontsize=10)
+        axes.legend(frameon=False, fontsize=8)
 
 
 def quality_data(results: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from spectrain_ext.experiments.examples import blocks_and_batch
 from spectrain_ext.experiments.imported import imported, is_imported, method_of
+from spectrain_ext.experiments.links import measured_link
 from spectrain_ext.experiments.presets import MODELS
 from spectrain_ext.experiments.workload import threads
 from spectrain_ext.extras import require_matplotlib
@@ -23,6 +24,7 @@ from spectrain_ext.planning import (
     METHODS,
     Candidate,
     Layers,
+    Link,
     Plan,
     find_link,
     measure_layers,
@@ -41,7 +43,9 @@ _TABLE = 160  # columns that the table has
 _MORE = click.FloatRange(min=0, min_open=True)
 
 
-def _link(context: click.Context, parameter: click.Parameter, value: str) -> Any:
+def _link(context: click.Context, parameter: click.Parameter, value: str) -> Link:
+    if value == "measured":
+        return measured_link()
     try:
         return find_link(value)
     except ValueError as error:
@@ -77,7 +81,8 @@ def _link(context: click.Context, parameter: click.Parameter, value: str) -> Any
     default="pcie3",
     metavar="LINK",
     callback=_link,
-    help=f"Between any two devices: {', '.join(LINKS)}, or bytes per second of each direction.",
+    help=f"Between any two devices: {', '.join(LINKS)}, bytes per second of each direction, or "
+    "measured: between two processes of this machine.",
 )
 @click.option(
     "--batch", type=POSITIVE, default=256, help="Samples of a minibatch, over all devices."
@@ -128,7 +133,7 @@ def plan_command(
     profile: Path | None,
     save_profile: Path | None,
     devices: int,
-    link: Any,
+    link: Link,
     batch: int,
     memory: float | None,
     speed: float | None,

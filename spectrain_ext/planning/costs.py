@@ -111,7 +111,12 @@ class Costs:
         self._reduced = [
             self._reduce(stage, r) for stage, r in zip(self._stages, way.replicas, strict=True)
         ]
-        self._sent = [setting.link.seconds(stage.outputs) for stage in self._stages[:-1]]
+        link = setting.link
+        self._sent = [link.seconds(stage.outputs) for stage in self._stages[:-1]]
+        handled = [0.0, *(link.handling(stage.outputs) for stage in self._stages[:-1]), 0.0]
+        for stage, before, after in zip(self._stages, handled, handled[1:], strict=False):
+            stage.forward += before + after
+            stage.backward += before + after
 
     @cached_property
     def durations(self) -> Durations:
@@ -140,6 +145,8 @@ class Costs:
         piece = min(max(stage.parameters / _PIECES, _LEAST_BYTES), _MOST_BYTES)
         pieces = max(1, round(stage.parameters / piece))
         whole = pieces * self.setting.link.all_reduce(stage.parameters / pieces, replicas)
+        if self.setting.cores is not None:
+            return whole  # the threads that sum take turns with the backward
         return max(whole / pieces, whole - stage.backward * (1 - 1 / pieces))
 
     # What it comes to.
@@ -202,6 +209,16 @@ class Costs:
                 trip += once[k] + (2 * sent[k] if k < len(sent) else 0.0)
                 found.append(parts[k] * trip / self.places[k].window)
         return max(found)
+
+    @property
+    def work(self) -> float:
+        """Seconds that all devices compute for a minibatch."""
+        d = self.durations
+        turns = zip(d.load_forward, d.forward, d.load_backward, d.backward, strict=True)
+        shares = zip(turns, d.update, self.places, self.way.replicas, strict=True)
+        return sum(
+            r * (place.microbatches * sum(turn) + update) for turn, update, place, r in shares
+        )
 
     @cached_property
     def period(self) -> float:

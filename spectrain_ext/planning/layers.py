@@ -96,7 +96,7 @@ class Layers:
 def measure_layers(
     model: nn.Module | Sequence[nn.Module], example_input: Value, *, repeats: int = 5
 ) -> Layers:
-    """Measure the blocks of a model at the example's number of samples and at half of it.
+    """Measure the blocks of a model at the example's number of samples and at an eighth of it.
 
     Args:
         model: as for ``partition``.
@@ -107,11 +107,11 @@ def measure_layers(
         TypeError, ValueError, RuntimeError: as for ``partition``.
     """
     samples = len(next(iter(tensors_of(example_input))))
-    half = max(1, samples // 2)
+    few = max(1, samples // 8)
     large = profile_of(model, example_input, repeats=repeats)
     small = large
-    if half < samples:
-        part = each(example_input, lambda tensor: tensor[:half])
+    if few < samples:
+        part = each(example_input, lambda tensor: tensor[:few])
         small = profile_of(model, part, repeats=repeats)
     parameters = sum(block.parameter_bytes for block in large.blocks)
     device = next(
@@ -124,7 +124,7 @@ def measure_layers(
     )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     about = {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    return Layers((half, samples), (small, large), _byte_seconds(parameters, device), about)
+    return Layers((few, samples), (small, large), _byte_seconds(parameters, device), about)
 
 
 def _byte_seconds(size: int, device: torch.device) -> float:

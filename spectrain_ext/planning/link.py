@@ -14,21 +14,34 @@ class Link:
         name: what it is called.
         bandwidth: bytes per second in each direction.
         latency: seconds until the first byte of a message arrives.
+        busy: seconds that a message keeps the device at either end from computing. GPUs have
+            engines for that; of processes on a CPU it is the time of threads on the same cores.
+        busy_bandwidth: bytes per second of the part of that which grows with the message.
     """
 
     name: str
     bandwidth: float
     latency: float = 0.0
+    busy: float = 0.0
+    busy_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
         if not 0 < self.bandwidth < math.inf:
             raise ValueError(f"bandwidth: expected a positive number, got {self.bandwidth}")
         if not 0 <= self.latency < math.inf:
             raise ValueError(f"latency: expected a number of at least 0, got {self.latency}")
+        if not (0 <= self.busy < math.inf and self.busy_bandwidth > 0):
+            raise ValueError(
+                f"busy: expected a time and a bandwidth, got {self.busy}, {self.busy_bandwidth}"
+            )
 
     def seconds(self, size: float) -> float:
         """Of a message of so many bytes."""
         return self.latency + size / self.bandwidth
+
+    def handling(self, size: float) -> float:
+        """Seconds that a message of so many bytes keeps the device at either end busy."""
+        return self.busy + size / self.busy_bandwidth
 
     def all_reduce(self, size: float, devices: int) -> float:
         """Seconds to sum so many bytes of each device, and have the sum on all.

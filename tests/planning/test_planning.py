@@ -270,8 +270,8 @@ def test_a_profile_is_a_constant_and_a_slope():
 def test_layers_are_measured_at_two_sizes():
     model = [nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)]
     layers = measure_layers(model, torch.randn(8, 6), repeats=2)
-    assert layers.samples == (4, 8)
-    assert [b.output_bytes for b in layers.profiles[0].blocks] == [80, 80, 32]
+    assert layers.samples == (1, 8)
+    assert [b.output_bytes for b in layers.profiles[0].blocks] == [20, 20, 8]
     assert [b.output_bytes for b in layers.at(16).blocks] == [320, 320, 128]
     assert layers.profiles[1].blocks[0].parameter_bytes == 140
     assert layers.byte_seconds > 0

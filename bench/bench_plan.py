@@ -1,0 +1,268 @@
+"""Planned against real: 2, 3 and 4 processes of this machine over gloo, and what the planner says.
+
+The link is measured first (messages between two processes). Every round measures the layers, with
+as many processes at once as there are cores, and then every configuration; the plan of a round is
+made of its own layers. Ratios are taken round by round, planned over measured; medians count.
+
+    python bench/bench_plan.py --json run.json      # about 6 minutes, wants two idle cores
+    python bench/bench_plan.py --quick              # a rehearsal: nothing that it prints counts
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import datetime, timedelta, timezone
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import spectrain_ext as st
+from spectrain_ext.experiments.links import measured_link
+from spectrain_ext.files import finite
+from spectrain_ext.method import find_method
+from spectrain_ext.partitioning import cut_at
+from spectrain_ext.planning import Layers, Link, measure_layers
+from spectrain_ext.planning.costs import Costs, Setting, Way
+from spectrain_ext.schedule import Replicas
+
+WIDTH = 256
+PROCESSES = (2, 3, 4)
+#: Layers of each block: of a model whose blocks are alike, and of one whose are not.
+MODELS = {"even": (2,) * 12, "uneven": (1, 1, 4, 2, 1, 3, 5, 1, 1, 3, 1, 1)}
+
+
+#: Seconds of a minibatch: of the plan and of the run, each with those of all ranks' CPUs for it.
+KINDS = ("planned", "planned_work", "measured", "measured_work")
+
+
+class Case(NamedTuple):
+    """One configuration of some processes."""
+
+    model: str
+    method: str
+    microbatches: int
+    replicas: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.replicas)
+
+    def __str__(self) -> str:
+        counts = ",".join(map(str, self.replicas))
+        return f"{self.model}, {self.method}, stages {counts}, M = {self.microbatches}"
+
+
+def cases(processes: int) -> Iterator[Case]:
+    """What is measured with so many processes."""
+    n, ones = processes, (1,) * processes
+    yield Case("even", "sync", n, (n,))  # data parallelism
+    for model in MODELS:
+        for method, microbatches in (
+            *(("1f1b", n), ("1f1b", 2 * n), ("gpipe", 2 * n)),
+            *(("spectrain", 1), ("spectrain", n), ("auto", n), ("auto", 2 * n)),
+        ):
+            yield Case(model, method, microbatches, ones)
+    for replicas in {3: ((1, 2), (2, 1)), 4: ((1, 2, 1), (2, 2))}.get(n, ()):
+        for method in ("1f1b", "auto"):
+            yield Case("even", method, 4, replicas)
+
+
+def model_of(name: str) -> list[nn.Module]:
+    """The same on all ranks; tanh, since units that are always off decay into subnormals."""
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+        for layers in MODELS[name]
+    ]
+
+
+def ends_of(case: Case) -> tuple[int, ...]:
+    """Cuts by the number of layers, over replicas: no measurement decides what is measured."""
+    layers = MODELS[case.model]
+    whole, total, done, ends = sum(layers), sum(case.replicas), 0, []
+    for k, r in enumerate(case.replicas[:-1]):
+        done += r
+        reached = [sum(layers[:end]) for end in range(len(layers) + 1)]
+        wanted = whole * done / total
+        most = len(layers) - (case.stages - 1 - k)
+        least = (ends[-1] if ends else 0) + 1
+        ends.append(min(range(least, most + 1), key=lambda end: abs(reached[end] - wanted)))
+    return (*ends, len(layers))
+
+
+def optimizer_of(params: Any) -> st.optim.SGD:
+    return st.optim.SGD(params, lr=1e-3, momentum=0.9)
+
+
+class Runner:
+    """One configuration's pipeline on this rank."""
+
+    def __init__(self, case: Case, batch: int, rank: int) -> None:
+        stage, _ = Replicas(case.replicas).seat(rank)
+        self._pipe = st.DistributedPipeline(
+            cut_at(model_of(case.model), ends_of(case))[stage],
+            optimizer_of,
+            nn.functional.mse_loss,
+            case.method,
+            microbatches=case.microbatches,
+            replicas=case.replicas,
+            timeout=120.0,
+        )
+        torch.manual_seed(0)
+        self._batch = torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)
+
+    def period(self, seconds: float, guess: float) -> tuple[float, float]:
+        """Seconds of a minibatch, between the first results and the last; and of CPU for it."""
+        warm = 6
+        count = warm + max(8, round(seconds / guess))
+        times = []
+        for _ in self._pipe.run(self._batch for _ in range(count)):
+            times.append((time.perf_counter(), time.process_time()))
+        between = len(times) - 3 - (warm - 1)
+        whole, own = (
+            (end - begin) / between for begin, end in zip(times[warm - 1], times[-3], strict=True)
+        )
+        return whole, own
+
+
+def layers_of(name: str, batch: int, rank: int, cores: int, quick: bool) -> Layers:
+    """Measured by as many ranks at once as there are cores; rank 0's."""
+    layers = None
+    dist.barrier()
+    if rank < cores:
+        example = torch.randn(batch, WIDTH)
+        layers = measure_layers(model_of(name), example, repeats=3 if quick else 9)
+    dist.barrier()
+    assert layers is not None or rank
+    return layers  # type: ignore[return-value]
+
+
+def rank_main(
+    rank: int, processes: int, port: int, link: Link, options: argparse.Namespace
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=processes, timeout=timedelta(minutes=5)
+    )
+    cores = len(os.sched_getaffinity(0))
+    todo = list(cases(processes))[:: 5 if options.quick else 1]
+    runners = [Runner(case, options.batch, rank) for case in todo]
+    rows: list[dict[str, Any]] = [
+        {**case._asdict(), "case": str(case), "ends": ends_of(case), **{name: [] for name in KINDS}}
+        for case in todo
+    ]
+    for _ in range(options.rounds):
+        models = {
+            name: layers_of(name, options.batch, rank, cores, options.quick) for name in MODELS
+        }
+        for row, case, runner in zip(rows, todo, runners, strict=True):
+            planned = torch.zeros(2, dtype=torch.float64)
+            if rank == 0:
+                planned[:] = torch.tensor(
+                    planned_of(case, models[case.model], link, options.batch, cores)
+                )
+            dist.broadcast(planned, 0)
+            dist.barrier()
+            measured, own = runner.period(options.seconds, float(planned[0]))
+            used = torch.tensor(own, dtype=torch.float64)
+            dist.all_reduce(used)
+            for name, value in zip(KINDS, (*planned.tolist(), measured, float(used)), strict=True):
+                row[name].append(value)
+    if rank == 0:
+        with open(options.part, "w") as file:
+            about = {"processes": processes, "cores": cores, "link": asdict(link)}
+            json.dump(finite({**about, "rows": rows}), file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def planned_of(
+    case: Case, layers: Layers, link: Link, batch: int, cores: int
+) -> tuple[float, float]:
+    """What the planner says of a configuration: its period, and the work of all ranks in it."""
+    way = Way(find_method(case.method), ends_of(case), case.replicas, case.microbatches)
+    costs = Costs(Setting(layers, link, batch, cores), way)
+    return costs.period, costs.work
+
+
+def ratio_of(row: dict[str, Any]) -> float:
+    """Planned over measured: the median of the rounds' ratios."""
+    return median(p / m for p, m in zip(row["planned"], row["measured"], strict=True))
+
+
+def show(part: dict[str, Any]) -> None:
+    print(f"\n{part['processes']} processes on {part['cores']} cores\n")
+    print("| configuration | planned ms | measured ms | planned over measured | work ms |")
+    print("|---|---|---|---|---|")
+    for row in part["rows"]:
+        planned, work, measured, used = (1e3 * median(row[name]) for name in KINDS)
+        print(
+            f"| {row['case']} | {planned:.1f} | {measured:.1f} | {ratio_of(row):.2f} | "
+            f"{work:.1f} of {used:.1f} |"
+        )
+    ratios = [ratio_of(row) for row in part["rows"]]
+    within = sum(0.9 <= ratio <= 1.1 for ratio in ratios)
+    print(f"\n{within} of {len(ratios)} within 10 %", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--batch", type=int, default=384, help="samples per minibatch")
+    parser.add_argument("--seconds", type=float, default=1.2, help="per configuration and round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--processes", type=int, nargs="*", default=PROCESSES)
+    parser.add_argument("--quick", action="store_true", help="a fifth of it, in seconds")
+    parser.add_argument("--json", help="file for all figures")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.rounds, options.seconds = 1, 0.2
+    began, load = time.monotonic(), os.getloadavg()
+    parts = []
+    options.part = f"{options.json or 'plan'}.part"
+    link = measured_link()
+    print(
+        f"a message: {1e6 * link.latency:.0f} us and {link.bandwidth / 1e9:.2f} GB/s, either CPU "
+        f"busy for {1e6 * link.busy:.0f} us and {link.busy_bandwidth / 1e9:.2f} GB/s"
+    )
+    for processes in options.processes:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        mp.spawn(rank_main, (processes, store.port, link, options), nprocs=processes)
+        with open(options.part) as file:
+            parts.append(json.load(file))
+        os.remove(options.part)
+        show(parts[-1])
+    print(f"{time.monotonic() - began:.0f} s")
+    if options.json:
+        about = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": "python bench/bench_plan.py --json plan.json",
+            "device": "cpu",
+            "load_before": load,
+            "quick": options.quick,
+            "torch": torch.__version__,
+            "spectrain_ext": st.__version__,
+            "batch": options.batch,
+            "rounds": options.rounds,
+            "seconds": options.seconds,
+        }
+        with open(options.json, "w") as file:
+            json.dump({**about, "runs": parts}, file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
