@@ -107,7 +107,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--depth",
     type=POSITIVE,
-    help="Blocks of the model; 11, 13, 16, 19 for vgg16, 18 or more for resnet.",
+    help="Blocks of the model; 11, 13, 16, 19 for vgg16, 18 or more for resnet, layers for snn.",
 )
 @click.option("--context", type=POSITIVE, help="Characters of text in a sequence.")
 @click.option("--train-samples", type=POSITIVE, help="Train on so many samples.")
