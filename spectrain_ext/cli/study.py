@@ -10,7 +10,9 @@ from typing import Any
 import click
 from rich.console import Console
 
+from spectrain_ext.benchmark.machine import cpu_name
 from spectrain_ext.experiments.contenders import USUAL, WORKLOADS
+from spectrain_ext.experiments.data.split import Split
 from spectrain_ext.experiments.frontier import (
     draw_gaps,
     draw_times,
@@ -19,8 +21,9 @@ from spectrain_ext.experiments.frontier import (
     write_frontier,
 )
 from spectrain_ext.experiments.report import versions
-from spectrain_ext.experiments.settings import OptionError
+from spectrain_ext.experiments.settings import OptionError, TrainSettings
 from spectrain_ext.experiments.study import Curves, cells_of, data_of, search_all
+from spectrain_ext.experiments.workload import build_stages
 from spectrain_ext.extras import require, require_matplotlib
 
 from .options import POSITIVE, data_dir, names, numbers_listed
@@ -119,11 +122,15 @@ def study(
             highlight=False,
         )
     rows = rows_of(folder, found, range(seeds), split)
+    sizes = {cell.settings.stages: cell.settings for cell in cells}
     about: dict[str, Any] = {
         "data": data,
         "seeds": seeds,
         "updates": cells[0].updates,
         "settings": dict(work.settings),
+        "parameters": {n: _sizes(settings, split) for n, settings in sizes.items()},
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "cpu": cpu_name(),
         "versions": versions(),
     }
     write_frontier(folder / "frontier.json", rows, about)
@@ -141,3 +148,9 @@ def study(
         draw_times(folder / f"time-{n}.png", mine, runs, f"{split.name}, {n} stages, {seeds} seeds")
     Console(width=max(console.width, _TABLE)).print(frontier_table(rows))
     console.print(f"numbers and pictures: {folder}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _sizes(settings: TrainSettings, data: Split) -> list[int]:
+    """Parameters of each stage."""
+    stages = build_stages(settings, settings.stages, 0, data)
+    return [sum(p.numel() for p in stage.parameters()) for stage in stages]

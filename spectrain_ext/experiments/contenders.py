@@ -213,11 +213,15 @@ WORKLOADS = {
         },
         192,
     ),
-    # the paper's table in small; rates are the best of powers of two for sync, by one seed
-    "paper-vgg16": _paper("vgg16", 400, normalized=True, width=8, lr=0.02),
+    # the paper's table in small; rates are the least power of two, times a start, with which the
+    # loss of sync is within 1 % of its best: by one seed nearer ones cannot be told apart
+    "paper-vgg16": _paper("vgg16", 400, normalized=True, width=8, lr=0.01),
     "paper-resnet": _paper("resnet", 300, normalized=True, width=8, lr=0.02),
-    "paper-inception-v4": _paper("inception-v4", 120, normalized=True, width=4, lr=0.01),
-    "paper-snn": _paper("snn", 1500, width=128, lr=0.005, weight_decay=0.0),
+    # in the paper by SGD as well: so narrow it does not leave chance with it in so few updates
+    "paper-inception-v4": _paper(
+        "inception-v4", 150, normalized=True, width=4, optimizer="adam", lr=0.004, weight_decay=0.0
+    ),
+    "paper-snn": _paper("snn", 1500, width=128, lr=0.01, weight_decay=0.0),
     "paper-transformer": _paper("gpt", 400, lr=0.004, weight_decay=0.01),
     "paper-lstm": _paper("lstm", 400, lr=0.25),
 }

@@ -1,5 +1,7 @@
 """Inception-v4 (arXiv 1602.07261) from pytorchcv, of any width."""
 
+from typing import Any
+
 from torch import device, nn
 
 from spectrain_ext.extras import require
@@ -54,7 +56,7 @@ def _rebuild(module: nn.Module, width: int) -> None:
         if isinstance(part, nn.Conv2d):
             inputs = part.in_channels if part.in_channels == 3 else _scaled(part.in_channels, width)
             outputs = _scaled(part.out_channels, width)
-            shape = part.kernel_size, part.stride, part.padding
+            shape: tuple[Any, ...] = part.kernel_size, part.stride, part.padding
             setattr(module, name, nn.Conv2d(inputs, outputs, *shape, bias=part.bias is not None))
         elif isinstance(part, nn.BatchNorm2d):
             setattr(module, name, nn.BatchNorm2d(_scaled(part.num_features, width), eps=part.eps))
