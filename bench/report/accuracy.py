@@ -50,11 +50,11 @@ class Model(NamedTuple):
         return Interval.of([100 * (a - b) for a, b in pairs])
 
 
-def read(results: Path) -> dict[str, Model]:
-    """The models that there are, by the name of their file."""
+def read(results: Path, kind: str = "") -> dict[str, Model]:
+    """The models that there are, by the name of their file less its kind."""
     found = {}
     for name in MODELS:
-        path = results / FOLDER / f"{name}.json"
+        path = results / FOLDER / f"{name}{kind}.json"
         if path.exists():
             document = json.loads(path.read_text())
             runs = {
@@ -72,30 +72,32 @@ def section(results: Path) -> str:
     """Ours with what was cut down, the gaps, what they say, and the published table apart."""
     models = read(results)
     published = json.loads((results / PUBLISHED).read_text())
-    return "\n\n".join(
-        [
-            "## Accuracy",
-            _opening(models),
-            "### What was trained",
-            _cut_down(models),
-            "### Test accuracy, %",
-            "Mean over the seeds and half of its 95 % interval (Student's t). `auto-4` cuts a "
-            "minibatch into 4 microbatches, and is then one update late instead of three; all "
-            "others have one microbatch. `data-parallel-4` is four replicas, each with a quarter "
-            "of the minibatch and BatchNorm's statistics of that quarter; a model without "
-            "BatchNorm makes the updates of `sync` then, up to the order of sums (and dropout's "
-            "draws), and was not trained again.",
-            _accuracies(models),
-            "### Points above or below sync",
-            "Paired by seed, with the 95 % interval.",
-            _points(models),
-            "![Test accuracy of every method less that of synchronous training, with 95 % "
-            "intervals, one panel a model](results-accuracy.png)",
-            "\n".join(f"- {line}" for line in _findings(models)),
-            "### The published table",
-            _published(published),
-        ]
-    )
+    parts = [
+        "## Accuracy",
+        _opening(models),
+        "### What was trained",
+        _cut_down(models),
+        "### Test accuracy, %",
+        "Mean over the seeds and half of its 95 % interval (Student's t). `auto-4` cuts a "
+        "minibatch into 4 microbatches, and is then one update late instead of three; all "
+        "others have one microbatch. `data-parallel-4` is four replicas, each with a quarter "
+        "of the minibatch and BatchNorm's statistics of that quarter; a model without "
+        "BatchNorm makes the updates of `sync` then, up to the order of sums (and dropout's "
+        "draws), and was not trained again.",
+        _accuracies(models),
+        "### Points above or below sync",
+        "Paired by seed, with the 95 % interval.",
+        _points(models),
+        "![Test accuracy of every method less that of synchronous training, with 95 % "
+        "intervals, one panel a model](results-accuracy.png)",
+        "\n".join(f"- {line}" for line in _findings(models)),
+        "### How far the learning rate could have been raised",
+        _rates(results, models),
+        _twice(results),
+        "### The published table",
+        _published(published),
+    ]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _opening(models: Mapping[str, Model]) -> str:
@@ -106,7 +108,7 @@ def _opening(models: Mapping[str, Model]) -> str:
         "stages, an update for every minibatch. All methods start from the same weights, see the "
         "same minibatches and have the same hyper-parameters: the learning rate is the best of "
         f"powers of two for `sync`, by one seed, and the smaller one where two are within 1 %. "
-        f"{_range(seeds)} seeds. Far smaller than the "
+        f"{_range(seeds)} seed{'s' * (max(seeds) > 1)}. Far smaller than the "
         "paper's, and far from trained to the end: what they show is who keeps up with "
         "synchronous training, not how good a model can be. One thread of "
         f"{first['cpu'].split(',')[0]}, torch {first['versions']['torch']}, {first['date']}:\n\n"
@@ -147,8 +149,8 @@ def _cut_down(models: Mapping[str, Model]) -> str:
             table(heads, lines),
             "SGD has momentum 0.9, as in the paper; by SGD the narrow Inception-v4 did not leave "
             "chance in so few updates. The rate rises over 30 updates and then falls "
-            "as half a cosine. Cut down: the width, and with it the parameters; the updates, a "
-            "fraction of an epoch of CIFAR-10 where the paper has hundreds of epochs; the batch "
+            "as half a cosine. Cut down: the width, and with it the parameters; the updates, at "
+            "most an epoch; the batch "
             f"({_batches(models)} instead of 128); the texts, in place of IMDb. ResNet has 18 "
             "layers instead of 152 (`--depth 152` has them). Inception-v4 is "
             "pytorchcv's with all of its channels divided alike, and its images are resized from "
@@ -162,6 +164,56 @@ def _cut_down(models: Mapping[str, Model]) -> str:
 def _batches(models: Mapping[str, Model]) -> str:
     sizes = sorted({model.about["settings"]["batch_size"] for model in models.values()})
     return " or ".join(map(str, sizes))
+
+
+def _rates(results: Path, models: Mapping[str, Model]) -> str:
+    tried = json.loads((results / FOLDER / "rates.json").read_text())
+    lines = [
+        [
+            MODELS[name],
+            ", ".join(f"{rate}: {end['loss']:.3f}" for rate, end in tried["rates"][name].items()),
+            f"{model.about['settings']['lr']:g}",
+        ]
+        for name, model in models.items()
+    ]
+    return "\n\n".join(
+        [
+            "Rates that were tried, with the test loss of `sync` (one seed):",
+            table("model|rate: loss|>taken", lines),
+        ]
+    )
+
+
+def _twice(results: Path) -> str:
+    """One seed at twice the rate, where there is such a file."""
+    models = read(results, "-twice")
+    if not models:
+        return ""
+    heads = "|".join(["method", *(f">{MODELS[name]}" for name in models)])
+    lines = [
+        [f"`{method}`", *(_end(model, method) for model in models.values())]
+        for method in _methods(models)
+    ]
+    named = " and ".join(
+        f"{MODELS[name]} ({model.about['settings']['lr']:g})" for name, model in models.items()
+    )
+    return "\n\n".join(
+        [
+            f"At twice the rate that was taken, {named}, `sync` ends no worse, but has no room "
+            "left; what is late has less of it than `sync`. Test loss, one seed:",
+            table(heads, lines),
+        ]
+    )
+
+
+def _end(model: Model, method: str) -> str:
+    """A method's test loss."""
+    (row,) = (row for row in model.about["rows"] if row["contender"] == method)
+    losses = [loss for loss in row["losses"] if loss is not None]
+    if len(losses) < len(row["losses"]):
+        return "diverged"
+    mean = statistics.fmean(losses)
+    return f"{mean:.3f}" if mean < 10 else f"{mean:,.0f}"
 
 
 def _methods(models: Mapping[str, Model]) -> list[str]:

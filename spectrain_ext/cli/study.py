@@ -1,4 +1,4 @@
-"""``spectrain study``: methods over depths and delays, each at its own best learning rate."""
+"""``spectrain study``: methods over depths and delays, at their own best rates or at one."""
 
 from __future__ import annotations
 

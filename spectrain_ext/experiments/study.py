@@ -1,4 +1,5 @@
-"""Study: how well methods train at every depth and delay, each at its own best learning rate.
+"""Study: how well methods train at every depth and delay, each at its own best learning rate, or
+all at one.
 
 One JSON file per run, so that a study goes on where it stopped, and grows by asking for more.
 """

@@ -56,8 +56,11 @@ def _rebuild(module: nn.Module, width: int) -> None:
         if isinstance(part, nn.Conv2d):
             inputs = part.in_channels if part.in_channels == 3 else _scaled(part.in_channels, width)
             outputs = _scaled(part.out_channels, width)
-            shape: tuple[Any, ...] = part.kernel_size, part.stride, part.padding
-            setattr(module, name, nn.Conv2d(inputs, outputs, *shape, bias=part.bias is not None))
+            alike: dict[str, Any] = {
+                key: getattr(part, key) for key in ("kernel_size", "stride", "padding")
+            }
+            new = nn.Conv2d(inputs, outputs, **alike, bias=part.bias is not None)
+            setattr(module, name, new)
         elif isinstance(part, nn.BatchNorm2d):
             setattr(module, name, nn.BatchNorm2d(_scaled(part.num_features, width), eps=part.eps))
         elif isinstance(part, nn.Linear):
