@@ -116,7 +116,8 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--optimizer",
     type=click.Choice(_OPTIMIZERS),
-    help="What updates the weights.  [default: adamw for gpt, else sgd]",
+    help="What updates the weights.  [default: adamw for gpt, adam for inception-v4 with --quick, "
+    "else sgd]",
 )
 @click.option("--lr", type=float, callback=finite, help="Learning rate.")
 @click.option("--momentum", type=float, callback=finite, help="Momentum of SGD.  [default: 0.9]")

@@ -68,7 +68,11 @@ _QUICK: dict[tuple[str, str], dict[str, object]] = {
     ("cifar10", "residual-mlp"): {**_SMALL_IMAGES, "width": 128},
     ("cifar10", "vgg16"): {**_SMALL_IMAGES},
     ("cifar10", "resnet"): {**_SMALL_IMAGES},
-    ("cifar10", "inception-v4"): {**_SMALL_IMAGES, "width": 4},
+    ("cifar10", "inception-v4"): {
+        **{**_SMALL_IMAGES, "width": 4},
+        # by SGD it is still at chance then
+        **{"optimizer": "adam", "lr": 0.004, "weight_decay": 0.0},
+    },
     ("cifar10", "snn"): {**_SMALL_IMAGES, "width": 128, "lr": 0.005},
     ("text", "gpt"): {**_SMALL_TEXT},
     ("text", "lstm"): {**_SMALL_TEXT},
