@@ -341,7 +341,9 @@ def draw(results: Path, folder: Path) -> None:
     drawn = looks(methods)
     with picture(folder / "results-accuracy.png", 9.0, 5.0) as figure:
         panels = figure.subplots(2, 3, sharey=True).flat
-        for axes, (name, model) in zip(panels, models.items(), strict=False):
+        for axes in list(panels)[len(models) :]:
+            axes.set_axis_off()
+        for axes, (name, model) in zip(figure.axes, models.items(), strict=False):
             axes.axvline(0.0, color="black", linewidth=1.0)
             for place, method in enumerate(methods):
                 gap = model.points(method) if method in model.accuracies else None
@@ -349,7 +351,7 @@ def draw(results: Path, folder: Path) -> None:
                     half = gap.high - gap.mean if math.isfinite(gap.high) else 0.0
                     color = drawn[method].color
                     axes.errorbar(gap.mean, place, xerr=half, color=color, marker="o", capsize=2)
-            axes.set_title(f"{MODELS[name]}, {model.seeds} seeds", fontsize=9)
+            axes.set_title(f"{MODELS[name]}, seeds: {model.seeds}", fontsize=9)
             axes.grid(True, axis="x", alpha=0.3)
             axes.set_yticks(range(len(methods)), methods, fontsize=8)
             axes.tick_params(axis="x", labelsize=8)

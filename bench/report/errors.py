@@ -128,13 +128,13 @@ def says(document: dict[str, Any]) -> str:
     if even:
         parts.append(f"at {_listed(even)} that depends on the stage and the run")
     if hurts:
-        parts.append(f"at {_listed(hurts)} it is farther")
+        parts.append(f"at {_listed(hurts)} it is farther on the median stage")
     best = {min(_LAWS, key=lambda law: statistics.fmean(medians(law, s))) for s in horizons}
     if len(best) == 1:
         law = best.pop()
         last = medians(law, horizons[-1])
         parts.append(
-            f"the {law} law is the nearest of all laws at every s "
+            f"averaged over the pipelines the {law} law is the nearest at every s "
             f"({min(last):.2f} to {max(last):.2f} at s = {horizons[-1]})"
         )
     sentence = ", ".join(parts[:-1]) + (", and " if len(parts) > 1 else "") + parts[-1] + "."
@@ -171,11 +171,17 @@ def _notes(of: Sequence[Ratios], horizons: Sequence[int]) -> Iterator[str]:
     def median(r: Ratios, s: int, law: str) -> float:
         return statistics.median(r[s, law])
 
-    if all(median(r, s, "second-order") > median(r, s, "linear") for r in of for s in horizons):
+    worse = [
+        s
+        for s in horizons
+        if all(median(r, s, "second-order") > median(r, s, "linear") for r in of)
+    ]
+    if horizons[-1] in worse:
         farther = [s for s in horizons if all(median(r, s, "second-order") > 1 for r in of)]
         stale = f", and more than stale weights at {_listed(farther)}" if farther else ""
         yield (
-            "The second-order law errs more than the linear one at every s, in every pipeline"
+            f"In every pipeline the second-order law errs more than the linear one at "
+            f"{_listed(worse)}"
             f"{stale}. It is nevertheless what `auto` predicts with, which ends nearest to "
             "synchronous training ([frontier](frontier.md)): nearer weights are not by themselves "
             "what makes a delay harmless. The likely reason is that it adds a lead along the "

@@ -122,8 +122,9 @@ gradients, which pass the busiest cut of a pipeline.""",
 *Gradients* are what each of four devices sends and receives for a minibatch in a ring, in float32;
 *activations* what passes the busiest cut of four balanced stages in both directions; both
 **counted**. The last columns are periods of data parallelism over that of `auto` in four stages
-with {parts} microbatches, over PCIe 3, **simulated** from operations. *Central*: gradients are gathered on one device and weights sent from there, beside nothing else, as by a parameter
-server on one link.""",
+with {parts} microbatches, over PCIe 3, **simulated** from operations. *Central*: gradients are
+gathered on one device and weights sent from there, beside nothing else, as by a parameter server
+on one link.""",
         "\n".join(said),
     ]
 

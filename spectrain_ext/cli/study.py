@@ -123,7 +123,15 @@ def study(
         )
     rows = rows_of(folder, found, range(seeds), split)
     sizes = {cell.settings.stages: cell.settings for cell in cells}
+    asked = {
+        "data": data,
+        "stages": ",".join(map(str, sizes)),
+        "microbatches": ",".join(microbatches or work.microbatches),
+        "method": ",".join(wanted),
+        "seeds": seeds,
+    }
     about: dict[str, Any] = {
+        "command": " ".join(["spectrain study", *(f"--{k} {v}" for k, v in asked.items())]),
         "data": data,
         "seeds": seeds,
         "updates": cells[0].updates,

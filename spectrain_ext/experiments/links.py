@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import start_processes
 
 from spectrain_ext import optim
 from spectrain_ext.distributed import DistributedPipeline
@@ -34,8 +35,8 @@ def measured_link() -> Link:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "link.json"
-        store = store_at("127.0.0.1", 0, listen=True)
-        mp.spawn(_rank, (store.port, str(path)), nprocs=2)
+        store: Any = store_at("127.0.0.1", 0, listen=True)
+        start_processes(_rank, (store.port, str(path)), nprocs=2, start_method="spawn")
         found = json.loads(path.read_text())
     (latency, per_byte), (busy, busy_per_byte) = found
     return Link("gloo, measured", 1 / per_byte, latency, busy, 1 / busy_per_byte)

@@ -163,6 +163,12 @@ def test_the_command_on_real_digits(tmp_path: Path) -> None:
     rows = {(row["contender"], row["microbatches"]): row for row in document["rows"]}
     assert set(rows) == {("sync", 1), ("vanilla", 1), ("auto", 1), ("vanilla", 3), ("auto", 3)}
     assert all(0 < row["losses"][0] < 2.3 for row in rows.values())
+    assert document["command"] == (
+        "spectrain study --data digits --stages 3 --microbatches 1,N --method sync,vanilla,auto "
+        "--seeds 2"
+    )
+    assert list(document["parameters"]) == ["3"]
+    assert len(document["parameters"]["3"]) == 3
     for name in ("gaps.png", "time-3.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "auto, 3 stages, M = 3: lr" in done.output

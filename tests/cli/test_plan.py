@@ -1,0 +1,93 @@
+"""``spectrain plan``: what it prints and writes, and what it says of wrong arguments."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from spectrain_ext.cli.group import main
+from spectrain_ext.partitioning import BlockProfile, Profile
+from spectrain_ext.planning import Layers, write_layers
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def profile(tmp_path):
+    def some(share):
+        seconds = (0.01, 0.02, 0.015, 0.005)
+        return Profile(tuple(BlockProfile(share * s, 1000, 4000, 2000) for s in seconds))
+
+    path = tmp_path / "profile.json"
+    write_layers(path, Layers((1, 8), (some(0.125), some(1.0)), 1e-10, {"device": "some cpu"}))
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+
+
+def test_it_prints_a_table_and_writes_what_it_found(profile, tmp_path):
+    out = tmp_path / "out"
+    found = run("--profile", profile, "--devices", 4, "--batch", 32, "--speed", 10, "--out", out)
+    assert found.exit_code == 0, found.output
+    assert "ASSUMED: devices compute 10 times as fast" in found.output
+    assert "layer times are measured (device some cpu)" in found.output
+    assert "st.DistributedPipeline(stage, optimizer, loss_fn, method=" in found.output
+    for kind in ("simulated", "counted", "measured"):
+        assert kind in found.output
+    document = json.loads((out / "plan.json").read_text())
+    assert document["devices"] == 4
+    assert (out / "timeline.png").exists() and (out / "timeline.svg").exists()
+
+
+def test_a_builtin_model_is_measured_and_kept(tmp_path):
+    path = tmp_path / "layers.json"
+    asked = ("--devices", 2, "--batch", 8, "--method", "auto,1f1b")
+    found = run("--model", "residual-mlp", "--save-profile", path, *asked)
+    assert found.exit_code == 0, found.output
+    again = run("--profile", path, *asked)
+    assert again.output == found.output
+
+
+def test_a_model_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "planned_model.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make():\n    return nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(8, 4)\n"
+        "def wrong():\n    return 3\n"
+    )
+    found = run("--model", "planned_model:make", "--devices", 2, "--batch", 8)
+    assert found.exit_code == 0, found.output
+    wrong = run("--model", "planned_model:wrong", "--devices", 2)
+    assert wrong.exit_code == 2
+    assert "'--model': expected a function that returns (model, example input)" in wrong.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--devices", 2), "expected --model, to be measured, or the --profile of one"),
+        (("--devices", 0, "--model", "gpt"), "'--devices'"),
+        (("--devices", 2, "--model", "alexnet"), "'--model': unknown model 'alexnet'"),
+        (("--devices", 2, "--model", "gpt", "--link", "isa"), "'--link': expected pcie3"),
+        (("--devices", 2, "--model", "gpt", "--method", "no"), "'--method': method: there is no"),
+        (("--devices", 2, "--model", "gpt", "--device", "tpu7"), "'--device'"),
+        (("--devices", 2, "--model", "gpt", "--speed", 0), "'--speed'"),
+        (("--devices", 2, "--model", "gpt", "--cores", 0), "'--cores'"),
+    ],
+)
+def test_an_error_names_the_option(arguments, said):
+    found = run(*arguments)
+    assert found.exit_code == 2
+    assert said in " ".join(found.output.replace("│", " ").split())
+
+
+def test_what_does_not_fit_is_an_error(profile):
+    found = run("--profile", profile, "--devices", 2, "--memory", 10, "--batch", 8)
+    assert found.exit_code == 1
+    assert "more than 10 bytes a device" in found.output
+    found = run("--profile", profile, "--devices", 16, "--batch", 7)
+    assert "7 samples cannot be dealt out to 16 devices" in found.output

@@ -1,0 +1,101 @@
+"""What the benches compute without a clock: configurations, counted bytes, report sections."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import bench_plan
+import pytest
+import simulate_throughput as throughput
+import torch
+from report import planner
+from report import throughput as report
+from torch import nn
+
+from spectrain_ext.partitioning import BlockProfile, Profile
+from spectrain_ext.planning import Layers, Link
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+
+
+@pytest.mark.parametrize("processes", bench_plan.PROCESSES)
+def test_every_configuration_can_be_cut_and_planned(processes):
+    found = list(bench_plan.cases(processes))
+    assert len(found) == len(set(found)) > 14
+    for case in found:
+        ends = bench_plan.ends_of(case)
+        assert len(ends) == case.stages
+        assert list(ends) == sorted(set(ends))
+        assert ends[-1] == len(bench_plan.MODELS[case.model])
+        assert sum(case.replicas) == processes
+        assert 384 % case.microbatches == 0
+        blocks = tuple(BlockProfile(0.001 * n) for n in bench_plan.MODELS[case.model])
+        layers = Layers((384, 384), (Profile(blocks), Profile(blocks)))
+        period, work = bench_plan.planned_of(case, layers, Link("", 1e9), 384, 2)
+        assert work == pytest.approx(0.024)
+        assert 0.0119 <= period <= 0.025
+
+
+def test_blocks_are_counted_without_running_them():
+    def make():
+        layers = [nn.Linear(6, 5), nn.Linear(5, 4)]
+        return nn.Sequential(*layers), layers, torch.randn(1, 6)
+
+    found = throughput.counted(throughput.Counted("", make, 8, ""))
+    assert found == [throughput.Block(35, 20, 60), throughput.Block(24, 16, 40)]
+    whole = throughput.counted(throughput.TABLE["vgg16"])
+    assert sum(block.parameters for block in whole) == pytest.approx(138.36e6, rel=1e-3)
+    assert sum(block.flops for block in whole) == pytest.approx(2 * 15.5e9, rel=0.01)
+
+
+def test_bytes_of_gradients_and_of_activations():
+    def make():
+        layers = [nn.Linear(8, 8, bias=False) for _ in range(8)]
+        return nn.Sequential(*layers), layers, torch.randn(1, 8)
+
+    entry = throughput.Counted("", make, 16, "")
+    found = throughput._ratio(entry, throughput.counted(entry))
+    assert found["parameters"] == 512
+    assert found["exchanged_bytes"] == 2 * 3 / 4 * 4 * 512
+    assert found["passed_bytes"] == 2 * 16 * 8 * 4
+    assert found["ratio"] == 3.0
+
+
+def test_the_report_says_what_the_files_say():
+    document = json.loads((RESULTS / report.FOLDER / "ratios.json").read_text())
+    text = report.section(RESULTS)
+    for row in document["rows"]:
+        assert f"| {row['title']} | {row['parameters'] / 1e6:,.0f} |" in text
+    assert "simulated" in text.lower()
+
+
+def test_what_is_not_there_is_not_measured(tmp_path):
+    assert "Not measured" in planner.section(tmp_path)
+    assert "Not computed" in report.section(tmp_path)
+    planner.draw(tmp_path, tmp_path)
+    report.draw(tmp_path, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_planned_against_real_is_a_table(tmp_path):
+    row = {
+        **{"case": "", "model": "even", "method": "auto", "replicas": [1, 1], "microbatches": 2},
+        **{"planned": [0.05, 0.052], "measured": [0.06, 0.05]},
+        **{"planned_work": [0.1, 0.1], "measured_work": [0.1, 0.1]},
+    }
+    link = {"latency": 6e-5, "bandwidth": 2e9, "busy": 1e-4, "busy_bandwidth": 1e9}
+    document = {
+        **{"command": "bench", "date": "2026-11-22", "torch": "2", "load_before": [0.1, 0, 0]},
+        **{"batch": 384, "rounds": 2},
+        "runs": [
+            {"processes": 2, "cores": 2, "link": link, "rows": [row, {**row, "planned": [1, 1]}]}
+        ],
+    }
+    folder = tmp_path / planner.FOLDER
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(document))
+    text = planner.section(tmp_path)
+    assert "**1 of 2 configurations are within 10 %**" in text
+    assert "| `auto` | even | 1, 1 | 2 | 51.0 | 55.0 | 0.94 (0.83 to 1.04) | 1.00 |" in text
+    assert "Of the 1 that miss, 0 take longer than planned." in text
