@@ -15,13 +15,23 @@ from . import DOCS
 #: Modules of this package in the order of their sections, with what makes their figures again, and
 #: how long it takes on two cores.
 EVIDENCE = {
-    "accuracy": ("`spectrain study`, as the section says", "hours"),
-    "errors": ("`python bench/prediction_errors.py --data-dir FILE --json FILE`", "minutes"),
-    "throughput": ("`spectrain plan`, as the section says", "minutes"),
-    "processes": ("`python bench/bench_distributed.py --rounds 7 --json FILE`", "ten minutes"),
-    "cost": ("`python bench/bench_cost.py --json FILE`", "minutes"),
+    "accuracy": ("`spectrain study`, as the section says", "an hour a model and more"),
+    "errors": (
+        "`python bench/prediction_errors.py --data-dir tinyshakespeare.txt --json FILE`",
+        "minutes",
+    ),
+    "throughput": (
+        "`python bench/simulate_throughput.py --measure FOLDER`, and again without `--measure`",
+        "minutes",
+    ),
+    "processes": (
+        "`python bench/bench_distributed.py --ranks 2 3 4 --rounds 9 --json FILE`, and "
+        "`--trials --rounds 60`",
+        "ten minutes each",
+    ),
+    "cost": ("`python bench/bench_cost.py --json FILE`", "five minutes"),
     "quality": ("`spectrain study`, as [frontier](frontier.md#how-it-was-measured) says", "hours"),
-    "planner": ("`spectrain plan`, as the section says", "minutes"),
+    "planner": ("`python bench/bench_plan.py --json FILE`", "six minutes"),
 }
 
 OPENING = """\
