@@ -41,8 +41,8 @@ The experiments of the paper and our own, written by `make report` from the runs
 under `bench/results`: no figure on this page is typed by hand. **Measured** are losses, weights,
 bytes and times of the run that is named. **Counted** are updates, bytes and messages that follow
 from a schedule or from shapes. **Simulated** are times of schedules on devices that nobody had,
-from measured work of the stages. **Published** are figures of the paper; they are not ours, and
-stand beside ours where the settings differ. Nothing here has been measured on a GPU."""
+from measured or assumed work of the stages. **Published** are figures of the paper's authors; they
+are not ours, and stand apart from them. Nothing here has been measured on a GPU."""
 
 
 def evidence() -> dict[str, ModuleType]:
