@@ -15,13 +15,23 @@ from . import DOCS
 #: Modules of this package in the order of their sections, with what makes their figures again, and
 #: how long it takes on two cores.
 EVIDENCE = {
-    "accuracy": ("`spectrain study`, as the section says", "hours"),
-    "errors": ("`python bench/prediction_errors.py --data-dir FILE --json FILE`", "minutes"),
-    "throughput": ("`spectrain plan`, as the section says", "minutes"),
-    "processes": ("`python bench/bench_distributed.py --rounds 7 --json FILE`", "ten minutes"),
-    "cost": ("`python bench/bench_cost.py --json FILE`", "minutes"),
+    "accuracy": ("`spectrain study`, as the section says", "an hour a model and more"),
+    "errors": (
+        "`python bench/prediction_errors.py --data-dir tinyshakespeare.txt --json FILE`",
+        "minutes",
+    ),
+    "throughput": (
+        "`python bench/simulate_throughput.py --measure FOLDER`, and again without `--measure`",
+        "minutes",
+    ),
+    "processes": (
+        "`python bench/bench_distributed.py --ranks 2 3 4 --rounds 9 --json FILE`, and "
+        "`--trials --rounds 60`",
+        "ten minutes each",
+    ),
+    "cost": ("`python bench/bench_cost.py --json FILE`", "five minutes"),
     "quality": ("`spectrain study`, as [frontier](frontier.md#how-it-was-measured) says", "hours"),
-    "planner": ("`spectrain plan`, as the section says", "minutes"),
+    "planner": ("`python bench/bench_plan.py --json FILE`", "six minutes"),
 }
 
 OPENING = """\
@@ -31,8 +41,8 @@ The experiments of the paper and our own, written by `make report` from the runs
 under `bench/results`: no figure on this page is typed by hand. **Measured** are losses, weights,
 bytes and times of the run that is named. **Counted** are updates, bytes and messages that follow
 from a schedule or from shapes. **Simulated** are times of schedules on devices that nobody had,
-from measured work of the stages. **Published** are figures of the paper; they are not ours, and
-stand beside ours where the settings differ. Nothing here has been measured on a GPU."""
+from measured or assumed work of the stages. **Published** are figures of the paper's authors; they
+are not ours, and stand apart from them. Nothing here has been measured on a GPU."""
 
 
 def evidence() -> dict[str, ModuleType]:
