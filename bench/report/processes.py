@@ -1,53 +1,329 @@
-"""Section of docs/results.md: two processes on this machine against the ideal and torch's own."""
+"""Section of docs/results.md: processes against the ideal and rivals, and what was tried."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
+from typing import Any
 
 from spectrain_ext.benchmark.report import table
 
-FOLDER = "2026-11-21-two-processes"
+FOLDER = "2026-11-22-throughput"
+#: Before this run's: by the same script, two processes only.
+BEFORE = "2026-11-21-two-processes"
+
 _NAMES = {
+    "1F1B": "`1f1b`",
+    "GPipe": "`gpipe`",
     "torch 1F1B": "torch.distributed.pipelining 1F1B",
     "torch GPipe": "torch.distributed.pipelining GPipe",
-    "replicas": "one stage, `replicas=2`",
+    "replicas": "one stage with replicas",
     "DDP": "DistributedDataParallel",
 }
+_WITH_M = ("spectrain", *_NAMES)
+_TARGET = 0.95
+
+#: Trials by their names in the JSON: what was changed, and what it costs beside time.
+_TRIED = {
+    "window 3, 1": "the wide window, 3 and 1: twice the staleness on stage 0",
+    "window 3, 2": "a window of 3 and 2 (N - k + 1): more staleness on both stages",
+    "window 4, 2": "a window of 4 and 2: still more",
+    "a core for each rank": "all threads of a rank on one core of its own",
+    "a core for each rank's own thread": "only the thread that computes, and what it starts",
+    "gloo's threads on the other core": "gloo's progress threads off the core that computes",
+    "16 more idle groups": "16 groups of gloo that nobody uses: what its waking threads cost",
+    "split backward": "the gradient of the input sent before those of the weights",
+    "split backward, all at once": "the same functions, nothing sent earlier: its control",
+    "messages sent by a thread": "messages sent by a thread, after one copy more",
+    "batches not compared": "no fingerprints of batches",
+}
+
+Figures = dict[str, list[float]]
 
 
 def section(results: Path) -> str:
-    """Medians of the rounds' ratios, a line per candidate."""
-    run = json.loads((results / FOLDER / "distributed.json").read_text())
-    found: dict[str, list[float]] = run["microbatches_per_second"]
+    """Medians of ratios within rounds, with their ranges."""
+    path = results / FOLDER / "measured.json"
+    if not path.exists():
+        return "## Throughput of processes\n\nNot measured."
+    run = json.loads(path.read_text())
+    parts = [_opening(run), _by_ranks(run), _two(results, run["ranks"]["2"])]
+    path = results / FOLDER / "trials.json"
+    if path.exists():
+        tried = json.loads(path.read_text())
+        parts += [_where(tried), _trials(tried)]
+    return "\n\n".join(parts)
 
-    def over(above: str, below: str) -> float:
-        return median(a / b for a, b in zip(found[above], found[below], strict=True))
 
+def _over(figures: Figures, above: str, below: str) -> list[float]:
+    """Ratios round by round: what disturbs a round disturbs all of it."""
+    return [a / b for a, b in zip(figures[above], figures[below], strict=True)]
+
+
+def _opening(run: dict[str, Any]) -> str:
+    counts = [int(n) for n in run["ranks"]]
+    rounds = {n: len(run["ranks"][str(n)]["microbatches_per_second"]["ideal"]) for n in counts}
+    cut = ", ".join(f"{n} stages of {run['ranks'][str(n)]['blocks']}" for n in counts)
+    return f"""## Throughput of processes
+
+Measured with `{run["command"]}` on {run["date"]}: {run["cpu"]}, {run["cores"]} cores, one thread a
+process, gloo over loopback, torch {run["torch"]}
+([figures](../bench/results/{FOLDER}/measured.json)). One model of linear layers and tanh is cut
+into {cut} blocks; a microbatch has {run["ranks"]["2"]["options"]["batch"]} samples everywhere.
+Every candidate is measured once in each of {_several(list(rounds.values()))} rounds; a figure is
+the median of the rounds' ratios to the ideal, and their range. The ideal is a stage that waits for
+nobody, sends nothing, predicts nothing, and makes an update per microbatch, on all ranks at once:
+with more ranks than cores it is what the shared cores can do at most. What updates only after M
+microbatches saves updates that the ideal makes, and can be above it."""
+
+
+def _several(numbers: list[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _by_ranks(run: dict[str, Any]) -> str:
+    counts = [int(n) for n in run["ranks"]]
+    figures: dict[int, Figures] = {
+        n: run["ranks"][str(n)]["microbatches_per_second"] for n in counts
+    }
+
+    def line(label: str, name: Callable[[int], str]) -> list[str]:
+        return [label, *(_share(figures[n], name(n)) for n in counts)]
+
+    def fixed(name: str) -> Callable[[int], str]:
+        return lambda n: name
+
+    def with_m(name: str, times: int) -> Callable[[int], str]:
+        return lambda n: f"{name}, M = {times * n}"
+
+    lines = [
+        line("`vanilla`", fixed("vanilla")),
+        line("`spectrain`", fixed("spectrain")),
+        line("`pipedream`", fixed("pipedream")),
+        line("`spectrain`, wide window", fixed("spectrain, wide window")),
+        line("`auto`, M = N", with_m("auto", 1)),
+    ]
+    for times, m in ((1, "N"), (2, "2N")):
+        for name in _WITH_M:
+            lines.append(line(f"{_NAMES.get(name, f'`{name}`')}, M = {m}", with_m(name, times)))
+    head = "|".join(["of the ideal", *(f">N = {n}" for n in counts)])
+    against = []
+    for n in counts:
+        ours, theirs = (f"{name}, M = {n}" for name in ("spectrain", "torch 1F1B"))
+        against.append(f"{median(_over(figures[n], ours, theirs)):.2f} with {n}")
+    return f"""{table(head, lines)}
+
+With as many updates (M = N) the throughput of `spectrain` over that of torch's 1F1B is
+{_listed(against)} processes."""
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _share(figures: Figures, name: str) -> str:
+    if name not in figures:
+        return "not measured"
+    shares = _over(figures, name, "ideal")
+    return f"{_percent(median(shares))} ({100 * min(shares):.0f} to {100 * max(shares):.0f})"
+
+
+def _percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def _two(results: Path, run: dict[str, Any]) -> str:
+    """The table of two processes that docs/benchmarks.md has, and what was to be reached."""
+    figures = run["microbatches_per_second"]
+    old: Figures = json.loads((results / BEFORE / "distributed.json").read_text())[
+        "microbatches_per_second"
+    ]
+    return f"""### Two processes
+
+{two_processes(results)}
+
+`spectrain` reaches {_percent(_median(figures, "spectrain", "ideal"))} of the ideal
+({_percent(_median(old, "spectrain", "ideal"))} in [the run before](../bench/results/{BEFORE}/\
+distributed.json), in which freed memory went back to the system, and groups of all candidates were
+open all the time). {_targets(figures)}"""
+
+
+def _median(figures: Figures, above: str, below: str) -> float:
+    return median(_over(figures, above, below))
+
+
+def two_processes(results: Path) -> str:
+    """A table: M of one row go together, as their figures do."""
+    run = json.loads((results / FOLDER / "measured.json").read_text())["ranks"]["2"]
+    figures: Figures = run["microbatches_per_second"]
+    rows: dict[str, list[str]] = {}
+    for name in figures:
+        first, comma, rest = name.partition(", M = ")
+        if name != "ideal":
+            rows.setdefault(f"{first}{comma and ', M'}", []).append(rest)
     lines = []
-    for name in found:
-        if name == "ideal":
-            continue
-        first, comma, rest = name.partition(", ")
-        same = f"spectrain, M = {name.rpartition('M = ')[2]}"
+    for row, ms in rows.items():
+        first, comma, _ = row.partition(", M")
+        names = [f"{first}, M = {m}" if comma else first for m in ms]
+        label = _NAMES.get(
+            first, f"`{first.partition(',')[0]}`{first[len(first.partition(',')[0]) :]}"
+        )
+        same = [f"spectrain, M = {m}" for m in ms]
         lines.append(
             [
-                _NAMES.get(first, f"`{first}`") + comma + rest,
-                f"{1 / over('ideal', name):.0%}",
-                f"{over('spectrain', name):.2f}",
-                f"{over(same, name):.2f}" if same in found else "",
+                f"{label}, M = {', '.join(ms)}" if comma else label,
+                ", ".join(f"{_median(figures, name, 'ideal') * 100:.0f}" for name in names) + " %",
+                ", ".join(f"{_median(figures, 'spectrain', name):.2f}" for name in names),
+                ", ".join(
+                    f"{_median(figures, like, name):.2f}"
+                    for like, name in zip(same, names, strict=True)
+                    if like in figures
+                ),
             ]
         )
-    head = table("|>of the ideal|>`spectrain` over it|>with as many updates, over it", lines)
-    return f"""## Two processes
+    return table("|of the ideal|`spectrain` over it|with as many updates, over it", lines)
 
-Measured: two equal stages, {run["seconds"] * 1e3:.0f} ms per forward and backward, gloo over
-loopback, one thread each on two cores, torch {run["torch"]}; every candidate once in each of
-{run["options"]["rounds"]} rounds, medians of the rounds' ratios
-([figures](../bench/results/{FOLDER}/distributed.json)). The ideal is a stage that waits for nobody
-and makes an update per microbatch, without prediction. `spectrain` makes one after every
-microbatch, what has an M after M of them; the last column has `spectrain` with M microbatches per
-minibatch, and so as many updates.
+
+def _targets(figures: Figures) -> str:
+    """What was to be reached, each with its figure."""
+
+    def said(what: str, value: str, reached: bool) -> str:
+        return f"{what} ({'reached' if reached else 'missed'}: {value})"
+
+    ideal = _median(figures, "spectrain", "ideal")
+    vanilla = _median(figures, "spectrain", "vanilla")
+    first = _median(figures, "spectrain", "torch 1F1B, M = 2")
+    ahead = {
+        m: _median(figures, f"spectrain, M = {m}", f"torch 1F1B, M = {m}") for m in (2, 4, 8, 16)
+    }
+    words = [
+        said(f"{_percent(_TARGET)} of the ideal", _percent(ideal, 1), ideal >= _TARGET),
+        said("97 % of `vanilla`", _percent(vanilla, 1), vanilla >= 0.97),
+        said("1.3 times torch's 1F1B at M = 2", f"{first:.2f}", first >= 1.3),
+        said(
+            "to be ahead of it at M = 2, 4, 8 and 16 with as many updates",
+            ", ".join(f"{ratio:.2f}" for ratio in ahead.values()),
+            min(ahead.values()) >= 1.0,
+        ),
+    ]
+    return f"To be reached were {_listed(words)}."
+
+
+def _where(tried: dict[str, Any]) -> str:
+    """A table of what the kernel counted, for the slower rank of each."""
+
+    def cells(name: str) -> list[str]:
+        found = [rank[name] for rank in tried["profiles"]]
+        ranks = []
+        for key in ("period", "own", "gloo", "waited for a core", "waited for a message"):
+            values = [of["cpu"].get(key) if key in ("own", "gloo") else of.get(key) for of in found]
+            ranks.append("" if None in values else ", ".join(f"{v:.1f}" for v in values))
+        faults = ", ".join(f"{of['page faults']:.0f}" for of in found)
+        return [f"`{name}`" if name != "ideal" else "the ideal", *ranks, faults]
+
+    head = table(
+        "ms a minibatch, rank 0 and 1|>period|>its own thread|>gloo's threads|>waited for a core"
+        "|>waited for a message|>page faults",
+        [cells(name) for name in ("ideal", "vanilla", "spectrain")],
+    )
+    own = [rank["spectrain"]["actions"] for rank in tried["profiles"]]
+    kinds = list(dict.fromkeys(kind for rank in own for kind in rank))
+    actions = table(
+        "|".join(["`spectrain`, ms", *(f">{kind.lower().replace('_', ' ')}" for kind in kinds)]),
+        [
+            [
+                f"rank {rank}",
+                *(f"{found[kind]:.2f}" if kind in found else "" for kind in kinds),
+            ]
+            for rank, found in enumerate(own)
+        ],
+    )
+    return f"""### Where a minibatch's time goes
+
+By the kernel's counts per thread and a `Trace`, in a run of {2 * tried["options"]["count"]}
+minibatches each ([figures](../bench/results/{FOLDER}/trials.json)):
+
+{head}
+
+{actions}"""
+
+
+def _trials(tried: dict[str, Any]) -> str:
+    figures: Figures = tried["microbatches_per_second"]
+    lines = []
+    for name, what in _TRIED.items():
+        if name not in figures:
+            continue
+        ratios = _over(figures, name, "spectrain")
+        low, middle, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        simulated = tried["simulated"].get(name)
+        lines.append(
+            [
+                what,
+                _percent(_median(figures, name, "ideal"), 1),
+                f"{middle:.3f} ({low:.3f} to {high:.3f})",
+                "" if simulated is None else f"{simulated:.3f}",
+                _verdict(low, middle, high),
+            ]
+        )
+    head = table(
+        "what was changed|>of the ideal|>over plain `spectrain`|>simulated|it gives", lines
+    )
+    shares = {
+        name: _percent(_median(figures, name, "ideal"), 1) for name in ("vanilla", "spectrain")
+    }
+    update = [
+        _percent(rank["spectrain"]["actions"]["UPDATE"] / rank["spectrain"]["period"])
+        for rank in tried["profiles"]
+    ]
+    return f"""### What was tried
+
+{_heap(tried["heaps"])}
+
+The rest with freed memory kept, candidates beside each other in
+{len(figures["ideal"])} rounds, medians and quartiles of the rounds' ratios; plain `spectrain` has
+{shares["spectrain"]} of the ideal in them, `vanilla` {shares["vanilla"]}. Simulated are the mean
+durations of this run, which do not vary there: what is above 1 would come without variation too.
+
+{head}
+
+The update with its prediction takes {update[0]} and {update[1]} of a minibatch on the two ranks.
+It was not cut into chunks: gradients and activations are sent before it, and travel meanwhile."""
+
+
+def _verdict(low: float, middle: float, high: float) -> str:
+    """A change of 2 % or more counts, where it is larger than most rounds differ."""
+    if middle >= 1.02 and low > 1.0:
+        return "throughput"
+    return "a loss" if middle <= 0.98 and high < 1.0 else "nothing that this run could see"
+
+
+def _heap(heaps: dict[str, list[dict[str, Any]]]) -> str:
+    lines = []
+    for how, runs in heaps.items():
+        cells, figures = [how], [run["microbatches_per_second"] for run in runs]
+        for name in ("ideal", "vanilla", "spectrain", "pipedream"):
+            values = [value for of in figures for value in of[name]]
+            cells.append(f"{median(values):.1f}")
+        shares = [
+            share
+            for run in runs
+            for share in _over(run["microbatches_per_second"], "spectrain", "ideal")
+        ]
+        faults = [rank["spectrain"]["page faults"] for run in runs for rank in run["profiles"]]
+        cells += [_percent(median(shares), 1), f"{min(faults):.0f} to {max(faults):.0f}"]
+        lines.append(cells)
+    head = table(
+        "freed memory|>the ideal|>`vanilla`|>`spectrain`|>`pipedream`|>`spectrain` of the ideal"
+        "|>page faults a minibatch",
+        lines,
+    )
+    return f"""Freed memory: glibc gives what a minibatch frees (gradients, activations) back to the
+system, and takes it again page by page; a pipeline on a CPU now has it kept. Microbatches a second
+in {len(next(iter(heaps.values())))} pairs of runs that took turns, medians; the ideal and rivals in
+the same process have it kept as well:
 
 {head}"""

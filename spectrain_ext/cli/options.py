@@ -17,15 +17,19 @@ data_dir = click.option(
 
 
 def names(
-    context: click.Context, parameter: click.Parameter, value: str | Sequence[str]
+    context: click.Context, parameter: click.Parameter, value: str | Sequence[str] | None
 ) -> list[str]:
-    """Names with commas, of an option that may be repeated."""
-    texts = [value] if isinstance(value, str) else value
+    """Names with commas, of an option that may be repeated; none where it was not given."""
+    texts = [value] if isinstance(value, str) else value or ()
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
-def numbers_listed(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
-    """Numbers of at least 1 with commas."""
+def numbers_listed(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> list[int] | None:
+    """Numbers of at least 1 with commas, or None where none were given."""
+    if value is None:
+        return None
     texts = names(context, parameter, value)
     if not texts or not all(text.isdecimal() and int(text) for text in texts):
         raise click.BadParameter(

@@ -1,4 +1,4 @@
-"""``spectrain study``: methods over depths and delays, each at its own best learning rate."""
+"""``spectrain study``: methods over depths and delays, at their own best rates or at one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import click
 from rich.console import Console
 
-from spectrain_ext.experiments.contenders import WORKLOADS
+from spectrain_ext.benchmark.machine import cpu_name
+from spectrain_ext.experiments.contenders import USUAL, WORKLOADS
+from spectrain_ext.experiments.data.split import Split
 from spectrain_ext.experiments.frontier import (
     draw_gaps,
     draw_times,
@@ -19,14 +21,14 @@ from spectrain_ext.experiments.frontier import (
     write_frontier,
 )
 from spectrain_ext.experiments.report import versions
-from spectrain_ext.experiments.settings import OptionError
+from spectrain_ext.experiments.settings import OptionError, TrainSettings
 from spectrain_ext.experiments.study import Curves, cells_of, data_of, search_all
+from spectrain_ext.experiments.workload import build_stages
 from spectrain_ext.extras import require, require_matplotlib
 
 from .options import POSITIVE, data_dir, names, numbers_listed
 
 _TABLE = 120  # columns that the table has
-_USUAL = "sync, vanilla, pipedream, pipedream-2bw, spectrain, spectrain-stash, auto"
 
 
 @click.command(
@@ -34,39 +36,40 @@ _USUAL = "sync, vanilla, pipedream, pipedream-2bw, spectrain, spectrain-stash, a
     context_settings={"show_default": True},
     epilog="Every run is a file in --out: the same command with the same --out goes on where it "
     "was interrupted, and trains what more seeds, stages or methods add. Learning rates go up and "
-    "down by factors of two until both neighbours of the best are worse, by the first seeds.",
+    "down by factors of two until both neighbours of the best are worse, by the first seeds. The "
+    "paper-* are the paper's models in small, in 4 stages, all methods at one learning rate: see "
+    "docs/train.md.",
 )
 @click.option(
     "--data",
     type=click.Choice(tuple(WORKLOADS)),
     default="digits",
-    help="What is trained on, each with a small model; nanogpt and text read .txt files.",
+    help="What is trained, each with a small model; what is not digits is read from --data-dir.",
 )
 @data_dir
 @click.option(
     "--stages",
     metavar="NUMBERS",
-    default="4,8",
     callback=numbers_listed,
-    help="Numbers of stages, with commas.",
+    help="Numbers of stages, with commas.  [default: 4,8; of paper-* 4]",
 )
 @click.option(
     "--microbatches",
     metavar="NUMBERS",
-    default="1,N",
     callback=names,
-    help="Numbers of microbatches, with commas; N is as many as stages, 2N twice that.",
+    help="Numbers of microbatches, with commas; N is as many as stages, 2N twice that.  [default: "
+    "1,N; of paper-* 1]",
 )
 @click.option(
     "--method",
     "-m",
     "methods",
     multiple=True,
-    default=[_USUAL],
     metavar="NAME",
     callback=names,
     help="Methods, with commas, module:NAME for your own; sync is always one of them. Others that "
-    "are only compared with: see docs/frontier.md.",
+    f"are only compared with: see docs/frontier.md.  [default: {', '.join(USUAL)}; of "
+    "paper-* the paper's and more]",
 )
 @click.option("--seeds", type=POSITIVE, default=5, help="How many seeds, from 0 on.")
 @click.option("--jobs", type=POSITIVE, default=1, help="Runs at once, on a core each.")
@@ -78,7 +81,7 @@ _USUAL = "sync, vanilla, pipedream, pipedream-2bw, spectrain, spectrain-stash, a
 def study(
     data: str,
     data_dir: Path | None,
-    stages: Sequence[int],
+    stages: Sequence[int] | None,
     microbatches: Sequence[str],
     methods: Sequence[str],
     seeds: int,
@@ -93,9 +96,16 @@ def study(
     require("scipy", "confidence intervals come from SciPy")
     folder = out or Path("runs") / f"study-{data}"
     console = Console()
+    work = WORKLOADS[data]
     try:
-        wanted = dict.fromkeys(("sync", *methods))
-        cells = cells_of(data, data_dir, stages, microbatches, tuple(wanted))
+        wanted = dict.fromkeys(("sync", *(methods or work.contenders)))
+        cells = cells_of(
+            data,
+            data_dir,
+            stages or work.stages,
+            microbatches or work.microbatches,
+            tuple(wanted),
+        )
         split = data_of(cells[0].settings, folder)
     except OptionError as error:
         raise click.BadParameter(str(error), param_hint=f"'--{error.option}'") from error
@@ -103,7 +113,7 @@ def study(
         raise click.ClickException(str(error)) from error
     began = time.monotonic()
     found = {}
-    for cell, lr in search_all(folder, cells, range(seeds), WORKLOADS[data].judges, jobs=jobs):
+    for cell, lr in search_all(folder, cells, range(seeds), work.judges, jobs=jobs):
         found[cell] = lr
         s = cell.settings
         console.print(
@@ -112,11 +122,15 @@ def study(
             highlight=False,
         )
     rows = rows_of(folder, found, range(seeds), split)
+    sizes = {cell.settings.stages: cell.settings for cell in cells}
     about: dict[str, Any] = {
         "data": data,
         "seeds": seeds,
         "updates": cells[0].updates,
-        "settings": dict(WORKLOADS[data].settings),
+        "settings": dict(work.settings),
+        "parameters": {n: _sizes(settings, split) for n, settings in sizes.items()},
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "cpu": cpu_name(),
         "versions": versions(),
     }
     write_frontier(folder / "frontier.json", rows, about)
@@ -134,3 +148,9 @@ def study(
         draw_times(folder / f"time-{n}.png", mine, runs, f"{split.name}, {n} stages, {seeds} seeds")
     Console(width=max(console.width, _TABLE)).print(frontier_table(rows))
     console.print(f"numbers and pictures: {folder}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _sizes(settings: TrainSettings, data: Split) -> list[int]:
+    """Parameters of each stage."""
+    stages = build_stages(settings, settings.stages, 0, data)
+    return [sum(p.numel() for p in stage.parameters()) for stage in stages]

@@ -107,7 +107,7 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--depth",
     type=POSITIVE,
-    help="Blocks of the model; 11, 13, 16, 19 for vgg16, 18 or more for resnet.",
+    help="Blocks of the model; 11, 13, 16, 19 for vgg16, 18 or more for resnet, layers for snn.",
 )
 @click.option("--context", type=POSITIVE, help="Characters of text in a sequence.")
 @click.option("--train-samples", type=POSITIVE, help="Train on so many samples.")
@@ -116,7 +116,8 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--optimizer",
     type=click.Choice(_OPTIMIZERS),
-    help="What updates the weights.  [default: adamw for gpt, else sgd]",
+    help="What updates the weights.  [default: adamw for gpt, adam for inception-v4 with --quick, "
+    "else sgd]",
 )
 @click.option("--lr", type=float, callback=finite, help="Learning rate.")
 @click.option("--momentum", type=float, callback=finite, help="Momentum of SGD.  [default: 0.9]")

@@ -51,14 +51,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Row:
-    """One cell at its best learning rate, against synchronous training at its own best.
+    """One cell at its best learning rate, or the workload's, against synchronous training at its.
 
     Attributes:
         contender: its name.
         stages: N.
         microbatches: M.
         delay: updates that stage 0 is late.
-        lr: the learning rate with the least loss.
+        lr: the learning rate with the least loss, or the workload's.
         losses: test losses after as many updates as synchronous training made, by seed; each the
             mean of the last tests, over a fifth of it.
         accuracies: likewise, the shares of targets that were found.
@@ -168,7 +168,7 @@ def _time_of(cell: Cell, work: Work) -> float:
 def frontier_table(rows: Sequence[Row]) -> Table:
     """One row per cell."""
     table = Table(
-        title=f"Against sync, each at its own best learning rate: means over {len(rows[0].losses)} "
+        title=f"Against sync, at the learning rates below: means over {len(rows[0].losses)} "
         "seeds; the gap with its 95 % interval; updates to sync's loss at 50, 75 and 100 % of its "
         "own, over these (medians); simulated time of a minibatch",
         title_justify="left",

@@ -47,6 +47,9 @@ _PRESETS = {
     ("cifar10", "residual-mlp"): replace(_VISION, epochs=20, width=256, lr=0.02, weight_decay=0.0),
     ("cifar10", "vgg16"): _VISION,
     ("cifar10", "resnet"): _VISION,
+    # at its original width; a CIFAR-10 image is resized to 75 pixels
+    ("cifar10", "inception-v4"): replace(_VISION, width=32),
+    ("cifar10", "snn"): replace(_VISION, width=1024, lr=0.005, weight_decay=0.0),
     ("text", "gpt"): replace(_TEXT, lr=3e-4, optimizer="adamw", weight_decay=0.01),
     ("text", "lstm"): _TEXT,
 }
@@ -65,6 +68,12 @@ _QUICK: dict[tuple[str, str], dict[str, object]] = {
     ("cifar10", "residual-mlp"): {**_SMALL_IMAGES, "width": 128},
     ("cifar10", "vgg16"): {**_SMALL_IMAGES},
     ("cifar10", "resnet"): {**_SMALL_IMAGES},
+    ("cifar10", "inception-v4"): {
+        **{**_SMALL_IMAGES, "width": 4},
+        # by SGD it is still at chance then
+        **{"optimizer": "adam", "lr": 0.004, "weight_decay": 0.0},
+    },
+    ("cifar10", "snn"): {**_SMALL_IMAGES, "width": 128, "lr": 0.005},
     ("text", "gpt"): {**_SMALL_TEXT},
     ("text", "lstm"): {**_SMALL_TEXT},
 }

@@ -157,7 +157,7 @@ def _check_data_dir(data: str, path: Path | None) -> None:
 
 
 def _check_effects(options: Mapping[str, Any]) -> None:
-    """Refuse options that the chosen data and optimizer would leave without effect."""
+    """Refuse options that the chosen data, model and optimizer would leave without effect."""
     optimizer, data = options["optimizer"], options["data"]
     if optimizer != "sgd":
         for option in ("momentum", "nesterov"):
@@ -165,6 +165,8 @@ def _check_effects(options: Mapping[str, Any]) -> None:
                 raise OptionError(
                     option, f"is SGD's, and the optimizer is {optimizer}: --optimizer sgd"
                 )
+    if options["model"] == "inception-v4" and options["depth"] is not None:
+        raise OptionError("depth", "inception-v4 has the one that it has")
     if options.get("augment") and data != "cifar10":
         raise OptionError("augment", f"varies images, and --data {data} has none")
 

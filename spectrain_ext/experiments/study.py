@@ -1,4 +1,5 @@
-"""Study: how well methods train at every depth and delay, each at its own best learning rate.
+"""Study: how well methods train at every depth and delay, each at its own best learning rate, or
+all at one.
 
 One JSON file per run, so that a study goes on where it stopped, and grows by asking for more.
 """
@@ -72,7 +73,8 @@ def cells_of(
         data_dir: its file or folder.
         stages: numbers of stages.
         microbatches: numbers, or ``"N"`` and ``"2N"`` of as many as stages, or twice that.
-        contenders: names; what flushes is trained once, whatever the microbatches.
+        contenders: names; what flushes is trained once, whatever the microbatches, and what
+            has microbatches of its own with those.
 
     Raises:
         ValueError: an unknown name; or no contender is defined for what is asked.
@@ -88,9 +90,9 @@ def cells_of(
         for text in microbatches:
             m = _microbatches(text, n)
             for name in contenders:
-                method = contender(name).method
+                method, changes, _ = contender(name)
                 flushing = flushes(method.schedule)
-                parts = 1 if flushing else m
+                parts = changes.get("microbatches", 1 if flushing else m)
                 asked = {**own, "data_dir": data_dir, "stages": n, "microbatches": parts}
                 asked |= {"methods": ["sync"], "devices": ["cpu"], "epochs": _ENDLESS}
                 settings = settle(asked, World.of_environment())
@@ -100,7 +102,8 @@ def cells_of(
                     why = error
                     continue
                 # more than the updates that synchronous training makes, to see how many it takes
-                length = 1.0 if flushing or n - 1 <= m else 1.5
+                longer = work.judges > 0 and not flushing and n - 1 > parts
+                length = 1.5 if longer else 1.0
                 found[name, n, parts] = Cell(name, settings, work.updates, length)
     if not found:
         raise why
@@ -267,7 +270,7 @@ def search(folder: Path, cell: Cell, start: float, seeds: Sequence[int], first: 
     """The learning rate with the least loss, among ``start`` times powers of two, and its runs.
 
     It goes downhill from the start until both neighbours are worse, judged by the ``first`` seeds,
-    and then trains the others at the best.
+    and then trains the others at the best. Without judges the start is the best.
     """
 
     @cache
@@ -276,7 +279,7 @@ def search(folder: Path, cell: Cell, start: float, seeds: Sequence[int], first: 
         return fmean(smoothed(run).loss for run in runs)
 
     best = 0
-    while True:
+    while first:
         better = min((best, best + 1, best - 1), key=judged)
         if better == best or abs(better) > 6:
             break

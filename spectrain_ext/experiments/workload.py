@@ -23,7 +23,7 @@ from .data.digits import load_digits
 from .data.split import Split
 from .data.text import load_text
 from .imported import method_of
-from .models import gpt, residual_lstm, residual_mlp, resnet, vgg
+from .models import gpt, inception_v4, residual_lstm, residual_mlp, resnet, snn, vgg
 from .models.building import cut_evenly
 from .settings import AUTO, TrainSettings, microbatches_in, stages_of, window_of
 
@@ -78,6 +78,17 @@ def build_stages(settings: TrainSettings, stages: int, seed: int, data: Split) -
             width=width,
             classes=data.classes,
             small_images=True,
+            seed=seed,
+        )
+    if settings.model == "inception-v4":
+        return inception_v4(stages, width=width, classes=data.classes, seed=seed)
+    if settings.model == "snn":
+        return snn(
+            stages,
+            features=data.features,
+            width=width,
+            depth=depth or 7,
+            classes=data.classes,
             seed=seed,
         )
     if settings.model == "lstm":

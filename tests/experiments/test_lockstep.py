@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 
@@ -126,3 +127,37 @@ def test_what_is_refused() -> None:
     method = dataclasses.replace(find_method("spectrain"), future_rates=True)
     with pytest.raises(ValueError, match="wants the learning rates to come"):
         Lockstep(stages, lambda params: st.optim.AdamW(params), mean_loss, method)
+
+
+def test_four_microbatches_that_flush_are_four_replicas() -> None:
+    """What the contender ``data-parallel-4`` rests on: BatchNorm sees a replica's part alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    replicas = [copy.deepcopy(model) for _ in range(4)]
+
+    def sgd(params: list[nn.Parameter]) -> st.optim.SGD:
+        return st.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    theirs = [sgd(list(replica.parameters())) for replica in replicas]
+    lock = Lockstep(
+        [nn.Sequential(*model[:2]), nn.Sequential(*model[2:])],
+        sgd,
+        mean_loss,
+        find_method("sync"),
+        microbatches=4,
+    )
+    for _ in range(5):
+        value, target = torch.randn(16, 6), torch.randint(0, 3, (16,))
+        lock.train_on(value, target)
+        for replica, v, t in zip(replicas, value.chunk(4), target.chunk(4), strict=True):
+            mean_loss(replica(v), t).backward()
+        for same in zip(*(replica.parameters() for replica in replicas), strict=True):
+            mean = torch.stack([p.grad for p in same]).mean(0)
+            for p in same:
+                p.grad = mean.clone()
+        for optimizer in theirs:
+            optimizer.step()
+            optimizer.zero_grad()
+    lock.release()
+    for mine, their in zip(model.parameters(), replicas[0].parameters(), strict=True):
+        torch.testing.assert_close(mine, their, rtol=1e-10, atol=1e-12)

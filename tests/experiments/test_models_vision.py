@@ -1,12 +1,13 @@
-"""VGG and ResNet: torchvision's architecture, any width, cut anywhere."""
+"""VGG, ResNet, Inception-v4: the published architecture, any width, cut anywhere."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import nn
 
-from spectrain_ext.experiments.models import resnet, vgg
+from spectrain_ext.experiments.models import inception_v4, resnet, vgg
 
 Build = Callable[..., list[nn.Module]]
 
@@ -52,10 +53,12 @@ def test_torchvisions_weights_give_torchvisions_outputs(name: str, depth: int, s
         torch.testing.assert_close(ours(images), theirs(images))
 
 
+_LIBRARY = pytest.mark.skipif(find_spec("pytorchcv") is None, reason="needs the extra 'inception'")
 SMALL = [
     pytest.param(vgg, 11, {"depth": 11, "width": 4, "pool": 1}, id="vgg"),
     pytest.param(resnet, 10, {"width": 4, "small_images": True}, id="resnet"),
     pytest.param(resnet, 18, {"depth": 50, "width": 2}, id="bottleneck"),
+    pytest.param(inception_v4, 21, {"width": 1}, id="inception", marks=_LIBRARY),
 ]
 
 
@@ -124,3 +127,34 @@ def test_small_images_keep_their_resolution() -> None:
 def test_another_depth_is_an_error(build: Build) -> None:
     with pytest.raises(ValueError, match=r"depth of \w+ must be one of 1\d, .* got 17"):
         build(2, depth=17)
+
+
+@_LIBRARY
+def test_width_32_of_inception_is_the_librarys_own() -> None:
+    from pytorchcv.models.inceptionv4 import inceptionv4
+
+    with torch.device("meta"):
+        theirs = inceptionv4(num_classes=10)
+    ours = nn.Sequential(*inception_v4(4, width=32)).eval()
+    weights = theirs.state_dict()
+    shapes = [tuple(value.shape) for value in ours.state_dict().values()]
+    assert shapes == [tuple(value.shape) for value in weights.values()]
+    published = 42_679_816 - 990 * (1536 + 1)  # of 1,000 classes, less the head of 990
+    assert sum(p.numel() for stage in ours for p in stage.parameters()) == published
+    theirs.to_empty(device="cpu").eval()
+    theirs.load_state_dict(dict(zip(weights, ours.state_dict().values(), strict=True)))
+    theirs.features.final_pool = nn.AvgPool2d(1)  # all that 75 pixels leave
+    images = torch.randn(1, 3, 75, 75)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images))
+
+
+@_LIBRARY
+def test_all_of_inception_is_narrowed_alike() -> None:
+    full = [p.shape for m in inception_v4(4, width=32) for p in m.parameters() if p.dim() == 4]
+    narrow = [p.shape for m in inception_v4(4, width=4) for p in m.parameters() if p.dim() == 4]
+    assert len(full) == len(narrow) == 149
+    for wide, thin in zip(full, narrow, strict=True):
+        assert thin == (wide[0] // 8, wide[1] if wide[1] == 3 else wide[1] // 8, *wide[2:])
+    with pytest.raises(ValueError, match="at least 75, got 64"):
+        inception_v4(4, width=4, pixels=64)

@@ -70,6 +70,44 @@ def test_the_rate_is_sought_downhill(
     assert asked[before:] == [(pytest.approx(best), 4)]
 
 
+def test_without_judges_all_have_the_settings_rate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    alike = SMALL._replace(judges=0)
+    monkeypatch.setitem(contenders.WORKLOADS, "digits", alike)
+    asked = []
+
+    def train(cell: Cell, lr: float, seed: int, data: object) -> Curve:
+        asked.append((cell.contender, cell.with_rate(lr).microbatches, lr, seed))
+        return Curve(((20, 1.0 / lr, 0.5),), 1.0)
+
+    monkeypatch.setattr(study, "train", train)
+    cells = _cells("sync", "data-parallel-4", "vanilla", "auto-4", microbatches=("1",))
+    assert [cell.length for cell in cells] == [1.0] * 4, "no longer than synchronous training"
+    found = dict(study.search_all(tmp_path, cells, range(2), alike.judges))
+    assert set(found.values()) == {0.05}
+    names = {"sync": 1, "data-parallel-4": 4, "vanilla": 1, "auto-4": 4}
+    assert asked == [(name, m, 0.05, seed) for name, m in names.items() for seed in (0, 1)]
+    folders = {path.parent.name for path in tmp_path.glob("*/*.json")}
+    assert folders == {"digits-N3-M1", "digits-N3-M4"}
+
+
+def test_the_papers_models_have_its_settings() -> None:
+    names = [name for name in contenders.WORKLOADS if name.startswith("paper-")]
+    assert len(names) == 6
+    for name in names:
+        work = contenders.WORKLOADS[name]
+        cells = cells_of(name, Path(), work.stages, work.microbatches, work.contenders)
+        rates = {cell.with_rate(cell.settings.lr).lr for cell in cells}
+        assert (work.judges, len(rates), {c.settings.stages for c in cells}) == (0, 1, {4})
+        late = {c.contender: c.settings.microbatches for c in cells}
+        parts = {m for contender, m in late.items() if not contender.endswith("-4")}
+        assert (parts, late["auto-4"]) == ({1}, 4)
+        images = work.settings["model"] in ("vgg16", "resnet", "inception-v4")
+        assert ("data-parallel-4" in late) == images, "only BatchNorm tells it from sync"
+        assert {cell.length for cell in cells} == {1.0}
+
+
 def test_a_run_is_found_again_and_nothing_else(tmp_path: Path) -> None:
     (cell,) = _cells("auto", microbatches=("N",))
     curve = Curve(((10, 2.0, 0.25), (20, math.inf, 0.0)), 1.5)
@@ -133,6 +171,7 @@ def test_the_command_on_real_digits(tmp_path: Path) -> None:
         (["--data", "text"], "--data-dir"),
         (["-m", "nope"], "there is no 'nope'"),
         (["--microbatches", "some"], "--microbatches"),
+        (["--data", "paper-vgg16"], "--data-dir"),
     ):
         refused = CliRunner().invoke(main, ["study", *bad, "--out", str(tmp_path)])
         assert refused.exit_code != 0

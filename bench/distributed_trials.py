@@ -1,0 +1,398 @@
+"""What could bring two processes nearer to the ideal: trials of bench_distributed.py --trials.
+
+Every trial is spectrain with one thing changed, a candidate beside plain spectrain and the ideal in
+the same rounds. What concerns the whole process (what glibc keeps of freed memory) is tried by
+pairs of processes that take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from statistics import mean, median, quantiles
+from typing import Any
+from unittest.mock import patch
+
+import bench_distributed as bench
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import spectrain_ext as st
+from spectrain_ext.distributed import neighbourhood
+from spectrain_ext.distributed.fingerprint import Fingerprint
+from spectrain_ext.distributed.links import Links, open_links
+from spectrain_ext.operators.heap import keep_freed_memory
+from spectrain_ext.pipeline import pipeline
+from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
+
+IDLE_GROUPS = 16
+#: Microbatches in flight on the two stages; (2, 1) is the classic window, (3, 1) the wide one.
+WINDOWS = {"window 3, 1": [3, 1], "window 3, 2": [3, 2], "window 4, 2": [4, 2]}
+Candidates = dict[str, Callable[[], bench.Measure]]
+
+
+# A backward that is split: the gradient of the input first, those of weights with the update.
+
+_Queue = list[tuple[nn.Linear, Tensor, Tensor]]
+
+
+class _Late(torch.autograd.Function):
+    """A linear layer's backward, which gives the gradient of the input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: _Linear) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return torch.addmm(bias, x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.layer.queue.append((ctx.layer, x, gradient))
+        if not ctx.layer.late:
+            run(ctx.layer.queue)
+        return gradient.mm(weight), None, None, None
+
+
+def run(queue: _Queue) -> None:
+    """Compute the gradients of weights."""
+    for layer, x, gradient in queue:
+        layer.weight.grad = gradient.t().mm(x)
+        layer.bias.grad = gradient.sum(0)
+    queue.clear()
+
+
+class _Linear(nn.Linear):
+    def __init__(self, width: int, queue: _Queue, late: bool) -> None:
+        super().__init__(width, width)
+        self.queue, self.late = queue, late
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Late.apply(x, self.weight, self.bias, self)
+        return result
+
+
+def split_backward(blocks: int, batch: int, late: bool) -> bench.Measure:
+    """What sends the gradient of the last stage's input before it computes those of weights.
+
+    With ``late=False`` the same functions compute all in the backward.
+    """
+    queue: _Queue = []
+
+    def stage(blocks: int) -> nn.Module:
+        torch.manual_seed(0)
+        layers = [m for _ in range(blocks) for m in (_Linear(bench.WIDTH, queue, late), nn.Tanh())]
+        return nn.Sequential(*layers)
+
+    def optimizer(params: Any) -> st.optim.SGD:
+        made = bench.optimizer_of(params)
+        made.register_step_pre_hook(lambda *_: run(queue))
+        return made
+
+    return bench.ours("spectrain", blocks, batch, stage=stage, optimizer=optimizer)
+
+
+# Threads and their cores.
+
+
+def threads_of_gloo() -> Iterable[int]:
+    """The ids of threads that Python has not started."""
+    own = {thread.native_id for thread in threading.enumerate()}
+    return [int(tid) for tid in os.listdir("/proc/self/task") if int(tid) not in own]
+
+
+@contextmanager
+def placed(threads: Iterable[int], cores: set[int]) -> Any:
+    """Inside, these threads have these cores."""
+    before = {tid: os.sched_getaffinity(tid) for tid in threads}
+    for tid in before:
+        os.sched_setaffinity(tid, cores)
+    yield
+    for tid, were in before.items():
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(tid, were)
+
+
+def pinned(blocks: int, batch: int, what: str, core: int) -> bench.Measure:
+    """spectrain with all of a rank on its core, or its own thread, or gloo's on the other's."""
+    measure = bench.ours("spectrain", blocks, batch)
+
+    def measured(count: int) -> float:
+        own = [threading.get_native_id()]
+        with ExitStack() as held:
+            if what in ("rank", "own"):  # what the thread starts inherits its cores
+                held.enter_context(placed(own, {core}))
+            if what in ("rank", "other"):
+                cores = {core} if what == "rank" else {1 - core}
+                held.enter_context(placed(threads_of_gloo(), cores))
+            return measure(count)
+
+    return measured
+
+
+def beside_idle_groups(blocks: int, batch: int) -> bench.Measure:
+    """spectrain beside more groups of gloo, which nobody uses."""
+    for _ in range(IDLE_GROUPS):
+        dist.new_group([0, 1])
+    return bench.ours("spectrain", blocks, batch)
+
+
+def without_fingerprints(blocks: int, batch: int) -> bench.Measure:
+    """spectrain whose ranks do not compare their batches."""
+    measure = bench.ours("spectrain", blocks, batch)
+
+    def measured(count: int) -> float:
+        with patch.object(neighbourhood.Fingerprint, "of", lambda *_: Fingerprint()):
+            return measure(count)
+
+    return measured
+
+
+def sent_by_threads(blocks: int, batch: int) -> bench.Measure:
+    """spectrain whose messages a thread beside the rank's own sends, after one copy more."""
+
+    def links(*arguments: Any, **options: Any) -> Links:
+        made = open_links(*arguments, **options)
+        into, out = (
+            {
+                what: {rank: link._replace(staged=True) for rank, link in ends.items()}
+                for what, ends in part.items()
+            }
+            for part in (made.into, made.out)
+        )
+        return made._replace(into=into, out=out)
+
+    with patch.object(neighbourhood, "open_links", links):
+        return bench.ours("spectrain", blocks, batch)
+
+
+def trial_candidates(rank: int, blocks: int, batch: int) -> Candidates:
+    plain = partial(bench.ours, "spectrain", blocks, batch)
+    return {
+        "ideal": partial(bench.ideal, blocks, batch),
+        "vanilla": partial(bench.ours, "vanilla", blocks, batch),
+        "spectrain": plain,
+        **{name: partial(plain, window=window) for name, window in WINDOWS.items()},
+        "a core for each rank": partial(pinned, blocks, batch, "rank", rank),
+        "a core for each rank's own thread": partial(pinned, blocks, batch, "own", rank),
+        "gloo's threads on the other core": partial(pinned, blocks, batch, "other", rank),
+        f"{IDLE_GROUPS} more idle groups": partial(beside_idle_groups, blocks, batch),
+        "split backward": partial(split_backward, blocks, batch, True),
+        "split backward, all at once": partial(split_backward, blocks, batch, False),
+        "messages sent by a thread": partial(sent_by_threads, blocks, batch),
+        "batches not compared": partial(without_fingerprints, blocks, batch),
+    }
+
+
+def heap_candidates(blocks: int, batch: int) -> Candidates:
+    return {
+        "ideal": partial(bench.ideal, blocks, batch),
+        "vanilla": partial(bench.ours, "vanilla", blocks, batch),
+        "spectrain": partial(bench.ours, "spectrain", blocks, batch),
+        "pipedream": partial(bench.ours, "pipedream", blocks, batch),
+    }
+
+
+# Where a minibatch's time goes.
+
+
+class _Counters(st.Trace):
+    """A Trace, and what the kernel counts of each thread between two results."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__()
+        self._at = first, last
+        self.found: list[tuple[float, int, dict[int, tuple[float, float]]]] = []
+
+    def result(self, result: Any) -> None:
+        if result.index in self._at:
+            self.found.append(_counted())
+
+
+def _counted() -> tuple[float, int, dict[int, tuple[float, float]]]:
+    """The time, page faults, and of each thread the seconds it ran and it waited for a core."""
+    threads = {}
+    for tid in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{tid}/schedstat") as file:
+                ran, waited, _ = map(int, file.read().split())
+        except OSError:
+            continue
+        threads[int(tid)] = ran / 1e9, waited / 1e9
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    return time.perf_counter(), faults, threads
+
+
+def profile(method: str, blocks: int, batch: int, count: int) -> dict[str, Any]:
+    """Milliseconds of a minibatch on this rank, by threads and by actions."""
+    warm = 4
+    pipe = st.DistributedPipeline(
+        bench.stage_of(blocks),
+        bench.optimizer_of,
+        nn.functional.mse_loss,
+        method,
+        microbatches=1,
+        timeout=120.0,
+        share_loss=True,
+    )
+    torch.manual_seed(0)
+    data = torch.randn(batch, bench.WIDTH), torch.randn(batch, bench.WIDTH)
+    counters = _Counters(warm - 1, warm + count - 1)
+    for _ in pipe.run((data for _ in range(warm + count)), trace=counters):
+        pass
+    (start, faults, before), (end, faults_after, after) = counters.found
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    own = threading.get_native_id()
+    spent = {"own": 0.0, "gloo": 0.0, "other threads of Python": 0.0}
+    for tid, (ran, _) in after.items():
+        whose = "own" if tid == own else "gloo"
+        if tid != own and tid in names:
+            whose = "other threads of Python"
+        spent[whose] += ran - before.get(tid, (0.0, 0.0))[0]
+    waited = after[own][1] - before[own][1]
+    actions: dict[str, float] = {}
+    for span in counters.spans():
+        if warm <= span.minibatch < warm + count:
+            actions[span.kind.name] = actions.get(span.kind.name, 0.0) + span.end - span.start
+    per = 1e3 / count
+    return {
+        "period": (end - start) * per,
+        "cpu": {name: seconds * per for name, seconds in spent.items()},
+        "waited for a core": waited * per,
+        "waited for a message": (end - start - spent["own"] - waited) * per,
+        "page faults": (faults_after - faults) / count,
+        "actions": {name: seconds * per for name, seconds in actions.items()},
+    }
+
+
+def profile_ideal(blocks: int, batch: int, count: int) -> dict[str, Any]:
+    """The same of a stage alone."""
+    module, x = bench.stage_of(blocks), torch.randn(batch, bench.WIDTH)
+    bench.alone(module, x, 0.1, True)
+    own = threading.get_native_id()
+    _, faults, before = _counted()
+    times = bench.alone(module, x, count * 0.02, True)
+    _, faults_after, after = _counted()
+    return {
+        "period": mean(times) * 1e3,
+        "cpu": {"own": (after[own][0] - before[own][0]) * 1e3 / len(times)},
+        "page faults": (faults_after - faults) / len(times),
+    }
+
+
+# The ranks, and what is made of what they say.
+
+
+def rank_main(
+    rank: int,
+    ranks: int,
+    port: int,
+    blocks: int | None,
+    kept: bool,
+    said: Any,
+    options: argparse.Namespace,
+) -> None:
+    bench.begin(rank, ranks, port)
+    with ExitStack() as held:
+        if kept:
+            keep_freed_memory()
+        else:
+            held.enter_context(patch.object(pipeline, "keep_freed_memory", lambda: None))
+        if blocks is None:
+            blocks = bench.calibrated(options.milliseconds, options.batch)
+        whole = kept and not options.heap
+        found = (
+            trial_candidates(rank, blocks, options.batch)
+            if whole
+            else heap_candidates(blocks, options.batch)
+        )
+        figures = bench.rounds_of(found, options)
+        profiles = {"ideal": profile_ideal(blocks, options.batch, 2 * options.count)}
+        for method in ("vanilla", "spectrain"):
+            dist.barrier()
+            profiles[method] = profile(method, blocks, options.batch, 2 * options.count)
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, profiles)
+    if rank == 0:
+        said.put(
+            {
+                "blocks": blocks,
+                "load": os.getloadavg(),
+                "microbatches_per_second": figures,
+                "profiles": everyone,
+            }
+        )
+    bench.end()
+
+
+def simulated(profiles: list[dict[str, Any]]) -> dict[str, float]:
+    """Throughput over that of the classic window, with the mean durations of a run.
+
+    Constant durations leave nothing to wait for: what a simulation gives is what a trial could give
+    if forwards and backwards did not vary.
+    """
+    actions = [rank["spectrain"]["actions"] for rank in profiles]
+
+    def of(*kinds: Kind) -> list[float]:
+        return [sum(rank.get(kind.name, 0.0) for kind in kinds) for rank in actions]
+
+    def period(windows: list[int], early: float = 0.0) -> float:
+        backward, update = of(Kind.BACKWARD, Kind.SEND_GRADIENT), of(Kind.UPDATE)
+        backward[1], update[1] = backward[1] - early, update[1] + early
+        durations = Durations.of(
+            2,
+            forward=of(Kind.FORWARD, Kind.LOSS, Kind.SEND_ACTIVATION),
+            backward=backward,
+            update=update,
+            load_forward=of(Kind.LOAD_FORWARD),
+            load_backward=of(Kind.LOAD_BACKWARD),
+        )
+        made = streams("1f1b-async", windows)
+        return summarize(simulate(made, durations, minibatches=120)).period
+
+    classic = period([2, 1])
+    found = {name: classic / period(window) for name, window in WINDOWS.items()}
+    return {**found, "split backward": classic / period([2, 1], of(Kind.BACKWARD)[1] / 2)}
+
+
+def report(figures: dict[str, list[float]]) -> None:
+    """Medians of the rounds' ratios, and their quartiles."""
+    print("| | of the ideal | against spectrain | quartiles |")
+    print("|---|---|---|---|")
+    for name, values in figures.items():
+        ideal, plain = (
+            [value / other for value, other in zip(values, figures[of], strict=True)]
+            for of in ("ideal", "spectrain")
+        )
+        low, _, high = quantiles(plain, n=4) if len(plain) > 1 else [plain[0]] * 3
+        print(f"| {name} | {median(ideal):.1%} | {median(plain):.3f} | {low:.3f} to {high:.3f} |")
+
+
+def trials(options: argparse.Namespace) -> dict[str, Any]:
+    """All trials, as they are written."""
+    turns = 1 if options.quick else 3  # pairs of processes with each of the two heaps
+    part = argparse.Namespace(**vars(options))
+    part.heap, part.seconds, part.rounds = True, options.seconds / 24, options.rounds
+    rest = argparse.Namespace(**vars(part))
+    rest.heap, rest.seconds = False, options.seconds * 3 / 4
+    blocks, heaps = None, {"as glibc does": [], "kept": []}
+    for _ in range(turns):
+        for name, kept in (("as glibc does", False), ("kept", True)):
+            found = bench.spawned(rank_main, 2, blocks, kept, part)
+            blocks = found["blocks"]
+            heaps[name].append(found)
+    main = bench.spawned(rank_main, 2, blocks, True, rest)
+    report(main["microbatches_per_second"])
+    return {
+        "options": bench.settings_of(options),
+        **main,
+        "simulated": simulated(main["profiles"]),
+        "heaps": heaps,
+    }

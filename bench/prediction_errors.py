@@ -1,0 +1,298 @@
+"""How far predicted and stale weights are from those that really came, in the run of a pipeline.
+
+The paper's figure (SpecTrain, arXiv 1809.02839): after update t of a stage its weights are
+predicted s updates ahead, by every law; after update t + s both these and the weights of t are
+compared with what the weights have become. A root-mean-square error is `st.distance` over the root
+of the number of elements. What is trained has the same bits with and without.
+
+    python bench/prediction_errors.py --data-dir tinyshakespeare.txt --json errors.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import spectrain_ext as st
+from spectrain_ext.benchmark.machine import environment
+from spectrain_ext.experiments.contenders import WORKLOADS
+from spectrain_ext.experiments.data.batches import training_batches
+from spectrain_ext.experiments.settings import TrainSettings, settle
+from spectrain_ext.experiments.workload import build_pipeline, build_stages, load_data
+from spectrain_ext.experiments.world import World
+from spectrain_ext.method import find_method
+from spectrain_ext.pipeline.losses import Result
+from spectrain_ext.pipeline.stage import Handler, Stage
+from spectrain_ext.schedule import Kind
+from spectrain_ext.weights import StageWeights
+
+HORIZONS = (1, 2, 3, 7, 15)
+#: What an optimizer's step can write. The second-order law is without its lead, which aims further.
+STEPPED: dict[str, Callable[[int], Any]] = {
+    "linear": st.laws.Linear,
+    "geometric": st.laws.Geometric,
+    "second-order": st.laws.SecondOrder,
+}
+LAWS = ("stale", *STEPPED, "difference")
+_OUTS = 8  # predictions of one step
+
+#: The residual MLP with SGD as `spectrain train` has it, the study's transformer with AdamW; the
+#: rates are constant, so that nothing but the gradients to come is unknown, and the text's is the
+#: best of eight stages with a microbatch each (docs/frontier.md): at twice that they are unstable.
+TRAINED: dict[str, dict[str, Any]] = {
+    "digits": {**WORKLOADS["digits"].settings, "lr": 0.05},
+    "text": {**WORKLOADS["text"].settings, "warmup": 0, "lr": 0.0005},
+}
+#: (method, microbatches by stages)
+METHODS: dict[str, Callable[[int], int]] = {"spectrain": lambda n: 1, "auto": lambda n: n}
+
+
+class Error(NamedTuple):
+    """How far off weights were: those of an update by a law, some updates later."""
+
+    stage: int
+    update: int
+    ahead: int
+    law: str
+    norm: float
+
+
+class Errors(st.Observer):
+    """Measures on every stage, on the CPU, once in ``every`` updates from the second on.
+
+    Stages have one parameter group, and an optimizer with momentum of ``st.optim``, without NAdam.
+
+    Attributes:
+        found: in the order in which the updates came.
+        elements: of every stage's weights.
+        losses: of the run's minibatches.
+    """
+
+    def __init__(self, horizons: Sequence[int] = HORIZONS, every: int = 1) -> None:
+        self.found: list[Error] = []
+        self.elements: dict[int, int] = {}
+        self.losses: list[float] = []
+        self._horizons, self._every = horizons, every
+
+    def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
+        if stage.weights is None:
+            return handlers
+        weights, update = stage.weights, handlers[Kind.UPDATE]
+        self.elements[stage.index] = sum(p.numel() for p in weights.params)
+        made = 0
+        due: dict[int, list[tuple[int, int, dict[str, list[Tensor]]]]] = {}
+
+        def watched(i: int, j: int) -> None:
+            nonlocal made
+            look = made and made % self._every == 0
+            ahead = predictions(weights, self._horizons) if look else {}
+            update(i, j)
+            made += 1
+            now = _true(weights)
+            for s, versions in ahead.items():
+                # The step on copies is the step that was made: predictions start from there.
+                assert all(map(torch.equal, versions["stale"], now)), "another step than the run's"
+                due.setdefault(made + s, []).append((made, s, versions))
+            for update_, s, versions in due.pop(made, []):
+                _, norms = st.distance(now, list(versions.values()))
+                self.found += [
+                    Error(stage.index, update_, s, law, norm)
+                    for law, norm in zip(versions, norms.tolist(), strict=True)
+                ]
+
+        return {**handlers, Kind.UPDATE: watched}
+
+    def result(self, result: Result) -> None:
+        self.losses.append(result.loss.item())
+
+
+def predictions(
+    weights: StageWeights, horizons: Sequence[int]
+) -> dict[int, dict[str, list[Tensor]]]:
+    """The weights after the update that is about to be made, and what each law has them become.
+
+    Returns:
+        Of every horizon, of every law in ``LAWS``, the weights.
+    """
+    before = _true(weights)
+    wanted = list(product(horizons, STEPPED))
+    found: dict[int, dict[str, list[Tensor]]] = {s: {} for s in horizons}
+    for first in range(0, len(wanted), _OUTS):
+        some = wanted[first : first + _OUTS]
+        outs = [[torch.empty_like(w) for w in before] for _ in some]
+        laws = [STEPPED[law](s) for s, law in some]
+        after = _stepped(weights, before, list(zip(laws, outs, strict=True)))
+        for (s, law), out in zip(some, outs, strict=True):
+            found[s]["stale"] = after
+            found[s][law] = out
+    for s in horizons:
+        found[s]["difference"] = st.extrapolate(found[s]["stale"], before, steps=s)
+    return found
+
+
+def _stepped(
+    weights: StageWeights, before: Sequence[Tensor], predict: list[tuple[Any, list[Tensor]]]
+) -> list[Tensor]:
+    """Copies of the weights after a step of the stage's optimizer, which predicts as well."""
+    optimizer, params = weights.optimizer, weights.params
+    (group,) = optimizer.param_groups
+    after = [w.clone() for w in before]
+    gradients = [None if p.grad is None else p.grad.detach() for p in params]
+
+    def state(key: str) -> list[Tensor]:
+        return [optimizer.state[p][key].clone() for p in params]
+
+    shared = {"lr": group["lr"], "weight_decay": group["weight_decay"], "predict": predict}
+    if "betas" in group:
+        st.adam_step_(
+            *(after, gradients, state("exp_avg"), state("exp_avg_sq")),
+            step=int(optimizer.state[params[0]]["step"]) + 1,
+            betas=group["betas"],
+            eps=group["eps"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            **shared,
+        )
+    else:
+        st.sgd_step_(
+            *(after, gradients, state("momentum_buffer")),
+            **{key: group[key] for key in ("momentum", "dampening", "nesterov")},
+            **shared,
+        )
+    return after
+
+
+def _true(weights: StageWeights) -> list[Tensor]:
+    """Copies of the true weights, wherever they are."""
+    where = weights.true_weights()
+    return [where[p].detach().clone() for p in weights.params]
+
+
+# A run, and what is kept of it.
+
+
+def settings_of(data: str, data_dir: Path | None, method: str, stages: int) -> TrainSettings:
+    """A workload of one method and depth."""
+    asked = {"data": data, "lr_schedule": "constant", **TRAINED[data]}
+    if data == "text":
+        asked |= {"data_dir": data_dir, "depth": stages - 2}  # a block between embedding and head
+    asked |= {"stages": stages, "microbatches": METHODS[method](stages), "methods": [method]}
+    asked |= {"devices": ["cpu"], "epochs": 1000}
+    return settle(asked, World.of_environment())
+
+
+def trained(settings: TrainSettings, seed: int, updates: int, every: int) -> Errors:
+    """Train a pipeline, and measure."""
+    torch.manual_seed(seed)
+    data = load_data(settings, Path("."))
+    modules = build_stages(settings, settings.stages, seed, data)
+    pipe = build_pipeline(settings, find_method(settings.methods[0]), modules)
+    errors = Errors(every=every)
+    batches = training_batches(
+        data, batch_size=settings.batch_size, epochs=settings.epochs, seed=seed
+    )
+    for _ in pipe.run(islice(batches, updates), trace=errors):
+        pass
+    pipe.release()
+    return errors
+
+
+def rmse(errors: Sequence[Error], elements: Mapping[int, int]) -> float:
+    """The root of the mean square over all stages and updates that there are errors of."""
+    squares = sum(error.norm**2 for error in errors)
+    return math.sqrt(squares / sum(elements[error.stage] for error in errors))
+
+
+def summary(runs: Sequence[Errors], series: bool) -> Iterator[dict[str, Any]]:
+    """A row per horizon and law: every stage over the whole run, all stages over the updates.
+
+    Means over the runs, the least and the greatest.
+    """
+
+    def spread_of(select: Callable[[Error, int], bool], among: Iterable[int]) -> dict[str, Any]:
+        return _spread(
+            [
+                [rmse([e for e in errors if select(e, x)], run.elements) for run, errors in of]
+                for x in among
+            ]
+        )
+
+    for s, law in product(HORIZONS, LAWS):
+        of = [(run, [e for e in run.found if (e.ahead, e.law) == (s, law)]) for run in runs]
+        row: dict[str, Any] = {"ahead": s, "law": law}
+        row["stages"] = spread_of(lambda e, k: e.stage == k, runs[0].elements)
+        if series:
+            updates = sorted({e.update for e in of[0][1]})
+            row["series"] = spread_of(lambda e, t: e.update == t, updates)
+        yield row
+
+
+def _spread(columns: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+    kinds = {"mean": statistics.fmean, "low": min, "high": max}
+    return {name: [float(f"{of(column):.3g}") for column in columns] for name, of in kinds.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--data-dir", type=Path, help="the text; without it only digits are trained"
+    )
+    parser.add_argument("--stages", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=400)
+    parser.add_argument(
+        "--points", type=int, default=33, help="of a curve, which only the deepest has"
+    )
+    parser.add_argument("--quick", action="store_true", help="four stages, one seed, 60 updates")
+    parser.add_argument("--json", type=Path)
+    a = parser.parse_args(argv)
+    if a.quick:
+        a.stages, a.seeds, a.updates, a.points = [4], 1, 60, 10
+    torch.set_num_threads(1)
+    asked = f"--stages {' '.join(map(str, a.stages))} --seeds {a.seeds} --updates {a.updates}"
+    command = f"bench/prediction_errors.py --data-dir tinyshakespeare.txt {asked}"
+    document: dict[str, Any] = {"command": command, "environment": environment()}
+    document |= {"updates": a.updates, "seeds": a.seeds, "horizons": HORIZONS, "laws": LAWS}
+    document["cases"] = []
+    for data, n, method in product(TRAINED, a.stages, METHODS):
+        if data == "text" and a.data_dir is None:
+            continue
+        began = time.perf_counter()
+        settings = settings_of(data, a.data_dir, method, n)
+        every = max(1, a.updates // a.points)
+        few = -(-a.updates // 20)
+        runs = [trained(settings, seed, a.updates, every) for seed in range(a.seeds)]
+        case = {
+            **{"data": data, "optimizer": settings.optimizer, "lr": settings.lr},
+            **{"batch_size": settings.batch_size, "method": method, "stages": n},
+            **{"microbatches": settings.microbatches, "elements": list(runs[0].elements.values())},
+            "measured": sorted({e.update for e in runs[0].found if e.ahead == HORIZONS[0]}),
+            # of every seed, over the first and the last twentieth of the run
+            "losses": [
+                [round(statistics.fmean(part), 4) for part in (r.losses[:few], r.losses[-few:])]
+                for r in runs
+            ],
+            "rows": list(summary(runs, series=n == max(a.stages))),
+        }
+        document["cases"].append(case)
+        print(f"{data} N={n} {method}: {time.perf_counter() - began:.0f} s", flush=True)
+        for row in case["rows"]:
+            print(row["ahead"], row["law"], row["stages"]["mean"])
+    if a.json is not None:
+        a.json.parent.mkdir(parents=True, exist_ok=True)
+        a.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

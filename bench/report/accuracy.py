@@ -1,0 +1,357 @@
+"""The paper's table in small, and the published one beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spectrain_ext.benchmark.report import table
+from spectrain_ext.experiments.frontier import Interval
+from spectrain_ext.experiments.looks import looks
+from spectrain_ext.experiments.presets import preset
+from spectrain_ext.extras import picture
+
+FOLDER = "2026-11-22-accuracy"
+PUBLISHED = "published/spectrain.json"
+
+#: Files of the folder in the paper's order, and what is in them.
+MODELS = {
+    "vgg16": "VGG16",
+    "resnet": "ResNet-18",
+    "inception-v4": "Inception-v4",
+    "snn": "SNN",
+    "transformer": "transformer",
+    "lstm": "residual LSTM",
+}
+DATA = {"cifar10": "CIFAR-10", "text": "tiny Shakespeare, next character"}
+_OURS = "data-parallel-4"
+
+
+class Model(NamedTuple):
+    """What one study found: the accuracies by method and seed, None of a run that diverged."""
+
+    about: Mapping[str, Any]
+    accuracies: Mapping[str, Sequence[float | None]]
+
+    @property
+    def seeds(self) -> int:
+        """That every method has finished."""
+        return min(map(len, self.accuracies.values()))
+
+    def points(self, method: str, other: str = "sync") -> Interval | None:
+        """By how many points a method ends above another, paired by seed; None: one diverged."""
+        pairs = [*zip(self.accuracies[method], self.accuracies[other], strict=False)]
+        if any(a is None or b is None for a, b in pairs):
+            return None
+        return Interval.of([100 * (a - b) for a, b in pairs])
+
+
+def read(results: Path, kind: str = "") -> dict[str, Model]:
+    """The models that there are, by the name of their file less its kind."""
+    found = {}
+    for name in MODELS:
+        path = results / FOLDER / f"{name}{kind}.json"
+        if path.exists():
+            document = json.loads(path.read_text())
+            runs = {
+                row["contender"]: [
+                    None if loss is None else accuracy
+                    for loss, accuracy in zip(row["losses"], row["accuracies"], strict=True)
+                ]
+                for row in document["rows"]
+            }
+            found[name] = Model(document, runs)
+    return found
+
+
+def section(results: Path) -> str:
+    """Ours with what was cut down, the gaps, what they say, and the published table apart."""
+    models = read(results)
+    published = json.loads((results / PUBLISHED).read_text())
+    parts = [
+        "## Accuracy",
+        _opening(models),
+        "### What was trained",
+        _cut_down(models),
+        "### Test accuracy, %",
+        "Mean over the seeds and half of its 95 % interval (Student's t). `auto-4` cuts a "
+        "minibatch into 4 microbatches, and is then one update late instead of three; all "
+        "others have one microbatch. `data-parallel-4` is four replicas, each with a quarter "
+        "of the minibatch and BatchNorm's statistics of that quarter; a model without "
+        "BatchNorm makes the updates of `sync` then, up to the order of sums (and dropout's "
+        "draws), and was not trained again.",
+        _accuracies(models),
+        "### Points above or below sync",
+        "Paired by seed, with the 95 % interval.",
+        _points(models),
+        "![Test accuracy of every method less that of synchronous training, with 95 % "
+        "intervals, one panel a model](results-accuracy.png)",
+        "\n".join(f"- {line}" for line in _findings(models)),
+        "### How far the learning rate could have been raised",
+        _rates(results, models),
+        _twice(results),
+        "### The published table",
+        _published(published),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _opening(models: Mapping[str, Model]) -> str:
+    seeds = sorted({model.seeds for model in models.values()})
+    first = next(iter(models.values())).about
+    return (
+        "The six kinds of model of the [paper's](https://arxiv.org/abs/1809.02839) table, in four "
+        "stages, an update for every minibatch. All methods start from the same weights, see the "
+        "same minibatches and have the same hyper-parameters: the learning rate is the best of "
+        f"powers of two for `sync`, by one seed, and the smaller one where two are within 1 %. "
+        f"{_range(seeds)} seed{'s' * (max(seeds) > 1)}. Far smaller than the "
+        "paper's, and far from trained to the end: what they show is who keeps up with "
+        "synchronous training, not how good a model can be. One thread of "
+        f"{first['cpu'].split(',')[0]}, torch {first['versions']['torch']}, {first['date']}:\n\n"
+        "    spectrain study --data paper-vgg16 --data-dir cifar --seeds "
+        f"{max(seeds)} --out runs/paper-vgg16"
+    )
+
+
+def _range(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _cut_down(models: Mapping[str, Model]) -> str:
+    lines = []
+    for name, model in models.items():
+        about, settings = model.about, model.about["settings"]
+        (sizes,) = about["parameters"].values()
+        full = preset(settings["data"], settings["model"], quick=False)
+        lines.append(
+            [
+                MODELS[name],
+                DATA[settings["data"]],
+                str(settings["width"]),
+                " + ".join(f"{size / 1000:.0f}" for size in sizes),
+                f"{about['updates']:,} of {settings['batch_size']}",
+                f"{settings.get('optimizer', full.optimizer)}, {settings['lr']:g}",
+                str(model.seeds),
+                f"width {full.width}, {full.epochs} epochs of batches of {full.batch_size}",
+            ]
+        )
+    heads = (
+        "model|data|>width|>thousands of parameters, by stage|>updates|optimizer, learning rate"
+        "|>seeds|the preset for GPUs"
+    )
+    return "\n\n".join(
+        [
+            table(heads, lines),
+            "SGD has momentum 0.9, as in the paper; by SGD the narrow Inception-v4 did not leave "
+            "chance in so few updates. The rate rises over 30 updates and then falls "
+            "as half a cosine. Cut down: the width, and with it the parameters; the updates, at "
+            "most an epoch; the batch "
+            f"({_batches(models)} instead of 128); the texts, in place of IMDb. ResNet has 18 "
+            "layers instead of 152 (`--depth 152` has them). Inception-v4 is "
+            "pytorchcv's with all of its channels divided alike, and its images are resized from "
+            "32 to 75 pixels instead of 299. The full sizes are `spectrain train`'s without "
+            "`--quick`: `spectrain train --data cifar10 --data-dir cifar --model inception-v4 "
+            "--stages 4 --microbatches 1`; they were not trained here.",
+        ]
+    )
+
+
+def _batches(models: Mapping[str, Model]) -> str:
+    sizes = sorted({model.about["settings"]["batch_size"] for model in models.values()})
+    return " or ".join(map(str, sizes))
+
+
+def _rates(results: Path, models: Mapping[str, Model]) -> str:
+    tried = json.loads((results / FOLDER / "rates.json").read_text())
+    lines = [
+        [
+            MODELS[name],
+            ", ".join(f"{rate}: {end['loss']:.3f}" for rate, end in tried["rates"][name].items()),
+            f"{model.about['settings']['lr']:g}",
+        ]
+        for name, model in models.items()
+    ]
+    return "\n\n".join(
+        [
+            "Rates that were tried, with the test loss of `sync` (one seed):",
+            table("model|rate: loss|>taken", lines),
+        ]
+    )
+
+
+def _twice(results: Path) -> str:
+    """One seed at twice the rate, where there is such a file."""
+    models = read(results, "-twice")
+    if not models:
+        return ""
+    heads = "|".join(["method", *(f">{MODELS[name]}" for name in models)])
+    lines = [
+        [f"`{method}`", *(_end(model, method) for model in models.values())]
+        for method in _methods(models)
+    ]
+    named = " and ".join(
+        f"{MODELS[name]} ({model.about['settings']['lr']:g})" for name, model in models.items()
+    )
+    return "\n\n".join(
+        [
+            f"At twice the rate that was taken, {named}, `sync` ends no worse, but has no room "
+            "left; what is late has less of it than `sync`. Test loss, one seed:",
+            table(heads, lines),
+        ]
+    )
+
+
+def _end(model: Model, method: str) -> str:
+    """A method's test loss."""
+    (row,) = (row for row in model.about["rows"] if row["contender"] == method)
+    losses = [loss for loss in row["losses"] if loss is not None]
+    if len(losses) < len(row["losses"]):
+        return "diverged"
+    mean = statistics.fmean(losses)
+    return f"{mean:.3f}" if mean < 10 else f"{mean:,.0f}"
+
+
+def _methods(models: Mapping[str, Model]) -> list[str]:
+    return list(dict.fromkeys(name for model in models.values() for name in _ordered(model)))
+
+
+def _ordered(model: Model) -> Iterator[str]:
+    """Synchronous training first, then as the delay falls."""
+    first = [name for name in ("sync", _OURS) if name in model.accuracies]
+    yield from first
+    yield from sorted(set(model.accuracies) - set(first), key=_place)
+
+
+_ORDER = ("vanilla", "pipedream", "spectrain", "spectrain-stash", "pipeoptim", "auto", "auto-4")
+
+
+def _place(name: str) -> int:
+    return _ORDER.index(name) if name in _ORDER else len(_ORDER)
+
+
+def _accuracies(models: Mapping[str, Model]) -> str:
+    def cell(model: Model, method: str) -> str:
+        if method not in model.accuracies:
+            return "as `sync`" if method == _OURS else ""
+        runs = model.accuracies[method]
+        lost = runs.count(None)
+        if lost:
+            return f"{lost} of {len(runs)} diverged"
+        mean, low, _ = vars(Interval.of([100 * a for a in runs])).values()
+        return f"{mean:.1f} ± {mean - low:.1f}" if math.isfinite(low) else f"{mean:.1f}"
+
+    return _by_model(models, cell, _methods(models))
+
+
+def _points(models: Mapping[str, Model]) -> str:
+    def cell(model: Model, method: str) -> str:
+        if method not in model.accuracies:
+            return ""
+        found = model.points(method)
+        if found is None:
+            return "diverged"
+        return f"{found.mean:+.1f}" + (f" [{_between(found)}]" if math.isfinite(found.low) else "")
+
+    return _by_model(models, cell, [name for name in _methods(models) if name != "sync"])
+
+
+def _between(interval: Interval) -> str:
+    return f"{interval.low:+.1f}, {interval.high:+.1f}"
+
+
+def _by_model(models: Mapping[str, Model], cell: Any, methods: Sequence[str]) -> str:
+    heads = "|".join(["method", *(f">{MODELS[name]}" for name in models)])
+    rows = [[f"`{m}`", *(cell(model, m) for model in models.values())] for m in methods]
+    return table(heads, rows)
+
+
+def _findings(models: Mapping[str, Model]) -> Iterator[str]:
+    """One line a method against sync; then prediction against kept weights, and against none."""
+    for method in _methods(models):
+        if method == "sync":
+            continue
+        yield f"`{method}` against `sync`: {_judged(models, method, 'sync')}."
+    for method in ("spectrain", "spectrain-stash", "pipeoptim", "auto"):
+        yield (
+            f"Does prediction help? `{method}` against `pipedream`, which keeps the weights and "
+            f"predicts nothing: {_judged(models, method, 'pipedream')}."
+        )
+    yield f"With four microbatches, `auto-4` against `auto`: {_judged(models, 'auto-4', 'auto')}."
+
+
+def _judged(models: Mapping[str, Model], method: str, other: str) -> str:
+    """Above, below or neither, by whether the interval has zero in it; the models of each."""
+    found: dict[str, list[str]] = {}
+    for name, model in models.items():
+        if method not in model.accuracies or other not in model.accuracies:
+            continue
+        gap = model.points(method, other)
+        if gap is None:
+            lost = [m for m in (method, other) if None in model.accuracies[m]]
+            kind, text = f"diverged ({' and '.join(f'`{m}`' for m in lost)})", MODELS[name]
+        else:
+            kind = "better" if gap.low > 0 else "worse" if gap.high < 0 else "no difference shown"
+            text = f"{MODELS[name]} ({gap.mean:+.1f})"
+        found.setdefault(kind, []).append(text)
+    order = ("better", "no difference shown", "worse")
+    kinds = sorted(found, key=lambda kind: order.index(kind) if kind in order else len(order))
+    return "; ".join(f"{kind} on {', '.join(found[kind])}" for kind in kinds) or "not trained"
+
+
+def _published(document: Mapping[str, Any]) -> str:
+    columns = document["columns"]
+    heads = ["model", "data", f">{columns[0]}"]
+    heads += [f">{name}, {n}" for n in ("2 stages", "4 stages") for name in columns[1:]]
+    lines = []
+    for model, two in document["two_stages"].items():
+        four = document["four_stages"][model]
+        cells = [two[0], *two[1:], *four[1:]]
+        lines.append([model, document["data"][model], *(f"{value:.2f}" for value in cells)])
+    gaps = {
+        name: statistics.fmean(row[at] - row[0] for row in document["four_stages"].values())
+        for at, name in enumerate(columns)
+        if at
+    }
+    said = ", ".join(f"{name} {gap:+.2f}" for name, gap in gaps.items())
+    return "\n\n".join(
+        [
+            f"From [{document['title']}]({document['source']}), read on {document['read']}; not "
+            "measured here, and not to be mixed with the above: full-size models (DenseNet and "
+            "GoogLeNet in place of Inception-v4 and the self-normalizing MLP), "
+            f"{document['seeds']} seed, learning rates that differ per method, data parallelism on "
+            f"{document['devices_of_data_parallelism']} devices. Accuracy, %; v1 predicts again "
+            "for the backward (`spectrain`), v2 reuses the forward's prediction "
+            "(`spectrain-stash`).",
+            table("|".join(heads), lines),
+            f"Mean over its six models, in 4 stages, less data parallelism: {said} points. With "
+            "one seed nobody can say how much of these is chance.",
+        ]
+    )
+
+
+def draw(results: Path, folder: Path) -> None:
+    """Points above or below sync, a panel for every model."""
+    models = read(results)
+    methods = [name for name in _methods(models) if name != "sync"]
+    drawn = looks(methods)
+    with picture(folder / "results-accuracy.png", 9.0, 5.0) as figure:
+        panels = figure.subplots(2, 3, sharey=True).flat
+        for axes, (name, model) in zip(panels, models.items(), strict=False):
+            axes.axvline(0.0, color="black", linewidth=1.0)
+            for place, method in enumerate(methods):
+                gap = model.points(method) if method in model.accuracies else None
+                if gap is not None:
+                    half = gap.high - gap.mean if math.isfinite(gap.high) else 0.0
+                    color = drawn[method].color
+                    axes.errorbar(gap.mean, place, xerr=half, color=color, marker="o", capsize=2)
+            axes.set_title(f"{MODELS[name]}, {model.seeds} seeds", fontsize=9)
+            axes.grid(True, axis="x", alpha=0.3)
+            axes.set_yticks(range(len(methods)), methods, fontsize=8)
+            axes.tick_params(axis="x", labelsize=8)
+        figure.axes[0].invert_yaxis()
+        figure.supxlabel("test accuracy less that of sync, points", fontsize=9)

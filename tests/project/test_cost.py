@@ -1,0 +1,157 @@
+"""What a stage costs: the bytes that are counted are those that are there."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_cost import (
+    ALIGNMENT,
+    STAGES,
+    batches_of,
+    main,
+    memory,
+    moved,
+    pipeline_of,
+    stages_of,
+    timed,
+)
+from report import cost as report_cost
+from torch import nn
+
+import spectrain_ext as st
+from spectrain_ext.method import find_method, microbatches_of
+
+WIDTH = 32
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """What other tests have left alive is hidden from the list of objects."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def sgd(params: Any, **more: bool) -> st.optim.SGD:
+    return st.optim.SGD(params, lr=1e-3, momentum=0.9, **more)
+
+
+def cases() -> Iterator[tuple[str, int, int, bool]]:
+    """(method, stages, microbatches, whether with AdamW): one microbatch, and the usual number."""
+    for name in st.methods():
+        method = find_method(name)
+        n = min(STAGES, method.max_stages or STAGES)
+        usual = microbatches_of(method, n)
+        for m in {1, usual} if method.min_microbatches is None else {usual}:
+            yield from ((name, n, m, adam) for adam in {False, "adamw" in method.families})
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("name", "n", "m", "adam"), list(cases()))
+def test_storages_are_what_the_ledger_counts(name: str, n: int, m: int, adam: bool) -> None:
+    """Of every stage, to the byte; a buffer has room to be aligned in, and nothing else."""
+    method = find_method(name)
+    pipe = st.Pipeline(
+        stages_of(WIDTH)[:n],
+        st.optim.AdamW if adam else lambda params: sgd(params, ema=method.direction == "ema"),
+        nn.functional.mse_loss,
+        method,
+        microbatches=m,
+    )
+    found = memory(pipe, WIDTH)
+    assert [stage["parameters"] for stage in found] == [
+        (WIDTH + 32 * k) * (WIDTH + 32 * (k + 1)) for k in range(n)
+    ]
+    for stage, theirs in zip(found, pipe.measured_memory(), strict=True):
+        size = 4 * stage["parameters"]
+        assert stage["counted_bytes"] == size * stage["counted_versions"]
+        assert stage["measured_bytes"] == stage["counted_bytes"] + ALIGNMENT * stage["buffers"]
+        assert stage["buffers"] == stage["counted_versions"] == theirs.versions
+        assert theirs.weight_bytes == stage["counted_bytes"]
+        assert stage["state_bytes"] == size * (2 if adam else 1)
+    assert pipe.weight_version_bytes == sum(stage["counted_bytes"] for stage in found)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_buffer_more_is_seen() -> None:
+    pipe = pipeline_of("spectrain", 1, "sgd", WIDTH)
+    assert [stage["buffers"] for stage in memory(pipe, WIDTH)] == [2] * STAGES
+    more = torch.empty(WIDTH, WIDTH + 32)  # as large as the first stage
+    assert [stage["buffers"] for stage in memory(pipe, WIDTH)] == [3, *[2] * (STAGES - 1)]
+    del more
+
+
+@pytest.mark.parametrize(
+    ("method", "update", "loads"),
+    [
+        ("sync", [20] * 4, [0] * 4),
+        ("vanilla", [20] * 4, [0] * 4),
+        # a version that is still wanted is kept at the update, and exchanged for its backward
+        ("pipedream", [28, 28, 28, 20], [16, 16, 16, 0]),
+        # the step writes the forward's prediction; the backward's is another pass where it differs
+        ("spectrain", [24] * 4, [8, 8, 12, 0]),
+        ("spectrain-stash", [24, 24, 24, 20], [16, 16, 16, 0]),
+        ("auto", [24] * 4, [16, 16, 16, 0]),
+    ],
+)
+def test_bytes_of_a_minibatch(method: str, update: list[int], loads: list[int]) -> None:
+    """Per parameter, in float32, of SGD; AdamW has another moment to read and to write."""
+    for optimizer, step, state in (("sgd", 0, 0), ("adamw", 8, 4)):
+        found = moved(method, 1, optimizer)
+        assert [stage["update"] for stage in found] == [b + step for b in update]
+        predicts = [b + state * (b == 12) for b in loads]
+        assert [stage["loads"] for stage in found] == predicts
+
+
+def test_times_are_over_the_first_ones() -> None:
+    pipes = [pipeline_of(method, 1, "sgd", WIDTH) for method in ("sync", "spectrain")]
+    plain, predicted = timed(pipes, WIDTH, batch=2, rounds=2, minibatches=1)
+    assert len(plain) == len(predicted) == STAGES
+    for stage in plain:
+        assert stage["update"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    for stage in predicted:
+        update, loads = stage["update"], stage["loads"]
+        assert update["low"] > 0 and loads["low"] > 0
+        for both in (stage["both"], update, loads):
+            assert both["low"] <= both["median"] <= both["high"]
+        assert stage["compute_ms"] > 0
+
+
+def test_batches_go_through_the_stages() -> None:
+    x, y = next(batches_of(WIDTH, 3))
+    assert nn.Sequential(*stages_of(WIDTH))(x).shape == y.shape
+
+
+def test_a_run_from_the_command_to_the_document(tmp_path: Path) -> None:
+    folder = tmp_path / report_cost.RUN
+    path = folder / "cost.json"
+    sizes = ["--width", str(WIDTH), "--batches", "2", "3", "--minibatches", "1", "--rounds", "1"]
+    assert main([*sizes, "--json", str(path)]) == 0
+    section = report_cost.section(tmp_path)
+    document = json.loads(path.read_text())
+    for case in document["cases"]:
+        case["time"] = {}
+    path.write_text(json.dumps(document))
+    without = report_cost.section(tmp_path)
+    memory = (
+        "| `pipedream` | 1 | 4, 3, 2, 1 | 4, 3, 2, 1 | 0.0, 0.1, 0.1, 0.1 | 1024, 768, 512, 256 "
+    )
+    counted = "| SGD | `spectrain` | 1 | 24 + 8, 24 + 8, 24 + 12, 24 + 0 | 1.6, 1.6, 1.8, 1.2 |"
+    for text in (without, section):
+        assert memory in text and "Counted and found are equal to the byte" in text
+        assert counted in text
+    assert "not measured yet" in without and "Measured over counted" not in without
+    assert "not measured yet" not in section and "Measured over counted" in section
+    assert (
+        "| AdamW | `sync` | 1 | 28 + 0, 28 + 0, 28 + 0, 28 + 0 | 1.0, 1.0, 1.0, 1.0 | 1." in section
+    )
+    assert "`pipedream-2bw` moves 112 bytes per parameter on stage 0" in section
+    document["cases"][3]["memory"][2]["measured_bytes"] += 1
+    path.write_text(json.dumps(document))
+    assert "Not equal: SGD, `spectrain` with 1, stage 2." in report_cost.section(tmp_path)
