@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--batch", type=int, default=384, help="samples per minibatch")
-    parser.add_argument("--seconds", type=float, default=1.2, help="per configuration and round")
+    parser.add_argument("--seconds", type=float, default=1.0, help="per configuration and round")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--processes", type=int, nargs="*", default=PROCESSES)
     parser.add_argument("--quick", action="store_true", help="a fifth of it, in seconds")

@@ -17,11 +17,11 @@ from . import DOCS
 EVIDENCE = {
     "accuracy": ("`spectrain study`, as the section says", "hours"),
     "errors": ("`python bench/prediction_errors.py --data-dir FILE --json FILE`", "minutes"),
-    "throughput": ("`spectrain plan`, as the section says", "minutes"),
+    "throughput": ("`python bench/simulate_throughput.py FOLDER`, after `--measure`", "minutes"),
     "processes": ("`python bench/bench_distributed.py --rounds 7 --json FILE`", "ten minutes"),
     "cost": ("`python bench/bench_cost.py --json FILE`", "minutes"),
     "quality": ("`spectrain study`, as [frontier](frontier.md#how-it-was-measured) says", "hours"),
-    "planner": ("`spectrain plan`, as the section says", "minutes"),
+    "planner": ("`python bench/bench_plan.py --json FILE`", "ten minutes"),
 }
 
 OPENING = """\
