@@ -41,6 +41,7 @@ PROCESSES = (2, 3, 4)
 MODELS = {"even": (2,) * 12, "uneven": (1, 1, 4, 2, 1, 3, 5, 1, 1, 3, 1, 1)}
 
 
+_WARM = 5  # minibatches: a pipeline of four stages is full, and nothing drains yet
 #: Seconds of a minibatch: of the plan and of the run, each with those of all ranks' CPUs for it.
 KINDS = ("planned", "planned_work", "measured", "measured_work")
 
@@ -122,15 +123,14 @@ class Runner:
         self._batch = torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)
 
     def period(self, seconds: float, guess: float) -> tuple[float, float]:
-        """Seconds of a minibatch, between the first results and the last; and of CPU for it."""
-        warm = 6
-        count = warm + max(8, round(seconds / guess))
+        """Seconds of a minibatch, without the first and the last ones; and of CPU for it."""
+        count = max(8, round(seconds / guess))
         times = []
-        for _ in self._pipe.run(self._batch for _ in range(count)):
+        for _ in self._pipe.run(self._batch for _ in range(count + 2 * _WARM)):
             times.append((time.perf_counter(), time.process_time()))
-        between = len(times) - 3 - (warm - 1)
         whole, own = (
-            (end - begin) / between for begin, end in zip(times[warm - 1], times[-3], strict=True)
+            (end - begin) / count
+            for begin, end in zip(times[_WARM - 1], times[-_WARM - 1], strict=True)
         )
         return whole, own
 
