@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -230,6 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.quick:
         options.rounds, options.seconds = 1, 0.2
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
     began, load = time.monotonic(), os.getloadavg()
     parts = []
     options.part = f"{options.json or 'plan'}.part"
