@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ PROCESSES = (2, 3, 4)
 MODELS = {"even": (2,) * 12, "uneven": (1, 1, 4, 2, 1, 3, 5, 1, 1, 3, 1, 1)}
 
 
+_WARM = 5  # minibatches: a pipeline of four stages is full, and nothing drains yet
 #: Seconds of a minibatch: of the plan and of the run, each with those of all ranks' CPUs for it.
 KINDS = ("planned", "planned_work", "measured", "measured_work")
 
@@ -122,15 +124,14 @@ class Runner:
         self._batch = torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)
 
     def period(self, seconds: float, guess: float) -> tuple[float, float]:
-        """Seconds of a minibatch, between the first results and the last; and of CPU for it."""
-        warm = 6
-        count = warm + max(8, round(seconds / guess))
+        """Seconds of a minibatch, without the first and the last ones; and of CPU for it."""
+        count = max(8, round(seconds / guess))
         times = []
-        for _ in self._pipe.run(self._batch for _ in range(count)):
+        for _ in self._pipe.run(self._batch for _ in range(count + 2 * _WARM)):
             times.append((time.perf_counter(), time.process_time()))
-        between = len(times) - 3 - (warm - 1)
         whole, own = (
-            (end - begin) / between for begin, end in zip(times[warm - 1], times[-3], strict=True)
+            (end - begin) / count
+            for begin, end in zip(times[_WARM - 1], times[-_WARM - 1], strict=True)
         )
         return whole, own
 
@@ -222,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--batch", type=int, default=384, help="samples per minibatch")
-    parser.add_argument("--seconds", type=float, default=1.2, help="per configuration and round")
+    parser.add_argument("--seconds", type=float, default=1.0, help="per configuration and round")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--processes", type=int, nargs="*", default=PROCESSES)
     parser.add_argument("--quick", action="store_true", help="a fifth of it, in seconds")
@@ -230,6 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.quick:
         options.rounds, options.seconds = 1, 0.2
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
     began, load = time.monotonic(), os.getloadavg()
     parts = []
     options.part = f"{options.json or 'plan'}.part"

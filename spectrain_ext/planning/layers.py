@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.files import read_json, replace_file
+from spectrain_ext.operators.heap import keep_freed_memory
 from spectrain_ext.partitioning import BlockProfile, Profile, Tie, profile_of
 from spectrain_ext.transport import Value, each, tensors_of
 
@@ -106,6 +107,7 @@ def measure_layers(
     Raises:
         TypeError, ValueError, RuntimeError: as for ``partition``.
     """
+    keep_freed_memory()  # as a pipeline does
     samples = len(next(iter(tensors_of(example_input))))
     few = max(1, samples // 8)
     large = profile_of(model, example_input, repeats=repeats)

@@ -225,10 +225,10 @@ def _assumptions(layers: Layers, link: Link, speed: float | None, cores: int | N
     said = [f"layer times are measured ({where or 'as the profile says'})"]
     if speed is not None:
         said.append(f"ASSUMED: devices compute {speed:g} times as fast as that, every layer alike")
-    source = "measured" if "measured" in link.name else "published or given, not measured"
+    source = "" if "measured" in link.name else ": published or given, not measured"
     said.append(
         f"link {link.name}: {link.bandwidth / 1e9:.4g} GB/s a direction, "
-        f"{1e6 * link.latency:.4g} us: {source}"
+        f"{1e6 * link.latency:.4g} us{source}"
     )
     if cores is not None:
         said.append(f"all devices share {cores} cores")
