@@ -14,8 +14,8 @@ cores can do at most, and says nothing of machines that have a core for each.
 Each candidate is made anew in every round, and its groups are taken apart after it: a thread of
 gloo looks around a hundred times a second, whether its group is used or not.
 
-    python bench/bench_distributed.py --ranks 2 3 4 --rounds 9 --seconds 165 --json measured.json
-    python bench/bench_distributed.py --trials --rounds 60 --seconds 500 --json trials.json
+    python bench/bench_distributed.py --ranks 2 3 4 --rounds 9 --seconds 480 --json measured.json
+    python bench/bench_distributed.py --trials --rounds 60 --seconds 400 --json trials.json
     python bench/bench_distributed.py --ranks 2 3 4 --quick      # whether it works: no figures
 """
 
@@ -427,7 +427,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="at most")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="of all rounds of a number of ranks"
+        "--seconds", type=float, default=float("inf"), help="of all rounds together"
     )
     parser.add_argument(
         "--quick", action="store_true", help="a rehearsal, whose figures say nothing"
@@ -443,8 +443,11 @@ def main() -> None:
     else:
         document = {**about(), "ranks": {}}
         blocks: int | None = None
+        parts = sum(len(microbatches(ranks)) for ranks in options.ranks)
         for ranks in options.ranks:
-            found = spawned(rank_main, ranks, blocks, options)
+            own = argparse.Namespace(**vars(options))
+            own.seconds = options.seconds * len(microbatches(ranks)) / parts
+            found = spawned(rank_main, ranks, blocks, own)
             document["ranks"][str(ranks)] = found
             if len(document["ranks"]) == 1:
                 whole = found["blocks"] * ranks
