@@ -269,6 +269,13 @@ def measured_once(make: Callable[[], Measure], count: int) -> float:
     return figure
 
 
+def each_anew(
+    found: dict[str, Callable[[], Measure]], count: int
+) -> dict[str, Callable[[], float]]:
+    """Candidates to be made anew whenever they are measured."""
+    return {name: partial(measured_once, make, count) for name, make in found.items()}
+
+
 def begin(rank: int, ranks: int, port: int) -> None:
     """Put a rank's process in order."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -299,7 +306,7 @@ def rank_main(
     seconds = slowest(
         median(alone(stage_of(blocks), torch.randn(options.batch, WIDTH), 2.0, False))
     )
-    figures = rounds_of(found, options)
+    figures = rounds_of(each_anew(found, options.count), options)
     if rank == ranks - 1:
         said.put(
             {
@@ -316,7 +323,7 @@ def rank_main(
 
 
 def rounds_of(
-    found: dict[str, Callable[[], Measure]], options: argparse.Namespace
+    found: dict[str, Callable[[], float]], options: argparse.Namespace
 ) -> dict[str, list[float]]:
     """The figures of all rounds, as many as there is time for, and one at least."""
     figures: dict[str, list[float]] = {name: [] for name in found}
@@ -324,9 +331,9 @@ def rounds_of(
     for n in range(options.rounds):
         if n and slowest(time.perf_counter() - start) * (n + 1) / n > options.seconds:
             break
-        for name, make in found.items():
+        for name, measure in found.items():
             dist.barrier()
-            figures[name].append(measured_once(make, options.count))
+            figures[name].append(measure())
     return figures
 
 
