@@ -14,8 +14,8 @@ cores can do at most, and says nothing of machines that have a core for each.
 Each candidate is made anew in every round, and its groups are taken apart after it: a thread of
 gloo looks around a hundred times a second, whether its group is used or not.
 
-    python bench/bench_distributed.py --ranks 2 3 4 --rounds 9 --seconds 165 --json measured.json
-    python bench/bench_distributed.py --trials --rounds 60 --seconds 500 --json trials.json
+    python bench/bench_distributed.py --ranks 2 3 4 --rounds 9 --seconds 480 --json measured.json
+    python bench/bench_distributed.py --trials --rounds 60 --seconds 400 --json trials.json
     python bench/bench_distributed.py --ranks 2 3 4 --quick      # whether it works: no figures
 """
 
@@ -269,6 +269,13 @@ def measured_once(make: Callable[[], Measure], count: int) -> float:
     return figure
 
 
+def each_anew(
+    found: dict[str, Callable[[], Measure]], count: int
+) -> dict[str, Callable[[], float]]:
+    """Candidates to be made anew whenever they are measured."""
+    return {name: partial(measured_once, make, count) for name, make in found.items()}
+
+
 def begin(rank: int, ranks: int, port: int) -> None:
     """Put a rank's process in order."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -299,7 +306,7 @@ def rank_main(
     seconds = slowest(
         median(alone(stage_of(blocks), torch.randn(options.batch, WIDTH), 2.0, False))
     )
-    figures = rounds_of(found, options)
+    figures = rounds_of(each_anew(found, options.count), options)
     if rank == ranks - 1:
         said.put(
             {
@@ -316,7 +323,7 @@ def rank_main(
 
 
 def rounds_of(
-    found: dict[str, Callable[[], Measure]], options: argparse.Namespace
+    found: dict[str, Callable[[], float]], options: argparse.Namespace
 ) -> dict[str, list[float]]:
     """The figures of all rounds, as many as there is time for, and one at least."""
     figures: dict[str, list[float]] = {name: [] for name in found}
@@ -324,9 +331,9 @@ def rounds_of(
     for n in range(options.rounds):
         if n and slowest(time.perf_counter() - start) * (n + 1) / n > options.seconds:
             break
-        for name, make in found.items():
+        for name, measure in found.items():
             dist.barrier()
-            figures[name].append(measured_once(make, options.count))
+            figures[name].append(measure())
     return figures
 
 
@@ -427,7 +434,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="at most")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="of all rounds of a number of ranks"
+        "--seconds", type=float, default=float("inf"), help="of all rounds together"
     )
     parser.add_argument(
         "--quick", action="store_true", help="a rehearsal, whose figures say nothing"
@@ -443,8 +450,11 @@ def main() -> None:
     else:
         document = {**about(), "ranks": {}}
         blocks: int | None = None
+        parts = sum(len(microbatches(ranks)) for ranks in options.ranks)
         for ranks in options.ranks:
-            found = spawned(rank_main, ranks, blocks, options)
+            own = argparse.Namespace(**vars(options))
+            own.seconds = options.seconds * len(microbatches(ranks)) / parts
+            found = spawned(rank_main, ranks, blocks, own)
             document["ranks"][str(ranks)] = found
             if len(document["ranks"]) == 1:
                 whole = found["blocks"] * ranks

@@ -230,8 +230,10 @@ def _counted() -> tuple[float, int, dict[int, tuple[float, float]]]:
     return time.perf_counter(), faults, threads
 
 
-def profile(method: str, blocks: int, batch: int, count: int) -> dict[str, Any]:
-    """Milliseconds of a minibatch on this rank, by threads and by actions."""
+def profile(
+    method: str, blocks: int, batch: int, count: int, pipes: list[st.Pipeline]
+) -> dict[str, Any]:
+    """Milliseconds of a minibatch on this rank, by threads and by actions; adds its pipeline."""
     warm = 4
     pipe = st.DistributedPipeline(
         bench.stage_of(blocks),
@@ -242,6 +244,7 @@ def profile(method: str, blocks: int, batch: int, count: int) -> dict[str, Any]:
         timeout=120.0,
         share_loss=True,
     )
+    pipes.append(pipe)
     torch.manual_seed(0)
     data = torch.randn(batch, bench.WIDTH), torch.randn(batch, bench.WIDTH)
     counters = _Counters(warm - 1, warm + count - 1)
@@ -307,17 +310,20 @@ def rank_main(
             held.enter_context(patch.object(pipeline, "keep_freed_memory", lambda: None))
         if blocks is None:
             blocks = bench.calibrated(options.milliseconds, options.batch)
-        whole = kept and not options.heap
-        found = (
-            trial_candidates(rank, blocks, options.batch)
-            if whole
-            else heap_candidates(blocks, options.batch)
-        )
+        batch, count = options.batch, options.count
+        if options.heap:
+            # Once, as in a training: large buffers that were freed before would have glibc keep
+            # as much as them.
+            made = {name: make() for name, make in heap_candidates(blocks, batch).items()}
+            found = {name: partial(measure, count) for name, measure in made.items()}
+        else:
+            found = bench.each_anew(trial_candidates(rank, blocks, batch), count)
         figures = bench.rounds_of(found, options)
+        pipes: list[st.Pipeline] = []  # which stay, for the same reason
         profiles = {"ideal": profile_ideal(blocks, options.batch, 2 * options.count)}
         for method in ("vanilla", "spectrain"):
             dist.barrier()
-            profiles[method] = profile(method, blocks, options.batch, 2 * options.count)
+            profiles[method] = profile(method, blocks, options.batch, 2 * options.count, pipes)
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, profiles)
     if rank == 0:

@@ -322,7 +322,8 @@ def _heap(heaps: dict[str, list[dict[str, Any]]]) -> str:
         lines,
     )
     return f"""Freed memory: glibc gives what a minibatch frees (gradients, activations) back to the
-system, and takes it again page by page; a pipeline on a CPU now has it kept. Microbatches a second
+system, and takes it again page by page, in some processes and not in others, by what lies above it
+in the heap; a pipeline on a CPU now has it kept. Microbatches a second
 in {len(next(iter(heaps.values())))} pairs of runs that took turns, medians; the ideal and rivals in
 the same process have it kept as well:
 
