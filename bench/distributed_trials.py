@@ -120,9 +120,8 @@ def placed(threads: Iterable[int], cores: set[int]) -> Any:
             os.sched_setaffinity(tid, were)
 
 
-def pinned(blocks: int, batch: int, what: str, core: int) -> bench.Measure:
-    """spectrain with all of a rank on its core, or its own thread, or gloo's on the other's."""
-    measure = bench.ours("spectrain", blocks, batch)
+def pinned(measure: bench.Measure, what: str, core: int) -> bench.Measure:
+    """All of a rank on its core, or its own thread, or gloo's on the other's."""
 
     def measured(count: int) -> float:
         own = [threading.get_native_id()]
@@ -175,14 +174,16 @@ def sent_by_threads(blocks: int, batch: int) -> bench.Measure:
 
 def trial_candidates(rank: int, blocks: int, batch: int) -> Candidates:
     plain = partial(bench.ours, "spectrain", blocks, batch)
+    ideal = partial(bench.ideal, blocks, batch)
     return {
-        "ideal": partial(bench.ideal, blocks, batch),
+        "ideal": ideal,
         "vanilla": partial(bench.ours, "vanilla", blocks, batch),
         "spectrain": plain,
+        "the ideal with a core for each rank": lambda: pinned(ideal(), "rank", rank),
         **{name: partial(plain, window=window) for name, window in WINDOWS.items()},
-        "a core for each rank": partial(pinned, blocks, batch, "rank", rank),
-        "a core for each rank's own thread": partial(pinned, blocks, batch, "own", rank),
-        "gloo's threads on the other core": partial(pinned, blocks, batch, "other", rank),
+        "a core for each rank": lambda: pinned(plain(), "rank", rank),
+        "a core for each rank's own thread": lambda: pinned(plain(), "own", rank),
+        "gloo's threads on the other core": lambda: pinned(plain(), "other", rank),
         f"{IDLE_GROUPS} more idle groups": partial(beside_idle_groups, blocks, batch),
         "split backward": partial(split_backward, blocks, batch, True),
         "split backward, all at once": partial(split_backward, blocks, batch, False),

@@ -30,6 +30,7 @@ _TRIED = {
     "window 3, 1": "the wide window, 3 and 1: twice the staleness on stage 0",
     "window 3, 2": "a window of 3 and 2 (N - k + 1): more staleness on both stages",
     "window 4, 2": "a window of 4 and 2: still more",
+    "the ideal with a core for each rank": "the ideal itself, all threads of a rank on one core",
     "a core for each rank": "all threads of a rank on one core of its own",
     "a core for each rank's own thread": "only the thread that computes, and what it starts",
     "gloo's threads on the other core": "gloo's progress threads off the core that computes",
