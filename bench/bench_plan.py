@@ -1,6 +1,6 @@
 """Planned against real: 2, 3 and 4 processes of this machine over gloo, and what the planner says.
 
-The link is measured first (messages between two processes). Every round measures the layers, with
+The link is measured first, with as many processes. Every round measures the layers, with
 as many processes at once as there are cores, and then every configuration; the plan of a round is
 made of its own layers. Ratios are taken round by round, planned over measured; medians count.
 
@@ -236,12 +236,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     began, load = time.monotonic(), os.getloadavg()
     parts = []
     options.part = f"{options.json or 'plan'}.part"
-    link = measured_link()
-    print(
-        f"a message: {1e6 * link.latency:.0f} us and {link.bandwidth / 1e9:.2f} GB/s, either CPU "
-        f"busy for {1e6 * link.busy:.0f} us and {link.busy_bandwidth / 1e9:.2f} GB/s"
-    )
     for processes in options.processes:
+        link = measured_link(processes)
+        print(
+            f"a message: {1e6 * link.latency:.0f} us and {link.bandwidth / 1e9:.2f} GB/s, either "
+            f"CPU busy for {1e6 * link.busy:.0f} us and {link.busy_bandwidth / 1e9:.2f} GB/s"
+        )
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         mp.spawn(rank_main, (processes, store.port, link, options), nprocs=processes)
         with open(options.part) as file:

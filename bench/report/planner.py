@@ -25,7 +25,7 @@ def section(results: Path) -> str:
     if not path.exists():
         return "## Planned against real\n\nNot measured."
     document = json.loads(path.read_text())
-    link, rows = document["runs"][0]["link"], _rows(document)
+    rows = _rows(document)
     within = [row for row in rows if abs(row["ratio"] - 1) <= _TARGET]
     shared = any(run["processes"] > run["cores"] for run in document["runs"])
     load = document["load_before"][0]
@@ -37,11 +37,10 @@ it: processes of one machine with {document["runs"][0]["cores"]} cores, one thre
 loopback, {document["batch"]} samples a minibatch, {document["rounds"]} rounds
 ([figures](../bench/results/{FOLDER}/plan.json)). In every round the planner is given layer times
 that were **measured** a moment before, with as many processes at once as there are cores, and
-**simulates** the period of a minibatch; then that is **measured**. The link was measured as well:
-{1e6 * link["latency"]:.0f} us and {link["bandwidth"] / 1e9:.2f} GB/s for a message, of which either
-process's core is busy for {1e6 * link["busy"]:.0f} us and {link["busy_bandwidth"] / 1e9:.2f} GB/s.
-*Ratio* is planned over measured, the median of the rounds and their range. *Work* is the CPU time
-of all processes for a minibatch, the planner's over what was used.""",
+**simulates** the period of a minibatch; then that is **measured**. The link was measured before
+(`--link measured`), by pipelines of other stages than these. *Ratio* is planned over measured, the
+median of the rounds and their range. *Work* is the CPU time of all processes for a minibatch, the
+planner's over what was used.""",
         f"**{len(within)} of {len(rows)} configurations are within 10 %**; {_spread(rows)}.",
     ]
     if shared:
@@ -53,7 +52,8 @@ of all processes for a minibatch, the planner's over what was used.""",
         mine = [row for row in rows if row["processes"] == run["processes"]]
         inside = sum(abs(row["ratio"] - 1) <= _TARGET for row in mine)
         parts += [
-            f"{run['processes']} processes, {inside} of {len(mine)} within 10 %:",
+            f"{run['processes']} processes, {inside} of {len(mine)} within 10 %; "
+            f"{_link(run['link'])}:",
             _table(mine),
         ]
     parts.append(_missed(rows))
@@ -62,6 +62,14 @@ of all processes for a minibatch, the planner's over what was used.""",
         "(results-planner.png)"
     )
     return "\n\n".join(part for part in parts if part)
+
+
+def _link(link: dict[str, Any]) -> str:
+    return (
+        f"a message takes {1e6 * link['latency']:.0f} us and {link['bandwidth'] / 1e9:.2f} GB/s, "
+        f"and keeps the core of either process busy for {1e6 * link['busy']:.0f} us and "
+        f"{link['busy_bandwidth'] / 1e9:.2f} GB/s"
+    )
 
 
 def _rows(document: dict[str, Any]) -> list[dict[str, Any]]:

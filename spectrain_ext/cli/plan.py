@@ -43,9 +43,10 @@ _TABLE = 160  # columns that the table has
 _MORE = click.FloatRange(min=0, min_open=True)
 
 
-def _link(context: click.Context, parameter: click.Parameter, value: str) -> Link:
+def _link(context: click.Context, parameter: click.Parameter, value: str) -> Link | None:
+    """The link; None: it is to be measured."""
     if value == "measured":
-        return measured_link()
+        return None
     try:
         return find_link(value)
     except ValueError as error:
@@ -82,7 +83,7 @@ def _link(context: click.Context, parameter: click.Parameter, value: str) -> Lin
     metavar="LINK",
     callback=_link,
     help=f"Between any two devices: {', '.join(LINKS)}, bytes per second of each direction, or "
-    "measured: between two processes of this machine.",
+    "measured: between as many processes of this machine.",
 )
 @click.option(
     "--batch", type=POSITIVE, default=256, help="Samples of a minibatch, over all devices."
@@ -133,7 +134,7 @@ def plan_command(
     profile: Path | None,
     save_profile: Path | None,
     devices: int,
-    link: Link,
+    link: Link | None,
     batch: int,
     memory: float | None,
     speed: float | None,
@@ -159,7 +160,7 @@ def plan_command(
         found = plan(
             layers,
             devices,
-            link=link,
+            link=measured_link(devices) if link is None else link,
             batch=batch,
             memory=memory,
             speed=speed,

@@ -1,4 +1,4 @@
-"""Links: what messages between two processes of this machine take, measured."""
+"""Links: what messages between processes of this machine take, measured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,27 +20,37 @@ from torch.multiprocessing.spawn import start_processes
 from spectrain_ext import optim
 from spectrain_ext.distributed import DistributedPipeline
 from spectrain_ext.distributed.store import store_at
-from spectrain_ext.planning import Link
+from spectrain_ext.method import find_method
+from spectrain_ext.partitioning import cut_at
+from spectrain_ext.planning import Link, measure_layers
+from spectrain_ext.planning.costs import Costs, Setting, Way
 
 _SIZES = (1 << 14, 1 << 20)  # bytes of a message
 _TIMES, _WARM = 40, 8
 _PARTS = 8
+_WIDTH, _ROWS = 192, 256  # of the stages that compute something, and samples of their minibatches
 
 
-def measured_link() -> Link:
-    """The link of two processes of this machine, over gloo and the loopback device.
+def measured_link(processes: int = 2) -> Link:
+    """The link of processes of this machine, over gloo and the loopback device.
 
-    Latency and bandwidth are those of a message to the other process and back. What a message
-    keeps either process busy is its CPU time, in all its threads, in a run of a pipeline whose
-    stages compute next to nothing.
+    Latency and bandwidth are those of a message to another process and back. What a byte keeps
+    either process busy is its CPU time, in all its threads, in a pipeline whose stages compute next
+    to nothing. What a message does besides is the CPU time of a pipeline with so many stages that
+    compute for some milliseconds, less what a plan says of it without: it has the engine's own
+    work, and that of caches where processes take turns on a core, which no layer's time has.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "link.json"
         store: Any = store_at("127.0.0.1", 0, listen=True)
-        start_processes(_rank, (store.port, str(path)), nprocs=2, start_method="spawn")
+        start_processes(
+            _rank,
+            (max(2, processes), store.port, str(path)),
+            nprocs=max(2, processes),
+            start_method="spawn",
+        )
         found = json.loads(path.read_text())
-    (latency, per_byte), (busy, busy_per_byte) = found
-    return Link("gloo, measured", 1 / per_byte, latency, busy, 1 / busy_per_byte)
+    return Link("gloo, measured", **found)
 
 
 class _Scale(nn.Module):
@@ -53,15 +64,20 @@ class _Scale(nn.Module):
         return x * self.factor
 
 
-def _rank(rank: int, port: int, path: str) -> None:
+def _rank(rank: int, ranks: int, port: int, path: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = store_at("127.0.0.1", port, listen=False)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=2)
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=2)
     )
-    found = [_line(lambda size: _sent(rank, size)), _line(_handled)]
+    latency, per_byte = _line(lambda size: _sent(rank, size))
+    busy, busy_per_byte = _line(lambda size: _handled(ranks, size))
+    link = Link("", 1 / per_byte, latency, busy, 1 / busy_per_byte)
+    busy = max(0.0, _besides(rank, ranks, replace(link, busy=0.0)))
     if rank == 0:
+        found = {"bandwidth": link.bandwidth, "latency": latency}
+        found |= {"busy": busy, "busy_bandwidth": link.busy_bandwidth}
         Path(path).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -76,7 +92,7 @@ def _line(seconds: Callable[[int], float]) -> tuple[float, float]:
 
 def _sent(rank: int, size: int) -> float:
     message, taken = torch.zeros(size // 4), []
-    for _ in range(_TIMES):
+    for _ in range(_TIMES if rank < 2 else 0):
         began = time.perf_counter()
         for sender in range(2):
             if rank == sender:
@@ -84,25 +100,52 @@ def _sent(rank: int, size: int) -> float:
             else:
                 dist.recv(message, 1 - rank)
         taken.append((time.perf_counter() - began) / 2)
-    return min(taken)  # others may use the machine as well
+    dist.barrier()
+    return min(taken, default=0.0)  # others may use the machine as well
 
 
-def _handled(size: int) -> float:
-    """CPU seconds of one rank for one message that it sends or receives, the mean of both."""
+def _handled(ranks: int, size: int) -> float:
+    """CPU seconds of a rank for a message that it sends or receives."""
+    batch = torch.ones(_PARTS, size // 4), torch.zeros(_PARTS, size // 4)
+    return _used(_Scale(), batch) / _ends(ranks)
+
+
+def _besides(rank: int, ranks: int, link: Link) -> float:
+    """CPU seconds for a message that no plan has, of stages that compute."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(12 * ranks)]
+    batch = torch.randn(_ROWS, _WIDTH), torch.randn(_ROWS, _WIDTH)
+    ends = tuple(12 * (k + 1) for k in range(ranks))
+    cores = len(os.sched_getaffinity(0))
+    planned = 0.0
+    dist.barrier()
+    if rank < cores:  # all cores are at it, as they are in the run
+        layers = measure_layers(blocks, batch[0])
+        way = Way(find_method("vanilla"), ends, (1,) * ranks, _PARTS)
+        planned = Costs(Setting(layers, link, _ROWS, cores), way).work
+    dist.barrier()
+    used = _used(cut_at(blocks, ends)[rank], batch)
+    return (used - planned) / _ends(ranks)
+
+
+def _ends(ranks: int) -> int:
+    """Messages that are sent or received for a minibatch, by all ranks."""
+    return 2 * 2 * (ranks - 1) * _PARTS
+
+
+def _used(stage: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
+    """CPU seconds of all ranks for a minibatch."""
     pipe = DistributedPipeline(
-        _Scale(),
-        lambda params: optim.SGD(params, lr=0.0),
+        stage,
+        lambda params: optim.SGD(params, lr=0.0, momentum=0.9),
         nn.functional.mse_loss,
         "vanilla",
         microbatches=_PARTS,
         timeout=60.0,
     )
-    batch = torch.ones(_PARTS, size // 4), torch.zeros(_PARTS, size // 4)
     times = []
     for _ in pipe.run(batch for _ in range(_WARM + _TIMES)):
         times.append(time.process_time())
-    # An activation and a gradient of every microbatch pass each of the two.
-    own = (times[-1] - times[_WARM - 1]) / (_TIMES * _PARTS * 2)
-    used = torch.tensor(own)
+    used = torch.tensor((times[-1] - times[_WARM - 1]) / _TIMES, dtype=torch.float64)
     dist.all_reduce(used)
-    return float(used) / 2
+    return float(used)

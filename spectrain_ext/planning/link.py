@@ -54,7 +54,9 @@ class Link:
             return 0.0
         ring = 2 * (devices - 1) * self.seconds(size / devices)
         trees = 2 * math.ceil(math.log2(devices)) * self.latency + 2 * size / self.bandwidth
-        return min(ring, trees)
+        # Every byte is sent by one device and received by another.
+        busy = 2 * 2 * (devices - 1) / devices * size / self.busy_bandwidth
+        return min(ring, trees) + busy
 
 
 _MICROSECOND = 1e-6

@@ -240,6 +240,9 @@ def test_a_ring_or_trees():
     assert link.all_reduce(1e6, 1) == 0.0
     assert link.all_reduce(1e6, 4) == pytest.approx(6 * (1e-5 + 0.25e-3))
     assert link.all_reduce(1e6, 1024) == pytest.approx(20 * 1e-5 + 2e-3)
+    # each of two CPUs sends a megabyte and takes one, and is busy with both
+    busy = Link("cpu", 1e9, busy_bandwidth=2e9)
+    assert busy.all_reduce(1e6, 2) == pytest.approx(1e-3 + 1e-3)
 
 
 def test_links():
