@@ -200,8 +200,8 @@ def _twice(results: Path) -> str:
     return "\n\n".join(
         [
             f"At twice the rate that was taken, {named}, `sync` ends no worse, but has no room "
-            "left; what is late has less of it than `sync`. That of two rates within 1 % the smaller "
-            "one is taken was decided after these runs had been seen. Test loss, one seed:",
+            "left; what is late has less of it than `sync`. That of two rates within 1 % the "
+            "smaller one is taken was decided after these runs had been seen. Test loss, one seed:",
             table(heads, lines),
         ]
     )
