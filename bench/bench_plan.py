@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         about = {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": "python bench/bench_plan.py --json plan.json",
+            "command": f"python bench/bench_plan.py --rounds {options.rounds} --json plan.json",
             "device": "cpu",
             "load_before": load,
             "quick": options.quick,

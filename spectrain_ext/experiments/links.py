@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from spectrain_ext.planning.costs import Costs, Setting, Way
 
 _SIZES = (1 << 14, 1 << 20)  # bytes of a message
 _TIMES, _WARM = 40, 8
+_ROUNDS = 3
 _PARTS = 8
-_WIDTH, _ROWS = 192, 256  # of the stages that compute something, and samples of their minibatches
+_WIDTH, _LAYERS, _ROWS = 192, 12, 256  # of stages that compute something, and their minibatches
 
 
 def measured_link(processes: int = 2) -> Link:
@@ -113,19 +115,26 @@ def _handled(ranks: int, size: int) -> float:
 def _besides(rank: int, ranks: int, link: Link) -> float:
     """CPU seconds for a message that no plan has, of stages that compute."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(12 * ranks)]
+    layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS * ranks)]
+    # One block a stage: a block by itself takes longer than among others, a small one most.
+    blocks = [
+        nn.Sequential(*(m for layer in layers[start : start + _LAYERS] for m in (layer, nn.Tanh())))
+        for start in range(0, len(layers), _LAYERS)
+    ]
     batch = torch.randn(_ROWS, _WIDTH), torch.randn(_ROWS, _WIDTH)
-    ends = tuple(12 * (k + 1) for k in range(ranks))
+    ends = tuple(range(1, ranks + 1))
     cores = len(os.sched_getaffinity(0))
-    planned = 0.0
-    dist.barrier()
-    if rank < cores:  # all cores are at it, as they are in the run
-        layers = measure_layers(blocks, batch[0])
-        way = Way(find_method("vanilla"), ends, (1,) * ranks, _PARTS)
-        planned = Costs(Setting(layers, link, _ROWS, cores), way).work
-    dist.barrier()
-    used = _used(cut_at(blocks, ends)[rank], batch)
-    return (used - planned) / _ends(ranks)
+    stage, found = cut_at(blocks, ends)[rank], []
+    for _ in range(_ROUNDS):
+        planned = 0.0
+        dist.barrier()
+        if rank < cores:  # all cores are at it, as they are in the run
+            measured = measure_layers(blocks, batch[0], repeats=9)
+            way = Way(find_method("vanilla"), ends, (1,) * ranks, _PARTS)
+            planned = Costs(Setting(measured, link, _ROWS, cores), way).work
+        dist.barrier()
+        found.append(_used(stage, batch) - planned)
+    return median(found) / _ends(ranks)
 
 
 def _ends(ranks: int) -> int:

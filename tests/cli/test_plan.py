@@ -43,6 +43,18 @@ def test_it_prints_a_table_and_writes_what_it_found(profile, tmp_path):
     assert (out / "timeline.png").exists() and (out / "timeline.svg").exists()
 
 
+@pytest.mark.processes
+def test_the_link_between_processes_is_measured(profile, tmp_path):
+    asked = ("--cores", 2, "--batch", 32, "--method", "vanilla", "--out", tmp_path)
+    found = run("--profile", profile, "--devices", 2, "--link", "measured", *asked)
+    assert found.exit_code == 0, found.output
+    link = json.loads((tmp_path / "plan.json").read_text())["link"]
+    assert link["name"] == "gloo, measured"
+    assert 0 < link["latency"] < 0.1 and link["bandwidth"] > 1e6
+    # what a byte keeps a core busy cannot be nothing: it is copied, at memory's speed at best
+    assert link["busy"] >= 0 and 1e6 < link["busy_bandwidth"] < 1e12
+
+
 def test_a_builtin_model_is_measured_and_kept(tmp_path):
     path = tmp_path / "layers.json"
     asked = ("--devices", 2, "--batch", 8, "--method", "auto,1f1b")
