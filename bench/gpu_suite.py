@@ -49,6 +49,7 @@ PARTS = {
     "probe": "probe.run",
     "large": "operators.large_launches",
     "host-cost": "host_cost.host_cost",
+    "layers": "layers.layers",
     "overlap": "overlap.traced",
 }
 

@@ -53,10 +53,11 @@ def plan(work: Path, options: list[str], total_s: float = TOTAL_S) -> list[list[
             part("probe-build", 140),  # nothing is timed yet
         ],
         stress,
-        [part("operators", 105)],
+        [part("operators", 90)],
         [part("probe", 35)],
         [counters],
         [part("host-cost", 35)],
+        [part("layers", 15)],
         [part("overlap", 35)],
         [sanitizer("racecheck", 60), sanitizer("initcheck", 60)],
     ]

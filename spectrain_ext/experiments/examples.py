@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .models import gpt, residual_lstm, residual_mlp, resnet, vgg
+from .models import gpt, inception_v4, residual_lstm, residual_mlp, resnet, snn, vgg
 from .presets import DATA_SETS, DEFAULT_MODEL, models_for, preset
 
 _CLASSES, _CHARACTERS = 10, 65  # of CIFAR-10, and of tiny Shakespeare
@@ -28,6 +28,12 @@ def blocks_and_batch(model: str, samples: int) -> tuple[list[nn.Module], Tensor]
         return vgg(16, width=width, classes=_CLASSES, pool=1), torch.randn(samples, 3, 32, 32)
     if model == "resnet":
         blocks = resnet(10, width=width, classes=_CLASSES, small_images=True)
+        return blocks, torch.randn(samples, 3, 32, 32)
+    if model == "inception-v4":
+        return inception_v4(21, width=width, classes=_CLASSES), torch.randn(samples, 3, 32, 32)
+    if model == "snn":
+        hidden = sizes.depth or 7
+        blocks = snn(hidden + 1, features=3072, width=width, depth=hidden, classes=_CLASSES)
         return blocks, torch.randn(samples, 3, 32, 32)
     tokens = torch.randint(_CHARACTERS, (samples, context))
     if model == "lstm":

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import nn
 
 from spectrain_ext.cli.group import main
+from spectrain_ext.experiments.examples import blocks_and_batch
+from spectrain_ext.experiments.presets import MODELS
 from spectrain_ext.partitioning import BlockProfile, Profile
 from spectrain_ext.planning import Layers, write_layers
 
@@ -103,3 +107,21 @@ def test_what_does_not_fit_is_an_error(profile):
     assert "more than 10 bytes a device" in found.output
     found = run("--profile", profile, "--devices", 16, "--batch", 7)
     assert "7 samples cannot be dealt out to 16 devices" in found.output
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_can_be_planned(model):
+    if model == "inception-v4":
+        pytest.importorskip("pytorchcv")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        blocks, batch = blocks_and_batch(model, 2)
+        output = nn.Sequential(*blocks)(batch)
+    own = {
+        "residual-mlp": "ResidualBlock",
+        "gpt": "TransformerBlock",
+        "lstm": "LSTMBlock",
+        "snn": "AlphaDropout",
+    }
+    kinds = {type(part).__name__ for block in blocks for part in block.modules()}
+    assert own.get(model, "Conv2d") in kinds, kinds
+    assert len(output) == 2 and len(blocks) > 4
