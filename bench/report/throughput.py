@@ -171,7 +171,8 @@ microbatch, and scaled so that the model reaches the assumed operations per seco
 their measured shares, and small microbatches what they lose here, which on a GPU is not the same.
 Every contender has the stages, replicas, microbatches and window that are best for it and fit the
 device; the minibatch grows with the number of devices. *{_AUTO}* may be no later than one update,
-which cost nothing where it was measured ([frontier](frontier.md)); PipeDream and SpecTrain may.
+which ended level with synchronous training where it was measured ([frontier](frontier.md));
+PipeDream and SpecTrain may.
 Figures are samples per second over those of data parallelism, on {shown} devices; a dash stands
 where one of the two is too large ([all](../bench/results/{FOLDER}/simulated.json)).""",
     ]

@@ -40,6 +40,7 @@ from .options import POSITIVE, names, printable
 
 _SAMPLES = 16  # of the microbatch that a built-in model is measured with
 _TABLE = 160  # columns that the table has
+_TOGETHER = 8  # processes that a link is measured with at most
 _MORE = click.FloatRange(min=0, min_open=True)
 
 
@@ -83,7 +84,7 @@ def _link(context: click.Context, parameter: click.Parameter, value: str) -> Lin
     metavar="LINK",
     callback=_link,
     help=f"Between any two devices: {', '.join(LINKS)}, bytes per second of each direction, or "
-    "measured: between as many processes of this machine.",
+    f"measured: between as many processes of this machine, {_TOGETHER} at most.",
 )
 @click.option(
     "--batch", type=POSITIVE, default=256, help="Samples of a minibatch, over all devices."
@@ -160,7 +161,7 @@ def plan_command(
         found = plan(
             layers,
             devices,
-            link=measured_link(devices) if link is None else link,
+            link=measured_link(min(devices, _TOGETHER)) if link is None else link,
             batch=batch,
             memory=memory,
             speed=speed,
@@ -168,7 +169,7 @@ def plan_command(
             methods=[_method(name) for name in methods],
             state=state,
         )
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, RuntimeError, OSError, OverflowError) as error:
         raise click.ClickException(str(error)) from error
     console = Console()
     wide = Console(width=max(console.width, _TABLE))
@@ -185,9 +186,12 @@ def plan_command(
     for title, candidate in (("fastest", found.fastest), ("soonest", found.soonest)):
         _say(console, title, candidate)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_plan(out / "plan.json", found)
-        _draw(out, found)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            write_plan(out / "plan.json", found)
+            _draw(out, found)
+        except OSError as error:
+            raise click.ClickException(str(error)) from error
         console.print(
             f"numbers and timelines: {out}", highlight=False, markup=False, soft_wrap=True
         )

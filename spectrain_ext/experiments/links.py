@@ -16,7 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from spectrain_ext import optim
 from spectrain_ext.distributed import DistributedPipeline
@@ -41,16 +45,22 @@ def measured_link(processes: int = 2) -> Link:
     to nothing. What a message does besides is the CPU time of a pipeline with so many stages that
     compute for some milliseconds, less what a plan says of it without: it has the engine's own
     work, and that of caches where processes take turns on a core, which no layer's time has.
+
+    Raises:
+        RuntimeError: a process has failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "link.json"
         store: Any = store_at("127.0.0.1", 0, listen=True)
-        start_processes(
-            _rank,
-            (max(2, processes), store.port, str(path)),
-            nprocs=max(2, processes),
-            start_method="spawn",
-        )
+        ranks = max(2, processes)
+        try:
+            start_processes(
+                _rank, (ranks, store.port, str(path)), nprocs=ranks, start_method="spawn"
+            )
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise RuntimeError(
+                f"link: processes to measure it with have failed: {error}"
+            ) from error
         found = json.loads(path.read_text())
     return Link("gloo, measured", **found)
 

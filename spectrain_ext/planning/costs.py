@@ -222,7 +222,7 @@ class Costs:
 
     @cached_property
     def period(self) -> float:
-        """Seconds of a minibatch, simulated."""
+        """Seconds of a minibatch, simulated; the bound, where a run is too short to come to it."""
         place = self.places[0]
         rounds = 1 if self.flushes else -(-place.window // place.microbatches)
         minibatches = 3 * (2 + 2 * rounds)
@@ -232,8 +232,8 @@ class Costs:
             found = simulate_repeating(
                 method.schedule, windows, place.microbatches, minibatches, self.durations
             )
-            return found.period
-        return summarize(self.spans(minibatches)).period
+            return max(found.period, self.bound)
+        return max(summarize(self.spans(minibatches)).period, self.bound)
 
     @property
     def _columns(self) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.operators.heap import keep_freed_memory
 from spectrain_ext.partitioning import BlockProfile, Profile, Tie, profile_of
-from spectrain_ext.transport import Value, each, tensors_of
+from spectrain_ext.transport import Value, as_value, each, tensors_of
 
 _LARGEST = 1 << 24  # bytes of a file
 _FORMAT = 1
@@ -42,13 +42,18 @@ class Layers:
 
     def __post_init__(self) -> None:
         small, large = self.samples
-        if not 1 <= small <= large:
+        if not 1 <= small <= large < float("inf"):
             raise ValueError(
                 f"samples: expected two numbers, the smaller first, got {self.samples}"
             )
         a, b = (len(profile.blocks) for profile in self.profiles)
         if a != b or not a:
             raise ValueError(f"profiles: expected two of the same blocks, got {a} and {b} blocks")
+        for number, tie in enumerate(self.profiles[1].ties):
+            if not 0 <= tie.first <= tie.last < a:
+                raise ValueError(
+                    f"ties: entry {number} is of blocks {tie.first} to {tie.last}, of {a}"
+                )
         if not 0 <= self.byte_seconds < float("inf"):
             raise ValueError(f"byte_seconds: expected a number of at least 0, {self.byte_seconds}")
 
@@ -107,6 +112,7 @@ def measure_layers(
     Raises:
         TypeError, ValueError, RuntimeError: as for ``partition``.
     """
+    example_input = as_value(example_input, "example_input")
     keep_freed_memory()  # as a pipeline does
     samples = len(next(iter(tensors_of(example_input))))
     few = max(1, samples // 8)
@@ -179,8 +185,9 @@ def read_layers(path: Path) -> Layers:
             for blocks in document["profiles"]
         )
         first, second = document["samples"]
-        return Layers((first, second), (small, large), document["byte_seconds"], document["about"])
-    except (KeyError, TypeError, ValueError) as error:
+        about = {str(key): value for key, value in document["about"].items()}
+        return Layers((first, second), (small, large), document["byte_seconds"], about)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{path}: expected a profile that spectrain plan has saved: {error}"
         ) from error

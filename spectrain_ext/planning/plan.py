@@ -168,6 +168,8 @@ def plan(
     if memory is not None and not memory > 0:
         raise ValueError(f"memory: expected a positive number of bytes, got {memory}")
     made = [find_method(method) for method in methods]
+    if not made:
+        raise ValueError("methods: expected at least one")
     scaled = layers if speed is None else layers.faster(speed)
     setting = Setting(scaled, found_link, batch, cores, state)
     search = Search(setting, devices, made, memory)
@@ -240,9 +242,11 @@ def _assumptions(layers: Layers, link: Link, speed: float | None, cores: int | N
 def _nothing(search: Search, devices: int, batch: int, memory: float | None) -> str:
     if search.left_out:
         return (
-            f"memory: all {search.left_out} ways take more than {memory:g} bytes a device; the "
-            f"smallest takes {search.least_memory:.4g}"
+            f"memory: all {search.left_out} ways that were looked at take more than {memory:g} "
+            f"bytes a device; the smallest takes {search.least_memory:.4g}"
         )
+    if devices == 1:
+        return "devices: one trains by 'sync' only, which is not among the methods"
     return (
         f"batch: {batch} samples cannot be dealt out to {devices} devices, in any number of stages "
         "that the model's blocks allow; replicas divide the samples of a minibatch"

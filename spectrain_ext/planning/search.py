@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from heapq import nsmallest
 from itertools import combinations, pairwise
 from math import comb, lcm
@@ -160,12 +162,20 @@ class Search:
         best = cut(profile, stages, replicas=replicas)
         yield best.ends
         if self._memory < math.inf:
-            try:
-                within = cut(profile, stages, replicas=replicas, memory_limit=int(self._memory))
-            except ValueError:
-                return
-            if within.ends != best.ends:
-                yield within.ends
+            found = {best.ends}
+            # What a stage holds depends on the method: one cut for the default's memory, and the
+            # one that shares out bytes instead of time.
+            with suppress(ValueError):
+                limit = int(self._memory)
+                found.add(cut(profile, stages, replicas=replicas, memory_limit=limit).ends)
+            held = tuple(
+                replace(
+                    b, seconds=float(4 * b.parameter_bytes + b.saved_bytes), forward_seconds=None
+                )
+                for b in profile.blocks
+            )
+            found.add(cut(Profile(held, profile.ties), stages).ends)
+            yield from found - {best.ends}
 
     def _work(self, microbatches: int) -> Profile:
         """The blocks with what they take of a minibatch, their share of the update included."""
