@@ -40,13 +40,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from heap import keep_freed_memory
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import spectrain_ext as st
-from spectrain_ext.operators.heap import keep_freed_memory
 
 WIDTH = 256
 METHODS = ("vanilla", "spectrain", "pipedream")
@@ -298,7 +298,7 @@ def rank_main(
     rank: int, ranks: int, port: int, blocks: int | None, said: Any, options: argparse.Namespace
 ) -> None:
     begin(rank, ranks, port)
-    # The pipelines among the candidates do so: those before them, and rivals, are to have it too.
+    # For all candidates alike: how much glibc gives back depends on what the process did before.
     keep_freed_memory()
     if blocks is None:
         blocks = calibrated(options.milliseconds * 2 / ranks, options.batch)

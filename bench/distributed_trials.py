@@ -22,14 +22,13 @@ from unittest.mock import patch
 import bench_distributed as bench
 import torch
 import torch.distributed as dist
+from heap import keep_freed_memory
 from torch import Tensor, nn
 
 import spectrain_ext as st
 from spectrain_ext.distributed import neighbourhood
 from spectrain_ext.distributed.fingerprint import Fingerprint
 from spectrain_ext.distributed.links import Links, open_links
-from spectrain_ext.operators.heap import keep_freed_memory
-from spectrain_ext.pipeline import pipeline
 from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
 
 IDLE_GROUPS = 16
@@ -304,27 +303,24 @@ def rank_main(
     options: argparse.Namespace,
 ) -> None:
     bench.begin(rank, ranks, port)
-    with ExitStack() as held:
-        if kept:
-            keep_freed_memory()
-        else:
-            held.enter_context(patch.object(pipeline, "keep_freed_memory", lambda: None))
-        if blocks is None:
-            blocks = bench.calibrated(options.milliseconds, options.batch)
-        batch, count = options.batch, options.count
-        if options.heap:
-            # Once, as in a training: large buffers that were freed before would have glibc keep
-            # as much as them.
-            made = {name: make() for name, make in heap_candidates(blocks, batch).items()}
-            found = {name: partial(measure, count) for name, measure in made.items()}
-        else:
-            found = bench.each_anew(trial_candidates(rank, blocks, batch), count)
-        figures = bench.rounds_of(found, options)
-        pipes: list[st.Pipeline] = []  # which stay, for the same reason
-        profiles = {"ideal": profile_ideal(blocks, options.batch, 2 * options.count)}
-        for method in ("vanilla", "spectrain"):
-            dist.barrier()
-            profiles[method] = profile(method, blocks, options.batch, 2 * options.count, pipes)
+    if kept:
+        keep_freed_memory()
+    if blocks is None:
+        blocks = bench.calibrated(options.milliseconds, options.batch)
+    batch, count = options.batch, options.count
+    if options.heap:
+        # Once, as in a training: large buffers that were freed before would have glibc keep
+        # as much as them.
+        made = {name: make() for name, make in heap_candidates(blocks, batch).items()}
+        found = {name: partial(measure, count) for name, measure in made.items()}
+    else:
+        found = bench.each_anew(trial_candidates(rank, blocks, batch), count)
+    figures = bench.rounds_of(found, options)
+    pipes: list[st.Pipeline] = []  # which stay, for the same reason
+    profiles = {"ideal": profile_ideal(blocks, options.batch, 2 * options.count)}
+    for method in ("vanilla", "spectrain"):
+        dist.barrier()
+        profiles[method] = profile(method, blocks, options.batch, 2 * options.count, pipes)
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, profiles)
     if rank == 0:

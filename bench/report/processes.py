@@ -148,8 +148,8 @@ def _two(results: Path, run: dict[str, Any]) -> str:
 
 `spectrain` reaches {_percent(_median(figures, "spectrain", "ideal"))} of the ideal
 ({_percent(_median(old, "spectrain", "ideal"))} in [the run before](../bench/results/{BEFORE}/\
-distributed.json), in which freed memory went back to the system, and groups of all candidates were
-open all the time). {_targets(figures)}"""
+distributed.json), in which groups of all candidates were open all the time). Freed memory was kept
+for all candidates (`bench/heap.py`). {_targets(figures)}"""
 
 
 def _median(figures: Figures, above: str, below: str) -> float:
@@ -324,7 +324,8 @@ def _heap(heaps: dict[str, list[dict[str, Any]]]) -> str:
     )
     return f"""Freed memory: glibc gives what a minibatch frees (gradients, activations) back to the
 system, and takes it again page by page, in some processes and not in others, by what lies above it
-in the heap; a pipeline on a CPU now has it kept. Microbatches a second
+in the heap. Having it kept (`mallopt`) concerns the whole process and is not in the package: this
+run had few page faults either way. Microbatches a second
 in {len(next(iter(heaps.values())))} pairs of runs that took turns, medians; the ideal and rivals in
 the same process have it kept as well:
 

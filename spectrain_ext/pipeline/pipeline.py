@@ -19,7 +19,6 @@ from spectrain_ext.method import (
     places_of,
     rules_at,
 )
-from spectrain_ext.operators.heap import keep_freed_memory
 from spectrain_ext.operators.threads import warn_of_threads
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place
@@ -210,7 +209,6 @@ class Pipeline(Loops):
             _logger.info("%s", in_words(chosen, all_places, like))
             if any(place.type == "cpu" for place in places):
                 warn_of_threads()
-                keep_freed_memory()
             kind = RecomputingStage if recompute else Stage
             own = [
                 kind(k, module, place, held, max_norm, around.norm)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.files import read_json, replace_file
-from spectrain_ext.operators.heap import keep_freed_memory
 from spectrain_ext.partitioning import BlockProfile, Profile, Tie, profile_of
 from spectrain_ext.transport import Value, as_value, each, tensors_of
 
@@ -113,7 +112,6 @@ def measure_layers(
         TypeError, ValueError, RuntimeError: as for ``partition``.
     """
     example_input = as_value(example_input, "example_input")
-    keep_freed_memory()  # as a pipeline does
     samples = len(next(iter(tensors_of(example_input))))
     few = max(1, samples // 8)
     large = profile_of(model, example_input, repeats=repeats)

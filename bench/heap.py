@@ -1,4 +1,4 @@
-"""Heap: memory that the CPU's allocator keeps from one minibatch to the next.
+"""Heap, for benchmarks: memory that the CPU's allocator keeps from one minibatch to the next.
 
 glibc gives free memory at the end of its heap back to the system, which takes it back page by page
 at the next use, and clears each. What a minibatch frees are the gradients of all weights and the
