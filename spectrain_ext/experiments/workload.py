@@ -54,54 +54,75 @@ def build_stages(settings: TrainSettings, stages: int, seed: int, data: Split) -
     Raises:
         ValueError: a depth or width that the model cannot have, or more stages than layers.
     """
-    width, depth = settings.width, settings.depth
-    if settings.model == "residual-mlp":
+    depth = settings.depth
+    if settings.model == "residual-mlp" and depth is None:
         # a block for every stage beyond eight, in every method's model
-        blocks = max(6, settings.stages - 2) if depth is None else depth
+        depth = max(6, settings.stages - 2)
+    return build_model(
+        settings.model,
+        stages,
+        width=settings.width,
+        depth=depth,
+        context=settings.context,
+        features=data.features,
+        classes=data.classes,
+        images=data.kind == "images",
+        seed=seed,
+    )
+
+
+def build_model(
+    model: str,
+    stages: int,
+    *,
+    width: int,
+    depth: int | None,
+    context: int,
+    features: int,
+    classes: int,
+    images: bool,
+    seed: int = 0,
+) -> list[nn.Module]:
+    """Return one of ``presets.MODELS``, cut into ``stages``.
+
+    Args:
+        model: its name.
+        stages: parts.
+        width: the model's own measure of it.
+        depth: likewise; None: the usual one.
+        context: tokens of a sample of text.
+        features: numbers of any other sample.
+        classes: of the targets, which are a text's characters.
+        images: whether samples are images, which a residual MLP has to flatten.
+        seed: decides the initial weights.
+
+    Raises:
+        ValueError: as ``build_stages``.
+    """
+    if model == "residual-mlp":
+        blocks = 6 if depth is None else depth
         layers = residual_mlp(
-            blocks + 2,
-            features=data.features,
-            width=width,
-            depth=blocks,
-            classes=data.classes,
-            seed=seed,
+            blocks + 2, features=features, width=width, depth=blocks, classes=classes, seed=seed
         )
-        if data.kind == "images":
+        if images:
             layers[0] = nn.Sequential(nn.Flatten(), layers[0])
         return cut_evenly(layers, stages)
-    if settings.model == "vgg16":
-        return vgg(stages, depth=depth or 16, width=width, classes=data.classes, pool=1, seed=seed)
-    if settings.model == "resnet":
+    if model == "vgg16":
+        return vgg(stages, depth=depth or 16, width=width, classes=classes, pool=1, seed=seed)
+    if model == "resnet":
         return resnet(
-            stages,
-            depth=depth or 18,
-            width=width,
-            classes=data.classes,
-            small_images=True,
-            seed=seed,
+            stages, depth=depth or 18, width=width, classes=classes, small_images=True, seed=seed
         )
-    if settings.model == "inception-v4":
-        return inception_v4(stages, width=width, classes=data.classes, seed=seed)
-    if settings.model == "snn":
+    if model == "inception-v4":
+        return inception_v4(stages, width=width, classes=classes, seed=seed)
+    if model == "snn":
         return snn(
-            stages,
-            features=data.features,
-            width=width,
-            depth=depth or 7,
-            classes=data.classes,
-            seed=seed,
+            stages, features=features, width=width, depth=depth or 7, classes=classes, seed=seed
         )
-    if settings.model == "lstm":
-        return residual_lstm(
-            stages, vocabulary=data.classes, width=width, depth=depth or 6, seed=seed
-        )
+    if model == "lstm":
+        return residual_lstm(stages, vocabulary=classes, width=width, depth=depth or 6, seed=seed)
     return gpt(
-        stages,
-        vocabulary=data.classes,
-        context=settings.context,
-        width=width,
-        depth=depth or 6,
-        seed=seed,
+        stages, vocabulary=classes, context=context, width=width, depth=depth or 6, seed=seed
     )
 
 
