@@ -11,6 +11,7 @@ from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.transport import Buffer, Message
 
 from .board import Board
+from .collectives import DistributedNorm
 from .inlet import Inlet
 from .links import Link, Links, Traffic
 from .outlet import Outlet
@@ -25,6 +26,34 @@ _TOO_MANY = {
     Traffic.TIED_WEIGHTS: "tied weights come that nothing here takes",
     Traffic.TIED_GRADIENTS: "gradients of tied weights come that nothing here waits for",
 }
+
+
+class Arrangement(NamedTuple):
+    """What all stages of a rank have in common.
+
+    Attributes:
+        places: of all stages' replicas.
+        later: of every stage, by how many microbatches it puts backwards off (``put_off``).
+        seats: the replicas of all stages.
+        links: the groups that the rank's edges go by.
+        board: what the ranks know of each other.
+        norm: where all stages put their gradients' norms together; None: each has its own.
+        apart: whether each replica trains on a minibatch of its own.
+        compares: whether ranks compare their batches.
+        share_loss: whether every rank gets the losses.
+        evaluates: whether this is for an evaluation.
+    """
+
+    places: list[Place]
+    later: Sequence[int]
+    seats: Replicas
+    links: Links
+    board: Board
+    norm: DistributedNorm | None
+    apart: bool
+    compares: bool
+    share_loss: bool
+    evaluates: bool = False
 
 
 class Ends(NamedTuple):
@@ -44,30 +73,19 @@ class DistributedEdges:
 
     Args:
         stage: one of the rank's stages.
-        places: the places of all stages' replicas.
-        later: of every stage, by how many microbatches it puts backwards off (``put_off``).
-        seats: the replicas of all stages.
-        links: the groups that the edges go by.
-        board: what the ranks know of each other.
+        arranged: what they have in common.
 
     Attributes:
         into, out: the ends.
         now: those of the microbatch whose turn it is; the stage uses them.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        places: list[Place],
-        later: Sequence[int],
-        seats: Replicas,
-        links: Links,
-        board: Board,
-    ) -> None:
+    def __init__(self, stage: Stage, arranged: Arrangement) -> None:
+        places, later, board = arranged.places, arranged.later, arranged.board
         self._stage = stage
-        self._seats = seats
-        self._replica = seats.seat(board.rank)[1]
-        self._count = seats.counts[stage.index]
+        self._seats = arranged.seats
+        self._replica = arranged.seats.seat(board.rank)[1]
+        self._count = arranged.seats.counts[stage.index]
 
         def depth(what: Traffic, link: Link) -> int:
             """A window and one, as between stages of one process.
@@ -89,7 +107,7 @@ class DistributedEdges:
                 for at, link in into.items()
                 if link.stages[1] == stage.index
             }
-            for what, into in links.into.items()
+            for what, into in arranged.links.into.items()
         }
         self.out = {
             what: {
@@ -97,7 +115,7 @@ class DistributedEdges:
                 for at, link in out.items()
                 if link.stages[0] == stage.index
             }
-            for what, out in links.out.items()
+            for what, out in arranged.links.out.items()
         }
         self._ends = [self._at(j) for j in range(places[stage.index].microbatches)]
         self._use(self._ends[0])

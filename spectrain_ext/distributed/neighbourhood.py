@@ -34,8 +34,9 @@ from spectrain_ext.transport import Receiver
 
 from .board import Board
 from .collectives import DistributedNorm, GradientSum, WeightExchange
+from .edges import Arrangement
 from .equal_start import check_equal_start
-from .links import Links, backend_of_bodies, open_host_group, open_links
+from .links import backend_of_bodies, open_host_group, open_links
 from .surroundings import Surroundings
 from .ties import DistributedTies, agreed, said_of, seats_of
 
@@ -89,7 +90,6 @@ class DistributedNeighbourhood:
         self._averaging = averaging
         self.averaged = {}
         self.norm = DistributedNorm(seats, board) if clip_scope == "global" else None
-        self._share_loss = share_loss
 
     def connect(
         self,
@@ -125,7 +125,7 @@ class DistributedNeighbourhood:
             check_equal_start(self._store, board.rank, seats, first.module, optimizer)
             first.random = StageRandom(first.index, first.device, self.replica)
         targets_first = self._settings["targets_from"] == "first"
-        self._links = links = open_links(
+        links = open_links(
             self._group,
             first.device,
             board.timeout,
@@ -146,43 +146,41 @@ class DistributedNeighbourhood:
             params = [] if first.weights is None else first.weights.params
             total = GradientSum(params, links.circle, board, first.compute, first.weight_gradients)
         phases = phases_of(method)
-        self._later = [max(put_off(p.schedule, place) for p in phases) for place in places]
         self._tied = ties, copies
-        # whether another rank's part of a batch comes from a batch of its own
-        apart = seats.stages > 1 and not targets_first
-        self._compares = apart or seats.counts[0] > 1
-        self._surround(stages, places, links, loss_fn, total)
+        # where another rank's part of a batch comes from a batch of its own
+        compares = seats.counts[0] > 1 or (seats.stages > 1 and not targets_first)
+        arranged = Arrangement(
+            places=places,
+            later=[max(put_off(p.schedule, place) for p in phases) for place in places],
+            seats=seats,
+            links=links,
+            board=board,
+            norm=self.norm,
+            apart=self._averaging is not None,
+            compares=compares,
+            share_loss=bool(self._settings["share_loss"]),
+        )
+        self._surround(stages, arranged, loss_fn, total)
         board.begin()
 
     def _surround(
         self,
         stages: list[Stage],
-        places: list[Place],
-        links: Links,
+        arranged: Arrangement,
         loss_fn: LossFn,
         total: GradientSum | None = None,
-        evaluates: bool = False,
     ) -> None:
-        """Make what the stages are connected to by these links."""
-        self._evaluates = evaluates
+        """Make what the stages are connected to."""
+        self._arranged = arranged
         # Results come from where a rank is done with a minibatch, or the loss is.
-        reports = stages[-1] if stages[-1].index == len(places) - 1 else stages[0]
+        reports = stages[-1] if stages[-1].index == len(arranged.places) - 1 else stages[0]
         self._around = [
             Surroundings(
                 stage,
-                places,
-                self._later,
-                self.seats,
-                links,
-                self._board,
+                arranged,
                 loss_fn,
                 total,
                 self.averaged.get(stage.index),
-                self._averaging is not None,
-                self.norm,
-                self._compares,
-                self._share_loss,
-                evaluates,
                 stage is stages[0],
                 stage is reports,
                 self._say_end,
@@ -192,17 +190,23 @@ class DistributedNeighbourhood:
         self._around_of = {each.stage.index: each for each in self._around}
         self.results = self._around_of[reports.index].results
         with_edges = [(each.stage, each.edges) for each in self._around]
-        self._ties = DistributedTies(*self._tied, places, self._later, with_edges)
+        self._ties = DistributedTies(*self._tied, arranged.places, arranged.later, with_edges)
 
     def evaluating(
         self, stages: list[Stage], places: list[Place], measure: LossFn
     ) -> DistributedNeighbourhood:
         """The same ranks, met by other messages; every rank calls it."""
         made = copy(self)
-        made.norm = made._averaging = None
-        made.averaged = {}
-        made._share_loss = False
-        made._surround(stages, places, self._links.evaluating(), measure, evaluates=True)
+        made.norm, made.averaged = None, {}
+        arranged = self._arranged._replace(
+            places=places,
+            links=self._arranged.links.evaluating(),
+            norm=None,
+            apart=False,
+            share_loss=False,
+            evaluates=True,
+        )
+        made._surround(stages, arranged, measure)
         return made
 
     def change(self, method: Method, places: list[Place]) -> None:
@@ -224,7 +228,7 @@ class DistributedNeighbourhood:
     ) -> Iterator[tuple[int, Action]] | None:
         if len(self._around) == 1:
             return None
-        if self._evaluates:  # what comes back comes when a backward would
+        if self._arranged.evaluates:  # what comes back comes when a backward would
             schedule = find_generator("1f1b-async")
         ranks = [place.stage % self.seats.ranks for place in places]
         return device_order([schedule(place) for place in places], ranks)[self._board.rank]
@@ -233,7 +237,7 @@ class DistributedNeighbourhood:
         self._extent = extent
         for each in self._around:
             each.begin(batches, extent, keep)
-        if self._evaluates:
+        if self._arranged.evaluates:
             self._ties.follow()
         else:
             self._ties.begin(extent)

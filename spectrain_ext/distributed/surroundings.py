@@ -23,15 +23,14 @@ from spectrain_ext.pipeline.neighbourhood import Ready, Work
 from spectrain_ext.pipeline.observer import Observer, watched
 from spectrain_ext.pipeline.stage import Handler, Stage
 from spectrain_ext.pipeline.tie_ends import End, tied
-from spectrain_ext.schedule import Kind, Place, Replicas
+from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Buffer, Edge
 
-from .board import Board
-from .collectives import DistributedNorm, GradientSum
-from .edges import DistributedEdges
+from .collectives import GradientSum
+from .edges import Arrangement, DistributedEdges
 from .fingerprint import Fingerprint
 from .inlet import Inlet
-from .links import Links, Traffic
+from .links import Traffic
 from .wire import Header
 
 
@@ -49,19 +48,10 @@ class Surroundings:
 
     Args:
         stage: the stage.
-        places: of all stages.
-        later: of every stage, by how many microbatches it puts backwards off (``put_off``).
-        seats: the replicas of all stages.
-        links: the groups that the rank's edges go by.
-        board: what the ranks know of each other.
+        arranged: what it has in common with the rank's others.
         loss_fn: of the last stage; an evaluation has it measure.
         total: what sums gradients over the stage's replicas, if it has any.
         averaged: what averages their weights instead.
-        apart: whether each replica trains on a minibatch of its own.
-        norm: where all stages put their gradients' norms together.
-        compares: whether ranks compare their batches.
-        share_loss: whether every rank gets the losses.
-        evaluates: whether this is for an evaluation.
         leads: whether the rank hears of a minibatch here first, and so of how long the run is.
         reports: whether the rank's results come from here.
         ended: is called when that is known to be over.
@@ -77,33 +67,23 @@ class Surroundings:
     def __init__(
         self,
         stage: Stage,
-        places: list[Place],
-        later: Sequence[int],
-        seats: Replicas,
-        links: Links,
-        board: Board,
+        arranged: Arrangement,
         loss_fn: LossFn,
         total: GradientSum | None,
         averaged: Averaged | None,
-        apart: bool,
-        norm: DistributedNorm | None,
-        compares: bool,
-        share_loss: bool,
-        evaluates: bool,
         leads: bool,
         reports: bool,
         ended: Callable[[], None],
     ) -> None:
-        self.stage, self.seats, self._board = stage, seats, board
-        self._sum, self._norm, self._compares = total, norm, compares
-        self._averaged, self._apart = averaged, apart
-        self._share_loss, self._evaluates = share_loss, evaluates
+        self.stage, self._arranged = stage, arranged
+        self.seats, self._board = arranged.seats, arranged.board
+        self._sum, self._averaged = total, averaged
         self._leads, self._reports, self._ended = leads, reports, ended
-        self._several = len(seats.stages_on(board.rank)) > 1
-        self._microbatches = places[0].microbatches * seats.counts[0]
-        self.edges = DistributedEdges(stage, places, later, seats, links, board)
+        self._several = len(self.seats.stages_on(self._board.rank)) > 1
+        self._microbatches = arranged.places[0].microbatches * self.seats.counts[0]
+        self.edges = DistributedEdges(stage, arranged)
         self._batch = Buffer("the caller's batch")
-        place = places[stage.index]
+        place = arranged.places[stage.index]
         depth = place.window + place.microbatches
         self._inputs = self._targets = None
         into = self.edges.into
@@ -113,14 +93,14 @@ class Surroundings:
             stage.inputs = self._inputs
         if not into[Traffic.GRADIENTS] and not into[Traffic.TARGETS]:
             name = "edge batch -> loss"
-            depth += later[stage.index] - 1
+            depth += arranged.later[stage.index] - 1
             self._targets = Edge(name, None, stage.device, stage.compute, depth)
             stage.targets = self._targets
         self.own = [edge for edge in (self._inputs, self._targets) if edge is not None]
 
         self._own_losses: dict[int, Tensor] = {}  # which those of other replicas are added to
         held = None if total is None else self._own_losses
-        self._losses = Losses(stage, loss_fn, len(places), held)
+        self._losses = Losses(stage, loss_fn, len(arranged.places), held)
         self.results = self._losses.results
 
     # A run.
@@ -184,7 +164,7 @@ class Surroundings:
     def _begins(self, kind: Kind, before: Ready | None) -> Ready:
         """Say that an action begins, and do what comes before it."""
         board, turn, what = self._board, self.edges.turn, kind.value
-        if self._evaluates:
+        if self._arranged.evaluates:
             what = f"evaluation, {_THROUGH.get(kind, what)}"
         if self._several:
             what = f"stage {self.stage.index}, {what}"
@@ -242,13 +222,13 @@ class Surroundings:
                 "0; every rank must be given the same"
             )
         for k, count in enumerate(self.seats.counts):
-            if len(parts) < count and not self._evaluates:
+            if len(parts) < count and not self._arranged.evaluates:
                 raise ValueError(
                     f"batches[{i}]: it makes {len(parts)} microbatches, and stage {k} has {count} "
                     "replicas, each of which needs one; leave such a minibatch out, or make it "
                     "larger"
                 )
-        known = Header(len(parts), 0.0 if self._evaluates else samples_of(parts))
+        known = Header(len(parts), 0.0 if self._arranged.evaluates else samples_of(parts))
         if looks is not None:
             known = known._replace(batch=looks)
             if told is not None:
@@ -262,12 +242,12 @@ class Surroundings:
 
         Replicas that evaluate get a tuple of batches, which are the parts.
         """
-        if not (self._evaluates and self.seats.dealt):
+        if not (self._arranged.evaluates and self.seats.dealt):
             parts = split(batch, i, self._microbatches)
-            return parts, Fingerprint.of(i, batch) if self._compares else None
+            return parts, Fingerprint.of(i, batch) if self._arranged.compares else None
         assert isinstance(batch, tuple)
         parts = [split(one, i * len(batch) + n, 1)[0] for n, one in enumerate(batch)]
-        if not self._compares:
+        if not self._arranged.compares:
             return parts, None
         looks = [Fingerprint.of(n, one) for n, one in enumerate(batch, i * len(batch))]
         inputs, targets = (hash(side) for side in zip(*looks, strict=True))  # of int64: the same
@@ -276,7 +256,7 @@ class Surroundings:
     def _deal(self, i: int, known: Header) -> None:
         samples = int(known.value)
         mine = self.edges.dealt(shares_of(samples, known.parts))
-        if self._apart:  # a minibatch of its own
+        if self._arranged.apart:  # a minibatch of its own
             own = sum(self.edges.dealt(sizes_of(samples, known.parts)))
             mine = shares_of(own, len(mine))
         if mine:
@@ -339,7 +319,7 @@ class Surroundings:
         return True
 
     def _computed_loss(self, i: int, j: int) -> None:
-        if self._share_loss:
+        if self._arranged.share_loss:
             if self.seats.dealt:
                 self._pass_on(i, j, self._losses.part.item())
             elif self.results:
@@ -398,16 +378,17 @@ class Surroundings:
             if loss is not None:
                 kept = self._losses.kept.pop(i, None)
                 self.results.append(Result(i, torch.full_like(loss, total), kept))
-        if self._norm is not None:
+        norm = self._arranged.norm
+        if norm is not None:
             stage.give_norm(i)
-            return self._norm.complete(i)
+            return norm.complete(i)
         return True
 
     def _updated(self, i: int, j: int) -> None:
         del self._known[i]
         loss = self._loss_of.pop(i, nan)
         if self._reports and self.edges.now.to_next is not None:
-            shared = torch.tensor(loss, dtype=torch.float64) if self._share_loss else None
+            shared = torch.tensor(loss, dtype=torch.float64) if self._arranged.share_loss else None
             self.results.append(Result(i, shared))
         self._say_result(i)
 

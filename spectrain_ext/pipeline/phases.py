@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from spectrain_ext.method import Method, Phase
+from spectrain_ext.method import Method, Phase, check_optimizer, factor_of, rules_at
 from spectrain_ext.operators import distance
-from spectrain_ext.schedule import Kind, Place, Rules
-from spectrain_ext.weights import ComingRates, StageWeights
+from spectrain_ext.schedule import Kind, Place, Rules, count_stage
+from spectrain_ext.weights import ComingRates, StageMemory, StageWeights, paced
 
+from .arguments import make_optimizer, make_scheduler
 from .observer import Observer
 from .stage import Handler, Stage
 
@@ -25,14 +27,59 @@ class Trained(NamedTuple):
     """What trains a stage in all phases.
 
     Attributes:
-        optimizer: of its parameters.
+        module: the stage's.
+        copies: its parameters that another stage trains.
+        optimizer: of its other parameters.
         scheduler: of the optimizer, if there is one.
         future: the rates to come, where a phase asks for them.
     """
 
+    module: nn.Module
+    copies: Set[Tensor]
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler | None
     future: ComingRates | None
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        copies: Set[Tensor],
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        scheduler: Callable[[Any], LRScheduler] | None,
+        phases: Sequence[tuple[Method, Place]],
+    ) -> Trained | None:
+        """What trains a stage, of its place in each phase; None: it trains no parameters."""
+        k = phases[0][1].stage
+        opt = make_optimizer(optimizer, module, k, copies)
+        if opt is None:
+            return None
+        seeing = next((phase for phase, _ in phases if phase.future_rates), None)
+        method = seeing or phases[0][0]
+        make = paced(partial(make_scheduler, scheduler, k=k, method=method), factor_of(phases))
+        future = None if seeing is None else ComingRates(opt, make)
+        real = make(opt)
+        if future is not None:
+            future.follow(real)
+        return cls(module, copies, opt, real, future)
+
+    def weights(
+        self, phase: Method, places: tuple[Place, Place], master_dtype: torch.dtype | None
+    ) -> StageWeights:
+        """The stage's weights in a phase, at its place after stage 0's."""
+        rules = rules_at(phase, places[1], self.optimizer)
+        check_optimizer(phase, rules, places[1].stage, self.optimizer)
+        return StageWeights(
+            self.module,
+            self.optimizer,
+            self.scheduler,
+            rules,
+            places,
+            phase.schedule,
+            self.future if phase.future_rates else None,
+            master_dtype,
+            self.copies,
+        )
 
 
 class Regime(NamedTuple):
@@ -51,6 +98,34 @@ class Regime(NamedTuple):
     rules: list[Rules]
     weights: list[StageWeights | None]
     max_norms: list[float | None]
+
+    @classmethod
+    def of(
+        cls,
+        phase: Method,
+        places: list[Place],
+        trained: Mapping[int, Trained | None],
+        max_norms: list[float | None],
+        like: torch.optim.Optimizer | None,
+        master_dtype: torch.dtype | None,
+    ) -> Regime:
+        """What it makes of what trains the stages of this process, by their indices.
+
+        ``like`` is an optimizer like those of other processes.
+        """
+        weights = [
+            None if found is None else found.weights(phase, (places[0], places[k]), master_dtype)
+            for k, found in trained.items()
+        ]
+        rules = [rules_at(phase, place, like) for place in places]
+        return cls(phase, places, rules, weights, max_norms)
+
+    def memory(self, weights: StageWeights | None, place: Place) -> StageMemory:
+        """What a stage at this place holds at most in a long run; None: it has no weights."""
+        if weights is not None:
+            return weights.predicted()
+        count = count_stage(self.method.schedule, self.places[0], place, Rules(), False)
+        return StageMemory(0, 0, count.in_flight)
 
 
 def widest(places: Sequence[Sequence[Place]]) -> list[Place]:

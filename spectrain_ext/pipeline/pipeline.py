@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
@@ -14,8 +14,6 @@ from spectrain_ext.errors import noted_on
 from spectrain_ext.method import (
     Method,
     Window,
-    check_optimizer,
-    factor_of,
     find_method,
     in_words,
     phase_places,
@@ -24,9 +22,9 @@ from spectrain_ext.method import (
 )
 from spectrain_ext.operators.threads import warn_of_threads
 from spectrain_ext.rng import StageRandom
-from spectrain_ext.schedule import Place, Rules, count_stage
+from spectrain_ext.schedule import Place, Rules
 from spectrain_ext.transport import callers_stream, each
-from spectrain_ext.weights import ComingRates, StageMemory, StageWeights, paced
+from spectrain_ext.weights import StageMemory
 
 from .arguments import (
     check_loss_fn,
@@ -36,8 +34,6 @@ from .arguments import (
     checked_microbatches,
     checked_stages,
     devices_of,
-    make_optimizer,
-    make_scheduler,
     max_norms_of,
 )
 from .executor import Executor
@@ -188,29 +184,25 @@ class Pipeline(Loops):
         for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if not callable(given) and not (name == "scheduler" and given is None):
                 raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
-        copied = [self.copied(k).keys() for k in indices]
-        trained = [
-            _trained(module, optimizer, scheduler, [(p, at[k]) for p, at in phases], copies)
-            for k, module, copies in zip(indices, modules, copied, strict=True)
-        ]
+        trained = {
+            k: Trained.of(
+                *(module, self.copied(k).keys(), optimizer, scheduler),
+                [(phase, at[k]) for phase, at in phases],
+            )
+            for k, module in zip(indices, modules, strict=True)
+        }
         unmeasured = any(p.then is not None and p.then.after is None for p, _ in phases)
-        if unmeasured and indices[0] == 0 and trained[0] is None:
+        if unmeasured and 0 in trained and trained[0] is None:
             raise ValueError(
                 f"method: {chosen.name!r} changes at a gap of stages[0], which has no trainable "
                 "parameters; expected after as well"
             )
         # Other ranks are taken to have optimizers like this one's.
-        like = next((found.optimizer for found in trained if found is not None), None)
-        regimes: list[Regime] = []
-        for (phase, all_places), norms in zip(phases, max_norms, strict=True):
-            made = [
-                _weights_of(
-                    module, found, phase, (all_places[0], all_places[k]), master_dtype, copies
-                )
-                for k, module, found, copies in zip(indices, modules, trained, copied, strict=True)
-            ]
-            rules = [rules_at(phase, at, like) for at in all_places]
-            regimes.append(Regime(phase, all_places, rules, made, norms))
+        like = next((found.optimizer for found in trained.values() if found is not None), None)
+        regimes = [
+            Regime.of(phase, at, trained, norms, like, master_dtype)
+            for (phase, at), norms in zip(phases, max_norms, strict=True)
+        ]
         weights, all_places = regimes[0].weights, widest(of_phases)
         try:
             for copy in self._copies:
@@ -577,10 +569,7 @@ class Pipeline(Loops):
     def predicted_memory(self) -> list[StageMemory]:
         """What each stage holds at most in a long run, as schedule and method predict it."""
         of_phases = [
-            [
-                _without_weights(regime, place) if weights is None else weights.predicted()
-                for place, weights in zip(self._here(regime.places), regime.weights, strict=True)
-            ]
+            map(regime.memory, regime.weights, self._here(regime.places))
             for regime in self._regimes
         ]
         return [StageMemory(*map(max, zip(*s, strict=True))) for s in zip(*of_phases, strict=True)]
@@ -627,59 +616,6 @@ class Pipeline(Loops):
             "save its state_dict() and those of its optimizers, or use spectrain_ext.checkpoint; "
             "to train a copy, copy.deepcopy the stages and make a pipeline of them"
         )
-
-
-def _without_weights(regime: Regime, place: Place) -> StageMemory:
-    count = count_stage(regime.method.schedule, regime.places[0], place, Rules(), False)
-    return StageMemory(0, 0, count.in_flight)
-
-
-def _trained(
-    module: nn.Module,
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    scheduler: Callable[[Any], LRScheduler] | None,
-    phases: Sequence[tuple[Method, Place]],
-    copies: Set[Tensor],
-) -> Trained | None:
-    """What trains a stage in all phases, of its place in each; None: it trains no parameters."""
-    k = phases[0][1].stage
-    opt = make_optimizer(optimizer, module, k, copies)
-    if opt is None:
-        return None
-    seeing = next((phase for phase, _ in phases if phase.future_rates), None)
-    method = seeing or phases[0][0]
-    make = paced(partial(make_scheduler, scheduler, k=k, method=method), factor_of(phases))
-    future = None if seeing is None else ComingRates(opt, make)
-    real = make(opt)
-    if future is not None:
-        future.follow(real)
-    return Trained(opt, real, future)
-
-
-def _weights_of(
-    module: nn.Module,
-    trained: Trained | None,
-    phase: Method,
-    places: tuple[Place, Place],
-    master_dtype: torch.dtype | None,
-    copies: Set[Tensor],
-) -> StageWeights | None:
-    """A stage's weights in a phase, at its place after stage 0's."""
-    if trained is None:
-        return None
-    rules = rules_at(phase, places[1], trained.optimizer)
-    check_optimizer(phase, rules, places[1].stage, trained.optimizer)
-    return StageWeights(
-        module,
-        trained.optimizer,
-        trained.scheduler,
-        rules,
-        places,
-        phase.schedule,
-        trained.future if phase.future_rates else None,
-        master_dtype,
-        copies,
-    )
 
 
 def _mend_before(pipe: Pipeline, *_: object) -> None:

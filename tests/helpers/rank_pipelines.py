@@ -186,7 +186,7 @@ def scaled_apart(rank, ranks, replicas, method, device):
         share_loss=True,
     )
     losses = [result.loss.item() for result in pipe.run(data(9))]
-    links = pipe._executor._around._links
+    links = pipe._executor._around._arranged.links
     link, *_ = (link for ends in links.into.values() for link in ends.values())
     state = {name: t.cpu() for name, t in next(pipe.children()).state_dict().items()}
     return dist.get_backend(link.device), link.staged, losses, state
