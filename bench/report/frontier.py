@@ -13,7 +13,7 @@ from spectrain_ext.benchmark.report import table
 #: The folder of the study that docs/frontier.md tells of.
 STUDY = "2026-11-22-frontier"
 #: That of other people's corrections, schedules and averages.
-FIELD = "2026-11-22-field"
+FIELD = "2026-11-23-field"
 
 
 def section(results: Path) -> str:

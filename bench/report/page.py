@@ -16,7 +16,7 @@ from . import DOCS
 #: how long it takes on two cores.
 EVIDENCE = {
     "accuracy": ("`spectrain study`, as the section says", "an hour a model and more"),
-    "hybrid": ("`spectrain study`, as the section says", "an hour and a half"),
+    "hybrid": ("`spectrain study`, as the section says", "two and a half hours"),
     "errors": (
         "`python bench/prediction_errors.py --data-dir tinyshakespeare.txt --json FILE`",
         "minutes",

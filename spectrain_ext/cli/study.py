@@ -36,9 +36,9 @@ _TABLE = 120  # columns that the table has
     context_settings={"show_default": True},
     epilog="Every run is a file in --out: the same command with the same --out goes on where it "
     "was interrupted, and trains what more seeds, stages or methods add. Learning rates go up and "
-    "down by factors of two until both neighbours of the best are worse, by the first seeds. The "
-    "paper-* are the paper's models in small, in 4 stages, all methods at one learning rate: see "
-    "docs/train.md.",
+    "down by factors of two until two on either side of the best are worse, by the first seeds. "
+    "The paper-* are the paper's models in small, in 4 stages, all methods at one learning rate: "
+    "see docs/train.md.",
 )
 @click.option(
     "--data",

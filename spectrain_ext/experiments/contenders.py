@@ -250,11 +250,11 @@ def _paper(model: str, updates: int, *, normalized: bool = False, **settings: An
     return Workload(asked, updates, 0, (4,), ("1",), (*alike, *_PIPELINED))
 
 
-def _stale(depth: int, stages: int) -> Workload:
+def _stale(depth: int) -> Workload:
     """A model of the table of arXiv 1912.12675, with its learning rate, momentum and decay."""
     settings = {"model": "resnet", "depth": depth, "width": 4, "lr": 0.1, "weight_decay": 1e-4}
-    asked = {**_IMAGES, **settings, "batch_size": 64}
-    return Workload(asked, 240, 0, (stages,), ("1",), _HYBRID)
+    asked = {**_IMAGES, **settings, "batch_size": 64, "test_samples": 1000}
+    return Workload(asked, 960, 0, (4,), ("1",), _HYBRID)
 
 
 WORKLOADS = {
@@ -294,8 +294,8 @@ WORKLOADS = {
     "paper-snn": _paper("snn", 1500, width=128, lr=0.01, weight_decay=0.0),
     "paper-transformer": _paper("gpt", 400, lr=0.004, weight_decay=0.01),
     # in small: the paper's have 56 to 362 layers, of width 16, in two stages
-    "stale-resnet-8": _stale(8, 2),
-    "stale-resnet-20": _stale(20, 4),
-    "stale-resnet-44": _stale(44, 6),
+    "stale-resnet-8": _stale(8),
+    "stale-resnet-20": _stale(20),
+    "stale-resnet-44": _stale(44),
     "paper-lstm": _paper("lstm", 400, lr=0.25),
 }

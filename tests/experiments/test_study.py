@@ -47,7 +47,7 @@ def test_every_contender_where_it_is_defined() -> None:
         _cells("pipedream-2bw", microbatches=("1",))
 
 
-@pytest.mark.parametrize(("best", "runs"), [(0.05, 8), (0.2, 12), (0.025, 10)])
+@pytest.mark.parametrize(("best", "runs"), [(0.05, 12), (0.2, 16), (0.025, 14)])
 def test_the_rate_is_sought_downhill(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, best: float, runs: int
 ) -> None:
@@ -68,6 +68,17 @@ def test_the_rate_is_sought_downhill(
     assert len(asked) == before, "finished runs are read"
     search(tmp_path, cell, 0.05, range(5), first=2)
     assert asked[before:] == [(pytest.approx(best), 4)]
+
+
+def test_the_rate_is_sought_over_a_hill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    losses = {0.025: 0.6, 0.0125: 0.3}  # of a late method on digits
+
+    def train(cell: Cell, lr: float, seed: int, data: object) -> Curve:
+        return Curve(((20, losses.get(lr, 0.5 if lr == 0.05 else 0.9), 0.5),), 1.0)
+
+    monkeypatch.setattr(study, "train", train)
+    (cell,) = _cells("vanilla", microbatches=("1",))
+    assert search(tmp_path, cell, 0.05, range(2), first=2) == pytest.approx(0.0125)
 
 
 def test_without_judges_all_have_the_settings_rate(

@@ -126,12 +126,20 @@ def test_the_page_of_stale_weights(tmp_path: Path) -> None:
         row |= {"stages": 4, "delay": 6 if row["contender"] == "stale" else 3}
     (folder / "resnet-20.json").write_text(json.dumps(document))
     own, _, published = hybrid.section(tmp_path).partition("### The published hybrid")
-    assert "ResNet-20 in 4 stages (`stale` is 6 updates late)" in own
+    assert "On CIFAR-10, in 4 stages, where `stale` is 6 updates late. Width" in own
     assert _line(own, "| `hybrid`").endswith("| 49.0 ± 5.0 |")
-    assert "`stale` less `sync`: ResNet-20 -9.8 [-10.6, -9.1]." in own
-    assert "`auto` less `hybrid`: ResNet-20 diverged." in own
+    assert "`stale` less `sync`: ResNet-20, N = 4: -9.8 [-10.6, -9.1]." in own
+    assert "`auto` less `hybrid`: ResNet-20, N = 4: diverged." in own
     assert "92.63" not in own
     assert "| ResNet-362 | 93.46 | 90.53 | 93.98 |" in published
+    for row in document["rows"]:
+        row |= {"stages": 2, "delay": 2}
+    for name in ("resnet-20-two-stages.json", hybrid.FIRST):
+        (folder / name).write_text(json.dumps(document))
+    own = hybrid.section(tmp_path)
+    assert "is 6 updates late, or 2 stages, where `stale` is 2 updates late. Width" in own
+    assert "|ResNet-20, N = 4|ResNet-20, N = 2|" in own.replace(" | ", "|").replace(" |", "|")
+    assert "ResNet-44 in 2 stages, 2 updates late, for 400 updates: `sync` 52.0 ± 5.0" in own
 
 
 def test_the_picture(results: Path) -> None:
