@@ -33,7 +33,7 @@ class Arrangement(NamedTuple):
 
     Attributes:
         places: of all stages' replicas.
-        later: of every stage, by how many microbatches it puts backwards off (``put_off``).
+        later: of every stage, by how many microbatches it puts backwards off (``put_off_by``).
         seats: the replicas of all stages.
         links: the groups that the rank's edges go by.
         board: what the ranks know of each other.

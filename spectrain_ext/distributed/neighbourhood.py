@@ -10,7 +10,7 @@ from copy import copy
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from spectrain_ext.method import Method, phases_of
+from spectrain_ext.method import Method, phases_of, put_off_by
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.cursor import Extent
@@ -28,7 +28,6 @@ from spectrain_ext.schedule import (
     device_order,
     find_generator,
     name_of,
-    put_off,
 )
 from spectrain_ext.transport import Receiver
 
@@ -145,13 +144,12 @@ class DistributedNeighbourhood:
         elif links.circle is not None:
             params = [] if first.weights is None else first.weights.params
             total = GradientSum(params, links.circle, board, first.compute, first.weight_gradients)
-        phases = phases_of(method)
         self._tied = ties, copies
         # where another rank's part of a batch comes from a batch of its own
         compares = seats.counts[0] > 1 or (seats.stages > 1 and not targets_first)
         arranged = Arrangement(
             places=places,
-            later=[max(put_off(p.schedule, place) for p in phases) for place in places],
+            later=put_off_by(method, places),
             seats=seats,
             links=links,
             board=board,
@@ -190,7 +188,7 @@ class DistributedNeighbourhood:
         self._around_of = {each.stage.index: each for each in self._around}
         self.results = self._around_of[reports.index].results
         with_edges = [(each.stage, each.edges) for each in self._around]
-        self._ties = DistributedTies(*self._tied, arranged.places, arranged.later, with_edges)
+        self._ties = DistributedTies(*self._tied, arranged, with_edges)
 
     def evaluating(
         self, stages: list[Stage], places: list[Place], measure: LossFn

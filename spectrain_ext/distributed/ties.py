@@ -27,7 +27,7 @@ from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.transport import Edge
 
 from .board import gathered
-from .edges import DistributedEdges
+from .edges import Arrangement, DistributedEdges
 from .links import Traffic
 
 _KEY = "copies"
@@ -102,8 +102,7 @@ class DistributedTies:
     Args:
         ties: of all stages.
         copies: that the rank's stages have.
-        places: of all stages.
-        later: of every stage, by how many microbatches it puts backwards off (``put_off``).
+        arranged: what the rank's stages have in common.
         stages: those of the rank, each with its edges.
 
     Attributes:
@@ -115,8 +114,7 @@ class DistributedTies:
         self,
         ties: Sequence[Tie],
         copies: Sequence[Copy],
-        places: Sequence[Place],
-        later: Sequence[int],
+        arranged: Arrangement,
         stages: Sequence[tuple[Stage, DistributedEdges]],
     ) -> None:
         self._all = [edges for _, edges in stages]
@@ -130,7 +128,7 @@ class DistributedTies:
             first, second = here.get(tie.home), here.get(tie.copy)
             weights = gradients = None
             if first is not None and second is not None:
-                depth = depth_of(places[tie.home], later[tie.copy])
+                depth = depth_of(arranged.places[tie.home], arranged.later[tie.copy])
                 weights = self._edge(first[0], second[0], "weights", depth)
                 if any(tie.trained):
                     gradients = self._edge(second[0], first[0], "gradients", depth)

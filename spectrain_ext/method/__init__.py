@@ -1,7 +1,7 @@
 """Methods: which weights, predicted how far, each forward and backward of a stage computes with."""
 
 from .formulas import delay, delay_under, recipe_clip
-from .places import Window, microbatches_of, numbers_of, phase_places, places_of
+from .places import Window, microbatches_of, numbers_of, phase_places, places_of, put_off_by
 from .registry import (
     find_method,
     hybrid,
@@ -37,6 +37,7 @@ __all__ = [
     "phases_of",
     "pipemare",
     "places_of",
+    "put_off_by",
     "recipe_clip",
     "rules_at",
     "second_order",

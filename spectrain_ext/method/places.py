@@ -14,6 +14,7 @@ from spectrain_ext.schedule import (
     find_generator,
     flushes,
     name_of,
+    put_off,
     takes_window,
 )
 
@@ -113,6 +114,11 @@ def microbatches_of(method: Method, stages: int, replicas: Replicas | None = Non
             usual = max(usual, wanted)
     each = 1 if replicas is None else lcm(*replicas.counts)
     return -(-usual // each) * each
+
+
+def put_off_by(method: Method, places: Sequence[Place]) -> list[int]:
+    """By how many microbatches each stage puts backwards off at most, in any phase: ``put_off``."""
+    return [max(put_off(p.schedule, place) for p in phases_of(method)) for place in places]
 
 
 def phase_places(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from spectrain_ext.method import Method, phases_of
-from spectrain_ext.schedule import Action, Generator, Kind, Place, Replicas, put_off
+from spectrain_ext.method import Method, put_off_by
+from spectrain_ext.schedule import Action, Generator, Kind, Place, Replicas
 from spectrain_ext.transport import Buffer, Edge, Receiver
 
 from .averaging import Averaged
@@ -156,8 +156,7 @@ class LocalNeighbourhood:
             return made
 
         self._edges: list[Edge] = []
-        phases = phases_of(method)
-        later = [max(put_off(p.schedule, place) for p in phases) for place in places]
+        later = put_off_by(method, places)
         depth = self._slots or places[0].window + self._microbatches
         first.inputs = self._inputs = edge(None, first, "edge batch -> 0", depth)
         last.targets = self._targets = edge(None, last, "edge batch -> loss", depth + later[-1] - 1)
@@ -166,7 +165,7 @@ class LocalNeighbourhood:
             a.to_next = b.inputs = edge(a, b, name, self._slots or place.window + later[b.index])
             back = place.window + 1
             b.to_previous = a.gradients = edge(b, a, f"edge {b.index} -> {a.index}", back)
-        self._ties = LocalTies(copies, stages, places, method)
+        self._ties = LocalTies(copies, stages, places, later, method)
         self._edges += self._ties.edges
 
     def change(self, method: Method, places: list[Place]) -> None:

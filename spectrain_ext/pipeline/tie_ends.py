@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.method import Method, phases_of, rules_at
-from spectrain_ext.schedule import Kind, Place, find_generator, put_off
+from spectrain_ext.schedule import Kind, Place, find_generator
 from spectrain_ext.schedule.reading import Entries
 from spectrain_ext.transport import Buffer, Edge, Message, Receiver, Sender, Slot, Transit
 
@@ -337,6 +337,7 @@ class LocalTies:
         copies: that stages have.
         stages: all of them.
         places: theirs, with the largest window that each will have.
+        later: of each, by how many microbatches it puts backwards off (``put_off_by``).
         method: what they train by, with all of its phases.
 
     Attributes:
@@ -345,7 +346,12 @@ class LocalTies:
     """
 
     def __init__(
-        self, copies: Sequence[Copy], stages: Sequence[Stage], places: list[Place], method: Method
+        self,
+        copies: Sequence[Copy],
+        stages: Sequence[Stage],
+        places: Sequence[Place],
+        later: Sequence[int],
+        method: Method,
     ) -> None:
         self.edges: list[Edge] = []
         self.ends: dict[int, list[End]] = {}
@@ -360,8 +366,7 @@ class LocalTies:
         counted = any(phase.forward_horizon == "counted" for phase in phases_of(method))
         for tie in ties_of(each.member for each in copies):
             a, b, place = stages[tie.home], stages[tie.copy], places[tie.home]
-            later = max(put_off(phase.schedule, places[tie.copy]) for phase in phases_of(method))
-            depth = depth_of(place, later, counted)
+            depth = depth_of(place, later[tie.copy], counted)
             there = edge(a, b, "weights", depth)
             back = edge(b, a, "gradients", depth) if any(tie.trained) else None
             home, away = Turns(tie.home), Turns(tie.home)

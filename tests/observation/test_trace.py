@@ -69,7 +69,9 @@ def test_times_are_in_order():
             assert s.start >= sent[s.stage - 1, s.minibatch]
     kinds = {s.kind for s in spans}
     assert kinds == {
-        *(Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE),
+        Kind.FORWARD,
+        Kind.BACKWARD,
+        Kind.UPDATE,
         Kind.LOAD_FORWARD,
         Kind.LOAD_BACKWARD,
         Kind.LOSS,

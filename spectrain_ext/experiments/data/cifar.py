@@ -59,14 +59,12 @@ def load_cifar10(path: Path, *, cache: Path | None = None) -> Split:
         torch.randperm(len(labels), generator=torch.Generator().manual_seed(_ORDER_SEED))
         for labels in (arrays.train_labels, arrays.test_labels)
     )
-    # Decoded images are channels last, kept ones are not: convolutions would round in other ways,
-    # and the same command would give other figures from its second run on.
     return Split(
         name,
         "images",
-        torch.from_numpy(arrays.train_images)[train].contiguous(),
+        torch.from_numpy(arrays.train_images)[train],
         torch.from_numpy(arrays.train_labels)[train],
-        torch.from_numpy(arrays.test_images)[test].contiguous(),
+        torch.from_numpy(arrays.test_images)[test],
         torch.from_numpy(arrays.test_labels)[test],
         classes=10,
         prepare=normalize,

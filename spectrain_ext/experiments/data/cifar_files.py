@@ -236,8 +236,11 @@ def _decode(where: str, content: bytes) -> _Array:
         with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
             size = image.size  # of the header: nothing is decoded yet
             if size == (SIDE, SIDE):
-                pixels: _Array = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
-                return pixels
+                pixels = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+                # As a cache gives them: convolutions round in other ways with channels last, and
+                # the same command would give other figures from its second run on.
+                whole: _Array = np.ascontiguousarray(pixels)
+                return whole
     except Exception as error:  # whatever Pillow finds in a damaged or a huge one
         raise ValueError(f"{where}: expected a JPEG file, but {error}") from error
     raise ValueError(f"{where}: expected {SIDE}x{SIDE} pixels, got {size}")
