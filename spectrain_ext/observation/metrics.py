@@ -116,7 +116,7 @@ class Metrics(Observer):
         place = self._place_of(stage)
         rules = self._pipe._rules[place.stage]
         delay = delay_under(self._pipe.method.schedule, place)
-        return Probe(stage.weights, rules, delay, self._errors_every)
+        return Probe(stage, rules, delay, self._errors_every)
 
     def result(self, result: Result) -> None:
         for meter in self._meters.values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from spectrain_ext.operators import distance
+from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.schedule import Rules
-from spectrain_ext.weights import StageWeights
 
 
 class Errors(NamedTuple):
@@ -37,17 +36,19 @@ class Probe:
 
     It stands for the weights after as many updates as it predicts ahead; a method that predicts
     nothing, for those that the minibatch's own backward meets. Looking costs two copies of the
-    stage's weights, until then, and a pass over them each time; a CUDA device is waited for.
+    stage's weights, until then, and a pass over them each time; the stage's prediction stream is
+    waited for.
 
     Args:
-        weights: the stage's.
+        stage: has trainable parameters.
         rules: the method at this stage.
         delay: the updates by which its forwards are late.
         every: minibatches.
     """
 
-    def __init__(self, weights: StageWeights, rules: Rules, delay: int, every: int) -> None:
-        self._weights = weights
+    def __init__(self, stage: Stage, rules: Rules, delay: int, every: int) -> None:
+        assert stage.weights is not None
+        self._stage, self._weights = stage, stage.weights
         horizon = rules.forward_horizon
         self._predicts = horizon != 0
         self._ahead = delay if horizon == "counted" or not horizon else horizon
@@ -61,16 +62,14 @@ class Probe:
         """The forward of a microbatch has been issued, after so many updates."""
         if j or i % self._every or self._kept is not None or not self._ahead:
             return
-        _wait_for(self._weights.params)
-        with torch.no_grad():
-            newest = self._true()
+        with self._stage.looking():
+            newest = self._weights.newest()
             computed = [
                 torch.empty_like(true).copy_(p)
                 for p, true in zip(self._weights.params, newest, strict=True)
             ]
-            copies = [true.detach().clone() for true in newest]
+            copies = [true.clone() for true in newest]
         self._kept = _Kept(updates + self._ahead, computed if self._predicts else None, copies)
-        _wait_for(self._weights.params)
 
     def update(self, updates: int) -> Errors | None:
         """An update has been issued, the last of so many; the errors, if it is the one."""
@@ -78,21 +77,9 @@ class Probe:
         if kept is None or kept.due != updates:
             return None
         self._kept = None
-        _wait_for(self._weights.params)
-        with torch.no_grad():
-            now = self._true()
+        with self._stage.looking():
+            now = self._weights.newest()
             others = [kept.newest, *([] if kept.computed is None else [kept.computed])]
             _, norms = distance(now, others)
             staleness, *prediction = (norms / get_total_norm(now).double()).tolist()
-        _wait_for(self._weights.params)
         return Errors(prediction[0] if prediction else None, staleness)
-
-    def _true(self) -> list[Tensor]:
-        where = self._weights.true_weights()
-        return [where[p].detach() for p in self._weights.params]
-
-
-def _wait_for(tensors: Sequence[Tensor]) -> None:
-    """Weights are written and read on streams of the stage's own."""
-    if tensors and tensors[0].device.type == "cuda":
-        torch.cuda.synchronize(tensors[0].device)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from threading import Condition
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from spectrain_ext.operators.averaging import (
     taken_apart,
 )
 from spectrain_ext.schedule import Kind
+from spectrain_ext.transport import Buffer, Event, callers_stream
 
 from .stage import Handler, Stage
 
@@ -39,6 +41,34 @@ def check_averaged(method: Method, tied: bool = False) -> None:
         raise ValueError("averaging: stages that share parameters cannot be averaged")
 
 
+class _Sent(NamedTuple):
+    """A message that another replica's stream may read once it has been written."""
+
+    message: Tensor
+    buffer: Buffer
+    written: Event
+
+    @classmethod
+    def of(cls, message: Tensor, name: str) -> _Sent:
+        """A copy of it, made on the current stream."""
+        stream, buffer = callers_stream(message.device), Buffer(name)
+        with stream.using(writes=(buffer,)):
+            copy = message.clone()
+        written = stream.event()
+        stream.record(written)
+        return cls(copy, buffer, written)
+
+    def read_on(self, device: torch.device) -> Tensor:
+        """The message, for work that follows on the device's current stream."""
+        # A copy between devices is made by the current streams of both.
+        streams = [callers_stream(each) for each in {self.message.device, device}]
+        for stream in streams:
+            stream.wait(self.written)
+            stream.lend([self.message])
+        with callers_stream(device).using(reads=(self.buffer,)):
+            return self.message.to(device)
+
+
 class Meeting:
     """Where replicas in one process leave messages for one another, be they threads or not.
 
@@ -55,7 +85,7 @@ class Meeting:
         self.changed = Condition()
         self._replicas = replicas
         # (stage, number of the message) -> by replica, until all are there
-        self._sent: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self._sent: dict[tuple[int, int], dict[int, _Sent]] = {}
 
     def exchange(self, replica: int, stage: int) -> Exchange:
         """What a replica of a stage sends by."""
@@ -63,22 +93,23 @@ class Meeting:
 
         def send(message: Tensor) -> Callable[[], Sequence[Tensor]]:
             key = stage, next(numbers)
+            own = _Sent.of(message, f"message of replica {replica} of stage {stage}")
             with self.changed:
                 sent = self._sent.setdefault(key, {})
-                sent[replica] = message.clone()
+                sent[replica] = own
                 if len(sent) == self._replicas:
                     del self._sent[key]  # who waits for it has it
                 self.changed.notify_all()
-            return partial(self._arrived, sent)
+            return partial(self._arrived, sent, message.device)
 
         return send
 
-    def _arrived(self, sent: Mapping[int, Tensor]) -> Sequence[Tensor]:
+    def _arrived(self, sent: Mapping[int, _Sent], device: torch.device) -> Sequence[Tensor]:
         with self.changed:
             self.changed.wait_for(lambda: len(sent) == self._replicas or self.failure)
         if len(sent) < self._replicas:
             raise RuntimeError("another replica has failed") from self.failure
-        return [sent[c] for c in range(self._replicas)]
+        return [sent[c].read_on(device) for c in range(self._replicas)]
 
     def fail(self, error: BaseException) -> None:
         """Let nobody wait any more; the first cause stays."""
@@ -107,8 +138,7 @@ class Averaged:
         self._weights.moves = True
 
     def _row(self) -> Tensor:
-        true = self._weights.true_weights()
-        return in_a_row([true[p] for p in self._weights.params])
+        return in_a_row(self._weights.newest())
 
     # Training.
 

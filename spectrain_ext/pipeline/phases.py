@@ -181,7 +181,7 @@ class Gap(Observer):
     """How far stage 0's weights move from a minibatch's forward to its own update.
 
     By the norm of the weights before that update. One minibatch at a time is looked at: that takes
-    a copy of the weights, and a pass over them; a CUDA device is waited for.
+    a copy of the weights, and a pass over them; the stage's prediction stream is waited for.
 
     Attributes:
         largest: of those looked at so far; 0 where stage 0 is in another process.
@@ -199,32 +199,18 @@ class Gap(Observer):
 
         def forward(i: int, j: int) -> None:
             if self._read is None and i > 0 and j == 0:  # the first of a run is never late
-                _wait_for(stage)
-                true = _true(weights)
-                with torch.no_grad():
-                    pairs = zip(weights.params, true, strict=True)
+                with stage.looking():
+                    pairs = zip(weights.params, weights.newest(), strict=True)
                     self._read = i, [torch.empty_like(now).copy_(p) for p, now in pairs]
-                _wait_for(stage)
             given[0](i, j)
 
         def update(i: int, j: int) -> None:
             if self._read is not None and self._read[0] == i:
-                _wait_for(stage)
-                true = _true(weights)
-                _, (norm,) = distance(true, [self._read[1]])
-                self._read = None
-                self.largest = max(self.largest, float(norm / get_total_norm(true).double()))
+                with stage.looking():
+                    true = weights.newest()
+                    _, (norm,) = distance(true, [self._read[1]])
+                    self._read = None
+                    self.largest = max(self.largest, float(norm / get_total_norm(true).double()))
             given[1](i, j)
 
         return {**handlers, Kind.FORWARD: forward, Kind.UPDATE: update}
-
-
-def _true(weights: StageWeights) -> list[Tensor]:
-    where = weights.true_weights()
-    return [where[p].detach() for p in weights.params]
-
-
-def _wait_for(stage: Stage) -> None:
-    """Weights are written and read on streams of the stage's own."""
-    if stage.device.type == "cuda":
-        torch.cuda.synchronize(stage.device)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -189,6 +189,15 @@ class Stage:
         """What is computed from here on follows the weights just written."""
         self.predict.record(self.loaded)
         self.compute.wait(self.loaded)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Inside, an observer reads the weights, ordered with all that writes them.
+
+        On the stream that does: no other stage and no communication is waited for.
+        """
+        with self.predict.using(reads=(self.working, self.optimizer_state)), torch.no_grad():
+            yield
 
     def give_norm(self, i: int) -> None:
         """Tell the other stages the norm of this one's gradient, once."""

@@ -76,8 +76,12 @@ class Slot:
         likeness: list[_Likeness | None],
         tensors: Sequence[Tensor | None],
         device: torch.device,
-    ) -> None:
-        """Have memory like these tensors, the same where it is large enough."""
+    ) -> bool:
+        """Have memory like these tensors, the same where it is large enough.
+
+        Returns:
+            Whether some of it is new.
+        """
         old = self.room.bases
         old = old + [None] * (len(tensors) - len(old))
         bases = [
@@ -92,6 +96,7 @@ class Slot:
             for tensor, base in zip(tensors, bases, strict=True)
         ]
         self.room = _Room(like, likeness, bases)
+        return any(b is not None and b is not was for b, was in zip(bases, old, strict=False))
 
     def stage(self, n: int, tensor: Tensor | None, target: torch.device) -> Tensor:
         """A copy of the n-th tensor in pinned memory, where the slot's own has its strides."""
@@ -239,10 +244,12 @@ class Edge:
         likeness = [tensor if tensor is None else _likeness(tensor) for tensor in tensors]
         if slot.room.likeness == likeness:
             return slot.room.tensors
-        # Which memory of this stream's pool is then safe to reuse, its order tells.
-        with self._receiver.using(writes=(slot.buffer,)):
-            slot.fit(likeness, tensors, self.target)
-        self._receiver.record(slot.free)
+        with self._receiver.using():
+            if slot.fit(likeness, tensors, self.target):
+                # Memory of this stream's pool is free after what the stream has been given so far.
+                # Without new memory the copy need not wait for that: uneven microbatches overlap.
+                self._receiver.writes(slot.buffer)
+                self._receiver.record(slot.free)
         return slot.room.tensors
 
     def has(self, i: int = 0, j: int = 0) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
@@ -132,7 +133,12 @@ class CheckedStream(Stream):
             self.reads(buffer)
         for buffer in writes:
             self.writes(buffer)
-        yield
+        outer = getattr(_current, "stream", None)
+        _current.stream = self
+        try:
+            yield
+        finally:
+            _current.stream = outer
         for buffer in reads:
             buffer.reads[self] = self._tick()
         for buffer in writes:
@@ -256,6 +262,7 @@ class _Checked:
 
 _HOST = HostStream()
 _checked: _Checked | None = None
+_current = threading.local()  # the checked stream whose ``using`` this thread is in, as of CUDA's
 
 
 @contextmanager
@@ -284,7 +291,7 @@ def callers_stream(device: torch.device) -> Stream:
     """The stream that the caller's own work on the device is issued to."""
     if device.type == "cuda":
         return CudaStream([torch.cuda.current_stream(device)])
-    return _HOST if _checked is None else _checked.caller
+    return _HOST if _checked is None else getattr(_current, "stream", None) or _checked.caller
 
 
 def captured(device: torch.device) -> bool:

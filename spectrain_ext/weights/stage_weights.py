@@ -254,6 +254,11 @@ class StageWeights:
         """Where the true weights are: parameter -> tensor, not to be written."""
         return self._bound.true_weights()
 
+    def newest(self) -> list[Tensor]:
+        """The true weights in the order of ``params``, not to be written."""
+        true = self.true_weights()
+        return [true[p].detach() for p in self.params]
+
     def masters(self) -> dict[Tensor, Tensor]:
         """The masters that are wider than their parameters."""
         master = None if self.storage is None else self.storage.master

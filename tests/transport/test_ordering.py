@@ -20,7 +20,11 @@ from helpers.pipeline_cases import (
 from torch import nn
 
 from spectrain_ext.errors import OrderingError, StageError
+from spectrain_ext.observation.probe import Probe
+from spectrain_ext.pipeline.averaging import Meeting
+from spectrain_ext.pipeline.phases import Gap
 from spectrain_ext.pipeline.pipeline import Pipeline
+from spectrain_ext.schedule import Kind, Rules
 from spectrain_ext.transport import (
     Buffer,
     Edge,
@@ -156,6 +160,58 @@ def test_a_ring_keeps_its_memory_for_smaller_messages():
         edge.free(slot)
     assert len(set(found[:3])) == 1
     assert found[3] == found[4]
+
+
+def test_only_new_memory_waits_for_what_the_receiver_does_now(streams):
+    """Microbatches of uneven sizes fit into what a slot has: their copies overlap with its work."""
+    sender, receiver = streams
+    edge = Edge("edge", CPU, CPU, receiver, depth=1)
+    for rows, moved in ((3, True), (2, False), (3, False), (4, True), (1, False)):
+        busy = Buffer("what the receiver works on")
+        receiver.writes(busy)
+        edge.send(Message((torch.ones(rows, 5),)), Buffer("source"), sender.event())
+        if moved:
+            edge.stream.reads(busy)
+        else:
+            with pytest.raises(OrderingError, match="without waiting for two"):
+                edge.stream.reads(busy)
+        edge.free(edge.receive())
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_replica_reads_what_another_has_written(streams, waits, monkeypatch):
+    meeting = Meeting(2)
+    if not waits:
+        monkeypatch.setattr(CheckedStream, "wait", lambda stream, event: None)
+    sent = []
+    for replica, stream in enumerate(streams):
+        with stream.using():
+            sent.append(meeting.exchange(replica, 0)(torch.full((2,), float(replica))))
+    with streams[1].using():
+        if waits:
+            assert [message.tolist() for message in sent[1]()] == [[0, 0], [1, 1]]
+        else:
+            with pytest.raises(OrderingError, match="two reads message of replica 0 of stage 0"):
+                sent[1]()
+
+
+def test_observers_read_weights_in_the_order_of_the_stage_that_writes_them():
+    """On its own stream, without a wait for other stages or for communication."""
+    pipe = Pipeline(tanh_stages(2), sgd(), mse, "spectrain")
+    stage, nothing = pipe._executor.stages[0], dict.fromkeys(Kind, lambda i, j: None)
+
+    def look():
+        Probe(stage, Rules(), delay=1, every=1).forward(1, 0, updates=1)
+
+    def measure():
+        Gap().watch(stage, nothing)[Kind.FORWARD](1, 0)
+
+    for observe in (look, measure):
+        observe()
+    new_stream("another", CPU).writes(stage.working)
+    for observe in (look, measure):
+        with pytest.raises(OrderingError, match="stream of stage 0 reads working weights"):
+            observe()
 
 
 def test_transit_waits_before_it_lets_go(streams):
