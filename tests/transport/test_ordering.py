@@ -208,7 +208,9 @@ def test_observers_read_weights_in_the_order_of_the_stage_that_writes_them():
 
     for observe in (look, measure):
         observe()
-    new_stream("another", CPU).writes(stage.working)
+    another = new_stream("another", CPU)
+    after(stage.predict, another)
+    another.writes(stage.working)
     for observe in (look, measure):
         with pytest.raises(OrderingError, match="stream of stage 0 reads working weights"):
             observe()
