@@ -309,7 +309,7 @@ def _derivatives() -> Iterator[set[str]]:
                 own.add("a module's backward hook")
             elif not cls.__module__.startswith("torch."):
                 own.add(f"autograd.Function {cls.__name__}")
-        return apply.__func__(cls, *given, **more)
+        return apply.__get__(None, cls)(*given, **more)  # from torch 2.15 on it is in C
 
     def registered(tensor: Tensor, hook: Any) -> Any:
         if threading.get_ident() == thread:
