@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -184,11 +186,24 @@ def _positive(what: str, value: object) -> float:
     return float(value)
 
 
-def check_master_dtype(master_dtype: object) -> None:
-    """Refuse what the kernels cannot update 16-bit weights in."""
+def check_master_dtype(master_dtype: object, modules: Sequence[nn.Module]) -> None:
+    """Refuse what the kernels cannot update 16-bit weights in, and warn where nothing does."""
     if master_dtype not in (None, torch.float32):
         raise ValueError(
             f"master_dtype: expected torch.float32, or None for none, got {master_dtype!r}"
+        )
+    narrow = (
+        (k, name, p.dtype)
+        for k, module in enumerate(modules)
+        for name, p in module.named_parameters()
+        if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)
+    )
+    if master_dtype is None and (found := next(narrow, None)) is not None:
+        k, name, dtype = found
+        warnings.warn(
+            f"stages[{k}]: {name!r} is {dtype}, and updates smaller than half its precision are "
+            "rounded away; give master_dtype=torch.float32",
+            stacklevel=3,
         )
 
 
@@ -197,14 +212,25 @@ def check_recompute(recompute: object) -> None:
         raise TypeError(f"recompute: expected a bool, got {type(recompute).__name__}")
 
 
-def check_loss_fn(loss_fn: object) -> None:
-    """Refuse what cannot be called, and parameters that nobody would train."""
+def check_loss_fn(loss_fn: object, microbatches: int) -> None:
+    """Refuse what cannot be called, and parameters that nobody would train; warn of a sum."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn: expected a callable, got {type(loss_fn).__name__}")
     if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
         raise ValueError(
             "loss_fn: it has trainable parameters, which nobody would train; put them in the last "
             "stage"
+        )
+    if isinstance(loss_fn, partial):
+        reduction = loss_fn.keywords.get("reduction")
+    else:
+        reduction = getattr(loss_fn, "reduction", None)
+    if microbatches > 1 and reduction == "sum":
+        warnings.warn(
+            f"loss_fn: its reduction is 'sum', and the losses of {microbatches} microbatches are "
+            f"averaged, so that gradients are about 1/{microbatches} of the sum's; take a mean, or "
+            "microbatches=1",
+            stacklevel=3,
         )
 
 

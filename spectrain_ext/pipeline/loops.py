@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from math import nan
+from math import isfinite, nan
 from typing import TYPE_CHECKING, Any, cast
 from weakref import finalize
 
@@ -28,6 +29,8 @@ from .observer import Observer
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+
+_logger = logging.getLogger(__name__)
 
 #: Losses that the host asks for at once.
 _WAITING = 256
@@ -203,7 +206,11 @@ class Loops(nn.Module):
         counts = self._tell(lengths, what)[0]
         if not any(counts):
             raise ValueError("batches: expected at least one to train on, got none")
-        return cast("list[float]", self._tell(lambda: losses.means(counts), what)[-1])
+        means = cast("list[float]", self._tell(lambda: losses.means(counts), what)[-1])
+        for epoch, mean in enumerate(means):
+            if not isfinite(mean) and counts[epoch]:
+                _logger.warning("fit: the mean loss of epoch %d is %s", epoch, mean)
+        return means
 
 
 class _Epochs:

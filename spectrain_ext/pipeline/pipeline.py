@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
@@ -144,6 +145,7 @@ class Pipeline(Loops):
 
     _around: Neighbourhood | None = None  # of the stages; None: one another, all of them are here
     _loading: Loading
+    _warned = False  # of stages in evaluation mode
 
     def __init__(
         self,
@@ -178,9 +180,9 @@ class Pipeline(Loops):
             max_norms_of(phase, [at[k] for k in indices], clip_norm, clip_scope)
             for phase, at in phases
         ]
-        check_master_dtype(master_dtype)
+        check_master_dtype(master_dtype, modules)
         check_recompute(recompute)
-        check_loss_fn(loss_fn)
+        check_loss_fn(loss_fn, parts)
         for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if not callable(given) and not (name == "scheduler" and given is None):
                 raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
@@ -320,6 +322,7 @@ class Pipeline(Loops):
                     "run: autocast is on; its casts of the weights would outlive them. Enter "
                     "autocast inside the stages, or use bfloat16 stages"
                 )
+        self._warn_of_evaluation()
         self._enter()
         _logger.info("run begins: %s, %s", self.method.name, self._where())
         try:
@@ -334,6 +337,18 @@ class Pipeline(Loops):
             _logger.error("run failed: %s: %s", type(error).__name__, error)
             raise
         _logger.info("run ended: %s", self._where())
+
+    def _warn_of_evaluation(self) -> None:
+        """Once: the stages of a cut model do not follow the uncut model's ``train()``."""
+        found = [stage.index for stage in self._executor.stages if not stage.module.training]
+        if found and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"run: stages[{found[0]}] is in evaluation mode: it trains without dropout and "
+                "with fixed running statistics; call train() of the pipeline (that of the model "
+                "that was cut may not reach its stages)",
+                stacklevel=3,
+            )
 
     def _watched(
         self, batches: Iterator[object], trace: Observer, keep: Keep | None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
+from functools import partial
 
 import pytest
 import torch
 from helpers.pipeline_cases import batches, float64, losses, mse, sgd, tanh_stages  # noqa: F401
 from torch import nn
+from torch.nn.functional import mse_loss
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method
@@ -330,3 +333,26 @@ def test_autocast_around_a_run():
     ):
         losses(pipe, batches(3))
     assert len(losses(pipe, batches(3))) == 3
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [nn.MSELoss(reduction="sum"), partial(mse_loss, reduction="sum")]
+)
+def test_a_sum_is_warned_of_where_microbatches_average_it(loss_fn):
+    with pytest.warns(UserWarning, match=r"loss_fn: its reduction is 'sum'.*of 3 microbatches"):
+        st.Pipeline(tanh_stages(2), sgd(), loss_fn, microbatches=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        st.Pipeline(tanh_stages(2), sgd(), loss_fn, microbatches=1)
+        st.Pipeline(tanh_stages(2), sgd(), nn.MSELoss(), microbatches=3)
+
+
+def test_16_bit_weights_without_masters_are_warned_of():
+    frozen, trained = nn.Linear(5, 5).bfloat16().requires_grad_(False), nn.Linear(5, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        st.Pipeline([frozen, trained], sgd(), mse).release()
+        trained.bfloat16()
+        st.Pipeline([frozen, trained], sgd(), mse, master_dtype=torch.float32).release()
+    with pytest.warns(UserWarning, match=r"stages\[1\]: 'weight' is torch.bfloat16.*master_dtype="):
+        st.Pipeline([frozen, trained], sgd(), mse)

@@ -573,3 +573,34 @@ def test_what_cannot_be_kept():
     for result in pipe.run(data, keep=right):
         assert result.renumbered(8).kept is result.kept
         assert "kept" not in repr(result)
+
+
+def test_a_loss_that_is_no_number_is_logged(caplog):
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse)
+    (loss,) = pipe.fit([(x, y * torch.nan) for x, y in batches(3)])
+    assert loss != loss
+    assert "fit: the mean loss of epoch 0 is nan" in caplog.text
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 5)
+
+    def forward(self, x):
+        return x + self.last(self.drop(self.first(x)))
+
+
+def test_a_stage_in_evaluation_mode_is_warned_of_once():
+    model = Residual().eval()
+    pipe = st.Pipeline(st.partition(model, 2, torch.randn(4, 5)), sgd(), mse)
+    model.train()  # does not reach the traced stages
+    with pytest.warns(UserWarning, match=r"run: stages\[0\] is in evaluation mode.*train\(\) of"):
+        pipe.fit(batches(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.fit(batches(2))
+        pipe.train()
+        for _ in pipe.run(batches(2)):
+            pass
+        pipe.evaluate(batches(2))
