@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,11 +66,22 @@ def depth_of(place: Place, put_off: int, counted: bool = True) -> int:
     return min(window, 1 + updates * (1 + counted)) + 1
 
 
+def _refuse_hooks(stage: Stage, named: Iterable[tuple[str, Tensor]]) -> None:
+    for name, p in named:
+        if p.requires_grad and (p._backward_hooks or p._post_accumulate_grad_hooks):
+            raise ValueError(
+                f"stages[{stage.index}]: parameter {name!r} is tied over stages and has a gradient "
+                "hook, which would see this stage's part of the gradient only; remove it, and "
+                "change the whole gradient in optimizers[k].register_step_pre_hook of the first "
+                "stage that has the parameter"
+            )
+
+
 class End:
     """One end of a tie: what its stage does beside its own actions."""
 
     def begin(self, extent: Extent) -> None:
-        """A run begins."""
+        """A run begins; ValueError if a gradient hook would see a part of a gradient."""
 
     def before_forward(self, i: int, j: int) -> None: ...
 
@@ -116,9 +127,11 @@ class Home(End):
         self.params = [known[found_as(name, known)] for name, _ in tie.names]
         self._trained = [p for p, learns in zip(self.params, tie.trained, strict=True) if learns]
         self._weights, self._gradients, self._turns = weights, gradients, turns
+        self._names = [name for name, _ in tie.names]
         self._added: int | None = None
 
     def begin(self, extent: Extent) -> None:
+        _refuse_hooks(self.stage, zip(self._names, self.params, strict=True))
         self._turns.begin()
         self._added = None
 
@@ -216,7 +229,9 @@ class Away(End):
 
         Raises:
             RuntimeError: the stage has other parameters now.
+            ValueError: one has a gradient hook.
         """
+        _refuse_hooks(self.stage, ((each.names[0], each.held) for each in self.copies))
         self._extent = extent
         self._turns.begin()
         self._own = self._memory()

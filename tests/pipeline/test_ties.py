@@ -450,3 +450,41 @@ def _fails_for_the_last(optimizer):
     if len(optimizer.param_groups[0]["params"]) == 3:
         raise RuntimeError("fails")
     return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, torch_sgd])
+def test_a_hook_of_the_optimizer_sees_the_whole_gradient(optimizer):
+    """A gradient hook would see a part, and is refused; the mask is the uncut model's hook."""
+    stages = tied(3)
+    whole = copy.deepcopy(nn.Sequential(*stages))
+    mask = torch.ones(5, 5).index_fill_(0, torch.tensor([1, 3]), 0.0)
+    whole[0][0].weight.register_hook(lambda gradient: gradient * mask)
+    data = batches(6, size=6)
+    reference = torch_sgd()(whole.parameters())
+    for x, y in data:
+        reference.zero_grad()
+        mse(whole(x), y).backward()
+        reference.step()
+
+    weight = stages[0][0].weight
+    pipe = st.Pipeline(stages, optimizer(), mse, "sync", microbatches=2)
+
+    def keep_rows(*_):
+        weight.grad.mul_(mask)
+
+    home = pipe.optimizers[0].register_step_pre_hook(keep_rows)
+    losses(pipe, data)
+    close(dict(pipe.state_dict()), dict(whole.state_dict()))
+    home.remove()
+
+    for k in (0, 2):
+        hooked = stages[k][0].weight
+        before = hooked.detach().clone()
+        for register in (hooked.register_hook, hooked.register_post_accumulate_grad_hook):
+            handle = register(lambda *_: None)
+            name = rf"stages\[{k}\]: parameter '0.weight' is tied over stages and has a gradient"
+            with pytest.raises(ValueError, match=name + r".*register_step_pre_hook"):
+                losses(pipe, data)
+            assert torch.equal(hooked, before)
+            handle.remove()
+    losses(pipe, data)
