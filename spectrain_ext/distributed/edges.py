@@ -11,7 +11,6 @@ from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.transport import Buffer, Message
 
 from .board import Board
-from .collectives import DistributedNorm
 from .inlet import Inlet
 from .links import Link, Links, Traffic
 from .outlet import Outlet
@@ -37,7 +36,6 @@ class Arrangement(NamedTuple):
         seats: the replicas of all stages.
         links: the groups that the rank's edges go by.
         board: what the ranks know of each other.
-        norm: where all stages put their gradients' norms together; None: each has its own.
         apart: whether each replica trains on a minibatch of its own.
         compares: whether ranks compare their batches.
         share_loss: whether every rank gets the losses.
@@ -49,7 +47,6 @@ class Arrangement(NamedTuple):
     seats: Replicas
     links: Links
     board: Board
-    norm: DistributedNorm | None
     apart: bool
     compares: bool
     share_loss: bool

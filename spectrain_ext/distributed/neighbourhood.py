@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from spectrain_ext.method import Method, phases_of, put_off_by
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.averaging import Averaged
+from spectrain_ext.pipeline.clipping import GlobalNorm
 from spectrain_ext.pipeline.cursor import Extent
 from spectrain_ext.pipeline.losses import Keep, LossFn, Result
 from spectrain_ext.pipeline.neighbourhood import Work
@@ -55,7 +56,7 @@ class DistributedNeighbourhood:
         dynamic_shapes: whether later messages may be larger than the first.
         share_loss: whether every rank gets the losses.
         targets_from: where the last stage's ranks take targets from.
-        clip_scope: whose gradient is clipped as one.
+        clip_norm, clip_scope: what gradients are clipped to, and whose as one.
         averaging: replicas do not add up gradients, but average weights by this.
     """
 
@@ -72,6 +73,7 @@ class DistributedNeighbourhood:
         dynamic_shapes: bool,
         share_loss: bool,
         targets_from: str,
+        clip_norm: float | None,
         clip_scope: str,
         averaging: Averaging | None = None,
     ) -> None:
@@ -88,7 +90,8 @@ class DistributedNeighbourhood:
         }
         self._averaging = averaging
         self.averaged = {}
-        self.norm = DistributedNorm(seats, board) if clip_scope == "global" else None
+        self.norm: GlobalNorm | None = DistributedNorm(seats, board)
+        self._clip_norm = clip_norm
 
     def connect(
         self,
@@ -113,6 +116,7 @@ class DistributedNeighbourhood:
                 "microbatches": places[0].microbatches * seats.counts[0],
                 "window": [each.window for each in places],
                 "device": first.device.type,
+                "clip_norm": None if self.norm is None else self._clip_norm,
                 **self._settings,
             },
             said_of(copies),
@@ -134,7 +138,7 @@ class DistributedNeighbourhood:
             backend_of_bodies(self._store, board.rank, seats.ranks, first.device),
             [seats_of(tie, seats) for tie in ties],
         )
-        if self.norm is not None:
+        if isinstance(self.norm, DistributedNorm):
             self.norm.connect(open_host_group(self._group, board.timeout))
         total: GradientSum | None = None
         if links.circle is not None and self._averaging is not None:
@@ -153,7 +157,6 @@ class DistributedNeighbourhood:
             seats=seats,
             links=links,
             board=board,
-            norm=self.norm,
             apart=self._averaging is not None,
             compares=compares,
             share_loss=bool(self._settings["share_loss"]),
@@ -199,7 +202,6 @@ class DistributedNeighbourhood:
         arranged = self._arranged._replace(
             places=places,
             links=self._arranged.links.evaluating(),
-            norm=None,
             apart=False,
             share_loss=False,
             evaluates=True,

@@ -59,7 +59,8 @@ class DistributedPipeline(Pipeline):
         optimizer, method, scheduler, microbatches: as for ``Pipeline``.
         loss_fn: likewise; called on the last stage's ranks.
         window: likewise; windows count the microbatches of one replica.
-        clip_norm, clip_scope: likewise; a global norm makes the hosts wait for one another.
+        clip_norm, clip_scope: likewise; a global norm makes the hosts wait for one another. With
+            ``averaging`` every replica has a gradient of its own, and ``"auto"`` is by stage.
         master_dtype, recompute: likewise.
         replicas: ranks of each stage, one number for all or one per stage; None: one. Ranks are
             numbered stage by stage, replica by replica, and replica c of r runs microbatches c, c +
@@ -114,7 +115,7 @@ class DistributedPipeline(Pipeline):
         microbatches: int | Literal["auto"] = "auto",
         window: Window = None,
         clip_norm: float | None = None,
-        clip_scope: Literal["stage", "global"] = "stage",
+        clip_scope: Literal["auto", "stage", "global"] = "auto",
         master_dtype: torch.dtype | None = None,
         recompute: bool = False,
         timeout: float = 300.0,
@@ -155,9 +156,10 @@ class DistributedPipeline(Pipeline):
             if averaging is not None:
                 _check_averaging(seats, clip_scope)
                 check_averaged(find_method(method))
+                clip_scope = "stage"
             self._around = around = DistributedNeighbourhood(
                 *(group, store, board, seats, dynamic_shapes, share_loss, targets_from),
-                *(clip_scope, averaging),
+                *(clip_norm, clip_scope, averaging),
             )
             self.replicas, self.replica = seats.counts, around.replica
             super().__init__(

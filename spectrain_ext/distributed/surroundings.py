@@ -378,7 +378,7 @@ class Surroundings:
             if loss is not None:
                 kept = self._losses.kept.pop(i, None)
                 self.results.append(Result(i, torch.full_like(loss, total), kept))
-        norm = self._arranged.norm
+        norm = stage.global_norm
         if norm is not None:
             stage.give_norm(i)
             return norm.complete(i)

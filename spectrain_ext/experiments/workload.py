@@ -255,6 +255,7 @@ def build_pipeline(
         "microbatches": microbatches_in(method, settings),
         "window": window_of(method, settings),
         "clip_norm": settings.clip_norm,
+        "clip_scope": "stage",  # under every method, so that they differ in nothing else
         "recompute": settings.recompute,
     }
 

@@ -152,19 +152,26 @@ def checked_microbatches(microbatches: object, method: Method, seats: Replicas) 
     return microbatches
 
 
-def max_norms_of(
-    method: Method, places: Sequence[Place], clip_norm: float | None, clip_scope: str
-) -> list[float | None]:
-    if clip_scope not in ("stage", "global"):
-        raise ValueError(f"clip_scope: expected 'stage' or 'global', got {clip_scope!r}")
+def clips_globally(method: Method, clip_norm: float | None, clip_scope: str) -> bool:
+    """Whether the norm of a phase's gradient is that of all stages together."""
+    if clip_scope not in ("auto", "stage", "global"):
+        raise ValueError(f"clip_scope: expected 'auto', 'stage' or 'global', got {clip_scope!r}")
+    if clip_scope == "auto":
+        return clip_norm is not None and flushes(method.schedule)
     if clip_scope == "global" and not flushes(method.schedule):
         raise ValueError(
             f"clip_scope: under method {method.name!r} the stages of an asynchronous pipeline "
             "update at different times, each with another minibatch's gradient: there is no norm "
-            "over all stages; expected 'stage'"
+            "over all stages; expected 'stage', or 'auto'"
         )
     if clip_scope == "global" and clip_norm is None:
         raise ValueError("clip_scope: 'global' needs a clip_norm")
+    return clip_scope == "global"
+
+
+def max_norms_of(
+    method: Method, places: Sequence[Place], clip_norm: float | None
+) -> list[float | None]:
     if clip_norm is not None:
         return [_positive("clip_norm", clip_norm)] * len(places)
     if method.clip is None:

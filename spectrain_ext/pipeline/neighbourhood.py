@@ -33,7 +33,8 @@ class Neighbourhood(Protocol):
     Attributes:
         indices: of the stages of this process.
         seats: the replicas of all stages.
-        norm: where the stages put their gradients' norms together; None: each has its own.
+        norm: where stages put their gradients' norms together in phases that clip by all stages'
+            norm; None: there is no such phase.
         loss_fn: what the last stage computes losses with.
         results: that wait for the caller.
         averaged: what averages the weights of stages of this process with those of replicas.
@@ -44,9 +45,7 @@ class Neighbourhood(Protocol):
     loss_fn: LossFn
     results: deque[Result]
     averaged: Mapping[int, Averaged]
-
-    @property
-    def norm(self) -> GlobalNorm | None: ...
+    norm: GlobalNorm | None
 
     def connect(
         self,
@@ -120,11 +119,11 @@ class LocalNeighbourhood:
     results: deque[Result]
     _slots: int | None = None  # of activations; None: as many as the window of backwards asks for
 
-    def __init__(self, stages: int, clip_scope: str) -> None:
+    def __init__(self, stages: int) -> None:
         self.indices: Sequence[int] = range(stages)
         self.seats = Replicas((1,) * stages)
         self.averaged: Mapping[int, Averaged] = {}
-        self.norm = GlobalNorm(stages) if clip_scope == "global" else None
+        self.norm: GlobalNorm | None = GlobalNorm(stages)
 
     def connect(
         self,
@@ -174,7 +173,7 @@ class LocalNeighbourhood:
     def evaluating(
         self, stages: list[Stage], places: list[Place], measure: LossFn
     ) -> Neighbourhood:
-        made = LocalNeighbourhood(len(stages), "stage")
+        made = LocalNeighbourhood(len(stages))
         made._slots = 2
         made.connect(stages, places, self._method, measure, ())
         return made
@@ -204,7 +203,7 @@ class LocalNeighbourhood:
         waits: dict[Kind, Ready] = {Kind.RECEIVE_ACTIVATION: stage.inputs.has}
         if stage.gradients is not None:
             waits[Kind.RECEIVE_GRADIENT] = stage.gradients.has
-        norm = self.norm
+        norm = stage.global_norm
         if norm is not None or ends:
 
             def all_gave(i: int, j: int) -> bool:

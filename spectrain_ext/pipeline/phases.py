@@ -91,6 +91,7 @@ class Regime(NamedTuple):
         rules: likewise.
         weights: of the stages of this process; None: a stage has none.
         max_norms: what their gradients are clipped to.
+        globally: whether by the norm of all stages' gradients.
     """
 
     method: Method
@@ -98,6 +99,7 @@ class Regime(NamedTuple):
     rules: list[Rules]
     weights: list[StageWeights | None]
     max_norms: list[float | None]
+    globally: bool
 
     @classmethod
     def of(
@@ -106,6 +108,7 @@ class Regime(NamedTuple):
         places: list[Place],
         trained: Mapping[int, Trained | None],
         max_norms: list[float | None],
+        globally: bool,
         like: torch.optim.Optimizer | None,
         master_dtype: torch.dtype | None,
     ) -> Regime:
@@ -118,7 +121,7 @@ class Regime(NamedTuple):
             for k, found in trained.items()
         ]
         rules = [rules_at(phase, place, like) for place in places]
-        return cls(phase, places, rules, weights, max_norms)
+        return cls(phase, places, rules, weights, max_norms, globally)
 
     def memory(self, weights: StageWeights | None, place: Place) -> StageMemory:
         """What a stage at this place holds at most in a long run; None: it has no weights."""

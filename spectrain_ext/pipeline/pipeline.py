@@ -34,6 +34,7 @@ from .arguments import (
     checked_devices,
     checked_microbatches,
     checked_stages,
+    clips_globally,
     devices_of,
     max_norms_of,
 )
@@ -90,7 +91,8 @@ class Pipeline(Loops):
         clip_norm: the largest 2-norm of a gradient before an update; a larger one is scaled down,
             as by ``torch.nn.utils.clip_grad_norm_``. None: what the method says, most say nothing.
         clip_scope: whose gradient: ``"stage"``, each one's own; ``"global"``, all stages' together,
-            for synchronous methods.
+            as of the uncut model, for synchronous methods; ``"auto"``, global in phases of the
+            method that flush, by stage in others. A norm that the method says is by stage.
         master_dtype: ``torch.float32`` has the optimizers update float32 weights, with float32
             state, where parameters are bfloat16 or float16; what the stages compute with, true or
             predicted, is these rounded. Between runs they stay, as long as the parameters do.
@@ -158,7 +160,7 @@ class Pipeline(Loops):
         microbatches: int | Literal["auto"] = "auto",
         window: Window = None,
         clip_norm: float | None = None,
-        clip_scope: Literal["stage", "global"] = "stage",
+        clip_scope: Literal["auto", "stage", "global"] = "auto",
         master_dtype: torch.dtype | None = None,
         recompute: bool = False,
     ) -> None:
@@ -166,7 +168,7 @@ class Pipeline(Loops):
         # Everything is checked before anything is moved.
         modules = checked_stages(stages)
         chosen = find_method(method)
-        around = self._around or LocalNeighbourhood(len(modules), clip_scope)
+        around = self._around or LocalNeighbourhood(len(modules))
         indices, seats = around.indices, around.seats
         self._copies = copies_of(modules, indices)
         places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
@@ -176,10 +178,12 @@ class Pipeline(Loops):
         for phase, all_places in phases:
             for k in indices:
                 rules_at(phase, all_places[k])
+        globally = [clips_globally(phase, clip_norm, clip_scope) for phase, _ in phases]
         max_norms = [
-            max_norms_of(phase, [at[k] for k in indices], clip_norm, clip_scope)
-            for phase, at in phases
+            max_norms_of(phase, [at[k] for k in indices], clip_norm) for phase, at in phases
         ]
+        if not any(globally):
+            around.norm = None
         check_master_dtype(master_dtype, modules)
         check_recompute(recompute)
         check_loss_fn(loss_fn, parts)
@@ -202,8 +206,8 @@ class Pipeline(Loops):
         # Other ranks are taken to have optimizers like this one's.
         like = next((found.optimizer for found in trained.values() if found is not None), None)
         regimes = [
-            Regime.of(phase, at, trained, norms, like, master_dtype)
-            for (phase, at), norms in zip(phases, max_norms, strict=True)
+            Regime.of(phase, at, trained, norms, together, like, master_dtype)
+            for (phase, at), norms, together in zip(phases, max_norms, globally, strict=True)
         ]
         weights, all_places = regimes[0].weights, widest(of_phases)
         try:
@@ -220,13 +224,17 @@ class Pipeline(Loops):
             self.devices = tuple(places)
             self.minibatches, self.phase = 0, 0
             self._weights = [*weights]  # by the phase that training is in
+            self._clip_scope = clip_scope
             self._regimes, self._regime = regimes, regimes[0]
             _logger.info("%s", "; then ".join(in_words(p, at, like) for p, at in phases))
+            if clip_norm is not None:
+                scopes = ["all stages" if together else "each stage" for together in globally]
+                _logger.info("gradients are clipped by the norm of %s", ", then ".join(scopes))
             if any(place.type == "cpu" for place in places):
                 warn_of_threads()
             kind = RecomputingStage if recompute else Stage
             own = [
-                kind(k, module, place, held, max_norm, around.norm)
+                kind(k, module, place, held, max_norm, around.norm if globally[0] else None)
                 for k, module, place, held, max_norm in zip(
                     indices, modules, places, weights, max_norms[0], strict=True
                 )
@@ -424,9 +432,10 @@ class Pipeline(Loops):
         if before is not regime:
             self._executor.change(regime.places, regime.method.schedule)
             self._executor._around.change(regime.method, regime.places)
+            norm = self._executor._around.norm if regime.globally else None
             stages = zip(self._executor.stages, regime.weights, regime.max_norms, strict=True)
             for stage, weights, max_norm in stages:
-                stage.train_by(weights, max_norm)
+                stage.train_by(weights, max_norm, norm)
             self._regime = regime
             _logger.info("minibatch %d: now %s", self.minibatches, regime.method.name)
 

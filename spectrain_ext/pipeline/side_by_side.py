@@ -47,6 +47,8 @@ class SideBySide:
             found = {}
             for stage in pipe._executor.stages:
                 stage.random = StageRandom(stage.index, stage.device, replica)
+                if pipe._clip_scope == "auto":
+                    stage.global_norm = None  # as over processes
                 if stage.weights is not None:
                     exchange = meeting.exchange(replica, stage.index)
                     found[stage.index] = Averaged(stage, averaging, exchange)

@@ -56,7 +56,7 @@ class Stage:
         device: where it does.
         weights: None if it has no trainable parameters.
         max_norm: what its gradient is clipped to, None: not at all.
-        global_norm: where the norm is that of all stages.
+        global_norm: where the norm is that of all stages; None: it is the stage's own.
 
     Attributes:
         peak: the most microbatches that were in flight here at once.
@@ -103,18 +103,22 @@ class Stage:
         )
         self.random = StageRandom(index, device)
         self.peak = 0
-        self.train_by(weights, max_norm)
-        self._global_norm = global_norm
+        self.train_by(weights, max_norm, global_norm)
         self._received: Slot
         self._in_place: bool | None = None  # whether the module works in place on its input
         self._in_transit = Transit(self.compute, 1)
         self._extent: Extent
         self.forget()
 
-    def train_by(self, weights: StageWeights | None, max_norm: float | None) -> None:
+    def train_by(
+        self,
+        weights: StageWeights | None,
+        max_norm: float | None,
+        global_norm: GlobalNorm | None,
+    ) -> None:
         """Compute with other versions of the weights, and clip otherwise, from the next run on."""
         self.weights = weights
-        self._max_norm = max_norm
+        self._max_norm, self.global_norm = max_norm, global_norm
 
     def handlers(self) -> dict[Kind, Handler]:
         """What runs each kind of action; of ``PULL`` and ``LOSS`` the neighbourhood knows."""
@@ -201,7 +205,7 @@ class Stage:
 
     def give_norm(self, i: int) -> None:
         """Tell the other stages the norm of this one's gradient, once."""
-        assert self._global_norm is not None
+        assert self.global_norm is not None
         if self._gave == i:
             return
         predict, buffer = self.predict, Buffer(f"gradient norm of stage {self.index}")
@@ -209,7 +213,7 @@ class Stage:
         params = () if self.weights is None else self.weights.params
         with predict.using(reads=(self.weight_gradients,), writes=(buffer,)):
             norm = gradient_norm(params, self.device)
-        self._global_norm.give(i, self.index, norm, buffer, predict)
+        self.global_norm.give(i, self.index, norm, buffer, predict)
         self._gave = i
 
     def update(self, i: int, j: int) -> None:
@@ -231,10 +235,10 @@ class Stage:
         self.compute.writes(self.weight_gradients)  # freed: their memory is that stream's again
 
     def _clip(self, weights: StageWeights, max_norm: float, i: int) -> None:
-        if self._global_norm is not None:
-            norm = self._global_norm.take(i, self.predict, self.device)
+        if self.global_norm is not None:
+            norm = self.global_norm.take(i, self.predict, self.device)
         with self.predict.using(writes=(self.weight_gradients,)):
-            if self._global_norm is None:
+            if self.global_norm is None:
                 norm = gradient_norm(weights.params, self.device)
             clip(weights.params, max_norm, norm)
 

@@ -93,7 +93,7 @@ def settings_of(method, n):
     parts = 2 if method in ("gpipe", "1f1b", "xpipe", "zb-h1-async") else 1
     if method in ("pipedream-2bw", "error-feedback", "zb-h1"):
         parts = n
-    more = {"gpipe": {"clip_norm": 0.05, "clip_scope": "global"}, "pipedream": {"clip_norm": 0.02}}
+    more = {"gpipe": {"clip_norm": 0.05}, "pipedream": {"clip_norm": 0.02}}
     more["spectrain"] = {"recompute": True}
     if method in ("interleaved", "interleaved-async", "wpipe"):
         parts = n // 2

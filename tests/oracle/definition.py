@@ -21,7 +21,7 @@ import torch
 from oracle.corrections import Pace, Steps
 from oracle.laws import predict, rows_of
 from oracle.methods import METHODS, window_of
-from oracle.schedules import order, updates_before
+from oracle.schedules import FLUSHING, order, updates_before
 
 
 class Oracle:
@@ -43,7 +43,7 @@ class Oracle:
         microbatches=1,
         window=None,
         clip_norm=None,
-        clip_scope="stage",
+        clip_scope="auto",
         recompute=False,
         master_dtype=None,
     ):
@@ -232,7 +232,9 @@ class Oracle:
                 p.grad = None if gradient is None else gradient.to(p.dtype)
         if self.clip_norm is not None:
             whole = [[p for true in self.true for p in true]]
-            for params in whole if self.clip_scope == "global" else self.true:
+            flushes = self.method.schedule in FLUSHING
+            together = flushes if self.clip_scope == "auto" else self.clip_scope == "global"
+            for params in whole if together else self.true:
                 torch.nn.utils.clip_grad_norm_(params, self.clip_norm)
         self.made += 1
         for k, (optimizer, scheduler) in enumerate(

@@ -16,6 +16,7 @@ from helpers.pipeline_cases import (
     sgd,
     tanh_stages,
 )
+from oracle.methods import hybrid as defined
 from torch import nn
 
 import spectrain_ext as st
@@ -25,7 +26,9 @@ from spectrain_ext.method import find_method, recipe_clip, second_order
 @pytest.mark.parametrize("method", ["sync", "1f1b", "vanilla", "spectrain", "second-order"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_each_stage(method, parts):
-    compared = Compared(tanh_stages(4), method, microbatches=parts, clip_norm=0.03)
+    compared = Compared(
+        tanh_stages(4), method, microbatches=parts, clip_norm=0.03, clip_scope="stage"
+    )
     compared.run(batches(10, size=4))
     compared.run(batches(4, size=4))
 
@@ -40,7 +43,8 @@ def test_all_stages_together(method, parts):
     compared.run(batches(4, size=6))
 
 
-def test_the_global_norm_is_that_of_one_device():
+@pytest.mark.parametrize(("method", "parts"), [("sync", 1), ("gpipe", 3), ("1f1b", 2)])
+def test_a_synchronous_method_clips_as_the_uncut_model_does(method, parts):
     torch.manual_seed(3)
     stages = [nn.Sequential(*s, nn.Tanh()) for s in tanh_stages(3)]
     stages.insert(1, nn.Tanh())  # a stage with nothing to train
@@ -51,9 +55,9 @@ def test_the_global_norm_is_that_of_one_device():
         whole.parameters(), (p for s in stages for p in s.parameters()), strict=True
     ):
         mine.data.copy_(p.data)
-    pipe = st.Pipeline(stages, sgd(), mse, "sync", clip_norm=0.01, clip_scope="global")
+    pipe = st.Pipeline(stages, sgd(), mse, method, clip_norm=0.01, microbatches=parts)
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
-    data = batches(6)
+    data = batches(6, size=6)
     found = losses(pipe, data)
     for (x, y), loss in zip(data, found, strict=True):
         expected = mse(whole(x), y)
@@ -62,6 +66,24 @@ def test_the_global_norm_is_that_of_one_device():
         expected.backward()
         assert nn.utils.clip_grad_norm_(whole.parameters(), 0.01) > 0.01
         optimizer.step()
+
+
+@pytest.mark.parametrize("method", ["auto", "gpipe", "interleaved", "vanilla", "xpipe"])
+def test_by_itself_it_is_global_where_the_method_flushes(method):
+    compared = Compared(tanh_stages(4), method, microbatches=2, clip_norm=0.03)
+    compared.run(batches(8, size=4))
+    compared.run(batches(4, size=4))
+
+
+@pytest.mark.parametrize(("first", "then"), [("pipedream", "1f1b"), ("gpipe", "spectrain")])
+def test_each_phase_has_its_own_scope(first, then, caplog):
+    caplog.set_level("INFO")
+    definition = defined(first, then, 5)
+    method = st.hybrid(first, then, after=5)
+    more = {"definition": definition, "microbatches": 2, "clip_norm": 0.03}
+    Compared(tanh_stages(3), method, **more).run(batches(10, size=4))
+    scopes = ["each stage, then all stages", "all stages, then each stage"][first == "gpipe"]
+    assert f"gradients are clipped by the norm of {scopes}" in caplog.text
 
 
 def test_a_method_may_clip():
@@ -99,7 +121,7 @@ def test_what_is_refused():
         clip_norm=1.0,
         clip_scope="global",
     )
-    refused(ValueError, "clip_scope: expected 'stage' or 'global', got 'all'", clip_scope="all")
+    refused(ValueError, "clip_scope: expected 'auto', 'stage' or 'global', got", clip_scope="all")
     refused(ValueError, "'global' needs a clip_norm", method="sync", clip_scope="global")
     refused(ValueError, r"clip_norm: expected a number > 0, got -1", clip_norm=-1)
     refused(ValueError, "clip_norm: expected a number > 0, got nan", clip_norm=float("nan"))
