@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.tie_ends import depth_of
 from spectrain_ext.schedule import Place, Replicas
@@ -32,6 +33,7 @@ class Arrangement(NamedTuple):
 
     Attributes:
         places: of all stages' replicas.
+        split_dim: along which dimensions minibatches are cut.
         later: of every stage, by how many microbatches it puts backwards off (``put_off_by``).
         seats: the replicas of all stages.
         links: the groups that the rank's edges go by.
@@ -43,6 +45,7 @@ class Arrangement(NamedTuple):
     """
 
     places: list[Place]
+    split_dim: SplitDim
     later: Sequence[int]
     seats: Replicas
     links: Links

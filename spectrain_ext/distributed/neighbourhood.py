@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from spectrain_ext.method import Method, phases_of, put_off_by
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.averaging import Averaged
+from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.clipping import GlobalNorm
 from spectrain_ext.pipeline.cursor import Extent
 from spectrain_ext.pipeline.losses import Keep, LossFn, Result
@@ -58,6 +59,7 @@ class DistributedNeighbourhood:
         targets_from: where the last stage's ranks take targets from.
         clip_norm, clip_scope: what gradients are clipped to, and whose as one.
         averaging: replicas do not add up gradients, but average weights by this.
+        split_dim: along which dimensions minibatches are cut.
     """
 
     averaged: Mapping[int, Averaged]
@@ -76,7 +78,9 @@ class DistributedNeighbourhood:
         clip_norm: float | None,
         clip_scope: str,
         averaging: Averaging | None = None,
+        split_dim: SplitDim = 0,
     ) -> None:
+        self.split_dim = split_dim
         self.seats = seats
         self.indices: Sequence[int] = seats.stages_on(board.rank)
         self.replica = seats.seat(board.rank)[1]
@@ -87,6 +91,7 @@ class DistributedNeighbourhood:
             "targets_from": targets_from,
             "clip_scope": clip_scope,
             "averaging": repr(averaging),
+            "split_dim": repr(split_dim),
         }
         self._averaging = averaging
         self.averaged = {}
@@ -153,6 +158,7 @@ class DistributedNeighbourhood:
         compares = seats.counts[0] > 1 or (seats.stages > 1 and not targets_first)
         arranged = Arrangement(
             places=places,
+            split_dim=self.split_dim,
             later=put_off_by(method, places),
             seats=seats,
             links=links,

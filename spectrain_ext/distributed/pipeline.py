@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from spectrain_ext.method import Method, find_method
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.averaging import check_averaged
+from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.evaluation import minibatches
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
@@ -61,7 +62,7 @@ class DistributedPipeline(Pipeline):
         window: likewise; windows count the microbatches of one replica.
         clip_norm, clip_scope: likewise; a global norm makes the hosts wait for one another. With
             ``averaging`` every replica has a gradient of its own, and ``"auto"`` is by stage.
-        master_dtype, recompute: likewise.
+        master_dtype, recompute, split_dim: likewise.
         replicas: ranks of each stage, one number for all or one per stage; None: one. Ranks are
             numbered stage by stage, replica by replica, and replica c of r runs microbatches c, c +
             r, c + 2r, ... of every minibatch: r divides ``microbatches``. Replicas must start from
@@ -122,6 +123,7 @@ class DistributedPipeline(Pipeline):
         dynamic_shapes: bool = False,
         share_loss: bool = False,
         targets_from: Literal["first", "last"] = "last",
+        split_dim: SplitDim = 0,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -159,7 +161,7 @@ class DistributedPipeline(Pipeline):
                 clip_scope = "stage"
             self._around = around = DistributedNeighbourhood(
                 *(group, store, board, seats, dynamic_shapes, share_loss, targets_from),
-                *(clip_norm, clip_scope, averaging),
+                *(clip_norm, clip_scope, averaging, split_dim),
             )
             self.replicas, self.replica = seats.counts, around.replica
             super().__init__(
@@ -175,6 +177,7 @@ class DistributedPipeline(Pipeline):
                 clip_scope,
                 master_dtype,
                 recompute,
+                split_dim,
             )
         except BaseException as error:
             board.turn_away(error)

@@ -243,10 +243,10 @@ class Surroundings:
         Replicas that evaluate get a tuple of batches, which are the parts.
         """
         if not (self._arranged.evaluates and self.seats.dealt):
-            parts = split(batch, i, self._microbatches)
+            parts = split(batch, i, self._microbatches, self._arranged.split_dim)
             return parts, Fingerprint.of(i, batch) if self._arranged.compares else None
         assert isinstance(batch, tuple)
-        parts = [split(one, i * len(batch) + n, 1)[0] for n, one in enumerate(batch)]
+        parts = [split(one, n, 1)[0] for n, one in enumerate(batch, i * len(batch))]
         if not self._arranged.compares:
             return parts, None
         looks = [Fingerprint.of(n, one) for n, one in enumerate(batch, i * len(batch))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +15,14 @@ from spectrain_ext.transport import (
     Value,
     as_value,
     callers_stream,
+    tensors_in,
     tensors_of,
 )
 
 from .tape import activation
+
+#: Along which dimension the samples of a batch's tensors lie: of all, or of each part of the batch.
+SplitDim = int | tuple[Any, ...] | list[Any] | Mapping[str, int]
 
 
 class Microbatch(NamedTuple):
@@ -26,17 +31,21 @@ class Microbatch(NamedTuple):
     input: Value
     target: Value
     share: float  # of the minibatch's samples
+    samples: int  # 0 of a minibatch that is not cut
 
 
-def split(batch: object, minibatch: int, microbatches: int) -> list[Microbatch]:
-    """Check a batch and cut it along dimension 0 into parts whose sizes differ by at most one.
+def split(
+    batch: object, minibatch: int, microbatches: int, split_dim: SplitDim = 0
+) -> list[Microbatch]:
+    """Check a batch and cut it into parts whose sizes differ by at most one.
 
     A minibatch with fewer samples than microbatches is cut into as many parts as it has samples.
     One that is a mapping is input and target.
 
     Raises:
         TypeError: the batch is neither a pair nor a mapping, or a member is no value.
-        ValueError: it is to be cut, and its tensors do not have the same size in dimension 0.
+        ValueError: it is to be cut, and its tensors do not have the same size in the dimensions
+            that they are cut along; or ``split_dim`` is not made as the batch is.
     """
     where = f"batches[{minibatch}]"
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -53,24 +62,88 @@ def split(batch: object, minibatch: int, microbatches: int) -> list[Microbatch]:
             f"both, got a {what}"
         )
     if microbatches == 1:
-        return [Microbatch(value, target, 1.0)]
+        _warn_of_another_dim(where, value, target, split_dim)
+        return [Microbatch(value, target, 1.0, 0)]
 
+    sides = zip(sides_of(split_dim), (value, target), ("the input", "the target"), strict=True)
+    dims = [_dims(dim, side, name) for dim, side, name in sides]
     samples, first = None, ""
-    for name, tensor in _named(value, target):
-        size = tensor.shape[0] if tensor.dim() else None
+    for (name, tensor), dim in zip(_named(value, target), [*dims[0], *dims[1]], strict=True):
+        size = tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else None
         if samples is None:
             samples, first = size, name
         if size is None or size != samples:
             than = f"{first} has {samples}, " if name != first else ""
             raise ValueError(
                 f"{where}: to be split into microbatches, its tensors must have the same size in "
-                f"dimension 0; {than}{name} has shape {tuple(tensor.shape)}"
+                f"dimension {dim}; {than}{name} has shape {tuple(tensor.shape)}; split_dim= names "
+                "other dimensions"
             )
     parts = max(1, min(microbatches, samples or 0))
-    inputs = _cut(value, parts)
-    targets = inputs if target is value else _cut(target, parts)
-    shares = shares_of(samples or 0, parts)
-    return list(map(Microbatch, inputs, targets, shares))
+    inputs = _cut(value, parts, dims[0])
+    targets = inputs if target is value else _cut(target, parts, dims[1])
+    shares, sizes = shares_of(samples or 0, parts), sizes_of(samples or 0, parts)
+    return list(map(Microbatch, inputs, targets, shares, sizes if parts > 1 else [0]))
+
+
+def sides_of(split_dim: SplitDim) -> tuple[Any, Any]:
+    """What it says of the input, and of the target, which a mapping is both.
+
+    Raises:
+        ValueError: it is neither an int, nor a pair, nor a mapping of names to ints.
+    """
+    if isinstance(split_dim, (tuple, list)) and len(split_dim) == 2:
+        return split_dim[0], split_dim[1]
+    if isinstance(split_dim, (int, Mapping)) and not isinstance(split_dim, bool):
+        return split_dim, split_dim
+    raise ValueError(
+        "split_dim: expected an int, a pair (of the input, of the target), or a mapping of names "
+        f"to ints, got {split_dim!r}"
+    )
+
+
+def first_dim(split_dim: SplitDim) -> int:
+    """Of the input's first tensor."""
+    found = sides_of(split_dim)[0]
+    members = found.values() if isinstance(found, Mapping) else found
+    return found if isinstance(found, int) else next(iter(members), 0)
+
+
+def _dims(split_dim: Any, value: Value, side: str) -> list[int]:
+    """The dimension of every tensor of an input, of a target, or of a batch that is both."""
+    count = len(tensors_of(value))
+    if isinstance(split_dim, int):
+        return [split_dim] * count
+    if isinstance(value, dict):
+        if isinstance(split_dim, Mapping) and split_dim.keys() <= value.keys():
+            return [split_dim.get(name, 0) for name in value]
+        expected = f"an int, or a mapping of names among {', '.join(map(repr, value))}"
+    else:
+        if isinstance(split_dim, (tuple, list)) and len(split_dim) == count:
+            return list(split_dim)
+        expected = f"an int, or {count} of them"
+    raise ValueError(f"split_dim: of {side} expected {expected}, got {split_dim!r}")
+
+
+def samples_in(value: object, split_dim: Any = 0) -> int | None:
+    """The size of its first tensor that has one along that dimension; None: it has none."""
+    tensors = [*tensors_in(value)]
+    if isinstance(split_dim, int):
+        dims = [split_dim] * len(tensors)
+    else:
+        dims = _dims(split_dim, as_value(value, "target"), "the target")
+    pairs = zip(tensors, dims, strict=True)
+    return next((t.shape[dim] for t, dim in pairs if -t.dim() <= dim < t.dim()), None)
+
+
+def _warn_of_another_dim(where: str, value: Value, target: Value, split_dim: SplitDim) -> None:
+    given, wanted = tensors_of(value)[0].shape, tensors_of(target)[0].shape
+    if split_dim == 0 and len(given) > 1 and wanted and given[0] != wanted[0] == given[1]:
+        warnings.warn(
+            f"{where}: the input has shape {tuple(given)} and the target {tuple(wanted)}, so that "
+            "the samples seem to lie along dimension 1 of the input; give split_dim=(1, 0)",
+            stacklevel=2,
+        )
 
 
 def shares_of(samples: int, parts: int) -> list[float]:
@@ -86,7 +159,7 @@ def sizes_of(samples: int, parts: int) -> list[int]:
 
 def samples_of(parts: list[Microbatch]) -> int:
     """The samples of a minibatch that ``split`` has cut; 0 of one that it has not."""
-    return sum(_size(part.input) for part in parts) if len(parts) > 1 else 0
+    return sum(part.samples for part in parts)
 
 
 def hand_in(edge: Sender | None, value: Value, batch: Buffer) -> None:
@@ -120,14 +193,23 @@ def _named(value: Value, target: Value) -> Iterator[tuple[str, Tensor]]:
             yield from ((f"{name}[{n}]", tensor) for n, tensor in enumerate(side))
 
 
-def _size(value: Value) -> int:
-    return tensors_of(value)[0].shape[0]
+def _cut(value: Value, parts: int, dims: Sequence[int]) -> list[Value]:
+    tensors = tensors_of(value)
+    cut = [torch.tensor_split(t, parts, dim) for t, dim in zip(tensors, dims, strict=True)]
+    return [_like(value, part) for part in zip(*cut, strict=True)]
 
 
-def _cut(value: Value, parts: int) -> list[Value]:
+def joined(batches: Sequence[Value], split_dim: Any) -> Value:
+    """The inputs, or the targets, of microbatches as one."""
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    tensors = zip(*map(tensors_of, batches), strict=True)
+    dims = _dims(split_dim, first, "the batch")
+    return _like(first, [torch.cat(t, dim) for t, dim in zip(tensors, dims, strict=True)])
+
+
+def _like(value: Value, tensors: Sequence[Tensor]) -> Value:
     if isinstance(value, Tensor):
-        return list(torch.tensor_split(value, parts))
-    cut = zip(*(torch.tensor_split(tensor, parts) for tensor in tensors_of(value)), strict=True)
-    if isinstance(value, dict):
-        return [dict(zip(value, part, strict=True)) for part in cut]
-    return list(cut)
+        return tensors[0]
+    return dict(zip(value, tensors, strict=True)) if isinstance(value, dict) else tuple(tensors)

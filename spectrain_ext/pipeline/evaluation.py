@@ -19,6 +19,7 @@ from spectrain_ext.rng import TURN
 from spectrain_ext.schedule import Place, Replicas, forwards
 from spectrain_ext.transport import Buffer, Message, tensors_in
 
+from .batch import SplitDim, samples_in, sides_of
 from .cursor import Cursor, Extent
 from .executor import Executor
 from .stage import Stage
@@ -63,13 +64,17 @@ class Measures:
     Args:
         metrics: by name.
         apart: whether there are other processes, which measure nothing.
+        split_dim: along which dimensions batches' samples lie.
 
     Raises:
         TypeError: not a mapping of names to metrics.
         ValueError: a metric that would wait for the other processes.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], apart: bool = False) -> None:
+    def __init__(
+        self, metrics: Mapping[str, Metric], apart: bool = False, split_dim: SplitDim = 0
+    ) -> None:
+        self._target_dim = sides_of(split_dim)[1]
         if not isinstance(metrics, Mapping):
             raise TypeError(
                 f"metrics: expected a mapping of names to metrics, got {type(metrics).__name__}"
@@ -106,8 +111,9 @@ class Measures:
 
     def __call__(self, output: Any, target: Any) -> None:
         """Measure a batch."""
-        counts = (samples_in(side) for side in (target, output))
-        count = next((found for found in counts if found is not None), 1)
+        found = samples_in(target, self._target_dim)
+        found = samples_in(output) if found is None else found
+        count = 1 if found is None else found
         if not count:  # of which there is no mean
             return
         self._samples.append(count)
@@ -172,11 +178,6 @@ def _number(value: object) -> Tensor | float:
     if hasattr(value, "__float__"):
         return float(value)
     raise TypeError(f"expected a 0-d tensor or a number, got {type(value).__name__}")
-
-
-def samples_in(value: object) -> int | None:
-    """The length of its first tensor that has one; None: it has none."""
-    return next((len(tensor) for tensor in tensors_in(value) if tensor.dim()), None)
 
 
 # The stages.

@@ -91,9 +91,9 @@ class Loops(nn.Module):
 
         Returns:
             The value of each metric. Those of functions are means over all batches, each weighted
-            by its samples, the length of its target's first tensor; added up in float64 without
-            rounding. A batch of no samples is not measured. All processes of a pipeline get the
-            same floats, those of one process.
+            by its samples, the size of its target's first tensor along ``split_dim``; added up in
+            float64 without rounding. A batch of no samples is not measured. All processes of a
+            pipeline get the same floats, those of one process.
 
         Raises:
             RuntimeError: a run has not ended yet.
@@ -109,7 +109,7 @@ class Loops(nn.Module):
         self.check_drained(what)
         around = self._executor._around
         chosen = {"loss": around.loss_fn} if metrics is None else metrics
-        measures = Measures(chosen, around.seats.seats > len(self.devices))
+        measures = Measures(chosen, around.seats.seats > len(self.devices), around.split_dim)
         alone = self._one_replica_works(measures.stateful, what)
         with undisturbed(self.devices):
             self._forward_all(minibatches(self._fed(batches), around.seats, alone), measures)

@@ -12,7 +12,7 @@ from spectrain_ext.schedule import Action, Generator, Kind, Place, Replicas
 from spectrain_ext.transport import Buffer, Edge, Receiver
 
 from .averaging import Averaged
-from .batch import hand_in, split
+from .batch import SplitDim, hand_in, split
 from .clipping import GlobalNorm
 from .cursor import Extent
 from .losses import Keep, Losses, LossFn, Result
@@ -35,6 +35,7 @@ class Neighbourhood(Protocol):
         seats: the replicas of all stages.
         norm: where stages put their gradients' norms together in phases that clip by all stages'
             norm; None: there is no such phase.
+        split_dim: along which dimensions minibatches are cut.
         loss_fn: what the last stage computes losses with.
         results: that wait for the caller.
         averaged: what averages the weights of stages of this process with those of replicas.
@@ -46,6 +47,7 @@ class Neighbourhood(Protocol):
     results: deque[Result]
     averaged: Mapping[int, Averaged]
     norm: GlobalNorm | None
+    split_dim: SplitDim
 
     def connect(
         self,
@@ -119,11 +121,12 @@ class LocalNeighbourhood:
     results: deque[Result]
     _slots: int | None = None  # of activations; None: as many as the window of backwards asks for
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, split_dim: SplitDim = 0) -> None:
         self.indices: Sequence[int] = range(stages)
         self.seats = Replicas((1,) * stages)
         self.averaged: Mapping[int, Averaged] = {}
         self.norm: GlobalNorm | None = GlobalNorm(stages)
+        self.split_dim = split_dim
 
     def connect(
         self,
@@ -173,7 +176,7 @@ class LocalNeighbourhood:
     def evaluating(
         self, stages: list[Stage], places: list[Place], measure: LossFn
     ) -> Neighbourhood:
-        made = LocalNeighbourhood(len(stages))
+        made = LocalNeighbourhood(len(stages), self.split_dim)
         made._slots = 2
         made.connect(stages, places, self._method, measure, ())
         return made
@@ -227,7 +230,7 @@ class LocalNeighbourhood:
         except StopIteration:
             self._extent.stop()
             return
-        parts = split(batch, i, self._microbatches)
+        parts = split(batch, i, self._microbatches, self.split_dim)
         self._extent.add([part.share for part in parts])
         for part in parts:
             hand_in(self._inputs, part.input, self._batch)

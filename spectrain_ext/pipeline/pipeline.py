@@ -38,6 +38,7 @@ from .arguments import (
     devices_of,
     max_norms_of,
 )
+from .batch import SplitDim, first_dim, sides_of
 from .executor import Executor
 from .loops import Loops, told_of
 from .losses import Keep, Result
@@ -81,8 +82,8 @@ class Pipeline(Loops):
             several times. None: where the stages' parameters are.
         scheduler: makes a learning-rate scheduler from a stage's optimizer; stepped once after each
             of its updates.
-        microbatches: parts that a minibatch is split into along dimension 0. Gradients and the loss
-            are weighted by the parts' sizes, so that a loss that is a mean gives what
+        microbatches: parts that a minibatch is split into along ``split_dim``. Gradients and the
+            loss are weighted by the parts' sizes, so that a loss that is a mean gives what
             ``microbatches=1`` gives. ``"auto"``: as many as stages for the methods ``auto``,
             ``pipedream-2bw``, ``gpipe`` and ``1f1b``, 1 for others.
         window: microbatches that a stage may have in flight: ``"classic"``, N - k on stage k of N;
@@ -96,6 +97,12 @@ class Pipeline(Loops):
         master_dtype: ``torch.float32`` has the optimizers update float32 weights, with float32
             state, where parameters are bfloat16 or float16; what the stages compute with, true or
             predicted, is these rounded. Between runs they stay, as long as the parameters do.
+        split_dim: the dimension that the samples lie along, of all tensors of a batch. Or made as
+            the batch is, like ``in_dims`` of ``torch.func.vmap``: a pair (of the input, of the
+            target), each a number, one per tensor, or a mapping by name; for batches that are
+            mappings, a mapping by name. Names left out have 0. ``(1, 0)`` for ``nn.LSTM``'s inputs
+            of (time, batch, features) and targets of (batch,). Nobody can tell inputs and targets
+            that are both time first from a batch. What stages hand on may have any layout.
         recompute: keep only the inputs of a forward, and run the whole stage's forward again right
             before its backward, with the weights that the backward is to meet. Where the method has
             other weights there than in the forward, this is another method; where it has not, it
@@ -163,12 +170,13 @@ class Pipeline(Loops):
         clip_scope: Literal["auto", "stage", "global"] = "auto",
         master_dtype: torch.dtype | None = None,
         recompute: bool = False,
+        split_dim: SplitDim = 0,
     ) -> None:
         super().__init__()
         # Everything is checked before anything is moved.
         modules = checked_stages(stages)
         chosen = find_method(method)
-        around = self._around or LocalNeighbourhood(len(modules))
+        around = self._around or LocalNeighbourhood(len(modules), split_dim)
         indices, seats = around.indices, around.seats
         self._copies = copies_of(modules, indices)
         places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
@@ -186,6 +194,7 @@ class Pipeline(Loops):
             around.norm = None
         check_master_dtype(master_dtype, modules)
         check_recompute(recompute)
+        sides_of(split_dim)
         check_loss_fn(loss_fn, parts)
         for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if not callable(given) and not (name == "scheduler" and given is None):
@@ -239,6 +248,8 @@ class Pipeline(Loops):
                     indices, modules, places, weights, max_norms[0], strict=True
                 )
             ]
+            for stage in own:
+                stage.split_dim = first_dim(split_dim)
             # Not here, lest a loss function that is a module becomes a part of the model.
             around.connect(own, all_places, chosen, loss_fn, self._copies)
             self._executor = Executor(own, regimes[0].places, chosen.schedule, around)

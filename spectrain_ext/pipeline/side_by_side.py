@@ -9,13 +9,12 @@ from threading import Lock, Thread
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.rng import StageRandom
 
 from .averaging import Averaged, Meeting, check_averaged
-from .batch import split
+from .batch import SplitDim, joined, sides_of, split
 from .losses import Result
 from .pipeline import Pipeline
 
@@ -73,7 +72,8 @@ class SideBySide:
         meeting = self._meeting
         if meeting.failure is not None:
             raise RuntimeError("run: an earlier run failed") from meeting.failure
-        dealer = _Dealer(batches, [pipe.places[0].microbatches for pipe in self.pipes])
+        counts = [pipe.places[0].microbatches for pipe in self.pipes]
+        dealer = _Dealer(batches, counts, self.pipes[0]._executor._around.split_dim)
         results: list[deque[Result]] = [deque() for _ in self.pipes]
         running = set(range(len(self.pipes)))
 
@@ -138,7 +138,10 @@ class SideBySide:
 class _Dealer:
     """Takes the caller's batches, one thread at a time, and deals out the microbatches of each."""
 
-    def __init__(self, batches: Iterable[object], microbatches: Sequence[int]) -> None:
+    def __init__(
+        self, batches: Iterable[object], microbatches: Sequence[int], split_dim: SplitDim
+    ) -> None:
+        self._split_dim = split_dim
         self._source = enumerate(batches)
         self._microbatches = microbatches
         self._lock = Lock()
@@ -166,7 +169,7 @@ class _Dealer:
             return False
         i, batch = found
         replicas = len(self._microbatches)
-        parts = split(batch, i, sum(self._microbatches))
+        parts = split(batch, i, sum(self._microbatches), self._split_dim)
         if len(parts) < replicas:
             raise ValueError(
                 f"batches[{i}]: it makes {len(parts)} microbatches, and there are {replicas} "
@@ -175,16 +178,11 @@ class _Dealer:
         for c, queue in enumerate(self._dealt):
             own = parts[c::replicas]
             one = own[0].target is own[0].input
-            sides = [_joined([part.input for part in own])]
-            sides += [] if one else [_joined([part.target for part in own])]
+            dims = sides_of(self._split_dim)
+            sides = [joined([part.input for part in own], dims[0])]
+            sides += [] if one else [joined([part.target for part in own], dims[1])]
             queue.append(sides[0] if one else tuple(sides))
         return True
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    return tree_map(lambda *tensors: torch.cat(tensors), *parts)
 
 
 def _check(pipes: Sequence[Pipeline]) -> None:

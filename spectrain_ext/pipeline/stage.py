@@ -25,6 +25,7 @@ from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import Content
 from spectrain_ext.weights.versions import Versions
 
+from .batch import samples_in
 from .clipping import GlobalNorm, clip, gradient_norm
 from .cursor import Cursor, Extent
 from .halves import differentiate_inputs
@@ -103,6 +104,7 @@ class Stage:
         )
         self.random = StageRandom(index, device)
         self.peak = 0
+        self.split_dim = 0  # of the inputs' first tensor, and of what stages hand on
         self.train_by(weights, max_norm, global_norm)
         self._received: Slot
         self._in_place: bool | None = None  # whether the module works in place on its input
@@ -249,11 +251,10 @@ class Stage:
 
     @property
     def samples(self) -> int:
-        """Of the microbatch that was received last: the length of its first tensor."""
+        """Of the microbatch that was received last: the size of its first tensor."""
         message = self._received.message
         assert message is not None
-        sizes = (len(t) for t in message.tensors if t is not None and t.dim() > 0)
-        return next(sizes, 0)
+        return samples_in(message.tensors, self.split_dim) or 0
 
     def forward(self, i: int, j: int) -> None:
         slot = self._received

@@ -50,3 +50,13 @@ def test_dicts_of_another_batch_end_the_run():
     said = "batches[2]: this is the first one that is not rank 0's, neither by its input"
     assert last.code == 1 and said in last.error
     assert first.code == 1 and "first cause: rank 1" in first.error
+
+
+def test_samples_along_another_dimension():
+    torch.set_num_threads(1)
+    found = run_ranks(value_programs.time_first, 2)
+    losses, measured, state = value_programs.time_first()
+    for rank in range(2):
+        assert found[rank][:2] == (losses, measured)
+        for name, tensor in found[rank][2].items():
+            assert torch.equal(state[name], tensor), (rank, name)

@@ -133,3 +133,28 @@ def feeding_others(rank, ranks):
         batches[2]["ids"] = batches[2]["ids"].flip(0)
     part = stages(ranks, "dict")[rank]
     list(st.DistributedPipeline(part, sgd, loss_fn("dict"), timeout=20.0).run(batches))
+
+
+class Recurrent(nn.Module):
+    """(time, batch, features) in, and out; the last one has the last time's alone."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(WIDTH, WIDTH), last
+
+    def forward(self, x):
+        return self.lstm(x)[0][-1 if self.last else slice(None)]
+
+
+def time_first(rank=0, ranks=1, **settings):
+    """Losses, an evaluation and weights of this rank, or of both stages in one process."""
+    torch.manual_seed(7)
+    parts = [Recurrent(last) for last in (False, True)]
+    data = [(torch.randn(5, size, WIDTH), torch.randn(size, WIDTH)) for size in (6, 6, 4, 6, 5)]
+    more = {"microbatches": 4, "split_dim": (1, 0), **settings}
+    if ranks == 1:
+        pipe = st.Pipeline(parts, sgd, mse, **more)
+    else:
+        pipe = st.DistributedPipeline(parts[rank], sgd, mse, share_loss=True, **more)
+    losses = [result.loss.item() for result in pipe.run(data)]
+    return losses, pipe.evaluate(data), dict(pipe.state_dict())

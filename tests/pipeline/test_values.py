@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 
@@ -201,3 +202,113 @@ def test_pairs_with_a_mapping_on_one_side():
         losses(pipe, [({}, y)])
     with pytest.raises(ValueError, match=r"'x' of the input has 4, 'y' of the target has shape"):
         losses(pipe, [({"x": x}, {"y": y[:3]})])
+
+
+# Along which dimension.
+
+
+class Recurrent(nn.Module):
+    """(time, batch, features) in and out, as ``nn.LSTM`` has it by default."""
+
+    def __init__(self, keyed=False):
+        super().__init__()
+        self.lstm, self.keyed = nn.LSTM(5, 5), keyed
+
+    def forward(self, x):
+        return self.lstm(x["steps"] if self.keyed else x)[0]
+
+
+class Last(nn.Linear):
+    def forward(self, x):
+        return super().forward(x[-1])
+
+
+def time_first(shape, keyed=False):
+    stages = (
+        [Recurrent(keyed), Recurrent(), Last(5, 5)] if shape == 1 else [Recurrent(), Recurrent()]
+    )
+    torch.manual_seed(0)
+    for p in (p for stage in stages for p in stage.parameters()):
+        nn.init.normal_(p, std=0.5)
+    data = [
+        (torch.randn(7, b, 5), torch.randn(b, 5) if shape == 1 else torch.randn(7, b, 5))
+        for b in (6, 6, 4, 6, 1, 5)
+    ]
+    return stages, data
+
+
+def uncut(stages, data):
+    """The losses of plain torch, and the weights that it ends with."""
+    whole = copy.deepcopy(nn.Sequential(*stages))
+    optimizer, found = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9), []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = mse(whole(x), y)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return found, whole
+
+
+@pytest.mark.parametrize("method", ["sync", "gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("shape", "split_dim"), [(1, (1, 0)), (1, [-2, -2]), (3, 1), (3, (1, (1,)))]
+)
+def test_samples_may_lie_along_another_dimension(method, shape, split_dim):
+    stages, data = time_first(shape)
+    data = [(x, (y,)) for x, y in data] if isinstance(split_dim, tuple) and shape == 3 else data
+    loss_fn = (lambda o, t: mse(o, *t)) if isinstance(data[0][1], tuple) else mse
+    plain = [(x, *y) if isinstance(y, tuple) else (x, y) for x, y in data]
+    expected, whole = uncut(stages, plain)
+    pipe = st.Pipeline(stages, sgd(), loss_fn, method, microbatches=4, split_dim=split_dim)
+    found = losses(pipe, data)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(dict(pipe.state_dict()), dict(whole.state_dict()))
+    each = torch.stack([mse(whole(x), y) for x, y in plain])
+    sizes = torch.tensor([x.shape[1] for x, _ in data])
+    wanted = float((each * sizes).sum() / sizes.sum())
+    assert abs(pipe.evaluate(data)["loss"] - wanted) < 1e-9
+
+
+@pytest.mark.parametrize("form", ["pair", "mapping"])
+def test_dimensions_by_name(form):
+    stages, data = time_first(1, keyed=True)
+    _, whole = uncut([Recurrent(), *stages[1:]], data[:0])
+    whole[0].load_state_dict(stages[0].state_dict())
+    reference, named = uncut(whole, data), []
+    for x, y in data:
+        named.append(({"steps": x, "more": y}, y) if form == "pair" else {"steps": x, "y": y})
+    split_dim = ({"steps": 1}, 0) if form == "pair" else {"steps": 1}
+    loss_fn = mse if form == "pair" else lambda output, batch: mse(output, batch["y"])
+    pipe = st.Pipeline(stages, sgd(), loss_fn, "gpipe", microbatches=3, split_dim=split_dim)
+    torch.testing.assert_close(losses(pipe, named), reference[0])
+    assert pipe.evaluate(named)["loss"] > 0
+
+
+def test_wrong_dimensions():
+    stages, data = time_first(1)
+
+    def refused(match, split_dim, batches=data):
+        pipe = st.Pipeline(stages, sgd(), mse, "gpipe", microbatches=2, split_dim=split_dim)
+        try:
+            with pytest.raises(ValueError, match=match):
+                losses(pipe, batches)
+        finally:
+            pipe.release()
+
+    refused(r"in dimension 0; the input has 7, the target has shape \(6, 5\); split_dim=", 0)
+    refused(r"in dimension 3; the input has shape \(7, 6, 5\)", (3, 0))
+    refused(r"split_dim: of the input expected an int, or 1 of them, got \(1, 2\)", ((1, 2), 0))
+    refused("split_dim: of the target expected an int, or 1 of them, got {'y': 0}", (1, {"y": 0}))
+    mapping = [{"x": x, "y": y} for x, y in data]
+    refused(
+        r"of the input expected an int, or a mapping of names among 'x', 'y', got",
+        {"z": 1},
+        mapping,
+    )
+    for bad in ("1", (1, 0, 0), True, None):
+        with pytest.raises(ValueError, match="split_dim: expected an int, a pair"):
+            st.Pipeline(stages, sgd(), mse, split_dim=bad)
+    pipe = st.Pipeline(stages, sgd(), mse, "sync")
+    with pytest.warns(UserWarning, match=r"dimension 1 of the input; give split_dim=\(1, 0\)"):
+        losses(pipe, data[:1])
