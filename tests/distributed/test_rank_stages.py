@@ -142,7 +142,9 @@ def test_what_is_refused():
 def test_the_stages_of_a_rank_are_on_one_device():
     seats = Replicas((1,) * 4, 2)
     around = DistributedNeighbourhood(
-        None, HashStore(), SimpleNamespace(rank=0), seats, False, False, "last", "stage"
+        *(None, HashStore(), SimpleNamespace(rank=0), seats, False, False, "last"),
+        clip_norm=None,
+        clip_scope="stage",
     )
     stages = [SimpleNamespace(device=torch.device("cuda", n)) for n in range(2)]
     with pytest.raises(ValueError, match=r"stage: .* one device, got cuda:0, cuda:1"):
