@@ -175,10 +175,9 @@ class Executor:
         self._around.begin(batches, self._extent, keep)
 
     def _check(self) -> None:
-        """Raise RuntimeError if a parameter left its flat buffer."""
+        """Raise an error if a parameter is not where, or not what, it was when stages were made."""
         for stage in self.stages:
-            if stage.weights is not None:
-                stage.weights.check(stage.index)
+            stage.check()
 
     def _check_storage(self) -> None:
         """The same for what the caller may have done meanwhile, at the cost of a few addresses."""

@@ -310,6 +310,7 @@ class Pipeline(Loops):
             StageError: an exception inside a stage, the loss or an optimizer, from its cause.
             TypeError, ValueError: a batch that is neither a pair nor a mapping, has something else
                 than tensors in it, or cannot be split into microbatches.
+                A parameter that was frozen when the pipeline was made and is trainable now.
             RuntimeError: a run has not ended yet, a parameter left its flat buffer, autocast or
                 inference mode is on.
 

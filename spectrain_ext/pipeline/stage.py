@@ -29,6 +29,7 @@ from .batch import samples_in
 from .clipping import GlobalNorm, clip, gradient_norm
 from .cursor import Cursor, Extent
 from .halves import differentiate_inputs
+from .names import bare
 from .tape import (
     Entry,
     Tape,
@@ -103,6 +104,7 @@ class Stage:
             self.module_buffers,
         )
         self.random = StageRandom(index, device)
+        self._trained = {p for p in module.parameters() if p.requires_grad}  # copies too
         self.peak = 0
         self.split_dim = 0  # of the inputs' first tensor, and of what stages hand on
         self.train_by(weights, max_norm, global_norm)
@@ -140,6 +142,18 @@ class Stage:
         }
 
     # A run.
+
+    def check(self) -> None:
+        """Refuse parameters that left their buffer, or that are trainable and nobody trains."""
+        if self.weights is not None:
+            self.weights.check(self.index)
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and p not in self._trained:
+                raise ValueError(
+                    f"stages[{self.index}]: parameter {bare(name)!r} has become trainable since "
+                    "the pipeline was made, whose optimizer does not hold it; release() the "
+                    "pipeline and make another one of the stages"
+                )
 
     def begin(self, cursor: Cursor, extent: Extent) -> None:
         """Start a run with the weights that the module holds."""
