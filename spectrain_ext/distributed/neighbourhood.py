@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from spectrain_ext.method import Method, phases_of, put_off_by
 from spectrain_ext.operators.averaging import Averaging
+from spectrain_ext.pipeline.arguments import check_order, cut_place
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.clipping import GlobalNorm
@@ -124,8 +126,9 @@ class DistributedNeighbourhood:
                 "clip_norm": None if self.norm is None else self._clip_norm,
                 **self._settings,
             },
-            said_of(copies),
+            {**said_of(copies), "cut": [[s.index, cut_place(s.module)] for s in stages]},
         )
+        _check_cut(found, seats)
         modules = {stage.index: stage.module for stage in stages}
         ties = agreed(self._store, board.rank, seats, modules, copies, found)
         if seats.dealt:
@@ -278,3 +281,17 @@ class DistributedNeighbourhood:
         for each in self._around:
             each.end()
         self._ties.end()
+
+
+def _check_cut(found: Sequence[Mapping[str, Any]], seats: Replicas) -> None:
+    """Refuse stages of one cut in another order over the ranks, which have said what they have."""
+    said = [dict(rank["cut"]) for rank in found]
+    for k in range(seats.stages):
+        first, *others = seats.ranks_of(k)
+        for r in others:
+            if said[r][k] != said[first][k]:
+                raise ValueError(
+                    f"stage: ranks {first} and {r} have replicas of stage {k}, but other stages of "
+                    f"a cut, (stage, of how many): {said[first][k]} and {said[r][k]}"
+                )
+    check_order([said[seats.ranks_of(k)[0]][k] for k in range(seats.stages)])

@@ -34,7 +34,8 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
 
     Returns:
         A ``Slice`` per stage; they hold the model's own blocks. Where several hold one parameter
-        the later ones say so, see ``mark_ties``.
+        the later ones say so, see ``mark_ties``. All know their places, and pipelines refuse them
+        in another order.
 
     Raises:
         TypeError: the model has another form.
@@ -56,6 +57,7 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
                 raise ValueError(f"ends: a cut before block {end} separates {tie.what}")
     stages = slices_of(named, ends)
     mark_ties(stages)
+    _mark_places(stages)
     return stages
 
 
@@ -79,6 +81,12 @@ def mark_ties(stages: Sequence[nn.Module]) -> None:
             homes.setdefault(p, (k, name))
 
 
+def _mark_places(stages: Sequence[nn.Module]) -> None:
+    """Note in every stage which one it is, of how many: pipelines check that by ``check_order``."""
+    for k, stage in enumerate(stages):
+        stage.cut_place = (k, len(stages))  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True)
 class Partition:
     """The stages of a model; iterating gives them, so that ``Pipeline`` takes it as it is.
@@ -96,6 +104,7 @@ class Partition:
 
     def __post_init__(self) -> None:
         mark_ties(self.stages)
+        _mark_places(self.stages)
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.stages)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,48 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
                     "module first"
                 )
     return modules
+
+
+#: Which stage of a cut a module is, and of how many; None: of none.
+CutPlace: TypeAlias = "tuple[int, int] | None"
+
+
+def cut_place(module: nn.Module) -> CutPlace:
+    """What ``partition`` or ``cut_at`` noted in it; ``torch.compile`` hands it on."""
+    found: CutPlace = getattr(module, "cut_place", None)
+    return found
+
+
+def check_order(places: Sequence[CutPlace]) -> None:
+    """Refuse stages of one cut in another order, twice, or with some left out.
+
+    Modules of one's own may stand before, between and after them, and in the place of some.
+
+    Args:
+        places: of all stages of a pipeline, in order.
+    """
+    remedy = "give all stages of a cut in their order, and a module in the place of one left out"
+    at, previous = -1, None
+    for index, place in enumerate(places):
+        if place is None:
+            continue
+        k, n = place
+        what = f"stages[{index}]: it is stage {k} of the {n} that a model was cut into"
+        own = index - at > 1  # there are others between
+        if previous is None or (previous[0] == previous[1] - 1 and k == 0):
+            if k > 0 and not own:
+                raise ValueError(f"{what}, and stage {k - 1} is not before it; {remedy}")
+        elif n != previous[1] or k <= previous[0] or (k > previous[0] + 1 and not own):
+            raise ValueError(
+                f"{what}, and comes after stage {previous[0]} of {previous[1]}; {remedy}"
+            )
+        at, previous = index, place
+    if previous is not None and previous[0] < previous[1] - 1 and at == len(places) - 1:
+        k, n = previous
+        raise ValueError(
+            f"stages[{at}]: it is stage {k} of the {n} that a model was cut into, and stage "
+            f"{k + 1} does not come after it; {remedy}"
+        )
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -30,11 +30,13 @@ from spectrain_ext.weights import StageMemory
 from .arguments import (
     check_loss_fn,
     check_master_dtype,
+    check_order,
     check_recompute,
     checked_devices,
     checked_microbatches,
     checked_stages,
     clips_globally,
+    cut_place,
     devices_of,
     max_norms_of,
 )
@@ -178,6 +180,8 @@ class Pipeline(Loops):
         chosen = find_method(method)
         around = self._around or LocalNeighbourhood(len(modules), split_dim)
         indices, seats = around.indices, around.seats
+        if len(indices) == seats.stages:
+            check_order([cut_place(module) for module in modules])
         self._copies = copies_of(modules, indices)
         places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
         parts = checked_microbatches(microbatches, chosen, seats)

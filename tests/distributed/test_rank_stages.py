@@ -139,6 +139,20 @@ def test_what_is_refused():
     assert alone["again"].startswith("stage: got 2 for the only rank")
 
 
+@pytest.mark.parametrize(
+    ("method", "order", "what"),
+    [
+        ("auto", (0, 1), ""),
+        ("auto", (1, 0), "stages[0]: it is stage 1 of the 2"),
+        ("interleaved", (0, 1, 2, 3), ""),
+        ("interleaved", (0, 1, 3, 2), "stages[2]: it is stage 3 of the 4"),  # a V
+    ],
+)
+def test_stages_of_a_cut_have_an_order_over_ranks(method, order, what):
+    for found in run_ranks(rank_pipelines.of_a_cut, 2, method, order):
+        assert found.startswith(what) and bool(found) == bool(what)
+
+
 def test_the_stages_of_a_rank_are_on_one_device():
     seats = Replicas((1,) * 4, 2)
     around = DistributedNeighbourhood(

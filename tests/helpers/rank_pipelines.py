@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import spectrain_ext as st
 from spectrain_ext.distributed import neighbourhood
+from spectrain_ext.partitioning import cut_at
 from spectrain_ext.timelines.timeline import write_trace
 
 WIDTH = 6
@@ -328,6 +329,17 @@ def refusing(rank, ranks):
     four[1].tied_parameters = {"linear.weight": (rank, "linear.weight")}
     attempt("tied", four)
     return found
+
+
+def of_a_cut(rank, ranks, method, order):
+    """The message to a rank that takes every so many of a cut's stages, in that order."""
+    parts = cut_at([nn.Linear(WIDTH, WIDTH) for _ in order], range(1, len(order) + 1))
+    mine = [parts[order[k]] for k in range(rank, len(order), ranks)]
+    try:
+        st.DistributedPipeline(mine, optimizer, nn.functional.mse_loss, method)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def short_of_targets(rank, ranks):

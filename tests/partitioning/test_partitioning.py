@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import UserDict
 from itertools import pairwise
 
@@ -615,3 +616,57 @@ class TestOverRanks:
     def test_another_model_is_an_error(self):
         for here, said in zip((6, 5), run_ranks(rank_programs.partitions, 2, (6, 5)), strict=True):
             assert said.startswith(f"model: it has {here} blocks here, and on other ranks 5 to 6")
+
+
+def cut_in_four():
+    return cut_at([nn.Linear(3, 3) for _ in range(4)], [1, 2, 3, 4])
+
+
+def made_of(stages):
+    return st.Pipeline(stages, sgd, LOSS)
+
+
+@pytest.mark.parametrize("through", [None, copy.deepcopy, torch.compile, "pickle"])
+@pytest.mark.parametrize(
+    ("order", "where"),
+    [
+        ((0, 1, 3, 2), r"stages\[2\]: it is stage 3 of the 4 .* comes after stage 1 of 4"),
+        ((1, 0, 2, 3), r"stages\[0\]: it is stage 1 of the 4 .* stage 0 is not before it"),
+        ((0, 1, 3), r"stages\[2\]: it is stage 3 of the 4 .* comes after stage 1 of 4"),
+        ((1, 2, 3), r"stages\[0\]: it is stage 1 of the 4 .* stage 0 is not before it"),
+        ((0, 1), r"stages\[1\]: it is stage 1 of the 4 .* stage 2 does not come after it"),
+    ],
+)
+def test_stages_of_a_cut_have_an_order(order, where, through):
+    stages = cut_in_four()
+    if through == "pickle":
+        stages = pickle.loads(pickle.dumps(stages))
+    elif through is not None:
+        stages = [through(stage) for stage in stages]
+    with pytest.raises(ValueError, match=where):
+        made_of([stages[k] for k in order])
+    made_of(stages)
+
+
+def test_a_stage_stands_once():
+    first, second, *_ = cut_in_four()
+    with pytest.raises(ValueError, match=r"stages\[2\]: it is stage 1 .* after stage 1 of 4"):
+        made_of([first, second, copy.deepcopy(second)])
+
+
+def test_own_modules_among_the_stages_of_a_cut():
+    def own():
+        return nn.Linear(3, 3)
+
+    def stages(*indices):
+        four = cut_in_four()
+        return [four[k] for k in indices]
+
+    made_of([own(), *stages(0, 1, 2, 3), own()])
+    made_of([*stages(0, 1), own(), *stages(2, 3)])
+    made_of([*stages(0, 1), own(), *stages(3)])  # in the place of a stage
+    made_of([*stages(0, 1, 2), own()])
+    made_of([own(), *stages(2, 3)])
+    made_of([*stages(0, 1, 2, 3), *stages(0, 1, 2, 3)])  # two models, one after the other
+    with pytest.raises(ValueError, match=r"stages\[3\]: it is stage 2 .* after stage 3 of 4"):
+        made_of([own(), *stages(3), own(), *stages(2)])
