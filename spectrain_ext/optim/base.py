@@ -22,6 +22,7 @@ from spectrain_ext.operators.laws import Horizons, Law, as_laws
 from spectrain_ext.operators.lists import bump_versions
 
 from .binding import Binding, PredictionSink, Views
+from .guard import SaveGuard
 from .ledger import Ledger
 from .resolve import Resolver
 from .rows import Rows
@@ -71,6 +72,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._binding: Binding | None = None
         self._correction: StaleCorrection | None = None
 
+    _guard = SaveGuard("its weights are predicted; leave the block of predicted() first")
     profile_hook_step = staticmethod(hooked)
 
     # Parameter groups and state, as torch.optim.Optimizer keeps them.
@@ -325,7 +327,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
         ``spectrain_ext.laws`` that needs no gradient; or a tuple of these, one for each group. Each
         group is predicted with its current learning rate. The true weights are kept in one more
         buffer per parameter, in the same pass over memory. Parameters that were never updated stay
-        as they are.
+        as they are. Meanwhile ``state_dict``, ``torch.save`` and deepcopy of a module that holds
+        predicted weights raise RuntimeError.
 
         Raises RuntimeError if the weights are predicted already or the optimizer is bound,
         ValueError for bad ``steps`` or a group whose momentum is 0.
@@ -341,6 +344,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._predicted = todo
         try:
             for rows in todo:
+                self._guard.put(rows.params)
                 rows.stash_predict(templates, laws)
                 bump_versions(tuple(rows.params))
         except BaseException:
@@ -355,6 +359,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         for rows in self._predicted:
             if rows.restore():
                 bump_versions(tuple(rows.params))
+            self._guard.take(rows.params)
         self._predicted = None
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
@@ -488,6 +489,13 @@ class Pipeline(Loops):
             for module, device in zip(self.children(), self.devices, strict=True):
                 value = module(_moved(value, device))
         return value
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, with the uncut model's names; in a run copies of the true weights."""
+        with ExitStack() as held:
+            for stage in self._executor.stages:
+                held.enter_context(stage.guard.lifted())
+            return super().state_dict(*args, **kwargs)
 
     def _mend(self, changed: bool = False) -> None:
         """Finish what exceptions have cut short: the end of a run, or a release.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spectrain_ext.optim.guard import SaveGuard
 from spectrain_ext.rng import TURN, StageRandom
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import (
@@ -62,6 +63,7 @@ class Stage:
 
     Attributes:
         peak: the most microbatches that were in flight here at once.
+        guard: has whoever saves a module in a run hear of it.
         shared: what the caller may use between two actions.
         inputs: the edge that the forward's input comes in by.
         gradients: the edge that the backward's gradient comes in by, None for the last stage.
@@ -104,7 +106,12 @@ class Stage:
             self.module_buffers,
         )
         self.random = StageRandom(index, device)
-        self._trained = {p for p in module.parameters() if p.requires_grad}  # copies too
+        self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
+        self.guard = SaveGuard(
+            "a run of this pipeline has not ended, and its stages may hold predicted weights; take "
+            "the pipeline's own state_dict(), which has the true ones, or save after the loop"
+        )
+        self._guarded: list[nn.Parameter] = []
         self.peak = 0
         self.split_dim = 0  # of the inputs' first tensor, and of what stages hand on
         self.train_by(weights, max_norm, global_norm)
@@ -148,7 +155,7 @@ class Stage:
         if self.weights is not None:
             self.weights.check(self.index)
         for name, p in self.module.named_parameters():
-            if p.requires_grad and p not in self._trained:
+            if p.requires_grad and name not in self._trained:
                 raise ValueError(
                     f"stages[{self.index}]: parameter {bare(name)!r} has become trainable since "
                     "the pipeline was made, whose optimizer does not hold it; release() the "
@@ -166,6 +173,8 @@ class Stage:
             with self.predict.using(writes=(self.working,)):
                 self.weights.begin()
             self._weights_written()
+            self._guarded = [p for p in self.module.parameters() if p.requires_grad]
+            self.guard.put(self._guarded)
 
     def end(self) -> None:
         """Put the true weights back into the module; may be repeated, or done without a begin."""
@@ -174,6 +183,7 @@ class Stage:
             with self.predict.using(writes=(self.working, self.optimizer_state)):
                 self.weights.end()
             self.predict.record(self.loaded)
+            self.guard.take(self._guarded)
         self._in_transit.reset()
 
     def forget(self) -> None:

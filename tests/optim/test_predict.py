@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -114,6 +116,30 @@ def test_the_context_restores_after_an_exception() -> None:
         raise ZeroDivisionError
     assert_bits(params, kept)
     optimizer.step()
+
+
+@pytest.mark.parametrize("ends", ["left", "raised"])
+def test_a_model_is_not_saved_while_its_weights_are_predicted(ends: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = st.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    saves = (
+        lambda: model.state_dict(),
+        lambda: model[2].state_dict(),
+        lambda: torch.save(model, io.BytesIO()),
+        lambda: copy.deepcopy(model),
+    )
+    with suppress(ZeroDivisionError), optimizer.predicted(2):
+        for save in saves:
+            with pytest.raises(RuntimeError, match="leave the block of predicted"):
+                save()
+        assert model[0].weight.detach().sum() == model[0].weight.sum()
+        if ends == "raised":
+            raise ZeroDivisionError
+    for save in saves:
+        save()
+    assert all(not vars(p) for p in model.parameters())
 
 
 def test_a_backward_across_predict_or_restore_raises() -> None:

@@ -183,7 +183,8 @@ def test_the_trained_model_is_saved_as_a_whole(tmp_path):
     before = copy.deepcopy(model.state_dict())
     pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="spectrain", microbatches=2)
     for _ in pipe.run([batch(4, 8, "right") for _ in range(5)]):
-        pass
+        with pytest.raises(RuntimeError, match="take the pipeline's own state_dict"):
+            model.save_pretrained(tmp_path)  # predicted weights
     pipe.release()
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections import OrderedDict
 
 import pytest
@@ -114,6 +115,83 @@ def test_while_a_run_is_suspended():
     list(alone.run(batches[:1]))
     for name in ("last.weight", "last.bias"):  # true weights, with what the first minibatch made
         same({name: found[name]}, {name: before[name]})
+
+
+SAVES = {
+    "state_dict": lambda model: model.state_dict(),
+    "torch.save": lambda model: torch.save(model, io.BytesIO()),
+    "its parameters": lambda model: torch.save([*model.parameters()], io.BytesIO()),
+    "deepcopy": copy.deepcopy,
+    "AveragedModel": torch.optim.swa_utils.AveragedModel,
+    "a part": lambda model: [part for part in model.modules() if part._parameters][0].state_dict(),
+    "a wrapper": lambda model: nn.Sequential(nn.Sequential(model)).state_dict(),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("method", ["auto", "spectrain", "sync"])
+def test_a_model_is_not_saved_in_a_run(case, method):
+    make, cut = CASES[case]
+    model = make()
+    pipe = st.Pipeline(cut(model), sgd, LOSS, method, microbatches=2)
+
+    def refused(run):
+        next(run)
+        for save in SAVES.values():
+            for held in (model, *pipe.children()):
+                with pytest.raises(RuntimeError, match=r"run of this pipeline .* own state_dict"):
+                    save(held)
+        return pipe.state_dict()
+
+    def allowed():
+        for name, save in SAVES.items():
+            if case != "traced" or name not in ("deepcopy", "torch.save"):
+                save(model)
+        assert all(not vars(p) for p in model.parameters())
+
+    allowed()
+    run = pipe.run(data(3))
+    refused(run)
+    list(run)  # to the end
+    allowed()
+    run = pipe.run(data(4))
+    refused(run)
+    run.close()  # left by the caller
+    allowed()
+    with pytest.raises(st.StageError):  # failed
+        run = pipe.run([*data(3), (torch.randn(5, 3), torch.randn(5, 3, 3, 3, 7))])
+        saved = refused(run)
+        list(run)
+    allowed()
+    pipe.load_state_dict(saved)
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
+class Detaches(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + self.weight.detach().sum()
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("kind", [nn.Linear, Detaches])
+def test_what_refuses_to_be_saved_is_not_compiled_again(kind):
+    def losses(wrap):
+        torch.manual_seed(0)
+        batches = [(torch.randn(6, 3), torch.randn(6, 3)) for _ in range(4)]
+        stages = [wrap(kind(3, 3)), wrap(kind(3, 3))]
+        pipe = st.Pipeline(stages, sgd, LOSS)
+        found = [r.loss for r in pipe.run(batches)]
+        if kind is Detaches:  # once more for weights without a guard, and never again
+            stages[0](batches[0][0][:3])
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(2):
+                stages[0](batches[0][0][:3])
+                found += [r.loss for r in pipe.run(batches)]
+        return found
+
+    torch._dynamo.reset()  # after many compilations in one process nothing is compiled any more
+    compiled = losses(lambda module: torch.compile(module, backend="aot_eager", fullgraph=True))
+    assert compiled == losses(lambda module: module)
 
 
 def test_messages_have_the_models_names():
