@@ -123,7 +123,7 @@ SAVES = {
     "its parameters": lambda model: torch.save([*model.parameters()], io.BytesIO()),
     "deepcopy": copy.deepcopy,
     "AveragedModel": torch.optim.swa_utils.AveragedModel,
-    "a part": lambda model: [part for part in model.modules() if part._parameters][0].state_dict(),
+    "a part": lambda model: next(m for m in model.modules() if m._parameters).state_dict(),
     "a wrapper": lambda model: nn.Sequential(nn.Sequential(model)).state_dict(),
 }
 
