@@ -9,8 +9,18 @@ from spectrain_ext import _interpreter  # noqa: F401  # isort: skip  # before to
 
 import torch as _torch  # noqa: F401  # before _C, so that both use the OpenMP runtime torch brings
 
+try:
+    from spectrain_ext._C import build_info as _build_info
+except ModuleNotFoundError as _error:
+    if _error.name != f"{__name__}._C":
+        raise
+    raise ImportError(
+        f"spectrain_ext is not built here: {__path__[0]} has no native module (_C) for this "
+        'Python. In a clone run "pip install .", and start Python in another directory, where it '
+        "finds what that installed",
+        name=_error.name,
+    ) from None
 from spectrain_ext import optim
-from spectrain_ext._C import build_info as _build_info
 from spectrain_ext.errors import CheckpointError, OrderingError, RankError, StageError
 from spectrain_ext.method import (
     Method,

@@ -36,6 +36,19 @@ def read_bounded(path: str | os.PathLike[str], largest: int) -> bytes:
     raise ValueError(f"{Path(path)}: expected at most {largest} bytes, got more")
 
 
+def read_text(path: str | os.PathLike[str], largest: int) -> str:
+    """Return the text of a file of at most ``largest`` bytes.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is something else.
+    """
+    try:
+        return read_bounded(path, largest).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{Path(path)}: expected text in UTF-8: {error}") from error
+
+
 def read_json(path: str | os.PathLike[str], largest: int) -> Any:
     """Return what a JSON file of at most ``largest`` bytes holds.
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.files import read_bounded
+from spectrain_ext.files import read_text
 
 from .operations import OURS
 
@@ -90,7 +90,7 @@ class Report:
     @classmethod
     def load(cls, path: Path) -> Report:
         """Read a file of at most 64 MiB; raises as `from_json`, and OSError."""
-        return cls.from_json(read_bounded(path, _LARGEST).decode())
+        return cls.from_json(read_text(path, _LARGEST))
 
     def cases(self) -> dict[tuple[str, str, str], list[Row]]:
         """Rows by what they have in common, in the order they were measured in."""

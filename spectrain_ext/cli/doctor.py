@@ -9,10 +9,13 @@ import click
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from spectrain_ext import _C
 from spectrain_ext.benchmark.machine import installed
 from spectrain_ext.operators.threads import cores, crowded, disturbed
+
+from .options import plain_console
 
 BuildInfo = Mapping[str, str | bool | list[str]]
 
@@ -24,7 +27,7 @@ def doctor(brief: bool) -> None:
 
     Under torchrun also whether the threads of all processes have a core each.
     """
-    console = Console()
+    console = plain_console()
     build: BuildInfo = _C.build_info()
     if brief:
         click.echo(summary(build))
@@ -36,15 +39,13 @@ def doctor(brief: bool) -> None:
         console.print(peer_access())
     findings = problems(build)
     if findings:
-        console.print("[bold]To be mended[/]")
+        console.print("To be mended", style="bold")
         for what, remedy in findings:
-            console.print(
-                f"  [yellow]-[/] {what}\n    [dim]remedy:[/] {remedy}",
-                highlight=False,
-                soft_wrap=True,
-            )
+            marks = ("-", "yellow"), ("remedy:", "dim")
+            told = Text.assemble("  ", marks[0], f" {what}\n    ", marks[1], f" {remedy}")
+            console.print(told, soft_wrap=True)
     else:
-        console.print("[bold green]Nothing is missing.[/]")
+        console.print("Nothing is missing.", style="bold green")
 
 
 def versions() -> dict[str, str]:
@@ -189,7 +190,7 @@ def _plain(value: str | bool | list[str]) -> str:
 
 
 def _print_rows(console: Console, title: str, rows: Mapping[str, str]) -> None:
-    console.print(f"[bold]{title}[/]")
+    console.print(title, style="bold")
     width = max(map(len, rows), default=0)
     for name, text in rows.items():
-        console.print(f"  {name:<{width}}  {text}", highlight=False, markup=False)
+        console.print(f"  {name:<{width}}  {text}")

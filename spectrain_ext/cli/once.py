@@ -86,7 +86,7 @@ def told(world: World, console: Console, folder: Path) -> Iterator[None]:
         raise click.exceptions.Exit(1) from error
     except KeyboardInterrupt:
         kept = f"Finished runs are kept. To go on: the same again, with --out {folder}"
-        console.print(kept, markup=False)
+        console.print(kept)
         if world.first:
             raise
         raise click.exceptions.Exit(1) from None

@@ -1,4 +1,4 @@
-"""Options: what is typed, as values; and text that files brought along, for a terminal."""
+"""Options: what is typed, as values; and text, as it is, for a terminal."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 POSITIVE = click.IntRange(min=1)
 
@@ -61,6 +62,11 @@ def finite(context: click.Context, parameter: click.Parameter, value: float | No
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise click.BadParameter(f"expected a finite number of at least 0, got {value}")
     return value
+
+
+def plain_console(**more: Any) -> Console:
+    """A console that prints text as it is, in tables as well: brackets and colons are no markup."""
+    return Console(markup=False, emoji=False, highlight=False, **more)
 
 
 def printable(text: str) -> str:

@@ -36,7 +36,7 @@ from spectrain_ext.planning import (
 from spectrain_ext.timelines.timeline import draw_timeline
 from spectrain_ext.transport import each
 
-from .options import POSITIVE, names, printable
+from .options import POSITIVE, names, plain_console, printable
 
 _SAMPLES = 16  # of the microbatch that a built-in model is measured with
 _TABLE = 160  # columns that the table has
@@ -171,18 +171,17 @@ def plan_command(
         )
     except (ValueError, TypeError, RuntimeError, OSError, OverflowError) as error:
         raise click.ClickException(str(error)) from error
-    console = Console()
-    wide = Console(width=max(console.width, _TABLE))
+    console = plain_console()
+    wide = plain_console(width=max(console.width, _TABLE))
     wide.print(_table(found))
     for line in found.assumptions:
-        console.print(f"- {printable(line)}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"- {printable(line)}", soft_wrap=True)
     if found.left_out:
         console.print(
             f"- left out: {found.left_out} quicker ways that take more than {memory:.4g} bytes a "
-            f"device, {found.least_memory:.4g} at least",
-            highlight=False,
+            f"device, {found.least_memory:.4g} at least"
         )
-    console.print(f"- {found.tried} ways looked at, {found.simulated} simulated", highlight=False)
+    console.print(f"- {found.tried} ways looked at, {found.simulated} simulated")
     for title, candidate in (("fastest", found.fastest), ("soonest", found.soonest)):
         _say(console, title, candidate)
     if out is not None:
@@ -192,9 +191,7 @@ def plan_command(
             _draw(out, found)
         except OSError as error:
             raise click.ClickException(str(error)) from error
-        console.print(
-            f"numbers and timelines: {out}", highlight=False, markup=False, soft_wrap=True
-        )
+        console.print(f"numbers and timelines: {out}", soft_wrap=True)
 
 
 def _method(name: str) -> Any:
@@ -292,12 +289,7 @@ def _or_none(value: float, form: str) -> str:
 
 def _say(console: Console, title: str, candidate: Candidate) -> None:
     ends = ", ".join(map(str, candidate.ends))
-    console.print(
-        f"{title}: stages end before blocks {ends}: {candidate.code}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    console.print(f"{title}: stages end before blocks {ends}: {candidate.code}", soft_wrap=True)
 
 
 def _draw(folder: Path, found: Plan) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from spectrain_ext.benchmark.machine import cpu_name
 from spectrain_ext.experiments.contenders import USUAL, WORKLOADS
@@ -26,7 +25,7 @@ from spectrain_ext.experiments.study import Curves, cells_of, data_of, search_al
 from spectrain_ext.experiments.workload import build_stages
 from spectrain_ext.extras import require, require_matplotlib
 
-from .options import POSITIVE, data_dir, names, numbers_listed
+from .options import POSITIVE, data_dir, names, numbers_listed, plain_console
 
 _TABLE = 120  # columns that the table has
 
@@ -95,7 +94,7 @@ def study(
     require_matplotlib()
     require("scipy", "confidence intervals come from SciPy")
     folder = out or Path("runs") / f"study-{data}"
-    console = Console()
+    console = plain_console()
     work = WORKLOADS[data]
     try:
         wanted = dict.fromkeys(("sync", *(methods or work.contenders)))
@@ -118,8 +117,7 @@ def study(
         s = cell.settings
         console.print(
             f"{len(found)}/{len(cells)} {cell.contender}, {s.stages} stages, M = {s.microbatches}: "
-            f"lr {lr:.3g}, {time.monotonic() - began:.0f} s",
-            highlight=False,
+            f"lr {lr:.3g}, {time.monotonic() - began:.0f} s"
         )
     rows = rows_of(folder, found, range(seeds), split)
     sizes = {cell.settings.stages: cell.settings for cell in cells}
@@ -154,8 +152,8 @@ def study(
         }
         mine = [row for row in rows if row.stages == n]
         draw_times(folder / f"time-{n}.png", mine, runs, f"{split.name}, {n} stages, {seeds} seeds")
-    Console(width=max(console.width, _TABLE)).print(frontier_table(rows))
-    console.print(f"numbers and pictures: {folder}", highlight=False, markup=False, soft_wrap=True)
+    plain_console(width=max(console.width, _TABLE)).print(frontier_table(rows))
+    console.print(f"numbers and pictures: {folder}", soft_wrap=True)
 
 
 def _sizes(settings: TrainSettings, data: Split) -> list[int]:

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from spectrain_ext.experiments.compare import Observation, train_all
 from spectrain_ext.experiments.data.split import Split
@@ -19,7 +18,7 @@ from spectrain_ext.experiments.world import World
 from spectrain_ext.extras import require_matplotlib, require_tensorboard
 
 from .once import OnceToldCommand, agreed, joined, logged, told
-from .options import POSITIVE, data_dir, finite, names, numbers
+from .options import POSITIVE, data_dir, finite, names, numbers, plain_console
 
 _COUNT = click.IntRange(min=0)
 _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
@@ -179,7 +178,7 @@ def train(
     All methods start from the same weights and see the same minibatches under the same settings.
     """
     world = World.of_environment()
-    console = Console(quiet=not world.first)
+    console = plain_console(quiet=not world.first)
     asked["seeds"] = seed or asked["seeds"]
     cuda = any("cuda" in name for name in asked["devices"])
     with logged(verbose, console, world), joined(world, cuda):
@@ -194,12 +193,12 @@ def train(
                 require_tensorboard()
             settings, left_out = fitting(settings, leave_out=ALL in asked["methods"])
         if AUTO in settings.methods:
-            console.print(choice(settings), highlight=False, soft_wrap=True)
+            console.print(choice(settings), soft_wrap=True)
         given = str(out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S"))
         folder = Path(world.tell(given)[0])
         data = _load(settings, cache_dir or folder.parent / "data-cache", world)
         for name, reason in left_out.items():
-            console.print(f"Left out: [bold]{name}[/] ({escape(reason)})", highlight=False)
+            console.print(Text.assemble("Left out: ", (name, "bold"), f" ({reason})"))
         with agreed(world):
             if world.first:
                 _make_folder(folder)

@@ -133,7 +133,7 @@ def train_all(
                     runs.append(run)
     if found:
         told = f"{found} of {len(runs)} runs were finished before and read from {folder}"
-        console.print(told, markup=False)
+        console.print(told)
     return runs
 
 

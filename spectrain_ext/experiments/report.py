@@ -93,7 +93,7 @@ def report(
         f"timelines: {folder / 'timelines.png'}, {folder / 'timelines'}",
         f"numbers: {folder / 'results.json'}",
     ):
-        console.print(told, highlight=False, markup=False, soft_wrap=True)
+        console.print(told, soft_wrap=True)
 
 
 def comparison_table(

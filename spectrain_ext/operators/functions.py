@@ -315,8 +315,8 @@ def adam_step_(
         params: W.
         grads: g; bfloat16 or float16 beside float32 (master) weights. None leaves a tensor alone,
             and its outs receive W.
-        exp_avgs: m.
-        exp_avg_sqs: u.
+        exp_avgs: m; like W, or float32 beside a 16-bit one.
+        exp_avg_sqs: u, of the dtype of m.
         lr: learning rate, >= 0.
         step: number of this update, counted from 1.
         betas: (beta1, beta2), each in [0, 1).

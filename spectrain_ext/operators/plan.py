@@ -77,7 +77,7 @@ class Plan:
         momentum_buffers: v, one per parameter, of the same shape and strides, and of the same
             dtype, or float32 where the parameter has 16 bits.
         exp_avgs: Adam's first moments, like `momentum_buffers` (the two exclude each other).
-        exp_avg_sqs: Adam's second moments, like `exp_avgs`.
+        exp_avg_sqs: Adam's second moments, like `exp_avgs`, and of their dtypes.
         grads: gradients, entries may be None; bfloat16 or float16 beside float32 (master) weights.
             Without it `refresh()` reads `params[i].grad`.
         stashed: where `stash` keeps a version of the weights; like the parameters.
@@ -85,7 +85,8 @@ class Plan:
             float16 beside float32 weights.
         stale: the weights that gradients are computed with, for steps with a correction; like an
             output, and may be one of them.
-        gap_averages: the average of `corrections.GapAware`, zeros at first; like the momentum.
+        gap_averages: the average of `corrections.GapAware`, zeros at first; like the momentum,
+            and of its dtypes.
         groups: the parameter group of every tensor, from 0; one launch then takes the numbers of
             all groups. None: one group.
 

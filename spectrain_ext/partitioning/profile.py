@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,22 @@ from spectrain_ext.rng import TURN
 from spectrain_ext.transport import VALUES, Value, as_value, each, tensors_in, tensors_of
 
 _CACHE = 4 * 2**20  # bytes: more than the caches that a core has for itself
+_MOST = 10**18  # of any number in a profile: sums, products and squares of them are finite
+
+
+def check_number(name: str, value: float, least: int = 0) -> None:
+    """Refuse what is no number of a profile.
+
+    Raises:
+        TypeError: it is no number at all, or a bool.
+        ValueError: it is NaN, or out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {reprlib.repr(value)}")
+    if not least <= value <= _MOST:
+        raise ValueError(
+            f"{name}: expected a number from {least} to {_MOST:.0e}, got {reprlib.repr(value)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +58,11 @@ class BlockProfile:
 
     def __post_init__(self) -> None:
         for field in ("seconds", "output_bytes", "parameter_bytes", "saved_bytes"):
-            value = getattr(self, field)
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{field}: expected a finite number of at least 0, got {value}")
-        if self.forward_seconds is not None and not 0 <= self.forward_seconds <= self.seconds:
+            check_number(field, getattr(self, field))
+        if self.forward_seconds is None:
+            return
+        check_number("forward_seconds", self.forward_seconds)
+        if self.forward_seconds > self.seconds:
             raise ValueError(
                 f"forward_seconds: expected 0 to all of the {self.seconds} seconds, got "
                 f"{self.forward_seconds}"
@@ -69,6 +88,10 @@ class Tie:
     first: int
     last: int
     what: str
+
+    def __post_init__(self) -> None:
+        check_number("first", self.first)
+        check_number("last", self.last)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.partitioning import BlockProfile, Profile, Tie, profile_of
+from spectrain_ext.partitioning.profile import check_number
 from spectrain_ext.transport import Value, as_value, each, tensors_of
 
 _LARGEST = 1 << 24  # bytes of a file
 _FORMAT = 1
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ class Layers:
 
     def __post_init__(self) -> None:
         small, large = self.samples
-        if not 1 <= small <= large < float("inf"):
+        for number, samples in enumerate(self.samples):
+            check_number(f"samples[{number}]", samples, least=1)
+        if small > large:
             raise ValueError(
                 f"samples: expected two numbers, the smaller first, got {self.samples}"
             )
@@ -53,8 +58,7 @@ class Layers:
                 raise ValueError(
                     f"ties: entry {number} is of blocks {tie.first} to {tie.last}, of {a}"
                 )
-        if not 0 <= self.byte_seconds < float("inf"):
-            raise ValueError(f"byte_seconds: expected a number of at least 0, {self.byte_seconds}")
+        check_number("byte_seconds", self.byte_seconds)
 
     def at(self, samples: float) -> Profile:
         """The profile for a microbatch of so many samples."""
@@ -81,7 +85,11 @@ class Layers:
             )
 
         a, b = self.profiles
-        return Profile(tuple(block(*pair) for pair in zip(a.blocks, b.blocks, strict=True)), b.ties)
+        try:
+            blocks = tuple(block(*pair) for pair in zip(a.blocks, b.blocks, strict=True))
+        except ValueError as error:
+            raise ValueError(f"of a microbatch of {samples:g} samples: {error}") from error
+        return Profile(blocks, b.ties)
 
     def faster(self, times: float) -> Layers:
         """The same on devices that do everything so many times as fast."""
@@ -92,9 +100,13 @@ class Layers:
             forward, backward = (seconds / times for seconds in block.parts)
             return replace(block, seconds=forward + backward, forward_seconds=forward)
 
-        small, large = (
-            Profile(tuple(map(scaled, profile.blocks)), profile.ties) for profile in self.profiles
-        )
+        try:
+            small, large = (
+                Profile(tuple(map(scaled, profile.blocks)), profile.ties)
+                for profile in self.profiles
+            )
+        except ValueError as error:
+            raise ValueError(f"speed: {times:g} is too little: {error}") from error
         return replace(self, profiles=(small, large), byte_seconds=self.byte_seconds / times)
 
 
@@ -166,6 +178,17 @@ def write_layers(path: Path, layers: Layers) -> None:
     replace_file(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
 
 
+def _each(kind: Callable[..., Made], given: Sequence[Any], place: str) -> tuple[Made, ...]:
+    """Made of what a file says; an error names where that is."""
+    made = []
+    for number, fields in enumerate(given):
+        try:
+            made.append(kind(**fields))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{place}[{number}]: {error}") from error
+    return tuple(made)
+
+
 def read_layers(path: Path) -> Layers:
     """Read what ``write_layers`` wrote.
 
@@ -177,10 +200,10 @@ def read_layers(path: Path) -> Layers:
     if not isinstance(document, dict) or document.get("spectrain_profile") != _FORMAT:
         raise ValueError(f"{path}: expected a profile that spectrain plan has saved")
     try:
-        ties = tuple(Tie(**tie) for tie in document["ties"])
+        ties = _each(Tie, document["ties"], "ties")
         small, large = (
-            Profile(tuple(BlockProfile(**block) for block in blocks), ties)
-            for blocks in document["profiles"]
+            Profile(_each(BlockProfile, blocks, f"profiles[{number}]"), ties)
+            for number, blocks in enumerate(document["profiles"])
         )
         first, second = document["samples"]
         about = {str(key): value for key, value in document["about"].items()}

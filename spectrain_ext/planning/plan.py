@@ -11,6 +11,7 @@ from typing import Any
 
 from spectrain_ext.files import finite, replace_file
 from spectrain_ext.method import Method, find_method
+from spectrain_ext.partitioning.profile import check_number
 from spectrain_ext.schedule import Span
 
 from .costs import Costs, Setting
@@ -162,9 +163,10 @@ def plan(
         ValueError: an argument is out of range, or no way fits.
     """
     found_link = find_link(link)
-    for name, value in (("devices", devices), ("batch", batch)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+    for name, value in (("devices", devices), ("batch", batch), ("cores", cores)):
+        if value is not None:
+            check_number(name, value, least=1)
+    check_number("state", state)
     if memory is not None and not memory > 0:
         raise ValueError(f"memory: expected a positive number of bytes, got {memory}")
     made = [find_method(method) for method in methods]

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from typing import NamedTuple
 
-from spectrain_ext.files import read_bounded
+from spectrain_ext.files import read_text
 
 from .actions import (
     Action,
@@ -104,9 +104,9 @@ def read_csv(path: str | PathLike[str], *, microbatches: int | None = None) -> l
     Raises:
         ScheduleError: the schedule cannot be run; names the stage and the action.
         ValueError: a cell is not understood, or stands for what these schedules do not have: more
-            than one stage per row; or the file has more than 64 MiB or 10,000 rows.
+            than one stage per row; or the file is no UTF-8, or has more than 64 MiB or 10,000 rows.
     """
-    text = read_bounded(path, _LARGEST).decode("utf-8")
+    text = read_text(path, _LARGEST)
     rows: list[list[_Cell]] = []
     try:
         for cells in csv.reader(io.StringIO(text, newline="")):

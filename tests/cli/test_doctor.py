@@ -1,16 +1,19 @@
 """``spectrain doctor`` says what is there, what is missing and what to do about it."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 from rich.console import Console
+from rich.table import Table
 
 import spectrain_ext as st
 from spectrain_ext import _C
 from spectrain_ext.cli.doctor import covers, peer_access, problems, summary
 from spectrain_ext.cli.group import main
+from spectrain_ext.cli.options import plain_console
 
 BUILT = {
     "cuda": True,
@@ -135,13 +138,27 @@ def test_a_missing_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_extra_is_told(
     monkeypatch: pytest.MonkeyPatch, module: str, package: str
 ) -> None:
-    _see_cuda(monkeypatch, toolkit="13.0", available=True)
     monkeypatch.setattr(
         "spectrain_ext.cli.doctor.find_spec", lambda name: None if name == module else sys
     )
+    said = CliRunner().invoke(main, ["doctor"]).output
+    _see_cuda(monkeypatch, toolkit="13.0", available=True)
     ((what, remedy),) = problems(BUILT)
     assert package in what
     assert "spectrain_ext[train]" in remedy
+    assert f"  - {what}\n    remedy: pip install 'spectrain_ext[train]'\n" in said
+
+
+def test_no_text_is_markup_on_a_console_of_a_command() -> None:
+    text = "[red]own[/] :b: [train]"
+    console = plain_console(width=60)
+    table = Table(text, title=text, caption=text)
+    table.add_row(text)
+    with console.capture() as capture:
+        console.print(text, table)
+    assert capture.get().count(text) == 5
+    making = [p for p in Path(st.__file__).parent.rglob("*.py") if "Console(" in p.read_text()]
+    assert [path.name for path in making] == ["options.py"]
 
 
 def test_peer_access_asks_for_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:

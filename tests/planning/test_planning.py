@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -144,8 +145,12 @@ def test_the_call_that_it_prints_is_one_that_can_be_made():
 
 def test_arguments_out_of_range():
     for more, message in (
-        ({"devices": 0}, "devices: expected at least 1, got 0"),
-        ({"batch": 0}, "batch: expected at least 1, got 0"),
+        ({"devices": 0}, "devices: expected a number from 1 to .*, got 0"),
+        ({"batch": 0}, "batch: expected a number from 1 to .*, got 0"),
+        ({"batch": 10**400}, "batch: expected a number from 1 to .*, got 1000"),
+        ({"cores": 0}, "cores: expected a number from 1 to .*, got 0"),
+        ({"state": 10**400}, "state: expected a number from 0 to .*, got 1000"),
+        ({"speed": 1e-300}, "speed: 1e-300 is too little: seconds: expected a number"),
         ({"memory": -1.0}, "memory: expected a positive number"),
         ({"speed": 0.0}, "speed: expected a positive number, got 0"),
         ({"link": "token ring"}, "link: expected pcie3, .* or bytes per second, got 'token ring'"),
@@ -355,6 +360,36 @@ def test_another_file_is_an_error_that_names_it(tmp_path, change):
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValueError, match=r"p\.json: expected a profile"):
         read_layers(path)
+
+
+def test_a_bad_number_in_a_file_is_an_error_that_names_its_place(tmp_path):
+    path = tmp_path / "p.json"
+    tied = tuple(replace(p, ties=(Tie(0, 1, "shared"),)) for p in SOME.profiles)
+    write_layers(path, replace(SOME, profiles=tied))
+    good = path.read_text()
+    places = {
+        "byte_seconds": ("byte_seconds",),
+        "samples[1]": ("samples", 1),
+        "ties[0]: last": ("ties", 0, "last"),
+        **{
+            f"profiles[1][2]: {name}": ("profiles", 1, 2, name)
+            for name in ("seconds", "forward_seconds", "output_bytes", "parameter_bytes")
+        },
+        "profiles[0][1]: saved_bytes": ("profiles", 0, 1, "saved_bytes"),
+    }
+    for place, (*inside, last) in places.items():
+        for number in ("NaN", "Infinity", "-1", "1e308", "1" + 400 * "0", "true", '"3"', "[]"):
+            document = json.loads(good)
+            holder = document
+            for key in inside:
+                holder = holder[key]
+            holder[last] = "BAD"
+            path.write_text(json.dumps(document).replace('"BAD"', number))
+            with pytest.raises(
+                ValueError, match=rf"p\.json: .*: {re.escape(place)}: exp"
+            ) as caught:
+                plan(read_layers(path), 2, link="pcie3", batch=8)
+            assert len(str(caught.value)) < 250
 
 
 def test_a_file_that_is_no_json(tmp_path):

@@ -52,6 +52,40 @@ def test_the_module_is_named_for_this_python() -> None:
     assert NATIVE.name.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES))
 
 
+def test_sources_that_are_not_built_say_so(tmp_path: Path) -> None:
+    """And a native module that cannot be loaded says why."""
+    package = tmp_path / "spectrain_ext"
+    shutil.copytree(
+        ROOT / "spectrain_ext", package, ignore=shutil.ignore_patterns("_C*", "__pycache__")
+    )
+    native = f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    program = f"""
+import importlib, pathlib, sys
+for _ in range(2):
+    try:
+        import spectrain_ext
+    except ImportError as error:
+        print(error)
+    pathlib.Path("spectrain_ext", {native!r}).write_text("no library")
+    importlib.invalidate_caches()
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    unbuilt, broken = done.stdout.splitlines()
+    assert unbuilt.startswith(f"spectrain_ext is not built here: {package} has no native module")
+    assert '"pip install ."' in unbuilt
+    assert native in broken
+    assert "circular" not in broken
+
+
 def _cuda_tool(name: str) -> str | None:
     """From a toolkit or from NVIDIA's Python packages."""
     folders = [f"{os.environ.get('CUDA_HOME', '')}/bin", "/usr/local/cuda/bin"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -206,3 +208,7 @@ def test_files_that_are_not_understood(tmp_path):
     check("0F0,2F0\n1F0\n", "row 0, column 1: expected stage 0 only, as in 0F0, got '2F0'")
     check("0F0,0B0\n", "microbatches: expected at least 1, got 0", microbatches=0)
     assert read_csv(given_file(tmp_path, "")) == []
+    path = given_file(tmp_path, "")
+    path.write_text("0F0,0B0\n", encoding="utf-16")
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}: expected text in UTF-8: "):
+        read_csv(path)
