@@ -35,15 +35,14 @@ def read_tensor(content: bytearray, shape: Sequence[int], dtype: torch.dtype) ->
     elements = _record(content, found[f"data/{key}"])
     if size != tuple(shape) or len(stride) != len(size):
         raise ValueError(f"expected the shape {list(shape)}")
-    tensor = torch.empty(size, dtype=dtype)
     if 0 in size:
-        return tensor
+        return torch.empty(size, dtype=dtype)
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if min((offset, *stride)) < 0 or (last + 1) * dtype.itemsize > len(elements):
         raise ValueError("its elements are not all there")
     count = len(elements) // dtype.itemsize
     storage = torch.frombuffer(elements, dtype=dtype, count=count)
-    return tensor.copy_(storage.as_strided(size, stride, offset))
+    return storage.as_strided(size, stride, offset).clone()  # with the order of its strides
 
 
 def _record(content: bytearray, info: zipfile.ZipInfo) -> memoryview:

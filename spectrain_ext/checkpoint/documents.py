@@ -153,7 +153,7 @@ def written(body: Json) -> bytes:
         CheckpointError: it is larger than what ``read`` takes.
     """
     body = {"format": FORMAT, "version": VERSION, **body}
-    text = json.dumps({"sha256": _digest(body), "checkpoint": body}, indent=1, sort_keys=True)
+    text = json.dumps({"sha256": digest(body), "checkpoint": body}, indent=1, sort_keys=True)
     if len(text) >= _LARGEST:
         raise CheckpointError(
             f"{NAME}: has {len(text)} bytes, expected less than {_LARGEST}; extra is for little"
@@ -176,16 +176,16 @@ def read(directory: Path) -> Json:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     try:
         whole = json.loads(text, object_pairs_hook=_unique)
-        body, digest = whole["checkpoint"], whole["sha256"]
+        body, said = whole["checkpoint"], whole["sha256"]
         named, version = body["format"], body["version"]
-        found = _digest(body)
+        found = digest(body)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged, it is no checkpoint document: {error}") from None
     if named != FORMAT:
         raise CheckpointError(f"{path}: expected the format {FORMAT!r}, got {reprlib.repr(named)}")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(f"{path}: expected version {VERSION}, got {reprlib.repr(version)}")
-    if digest != found:
+    if said != found:
         raise CheckpointError(f"{path}: damaged, its SHA-256 is not what it says")
     try:
         _check(body)
@@ -201,7 +201,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> Json:
     return found
 
 
-def _digest(body: Json) -> str:
+def digest(body: Json) -> str:
+    """Return the SHA-256 of a document, which has those of all tensors."""
     return hashlib.sha256(
         json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()

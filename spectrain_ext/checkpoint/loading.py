@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from spectrain_ext.errors import CheckpointError
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
-from .documents import Json, decode
+from .documents import Json, decode, digest
 from .parts import Kept, Part, Stateful, parts_of
 from .progress import SamplerState, Training
 from .random import Generators
@@ -74,7 +74,8 @@ def load(
 
     Raises:
         CheckpointError: a file that is missing, truncated or changed, or contents that do not fit
-            the target (the message names file and key). Everything is as it was then.
+            the target (the message names file and key), or another checkpoint than another
+            process's (names both). Everything is as it was then.
         RuntimeError: a run of the pipeline has not ended.
         ValueError: an optimizer or scheduler beside a pipeline.
         RankError, ConnectionError: as for ``save``.
@@ -105,12 +106,20 @@ def _load(
     documents: list[Json] = []
     parts: list[Part] = []
 
-    def names() -> list[str]:
-        documents.append(storage.read(directory))
+    def names() -> dict[str, Any]:
+        body = storage.read(directory)
+        documents.append(body)
         parts.extend(parts_of(target, optimizer, scheduler, first_stage, bind=True))
-        return [f"model.{name}" for part in parts for name, _ in part.tensors()]
+        return {
+            "names": [f"model.{name}" for part in parts for name, _ in part.tensors()],
+            "path": str(directory),
+            "minibatches": body["minibatches"],
+            "sha256": digest(body),
+            "only_model": only_model,
+        }
 
     found = peers.gathered(names, doing)
+    _check_alike(found)
     (body,) = documents
     generators = Generators(parts, peers.rank, peers.size)
     weights: list[Kept] = []
@@ -131,7 +140,7 @@ def _load(
     def match() -> list[str]:
         try:
             keys = [key for kept in weights for key in kept.match(body)]
-            _check_nothing_left(body, {name for names in found for name in names})
+            _check_nothing_left(body, {name for said in found for name in said["names"]})
             keys += [key for kept in others for key in kept.match(body)]
         except ValueError as error:
             raise CheckpointError(f"{directory}: {error}") from error
@@ -155,6 +164,26 @@ def _load(
     peers.settled(read_tensors, doing, str(directory))
     peers.gathered(lambda: _apply([*weights, *others], tensors, directory), doing)
     return Loaded(body["minibatches"], decode(body.get("extra")), generators.all_found)
+
+
+def _check_alike(found: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse checkpoints of which the processes would go on with a mixture."""
+    first = found[0]
+    for rank, said in enumerate(found):
+        if said["sha256"] != first["sha256"]:
+            raise CheckpointError(
+                f"path: process 0 loads {_shown(first)} and process {rank} loads {_shown(said)}; "
+                "all must load the same checkpoint"
+            )
+        if said["only_model"] != first["only_model"]:
+            raise CheckpointError(
+                f"only_model: process 0 has {first['only_model']} and process {rank} has "
+                f"{said['only_model']}; all must load the same"
+            )
+
+
+def _shown(said: Mapping[str, Any]) -> str:
+    return f"{said['path']} ({said['minibatches']} minibatches, SHA-256 {said['sha256'][:12]}...)"
 
 
 def _check_nothing_left(body: Json, known: Set[str]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.optim import PredictingOptimizer
+from spectrain_ext.optim.state import laid_out_as
 
 from .documents import Json, decode, dtype_of, encode
 from .parts import Part
@@ -168,8 +169,11 @@ class OptimizerState:
 
     def apply(self, tensors: Mapping[str, Tensor]) -> None:
         state: dict[int, dict[str, Any]] = {}
-        for index, (name, keys, scalars) in enumerate(self._state):
-            entry: dict[str, Any] = {key: tensors[_state_key(name, key)] for key in keys}
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for index, (p, (name, keys, scalars)) in enumerate(zip(params, self._state, strict=True)):
+            entry: dict[str, Any] = {
+                key: laid_out_as(p, tensors[_state_key(name, key)]) for key in keys
+            }
             for key, value in scalars.items():
                 entry[key] = decode(value, tensor_of=entry.pop)
             if entry:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spectrain_ext.method import phases_of
 from spectrain_ext.pipeline.pipeline import Pipeline
+from spectrain_ext.weights.rates import PacedRates
 
 from .documents import Json, decode, encode
 from .parts import Part, Stateful
@@ -69,6 +70,11 @@ class SchedulerState:
             )
             if not fits:
                 raise ValueError(f"{where}: {key!r} does not fit {type(self._scheduler).__name__}")
+        own = self._scheduler
+        if isinstance(own, PacedRates):
+            own = own._scheduler or own
+        torchs = type(own).__module__.startswith("torch.optim")
+        _check_keys(where, state, now, type(own).__name__, exactly=torchs)
 
     def apply(self, tensors: Mapping[str, Tensor]) -> None:
         self._scheduler.load_state_dict(self._state)
@@ -133,6 +139,49 @@ class SamplerState:
     def undo(self) -> Callable[[], object]:
         before = self._sampler.state_dict()
         return lambda: self._sampler.load_state_dict(before)
+
+
+# Of a method that has rates of its own, which loads the state of a scheduler without.
+_PACED = ("paced_updates", "paced_from")
+
+
+def _check_keys(where: str, state: Any, now: Any, kind: str, exactly: bool) -> None:
+    """Refuse dicts that lack what those of a scheduler here have, in whatever it has them.
+
+    Keys with an underscore come and go with versions of torch.
+
+    Args:
+        where: it is, for errors.
+        state: what was saved.
+        now: what is here in its place.
+        kind: the scheduler's class.
+        exactly: whether there can be no more than now, as with torch's own: others may have more
+            once they have made a step.
+    """
+    if isinstance(state, (list, tuple)) and isinstance(now, (list, tuple)) and now:
+        for k, member in enumerate(state):
+            _check_keys(f"{where}[{k}]", member, now[min(k, len(now) - 1)], kind, exactly)
+    if not (isinstance(state, dict) and isinstance(now, dict)):
+        return
+    fixed = [
+        {key for key in keys if isinstance(key, str) and key[:1] != "_" and key not in _PACED}
+        for keys in (state, now)
+    ]
+    missing, more = fixed[1] - fixed[0], fixed[0] - fixed[1] if exactly else set()
+    said = [f"has no {_listed(missing)}, which {kind} has"] if missing else []
+    said += [f"has {_listed(more)}, which {kind} has not"] if more else []
+    if said:
+        raise ValueError(
+            f"{where}: {'; '.join(said)}; expected that of such a scheduler (only_model=True loads "
+            "without)"
+        )
+    for key in state.keys() & now.keys():
+        inside = exactly and key == "_schedulers"
+        _check_keys(f"{where}.{key}", state[key], now[key], kind, inside)
+
+
+def _listed(keys: Set[str]) -> str:
+    return ", ".join(map(repr, sorted(keys)))
 
 
 def alike(value: Any, current: Any) -> bool:

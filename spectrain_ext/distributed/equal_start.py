@@ -1,19 +1,57 @@
-"""Equal start: whether the replicas of every stage begin with the same weights."""
+"""Equal start: what all ranks have to begin with alike, and the replicas of every stage."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 
-from spectrain_ext.schedule import Replicas
+from spectrain_ext.method import Method, factor_of, phases_of, rules_at
+from spectrain_ext.pipeline.arguments import max_norms_of
+from spectrain_ext.schedule import Place, Replicas
 
 from .board import gathered
 
 _OPTION = "the optimizer's "
+
+
+def resolved(method: Method, of_phases: Sequence[Sequence[Place]]) -> dict[str, object]:
+    """What a method of any name comes to, in which all ranks must agree; of JSON's types.
+
+    Args:
+        method: the method; its functions are told apart by what they give.
+        of_phases: the places of all stages in each of its phases.
+
+    Returns:
+        By the field of each phase a value, of a rule one for every stage.
+    """
+    found: dict[str, object] = {}
+    for n, (phase, places) in enumerate(zip(phases_of(method), of_phases, strict=True)):
+        own, then = replace(phase, then=None), phase.then
+        factors = [factor_of([(own, place)]) for place in places]
+        said: dict[str, list[Any]] = {
+            "schedule": [phase.schedule],
+            "otherwise": [phase.otherwise],
+            "clip": [*max_norms_of(phase, places, None)],
+            "rates": [f and f(update) for f in factors for update in (0, 1)],
+            "then": [] if then is None else [then.after, then.gap],
+        }
+        rules = [vars(rules_at(phase, place)) for place in places]
+        for field in rules[0]:
+            values = (rule[field] for rule in rules)
+            said[field] = [(v(1), v(2)) if field == "law" and callable(v) else v for v in values]
+        where = f"{phase.name!r}{f', phase {n}' if n else ''}"
+        for field, each in said.items():
+            plain = (v is None or isinstance(v, (str, int, float)) for v in each)
+            shown = [v if is_plain else _shown(v) for v, is_plain in zip(each, plain, strict=True)]
+            found[f"method: {field} of {where}"] = shown
+    return found
 
 
 def check_equal_start(

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from spectrain_ext.method import Method, phases_of, put_off_by
+from spectrain_ext.method import Method, Window, phase_places, phases_of, put_off_by
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.arguments import check_order, cut_place
 from spectrain_ext.pipeline.averaging import Averaged
@@ -38,7 +38,7 @@ from spectrain_ext.transport import Receiver
 from .board import Board
 from .collectives import DistributedNorm, GradientSum, WeightExchange
 from .edges import Arrangement
-from .equal_start import check_equal_start
+from .equal_start import check_equal_start, resolved
 from .links import backend_of_bodies, open_host_group, open_links
 from .surroundings import Surroundings
 from .ties import DistributedTies, agreed, said_of, seats_of
@@ -62,6 +62,7 @@ class DistributedNeighbourhood:
         clip_norm, clip_scope: what gradients are clipped to, and whose as one.
         averaging: replicas do not add up gradients, but average weights by this.
         split_dim: along which dimensions minibatches are cut.
+        window: as the pipeline was given it.
     """
 
     averaged: Mapping[int, Averaged]
@@ -81,6 +82,7 @@ class DistributedNeighbourhood:
         clip_scope: str,
         averaging: Averaging | None = None,
         split_dim: SplitDim = 0,
+        window: Window = None,
     ) -> None:
         self.split_dim = split_dim
         self.seats = seats
@@ -98,7 +100,7 @@ class DistributedNeighbourhood:
         self._averaging = averaging
         self.averaged = {}
         self.norm: GlobalNorm | None = DistributedNorm(seats, board)
-        self._clip_norm = clip_norm
+        self._clip_norm, self._window = clip_norm, window
 
     def connect(
         self,
@@ -114,14 +116,17 @@ class DistributedNeighbourhood:
             where = ", ".join(str(stage.device) for stage in stages)
             raise ValueError(f"stage: the stages of a rank must be on one device, got {where}")
         self.loss_fn = loss_fn
+        microbatches = places[0].microbatches * seats.counts[0]
+        of_phases = phase_places(method, seats.stages, microbatches, self._window, seats)
         found = board.meet(
             {
                 "stage": f"{len(stages)} stages",
                 "replicas": list(seats.counts),
                 "method": method.name,
                 "schedule": ", ".join(name_of(phase.schedule) for phase in phases_of(method)),
-                "microbatches": places[0].microbatches * seats.counts[0],
+                "microbatches": microbatches,
                 "window": [each.window for each in places],
+                **resolved(method, of_phases),
                 "device": first.device.type,
                 "clip_norm": None if self.norm is None else self._clip_norm,
                 **self._settings,

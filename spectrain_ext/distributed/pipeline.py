@@ -161,7 +161,7 @@ class DistributedPipeline(Pipeline):
                 clip_scope = "stage"
             self._around = around = DistributedNeighbourhood(
                 *(group, store, board, seats, dynamic_shapes, share_loss, targets_from),
-                *(clip_norm, clip_scope, averaging, split_dim),
+                *(clip_norm, clip_scope, averaging, split_dim, window),
             )
             self.replicas, self.replica = seats.counts, around.replica
             super().__init__(

@@ -24,6 +24,7 @@ from spectrain_ext.operators.corrections import Correction
 
 from .base import PredictingOptimizer
 from .binding import PredictionSink, Views
+from .state import laid_out_as
 
 
 class Updater(Protocol):
@@ -220,15 +221,22 @@ class Foreign:
             self._loading = state_dict if self._wide else None
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Torch has cast the state to its parameters' dtypes: take it from where it came from."""
+        """Torch has cast the state to its parameters' dtypes: take it from where it came from.
+
+        And give it the parameters' strides.
+        """
         loading, self._loading = self._loading, None
         with self._owners_turn():
-            if loading is None:
-                return
-            for group, saved in zip(optimizer.param_groups, loading["param_groups"], strict=True):
-                for p, key in zip(group["params"], saved["params"], strict=True):
-                    if p in self._wide and key in loading["state"]:
-                        optimizer.state[p].update(_converted(loading["state"][key], self._wide[p]))
+            if loading is not None:
+                saved_groups = loading["param_groups"]
+                for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+                    for p, key in zip(group["params"], saved["params"], strict=True):
+                        if p in self._wide and key in loading["state"]:
+                            found = _converted(loading["state"][key], self._wide[p])
+                            optimizer.state[p].update(found)
+            for p, entry in _state_of(optimizer).items():
+                if isinstance(p, Tensor) and isinstance(entry, dict):
+                    entry.update({key: laid_out_as(p, value) for key, value in entry.items()})
 
     def _convert_state(self, p: Tensor, like: Tensor) -> None:
         entry = _state_of(self._optimizer).get(p)

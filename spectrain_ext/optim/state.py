@@ -73,6 +73,20 @@ def converted(weight: Tensor, buffer: Tensor, dtype: torch.dtype) -> Tensor:
     return empty_like(weight, dtype).copy_(buffer.detach())
 
 
+def laid_out_as(weight: Tensor, state: Any) -> Any:
+    """Return state of a parameter's shape with its strides, as torch would make it.
+
+    Anything else is returned as it is. Fused kernels of torch's walk memory, whatever the strides.
+    """
+    if not isinstance(state, Tensor) or state.shape != weight.shape:
+        return state
+    strides = torch.empty_like(weight, device="meta").stride()
+    if state.is_sparse or state.stride() == strides:
+        return state
+    made = torch.empty_strided(state.shape, strides, dtype=state.dtype, device=state.device)
+    return made.copy_(state.detach())
+
+
 class Saved(NamedTuple):
     """The state of one parameter, checked: tensors of its shape, and numbers."""
 

@@ -109,8 +109,8 @@ class Pipeline(Loops):
         recompute: keep only the inputs of a forward, and run the whole stage's forward again right
             before its backward, with the weights that the backward is to meet. Where the method has
             other weights there than in the forward, this is another method; where it has not, it
-            is slower, and smaller. Dropout is drawn again as it was, running statistics are not
-            updated again.
+            is slower, and smaller. Dropout is drawn again as it was. Module buffers, which are kept
+            as well, are what the first forward found, and are not updated again.
 
     Attributes:
         method: the Method.

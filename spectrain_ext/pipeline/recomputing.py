@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,19 @@ from .tape import Tape, activation, check_dependence, check_loss, packed, value_
 class RecomputingStage(Stage):
     """A stage that trades computation for memory.
 
-    The forward keeps its inputs and the state of the random numbers. The backward first runs the
-    whole forward again, with the weights that the backward is to meet. Where these are not the
-    forward's, this is another method: all of the gradient is then one of the backward's weights,
-    activations included. Module buffers, such as running statistics, are updated by the first
-    forward only.
+    The forward keeps its inputs, the module's buffers and the state of the random numbers. The
+    backward first runs the whole forward again, with the weights that the backward is to meet.
+    Where these are not the forward's, this is another method: all of the gradient is then one of
+    the backward's weights, activations included. Buffers, such as a spectral norm's vectors or
+    running statistics, are what the first forward found, and updated by that one only; so are those
+    of a loss that is a module.
     """
 
     _states: dict[tuple[int, int], States]
+    _then: dict[tuple[int, int], list[_Buffers]]  # the module's, and the loss's
     _sent: Transit
     _loss_fn: Callable[..., Tensor] | None = None
-    _before: _Buffers | None = None  # while a backward runs
+    _before: Sequence[_Buffers] = ()  # while a backward runs
 
     def forward(self, i: int, j: int) -> None:
         """Compute the output, without a graph."""
@@ -38,6 +40,7 @@ class RecomputingStage(Stage):
         states = self.random.states()
         reads, writes = (self.working, slot.buffer), (self.module_buffers, tape.buffer)
         with compute.using(reads=reads, writes=writes), torch.no_grad(), TURN, self.random:
+            self._then[i, j] = [_Buffers(self.module)]
             # An in-place first layer must leave the inputs for the second time.
             copies = tuple(None if t is None else t.clone() for t in message.tensors)
             tape.output = self.module(packed(message, copies))
@@ -58,6 +61,7 @@ class RecomputingStage(Stage):
         compute = self.compute
         writes = (tape.target.buffer, tape.buffer)
         with compute.using(writes=writes), torch.no_grad(), TURN, self.random:
+            self._then[i, j].append(_Buffers(loss_fn))
             loss = loss_fn(tape.output, target)
         check_loss(loss)
         self._loss_fn = loss_fn
@@ -73,7 +77,10 @@ class RecomputingStage(Stage):
         """
         writes = (tape.slot.buffer, arrived.buffer, tape.buffer, self.module_buffers)
         with self.compute.using(reads=(self.working,), writes=writes), torch.enable_grad():
-            self._before = _Buffers(self.module)
+            self._before = [_Buffers(self.module), _Buffers(self._loss_fn)]
+            with torch.no_grad():
+                for then in reversed(self._then.pop((i, j))):  # a loss may have the module in it
+                    then.restore()
             with self.random.at(self._states.pop((i, j))):
                 message = tape.slot.message
                 assert message is not None
@@ -89,10 +96,11 @@ class RecomputingStage(Stage):
 
     def _restore_buffers(self) -> None:
         """Have the module buffers of before the backward, which is over or has failed."""
-        if self._before is not None:
+        if self._before:
             with self.compute.using(writes=(self.module_buffers,)), torch.no_grad():
-                self._before.restore()
-            self._before = None
+                for before in self._before:
+                    before.restore()
+            self._before = ()
 
     def send_activation(self, i: int, j: int) -> None:
         """Copy the output to the next stage, and let go of it."""
@@ -111,20 +119,22 @@ class RecomputingStage(Stage):
         finally:
             super().end()
         self._sent.reset()
+        self._then = {}
 
     def forget(self) -> None:
         super().forget()
-        self._states = {}
+        self._states, self._then = {}, {}
         self._sent = Transit(self.compute, 1)
 
 
 class _Buffers:
-    """A module's buffers as they are now."""
+    """A module's buffers as they are now; what is no module has none."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: object) -> None:
+        # Copies of all: ``.data`` and kernels of torch's norms write what autograd does not see.
         self._kept = [
             (owner, name, tensor, tensor.detach().clone())
-            for owner in module.modules()
+            for owner in (module.modules() if isinstance(module, nn.Module) else ())
             for name, tensor in owner._buffers.items()
             if tensor is not None
         ]

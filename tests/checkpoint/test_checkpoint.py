@@ -21,7 +21,9 @@ from helpers.checkpoint_cases import (
     train,
     weights,
 )
+from helpers.forged_checkpoints import forge
 from torch import nn
+from torch.optim import lr_scheduler as schedules
 
 import spectrain_ext as st
 from spectrain_ext.checkpoint import load, save
@@ -345,6 +347,76 @@ def untouched(pipe, action, error, match):
     assert [g["lr"] for o in pipe.optimizers for g in o.param_groups] == lrs
     assert [s.state_dict() for s in pipe.schedulers] == schedulers
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def one_cycle(optimizer):
+    return schedules.OneCycleLR(optimizer, 0.1, total_steps=99)
+
+
+def in_sequence(first):
+    return lambda o: schedules.SequentialLR(
+        o, [first(o), schedules.ConstantLR(o, 1.0)], milestones=[3]
+    )
+
+
+def step(optimizer):
+    return schedules.StepLR(optimizer, 3)
+
+
+def exponential(optimizer):
+    return schedules.ExponentialLR(optimizer, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "change", "match"),
+    [
+        (
+            one_cycle,
+            one_cycle,
+            lambda state: state["_schedule_phases"][1].pop("end_step"),
+            r"stage 0\._schedule_phases\[1\]: has no 'end_step', which OneCycleLR has",
+        ),
+        (one_cycle, one_cycle, lambda state: state.pop("total_steps"), "has no 'total_steps'"),
+        (
+            step,
+            halving,
+            None,
+            r"stage 0: has no 'milestones', which MultiStepLR has; has 'step_size', which MultiSt",
+        ),
+        (step, exponential, None, "stage 0: has 'step_size', which ExponentialLR has not"),
+        (
+            in_sequence(step),
+            in_sequence(exponential),
+            None,
+            r"stage 0\._schedulers\[0\]: has 'step_size', which SequentialLR has not",
+        ),
+    ],
+)
+def test_the_state_of_another_scheduler(tmp_path, saved, here, change, match):
+    """Of which some would fail in its first step, and some go on with what they have."""
+    save(tmp_path / "c", pipeline(2, scheduler=saved))
+    if change is not None:
+        forge(tmp_path / "c", lambda body: change(body["stages"][0]["scheduler"]))
+    pipe = pipeline(2, seed=1, scheduler=here)
+    train(pipe, batches(2))
+    untouched(pipe, lambda: load(tmp_path / "c", pipe), CheckpointError, match)
+    train(pipe, batches(2))
+
+
+def test_what_versions_and_methods_add_to_a_scheduler(tmp_path):
+    """A method with rates of its own counts them from where it gets the others' state."""
+    plain, paced = (pipeline(2, scheduler=step, method=m) for m in ("vanilla", "pipemare"))
+    for pipe, other in ((plain, paced), (paced, plain)):
+        train(pipe, batches(2))
+        save(tmp_path / pipe.method.name, pipe)
+
+        def older(body):
+            del body["stages"][0]["scheduler"]["_is_initial"]
+            body["stages"][1]["scheduler"]["_of_later"] = 3
+
+        forge(tmp_path / pipe.method.name, older)
+        load(tmp_path / pipe.method.name, other)
+        train(other, batches(1))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import torch
 from helpers.checkpoint_cases import LOSS, batches, everything, model, pipeline, train
 from helpers.foreign_optimizers import FOREIGN, Lion, Whitened
 from helpers.forged_checkpoints import forge
+from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.checkpoint import load, save
@@ -210,3 +211,78 @@ def test_the_packages_own_and_torchs_take_only_their_own_state(tmp_path):
             other = pipeline(2, seed=2, optimizer=optimizer, method="vanilla")
             with pytest.raises(CheckpointError, match=r"has shape \[16\], expected \[4, 4\]"):
                 load(tmp_path / name, other)
+
+
+WALKING = {  # whose kernels walk raw memory
+    "torch's SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "torch's Adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, fused=True),
+    "torch's AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "torch's Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, fused=True),
+    "SGD": lambda p: st.optim.SGD(p, lr=0.05, momentum=0.9),
+    "AdamW": lambda p: st.optim.AdamW(p, lr=0.01),
+}
+
+
+def convolutions(seed, layout):
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3), nn.Flatten(), nn.Linear(2, 2)]
+    return nn.Sequential(*layers).to(memory_format=layout)
+
+
+def images(seed, count):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (4, 3, 5, 5), (4, 2)
+    return [tuple(torch.randn(s, generator=generator) for s in shapes) for _ in range(count)]
+
+
+def check_strides(optimizers):
+    """State of a parameter's shape has its strides."""
+    for optimizer in optimizers:
+        assert optimizer.state
+        for p, entry in optimizer.state.items():
+            assert all(v.stride() == p.stride() for v in entry.values() if v.shape == p.shape)
+
+
+@pytest.mark.parametrize("name", WALKING)
+def test_state_lies_in_memory_as_its_parameter(tmp_path, name):
+    def made(seed, layout=torch.channels_last):
+        stages = cut_at(convolutions(seed, layout), [2, 5])
+        return st.Pipeline(stages, WALKING[name], LOSS, "vanilla")
+
+    kept, other = made(0), made(1)
+    train(kept, images(0, 3))
+    save(tmp_path / "c", kept)
+    load(tmp_path / "c", other)
+    assert train(other, images(1, 3)) == train(kept, images(1, 3))
+    same(everything(other), everything(kept))
+
+    # whatever it was where it was saved
+    rows = made(2, torch.contiguous_format)
+    load(tmp_path / "c", rows)
+    check_strides(rows.optimizers)
+    for theirs, mine in zip(rows.optimizers, other.optimizers, strict=True):
+        mine.load_state_dict(theirs.state_dict())
+    check_strides(other.optimizers)
+    save(tmp_path / "rows", rows)
+    plain = convolutions(3, torch.channels_last)
+    optimizer = WALKING[name](list(plain.parameters()))
+    load(tmp_path / "rows", plain, optimizer=optimizer)
+    check_strides([optimizer])
+
+
+def test_other_state_lies_in_memory_as_it_was_saved(tmp_path):
+    class Columns(Lion):
+        def step(self):
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["columns"] = [torch.randn(2, 3).T, torch.randn(2, 3, 4).mT]
+                self.state[p]["every other"] = torch.randn(2, 3, 4)[:, :, ::2].mT
+
+    kept, other = (pipeline(1, s, optimizer=Columns, method="vanilla") for s in (0, 1))
+    train(kept, batches(1))
+    save(tmp_path / "c", kept)
+    load(tmp_path / "c", other)
+    same(everything(other), everything(kept))
+    entry = next(iter(other.optimizers[0].state.values()))
+    assert [value.stride() for value in entry["columns"]] == [(1, 3), (12, 1, 4)]
+    assert entry["every other"].stride() == (6, 1, 2)

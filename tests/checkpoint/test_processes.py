@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from helpers import checkpoint_programs
@@ -75,9 +77,14 @@ def test_stopped_and_continued_over_processes_is_never_stopped_in_one(tmp_path, 
     ]
     assert [index for run in losses for index, _ in run] == list(range(9))
     found = run_ranks(checkpoint_programs.trains, ranks, str(tmp_path), chunks)
-    for first, second, state, timed in found:
+    for first, second, state, timed, refused in found:
         assert [first, second] == losses
         assert timed == 3
+        which, how = refused
+        one, other = (rf"\S+{n} \({n} minibatches, SHA-256 \w{{12}}\.{{3}}\)" for n in (2, 4))
+        message = f"path: process 0 loads {one} and process 1 loads {other}; all must load the same"
+        assert re.match(message, which)
+        assert how.startswith("only_model: process 0 has False and process 1 has True; all must")
         assert len(state) == chunks
         for stage, tensors in state.items():
             expected = list(list(manager.pipe.children())[stage].state_dict().values())

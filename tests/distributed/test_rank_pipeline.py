@@ -133,6 +133,16 @@ def test_what_ranks_must_agree_on():
     assert found[0]["method"] == (
         "method: rank 0 has 'vanilla' and rank 1 has 'spectrain'; all must have the same"
     )
+    same = "; all must have the same"
+    assert found[1]["horizon"] == (
+        f"method: forward_horizon of 'spectrain': rank 1 has [1, 2] and rank 0 has [0, 1]{same}"
+    )
+    assert "law of 'spectrain': rank 0 has ['linear', 'linear']" in found[0]["law"]
+    assert found[0]["rates"].startswith("method: rates of 'pipemare', phase 1: rank 0 has [0.33")
+    assert found[0]["gap"] == (
+        f"method: then of 'hybrid': rank 0 has [1000, 0.1] and rank 1 has [1000, 1.1]{same}"
+    )
+    assert "rank 0 has [0.403" in found[0]["clip"]
     assert "rank 1 has 2 and rank 0 has 1" in found[1]["microbatches"]
     assert "first cause: rank 1, meeting: TypeError: optimizer" in found[0]["optimizer"]
     assert "expected a torch.optim.Optimizer" in found[1]["optimizer"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
 
 import torch
 import torch.distributed as dist
@@ -122,8 +123,16 @@ def trains(rank, ranks, path, chunks=1):
     first = [(r.index, r.loss.item()) for r in manager.run(mine(batches(5)))]
     manager.save()
     other = manager_of(f"{path}/ranks", rank, ranks, 7, **more)
+    shutil.copytree(f"{path}/ranks/minibatch-00000002", f"{path}/copies/{rank}")
+    load(f"{path}/copies/{rank}", other.pipe)  # which is the same one
     assert other.restore().random
     assert other.minibatches == 5
+    refused = []
+    for which, only_model in ((2 if rank == 0 else 4, False), (4, rank > 0)):
+        try:
+            load(f"{path}/ranks/minibatch-0000000{which}", other.pipe, only_model=only_model)
+        except CheckpointError as error:
+            refused.append(str(error))
     second = [(r.index, r.loss.item()) for r in other.run(mine(batches(4, seed=1)))]
 
     # rank 0's clock counts, and whoever leaves the loop ends it for all
@@ -138,7 +147,7 @@ def trains(rank, ranks, path, chunks=1):
         place.stage: list(part.state_dict().values())
         for place, part in zip(other.pipe.places, other.pipe.children(), strict=True)
     }
-    return first, second, state, timed.minibatches
+    return first, second, state, timed.minibatches, refused
 
 
 def numbers(rank, ranks, path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import cycle
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import spectrain_ext as st
 from spectrain_ext.distributed import neighbourhood
+from spectrain_ext.method import recipe_clip
 from spectrain_ext.partitioning import cut_at
 from spectrain_ext.timelines.timeline import write_trace
 
@@ -302,6 +304,14 @@ def disagreeing(rank, ranks):
             found[name] = str(error)
 
     attempt("method", lambda: small(rank, ranks, ["vanilla", "spectrain"][rank]))
+    own = replace(st.spectrain(), forward_horizon=lambda place: place.stage + rank)
+    attempt("horizon", lambda: small(rank, ranks, own))
+    attempt("law", lambda: small(rank, ranks, st.spectrain(law=("linear", "geometric")[rank])))
+    late = st.hybrid("sync", st.pipemare(updates=10 + rank))
+    attempt("rates", lambda: small(rank, ranks, late, chunks=2))
+    attempt("gap", lambda: small(rank, ranks, replace(st.hybrid(gap=0.1 + rank), name="hybrid")))
+    clip = (recipe_clip, lambda place: 0.1)[rank]
+    attempt("clip", lambda: small(rank, ranks, st.second_order(clip=clip)))
     attempt("microbatches", lambda: small(rank, ranks, microbatches=rank + 1))
     makers = [optimizer, lambda params: None]
     attempt("optimizer", lambda: small(rank, ranks, make=makers[rank]))

@@ -17,6 +17,8 @@ from helpers.pipeline_cases import (
     tanh_stages,
 )
 from torch import nn
+from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm
 
 import spectrain_ext as st
 
@@ -40,7 +42,8 @@ def both(stages, method, data, loss_fn=mse, **more):
     for recompute in (False, True):
         torch.manual_seed(1)
         own = [copy.deepcopy(stage) for stage in stages]
-        pipe = st.Pipeline(own, sgd(), loss_fn, method, recompute=recompute, **more)
+        loss = loss_fn() if loss_fn is Centred else loss_fn
+        pipe = st.Pipeline(own, sgd(), loss, method, recompute=recompute, **more)
         found.append((torch.stack(losses(pipe, data)), pipe.state_dict()))
     return found
 
@@ -71,6 +74,52 @@ def test_a_loss_with_random_numbers_of_its_own():
     )
     close(losses_b, losses_a)
     close(state_b["2.0.weight"], state_a["2.0.weight"])
+
+
+class Centred(nn.Module):
+    """Reads buffers that it changes, in place and by new ones; a layer, and a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(5))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x, target=0):
+        self.calls = self.calls + 1
+        out = (x - self.centre - target) * (1 + 1 / self.calls)
+        self.centre.data.lerp_(x.detach().mean(0), 0.3)  # autograd sees no new version
+        return out if isinstance(target, int) else out.square().mean()
+
+
+@pytest.mark.parametrize("method", ["sync", "gpipe", "pipedream"])
+def test_module_buffers_are_those_of_the_forward(method):
+    def stage():
+        normed = [spectral_norm(nn.Linear(5, 5)), old_spectral_norm(nn.Linear(5, 5))]
+        return nn.Sequential(normed[0], nn.Tanh(), Centred(), normed[1], nn.BatchNorm1d(5))
+
+    (losses_a, state_a), (losses_b, state_b) = both(
+        [stage() for _ in range(3)], method, batches(7, size=6), Centred, microbatches=2
+    )
+    close(losses_b, losses_a)
+    assert state_a.keys() == state_b.keys()
+    for name, tensor in state_a.items():
+        close(state_b[name], tensor)
+    assert state_b["0.2.calls"] == 14
+
+
+def test_a_second_forward_that_fails_leaves_the_buffers_of_the_first():
+    class Failing(Centred):
+        def forward(self, x):
+            out = super().forward(x)
+            if torch.is_grad_enabled() and self.calls == 3:
+                raise ArithmeticError("planned")
+            return out
+
+    stages = [nn.Sequential(nn.Linear(5, 5), Failing()), *tanh_stages(1)]
+    pipe = st.Pipeline(stages, sgd(), mse, "gpipe", microbatches=3, recompute=True)
+    with pytest.raises(st.StageError, match="planned"):
+        losses(pipe, batches(1))
+    assert stages[0][1].calls == 3
 
 
 class Pair(nn.Module):
