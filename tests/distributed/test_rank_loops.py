@@ -102,3 +102,15 @@ def test_what_is_refused_leaves_the_pipeline_as_it_was():
             == ("ValueError: enough", "RuntimeError: process 1: ValueError: enough")[rank == 0]
         )
         assert measured["loss"] > 0
+
+
+def test_a_loader_of_a_part_of_the_samples_is_refused():
+    said = (
+        "batches: a DistributedSampler with num_replicas=2 gives this process a part of the "
+        "samples, and nobody would take the rest, as all ranks of a pipeline go through the same "
+        "batches; give it num_replicas=1 and rank=0"
+    )
+    dealt = f"{said}; replicas take their microbatches out of them themselves"
+    first, last = run_ranks(loop_programs.sharded, 2)
+    assert first == [*[said] * 3, 6, *[dealt] * 3, 6]
+    assert last == [6, *[dealt] * 3, 6]

@@ -9,6 +9,7 @@ import weakref
 import torch
 from helpers.replica_programs import seat
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import spectrain_ext as st
 
@@ -231,3 +232,22 @@ def refused(rank, ranks):
 def broken_at_1(result):
     if result.index == 1:
         raise ValueError("enough")
+
+
+def sharded(rank, ranks):
+    """What is said of loaders that give a rank a part of the samples, and what one rank's gives."""
+    dataset = TensorDataset(*data([24])[0])
+    found = []
+    for stage, more in ((rank, {"targets_from": "first"}), (0, {"replicas": 2})):
+        loss_fn, given = nn.functional.cross_entropy, {"microbatches": 2, "timeout": 20.0, **more}
+        pipe = st.DistributedPipeline(stages(2)[stage], sgd, loss_fn, **given)
+        whole = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 1, 0))
+        part = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, ranks, rank))
+        calls = (pipe.run, pipe.fit, pipe.evaluate)
+        for call in calls if stage == 0 else ():  # others take no batches
+            try:
+                call(part)
+            except ValueError as error:
+                found.append(str(error))
+        found.append(len(list(pipe.run(whole))))
+    return found
