@@ -194,10 +194,10 @@ class DistributedPipeline(Pipeline):
         """Train on every batch; every rank calls it, and every rank yields every minibatch.
 
         Args:
-            batches: as for ``Pipeline``: the same ones in the same order on the ranks of stage 0,
-                which use the inputs and of which rank 0 decides how many there are, and on those of
-                the last stage, which use the targets, unless these come from the first. Replicas
-                take their microbatches out of them. Other ranks need none, and ignore them.
+            batches: as for ``Pipeline``: the same ones in the same order, and as many, on the ranks
+                of stage 0, which use the inputs, and on those of the last stage, which use the
+                targets, unless these come from the first. Replicas take their microbatches out of
+                them. Other ranks need none, and ignore them.
             trace: records when this rank's actions run, or measures them.
             keep: as for ``Pipeline``; results carry it on the ranks of the last stage, with
                 replicas there each that of its own microbatches. It is shared with nobody.
@@ -213,8 +213,9 @@ class DistributedPipeline(Pipeline):
             RankError: another rank has failed, or one has let this one wait for too long. Every
                 rank ends, with the same first cause. A rank that is stuck is ended by its own
                 watchdog, with the report on stderr and exit code 1.
-            ValueError: the batch is not the one that rank 0 has there; names the minibatch. Or the
-                loader gives every process a part of the samples; names its sampler.
+            ValueError: the batch is not the one that rank 0 has there, which names the minibatch,
+                or there are more or fewer of them; or the loader gives every process a part of the
+                samples, which names its sampler.
             StageError and others, as for ``Pipeline``: on the rank that has failed.
 
         After a failure the pipeline cannot run again.

@@ -64,6 +64,38 @@ def check(ranks, found):
         assert torch.equal(expected[5], plain[5])
 
 
+EPOCHS = {
+    2: [
+        ([1, 1], "spectrain", {}),
+        ([1, 1], "gpipe", {"targets_from": "first", "microbatches": 2}),
+        ([1, 1, 1, 1], "vanilla", {}),
+        ([2], "sync", {"microbatches": 2}),
+    ],
+    3: [
+        ([1, 1, 1], "pipedream+vanilla@6", {}),
+        ([1, 1, 1], "vanilla", {"targets_from": "first"}),
+        ([1, 2], "sync", {"microbatches": 2}),
+        ([2, 1], "sync", {"microbatches": 2, "targets_from": "first"}),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", EPOCHS)
+def test_loaders_of_one_seed_stay_together_over_epochs(ranks):
+    torch.set_num_threads(1)
+    found = run_ranks(loop_programs.epochs_apart, ranks, EPOCHS[ranks])
+    for number, (counts, method, more) in enumerate(EPOCHS[ranks]):
+        assert all(of_rank[number][0] == found[0][number][0] for of_rank in found)
+        if max(counts) == 1:  # replicas add up in another order
+            expected, state = loop_programs.epochs_together(
+                len(counts), method, more.get("microbatches", "auto")
+            )
+            assert found[0][number][0] == expected, (counts, method)
+            for of_rank in found:
+                for name, tensor in of_rank[number][1].items():
+                    assert torch.equal(tensor, state[name]), (counts, method, name)
+
+
 def test_stages_evaluate_at_the_same_time():
     found, died = zip(*run_ranks(loop_programs.slow, 3), strict=True)
     assert all(died)
