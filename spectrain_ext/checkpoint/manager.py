@@ -16,6 +16,7 @@ import torch.distributed as dist
 from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import partial, read_bounded, remove, replace_file
+from spectrain_ext.pipeline.cursor import LEFT
 from spectrain_ext.pipeline.loops import told_of
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
@@ -253,13 +254,14 @@ class CheckpointManager:
         if isinstance(self.sampler, ShuffledSampler):
             self.sampler.position = self._offset + self.minibatches
 
-    def _segment(self, source: _Source) -> Iterator[object]:
+    def _segment(self, source: _Source) -> Generator[object, None, object]:
         """Hand over batches until a save is due."""
         for batch in source:
             self.minibatches += 1
             yield batch
             if self._peers.rank == 0 and self._due():
-                return
+                return LEFT
+        return None
 
     def _due(self) -> bool:
         minibatches, moment = self._last

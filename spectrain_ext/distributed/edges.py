@@ -183,11 +183,11 @@ class DistributedEdges:
         for inlet in self.inlets():
             inlet.begin()
 
-    def end(self, *traffic: Traffic) -> None:
-        """Tell who receives this that there is no more."""
+    def end(self, *traffic: Traffic, asked: int = 0) -> None:
+        """Tell who receives this that there is no more; asked: see ``Extent``."""
         for what in traffic:
             for outlet in self.out[what].values():
-                outlet.end()
+                outlet.end(asked)
 
     def close(self, heard: Inlet | None) -> None:
         """Hear that all has been sent, and say so to the previous stage.

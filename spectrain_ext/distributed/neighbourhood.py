@@ -272,6 +272,8 @@ class DistributedNeighbourhood:
             each.say_end()
 
     def close(self) -> None:
+        for each in self._around:
+            each.exhaust()
         self._board.doing("ending the run")
         self._ties.close()
         # From the last stage to the first, as the word goes that all gradients have been sent.

@@ -177,9 +177,9 @@ class Outlet:
             )
         return self._capacity
 
-    def end(self) -> None:
+    def end(self, asked: int = 0) -> None:
         slot = self._slot()
-        header = (self._sent, END, *[0] * (HEADER - 2))
+        header = (self._sent, END, asked, *[0] * (HEADER - 3))
         self._sent += 1
         if self.link.framed and self._first is not None:
             slot.fit(self._capacity, _CPU, self._pinned)

@@ -18,6 +18,7 @@ from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.averaging import check_averaged
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.evaluation import minibatches
+from spectrain_ext.pipeline.loops import share_of
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
@@ -193,10 +194,10 @@ class DistributedPipeline(Pipeline):
         """Train on every batch; every rank calls it, and every rank yields every minibatch.
 
         Args:
-            batches: as for ``Pipeline``: the same ones in the same order on the ranks of stage 0,
-                which use the inputs and of which rank 0 decides how many there are, and on those of
-                the last stage, which use the targets, unless these come from the first. Replicas
-                take their microbatches out of them. Other ranks need none, and ignore them.
+            batches: as for ``Pipeline``: the same ones in the same order, and as many, on the ranks
+                of stage 0, which use the inputs, and on those of the last stage, which use the
+                targets, unless these come from the first. Replicas take their microbatches out of
+                them. Other ranks need none, and ignore them.
             trace: records when this rank's actions run, or measures them.
             keep: as for ``Pipeline``; results carry it on the ranks of the last stage, with
                 replicas there each that of its own microbatches. It is shared with nobody.
@@ -212,7 +213,9 @@ class DistributedPipeline(Pipeline):
             RankError: another rank has failed, or one has let this one wait for too long. Every
                 rank ends, with the same first cause. A rank that is stuck is ended by its own
                 watchdog, with the report on stderr and exit code 1.
-            ValueError: the batch is not the one that rank 0 has there; names the minibatch.
+            ValueError: the batch is not the one that rank 0 has there, which names the minibatch,
+                or there are more or fewer of them; or the loader gives every process a part of the
+                samples, which names its sampler.
             StageError and others, as for ``Pipeline``: on the rank that has failed.
 
         After a failure the pipeline cannot run again.
@@ -226,6 +229,9 @@ class DistributedPipeline(Pipeline):
         if batches is None:
             first = "the first" if last == 0 else "the first and the last"
             raise ValueError(f"batches: the ranks of {first} stage need them, got None")
+        share = share_of(batches) if self.ranks > 1 else None
+        if share is not None:
+            raise ValueError(_needs_all(*share, max(self.replicas) > 1))
         return batches
 
     def _tell(self, make: Callable[[], Any], doing: str) -> list[Any]:
@@ -324,6 +330,19 @@ def _seats_of(stages: int, replicas: int | Sequence[int] | None, ranks: int) -> 
             f"replicas: with {stages} stages on every rank expected one of each, got {replicas}"
         )
     return Replicas((1,) * (stages * ranks), ranks)
+
+
+def _needs_all(what: str, name: str, count: int, replicated: bool) -> str:
+    remedy = "give it num_replicas=1 and rank=0"
+    if name != "num_replicas":
+        remedy = "give the loader that Accelerate has not prepared"
+    if replicated:
+        remedy += "; replicas take their microbatches out of them themselves"
+    return (
+        f"batches: a {what} with {name}={count} gives this process a part of the samples, and "
+        "nobody would take the rest, as all ranks of a pipeline go through the same batches; "
+        f"{remedy}"
+    )
 
 
 def _check_averaging(seats: Replicas, clip_scope: str) -> None:

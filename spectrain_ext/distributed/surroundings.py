@@ -17,7 +17,7 @@ from spectrain_ext.pipeline.batch import (
     sizes_of,
     split,
 )
-from spectrain_ext.pipeline.cursor import Extent
+from spectrain_ext.pipeline.cursor import LEFT, Extent
 from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result
 from spectrain_ext.pipeline.neighbourhood import Ready, Work
 from spectrain_ext.pipeline.observer import Observer, watched
@@ -107,6 +107,7 @@ class Surroundings:
 
     def begin(self, batches: Iterator[object], extent: Extent, keep: Keep | None) -> None:
         self._batches, self._extent = batches, extent
+        self._asked = 0  # for a batch
         self._losses.begin(extent, keep)
         self._forwarded = 0  # minibatches whose forwards have all been sent
         self._said_end = self._told_end = False
@@ -186,7 +187,7 @@ class Surroundings:
         while not parts and self._extent.minibatches is None:
             told = self.edges.hear_of_batch()
             if told is not None and told.end:
-                self._extent.stop()
+                self._extent.stop(told.parts)
                 return
             parts = self._take_batch(i, told)
             i += 1  # of what is evaluated this replica may have nothing
@@ -205,15 +206,16 @@ class Surroundings:
             i: the minibatch.
             told: what rank 0 says of it; None on rank 0.
         """
+        self._asked += 1
         try:
             batch = next(self._batches)
-        except StopIteration:
+        except StopIteration as end:
             if told is not None:
                 raise ValueError(
                     f"batches: they ended after {i} minibatches, rank 0 has more; every rank must "
                     "be given the same"
                 ) from None
-            self._extent.stop()
+            self._extent.stop(0 if end.value is LEFT else self._asked)
             return []
         parts, looks = self._split(batch, i)
         if told is not None and len(parts) != told.parts:
@@ -236,6 +238,22 @@ class Surroundings:
         self._deal(i, known)
         self.edges.tell_of_batch(known)
         return self.edges.dealt(parts)
+
+    def exhaust(self) -> None:
+        """Ask for batches as often as rank 0 has, in vain at last: a loader may then draw numbers.
+
+        A replica may have no part in some batches of an evaluation, and goes through them here.
+        """
+        asked = self._extent.asked
+        while self.own and self._asked < asked:
+            self._board.doing("asking for the rest of the batches")
+            self._asked += 1
+            if (next(self._batches, None) is None) != (self._asked == asked):
+                raise ValueError(
+                    f"batches: rank 0's ended after {asked - 1} minibatches, rank "
+                    f"{self._board.rank} has {'more' if self._asked == asked else 'fewer'}; every "
+                    "rank must be given the same"
+                )
 
     def _split(self, batch: object, i: int) -> tuple[list[Microbatch], Fingerprint | None]:
         """The parts of a batch, and what it looks like, if that is compared.
@@ -272,7 +290,7 @@ class Surroundings:
         header = inlet.wait()
         if header.end:
             self.heard_end = inlet
-            self._extent.stop()
+            self._extent.stop(header.parts)
             self._ended()
             return False
         if j == 0:
@@ -303,10 +321,10 @@ class Surroundings:
         if self._extent.minibatches is None:
             return
         if not self._told_end:
-            self.edges.end(Traffic.BATCHES, Traffic.TARGETS)
+            self.edges.end(Traffic.BATCHES, Traffic.TARGETS, asked=self._extent.asked)
             self._told_end = True
         if not self._said_end and self._extent.minibatches == self._forwarded:
-            self.edges.end(Traffic.ACTIVATIONS)
+            self.edges.end(Traffic.ACTIVATIONS, asked=self._extent.asked)
             self._said_end = True
 
     # Losses. Without replicas the minibatch's goes along with its last gradient, as it is. With

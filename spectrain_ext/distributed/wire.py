@@ -36,7 +36,7 @@ class Header(NamedTuple):
     """What precedes a message.
 
     Attributes:
-        parts: microbatches of its minibatch.
+        parts: microbatches of its minibatch; of an end, see ``Extent.asked``.
         value: a number that travels along.
         batch: what minibatch it is of; not with gradients.
         end: there is no message: the run has no more of them.

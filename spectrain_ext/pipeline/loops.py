@@ -34,6 +34,8 @@ _logger = logging.getLogger(__name__)
 
 #: Losses that the host asks for at once.
 _WAITING = 256
+#: How deep samplers are looked for in one another.
+_NESTED = 5
 
 
 class Loops(nn.Module):
@@ -248,10 +250,33 @@ class _Epochs:
 
 def _samplers(batches: object) -> list[Any]:
     """Who wants to know which epoch begins, each once."""
-    there = [batches, *(getattr(batches, name, None) for name in ("sampler", "batch_sampler"))]
-    there.append(getattr(there[-1], "sampler", None))
-    wanting = {id(one): one for one in there if callable(getattr(one, "set_epoch", None))}
-    return list(wanting.values())
+    there = _within(batches, "sampler", "batch_sampler")
+    return [one for one in there if callable(getattr(one, "set_epoch", None))]
+
+
+def share_of(batches: object) -> tuple[str, str, int] | None:
+    """What gives this process a part of the samples: its class, and the number of parts by name.
+
+    Torch's DistributedSampler, Accelerate's shards and its dispatcher, and what is like them.
+    """
+    there = _within(batches, "sampler", "batch_sampler", "dataset", "base_dataloader")
+    dispatcher = getattr(batches, "state", None)  # of Accelerate's processes
+    for one in (*there, dispatcher):
+        for name, mine in (("num_replicas", "rank"), ("num_processes", "process_index")):
+            count = getattr(one, name, None)
+            if isinstance(count, int) and count > 1 and hasattr(one, mine):
+                return type(batches if one is dispatcher else one).__name__, name, count
+    return None
+
+
+def _within(batches: object, *names: str) -> list[Any]:
+    """Batches and what they have by these names, and that has, each once."""
+    found = {id(batches): batches}
+    for _ in range(_NESTED):
+        for one in list(found.values()):
+            parts = (getattr(one, name, None) for name in names)
+            found.update((id(part), part) for part in parts if part is not None)
+    return list(found.values())
 
 
 class _Losses:

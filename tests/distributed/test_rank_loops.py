@@ -64,6 +64,38 @@ def check(ranks, found):
         assert torch.equal(expected[5], plain[5])
 
 
+EPOCHS = {
+    2: [
+        ([1, 1], "spectrain", {}),
+        ([1, 1], "gpipe", {"targets_from": "first", "microbatches": 2}),
+        ([1, 1, 1, 1], "vanilla", {}),
+        ([2], "sync", {"microbatches": 2}),
+    ],
+    3: [
+        ([1, 1, 1], "pipedream+vanilla@6", {}),
+        ([1, 1, 1], "vanilla", {"targets_from": "first"}),
+        ([1, 2], "sync", {"microbatches": 2}),
+        ([2, 1], "sync", {"microbatches": 2, "targets_from": "first"}),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", EPOCHS)
+def test_loaders_of_one_seed_stay_together_over_epochs(ranks):
+    torch.set_num_threads(1)
+    found = run_ranks(loop_programs.epochs_apart, ranks, EPOCHS[ranks])
+    for number, (counts, method, more) in enumerate(EPOCHS[ranks]):
+        assert all(of_rank[number][0] == found[0][number][0] for of_rank in found)
+        if max(counts) == 1:  # replicas add up in another order
+            expected, state = loop_programs.epochs_together(
+                len(counts), method, more.get("microbatches", "auto")
+            )
+            assert found[0][number][0] == expected, (counts, method)
+            for of_rank in found:
+                for name, tensor in of_rank[number][1].items():
+                    assert torch.equal(tensor, state[name]), (counts, method, name)
+
+
 def test_stages_evaluate_at_the_same_time():
     found, died = zip(*run_ranks(loop_programs.slow, 3), strict=True)
     assert all(died)
@@ -102,3 +134,15 @@ def test_what_is_refused_leaves_the_pipeline_as_it_was():
             == ("ValueError: enough", "RuntimeError: process 1: ValueError: enough")[rank == 0]
         )
         assert measured["loss"] > 0
+
+
+def test_a_loader_of_a_part_of_the_samples_is_refused():
+    said = (
+        "batches: a DistributedSampler with num_replicas=2 gives this process a part of the "
+        "samples, and nobody would take the rest, as all ranks of a pipeline go through the same "
+        "batches; give it num_replicas=1 and rank=0"
+    )
+    dealt = f"{said}; replicas take their microbatches out of them themselves"
+    first, last = run_ranks(loop_programs.sharded, 2)
+    assert first == [*[said] * 3, 6, *[dealt] * 3, 6]
+    assert last == [6, *[dealt] * 3, 6]

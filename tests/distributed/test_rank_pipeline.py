@@ -159,11 +159,18 @@ def test_a_rank_that_fails_while_edges_are_opened(culprit):
         assert f"RankError: rank {rank}, starting; first cause: {cause}" in ends[rank].error
 
 
-def test_batches_that_differ_between_the_ranks_end_the_run():
-    first, last = Ranks(rank_pipelines.short_of_targets, 2).join()
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ((9, 3), "they ended after 3 minibatches, rank 0 has more"),
+        ((3, 9), "rank 0's ended after 3 minibatches, rank 1 has more"),
+    ],
+)
+def test_batches_that_differ_between_the_ranks_end_the_run(counts, said):
+    first, last = Ranks(rank_pipelines.given_others, 2, counts).join()
     for end in (first, last):
         assert end.code == 1, end.error
-        assert "they ended after 3 minibatches, rank 0 has more" in end.error
+        assert said in end.error
     assert "first cause: rank 1" in first.error
 
 

@@ -9,6 +9,7 @@ import weakref
 import torch
 from helpers.replica_programs import seat
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import spectrain_ext as st
 
@@ -231,3 +232,62 @@ def refused(rank, ranks):
 def broken_at_1(result):
     if result.index == 1:
         raise ValueError("enough")
+
+
+def epochs(pipe, feeds):
+    """What a loader gives whose order a generator makes, epoch by epoch and run by run."""
+    torch.manual_seed(7)
+    order = torch.Generator().manual_seed(1)
+    # The generator makes one more order where the loader is found to be exhausted.
+    loader = DataLoader(TensorDataset(*data([24])[0]), 6, shuffle=True, generator=order)
+    given = loader if feeds else None
+    found = [pipe.fit(given, 2), pipe.fit(given)]
+    found += [pipe.evaluate(given) for _ in range(2)]
+    found.append(len(list(pipe.run(given))))
+    found.append(pipe.fit(given))
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    for result in pipe.run(given):  # the others' loaders are then not exhausted either
+        if result.index == 1 and getattr(pipe, "rank", 0) == 0:
+            break
+    pipe.fit(given)
+    return found, state
+
+
+def epochs_together(n, method, parts):
+    made, loss_fn = stages(n), nn.functional.cross_entropy
+    torch.manual_seed(5)
+    return epochs(st.Pipeline(made, sgd, loss_fn, method, microbatches=parts), True)
+
+
+def epochs_apart(rank, ranks, cases):
+    """The same of this rank, which has several stages where there are more of them."""
+    found = []
+    for counts, method, more in cases:
+        n = len(counts)
+        k = rank if n > ranks else seat(counts, rank)[0]
+        mine = stages(n)[rank::ranks] if n > ranks else stages(n)[k]
+        torch.manual_seed(5)
+        given = {"timeout": 30.0, **({} if n > ranks else {"replicas": counts}), **more}
+        pipe = st.DistributedPipeline(mine, sgd, nn.functional.cross_entropy, method, **given)
+        last = 0 if more.get("targets_from") == "first" else min(n, ranks) - 1
+        found.append(epochs(pipe, k in (0, last)))
+    return found
+
+
+def sharded(rank, ranks):
+    """What is said of loaders that give a rank a part of the samples, and what one rank's gives."""
+    dataset = TensorDataset(*data([24])[0])
+    found = []
+    for stage, more in ((rank, {"targets_from": "first"}), (0, {"replicas": 2})):
+        loss_fn, given = nn.functional.cross_entropy, {"microbatches": 2, "timeout": 20.0, **more}
+        pipe = st.DistributedPipeline(stages(2)[stage], sgd, loss_fn, **given)
+        whole = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 1, 0))
+        part = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, ranks, rank))
+        calls = (pipe.run, pipe.fit, pipe.evaluate)
+        for call in calls if stage == 0 else ():  # others take no batches
+            try:
+                call(part)
+            except ValueError as error:
+                found.append(str(error))
+        found.append(len(list(pipe.run(whole))))
+    return found

@@ -352,9 +352,9 @@ def of_a_cut(rank, ranks, method, order):
     return ""
 
 
-def short_of_targets(rank, ranks):
-    """Rank 1 is given fewer batches."""
-    list(small(rank, ranks).run(data(9 if rank == 0 else 3)))
+def given_others(rank, ranks, counts):
+    """The ranks are given so many batches."""
+    list(small(rank, ranks).run(data(counts[rank])))
 
 
 def shuffled(seed, samples=40, batch=8):

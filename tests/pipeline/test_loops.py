@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib.util
 import itertools
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,9 +25,16 @@ from helpers.pipeline_cases import (
     tanh_stages,
 )
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+)
 
 import spectrain_ext as st
+from spectrain_ext.pipeline import loops
 from spectrain_ext.transport import streams
 from spectrain_ext.transport.streams import CheckedStream
 
@@ -392,6 +401,48 @@ def test_fit_goes_through_the_batches_anew():
     assert len(pipe.fit(loader, 2)) == 2
     assert told == [0, 1]
     assert not torch.equal(torch.cat(given[:3]), torch.cat(given[3:]))
+
+
+def shards():
+    """Loaders that give a process a part of the samples, and what they do it by."""
+    plain, pair = TensorDataset(torch.randn(12, 5)), {"num_replicas": 2, "rank": 0}
+    halves = DistributedSampler(plain, **pair)
+    yield DataLoader(plain, 4, sampler=halves), ("DistributedSampler", "num_replicas", 2)
+    nested = BatchSampler(BatchSampler(halves, 2, False), 2, False)
+    yield DataLoader(plain, batch_sampler=nested), ("DistributedSampler", "num_replicas", 2)
+    three = {"num_processes": 3, "process_index": 0}
+
+    class Shard(IterableDataset):  # as Accelerate and transformers have them
+        num_processes, process_index = 3, 0
+
+        def __iter__(self):
+            return iter(plain)
+
+    part = ("Shard", "num_processes", 3)
+    yield SimpleNamespace(base_dataloader=DataLoader(Shard())), part
+
+    class Dispatcher(DataLoader):
+        state = SimpleNamespace(**three)
+
+    yield Dispatcher(plain), ("Dispatcher", "num_processes", 3)
+    if importlib.util.find_spec("accelerate") is not None:
+        from accelerate.data_loader import BatchSamplerShard
+
+        sampler = BatchSamplerShard(BatchSampler(range(12), 4, False), **three)
+        part = ("BatchSamplerShard", "num_processes", 3)
+        yield DataLoader(plain, batch_sampler=sampler), part
+    yield DataLoader(plain, sampler=DistributedSampler(plain, 1, 0)), None
+    yield DataLoader(SimpleNamespace(num_processes=4), 4, sampler=range(12)), None  # its workers
+
+
+def test_what_takes_a_part_of_the_samples_is_found():
+    for loader, expected in shards():
+        assert loops.share_of(loader) == expected
+    inputs = torch.randn(12, 5)
+    data = TensorDataset(inputs, inputs)
+    half = DataLoader(data, 3, sampler=DistributedSampler(data, num_replicas=2, rank=1))
+    pipe = st.Pipeline(tanh_stages(2), sgd(), mse)  # one for every process, as by hand
+    assert len(list(pipe.run(half))) == 2
 
 
 def test_fit_refuses_what_cannot_be_gone_through_again():
