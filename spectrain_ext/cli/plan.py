@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import nn
 
 from spectrain_ext.experiments.examples import blocks_and_batch
-from spectrain_ext.experiments.imported import imported, is_imported, method_of
+from spectrain_ext.experiments.imported import imported, is_imported, method_of, own_failures
 from spectrain_ext.experiments.links import measured_link
 from spectrain_ext.experiments.presets import MODELS
 from spectrain_ext.experiments.workload import threads
@@ -158,17 +158,18 @@ def plan_command(
         layers = _measured(model, device) if profile is None else read_layers(profile)
         if save_profile is not None:
             write_layers(save_profile, layers)
-        found = plan(
-            layers,
-            devices,
-            link=measured_link(min(devices, _TOGETHER)) if link is None else link,
-            batch=batch,
-            memory=memory,
-            speed=speed,
-            cores=cores,
-            methods=[_method(name) for name in methods],
-            state=state,
-        )
+        with own_failures(*methods):
+            found = plan(
+                layers,
+                devices,
+                link=measured_link(min(devices, _TOGETHER)) if link is None else link,
+                batch=batch,
+                memory=memory,
+                speed=speed,
+                cores=cores,
+                methods=[_method(name) for name in methods],
+                state=state,
+            )
     except (ValueError, TypeError, RuntimeError, OSError, OverflowError) as error:
         raise click.ClickException(str(error)) from error
     console = plain_console()

@@ -19,6 +19,7 @@ from spectrain_ext.experiments.frontier import (
     rows_of,
     write_frontier,
 )
+from spectrain_ext.experiments.imported import own_failures
 from spectrain_ext.experiments.report import versions
 from spectrain_ext.experiments.settings import OptionError, TrainSettings
 from spectrain_ext.experiments.study import Curves, cells_of, data_of, search_all
@@ -98,13 +99,14 @@ def study(
     work = WORKLOADS[data]
     try:
         wanted = dict.fromkeys(("sync", *(methods or work.contenders)))
-        cells = cells_of(
-            data,
-            data_dir,
-            stages or work.stages,
-            microbatches or work.microbatches,
-            tuple(wanted),
-        )
+        with own_failures(*wanted):
+            cells = cells_of(
+                data,
+                data_dir,
+                stages or work.stages,
+                microbatches or work.microbatches,
+                tuple(wanted),
+            )
         split = data_of(cells[0].settings, folder)
     except OptionError as error:
         raise click.BadParameter(str(error), param_hint=f"'--{error.option}'") from error

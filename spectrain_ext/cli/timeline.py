@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from spectrain_ext.experiments.imported import is_imported, method_of
-from spectrain_ext.method import Window, is_hybrid, methods, numbers_of
+from spectrain_ext.experiments.imported import is_imported, method_of, own_failures
+from spectrain_ext.method import Window, chunks_of, is_hybrid, methods, numbers_of
 from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import devices_under, simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
@@ -112,19 +112,26 @@ def timeline(
                 raise ValueError(f"there is no method {method!r}; there are {', '.join(methods())}")
             chosen = method_of(method)
             name = f"{chosen.name}, {stages} stages"
-            simulated = simulate_method(
-                chosen,
-                stages,
-                minibatches,
-                microbatches=microbatches or "auto",
-                window=window,
-                forward=forward,
-                backward=backward,
-                update=update,
-                prediction=prediction,
-                communication=communication,
-            )
-            spans, devices = list(simulated), devices_under(chosen, stages)
+            with own_failures(method):
+                chunks = chunks_of(chosen)
+                if chunks > 1 and stages % chunks:
+                    raise ValueError(
+                        f"stages: method {chosen.name!r} has {chunks} on every device, expected a "
+                        f"multiple of {chunks}, got {stages}"
+                    )
+                simulated = simulate_method(
+                    chosen,
+                    stages,
+                    minibatches,
+                    microbatches=microbatches or "auto",
+                    window=window,
+                    forward=forward,
+                    backward=backward,
+                    update=update,
+                    prediction=prediction,
+                    communication=communication,
+                )
+                spans, devices = list(simulated), devices_under(chosen, stages)
         if out.suffix == ".json":
             write_trace(out, spans)
         else:

@@ -8,6 +8,8 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -89,11 +91,32 @@ def imported(name: str) -> Any:
     return found
 
 
-def _told(error: Exception) -> str:
-    """What went wrong, and in which line, of the user's own files if there is one."""
+def _told(error: Exception, files: Sequence[str | None] = ()) -> str:
+    """What went wrong, and in which line, of these or else the user's files if there is one."""
     lines = traceback.extract_tb(error.__traceback__)
-    last = next((at for at in reversed(lines) if at.filename.startswith(os.getcwd())), lines[-1])
+    own = [at for at in lines if at.filename in files]
+    own = own or [at for at in lines if at.filename.startswith(os.getcwd())]
+    last = (own or lines)[-1]
     return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
+
+
+@contextmanager
+def own_failures(*names: str) -> Iterator[None]:
+    """Inside, what methods of one's own raise, or are refused for, is a ValueError in words.
+
+    Args:
+        names: of methods; what other methods raise stays as it is.
+    """
+    modules = [name.partition(":")[0] for name in names if is_imported(name)]
+    try:
+        yield
+    except Exception as error:
+        files = [getattr(sys.modules.get(module), "__file__", None) for module in modules]
+        if any(at.filename in files for at in traceback.extract_tb(error.__traceback__)):
+            raise ValueError(_told(error, files)) from error
+        if modules and isinstance(error, TypeError):
+            raise ValueError(str(error)) from error
+        raise
 
 
 def source_of(name: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ from .data.cifar import load_cifar10
 from .data.digits import load_digits
 from .data.split import Split
 from .data.text import load_text
-from .imported import method_of
+from .imported import method_of, own_failures
 from .models import gpt, inception_v4, residual_lstm, residual_mlp, resnet, snn, vgg
 from .models.building import cut_evenly
 from .settings import AUTO, TrainSettings, microbatches_in, stages_of, window_of
@@ -306,14 +306,15 @@ def _why_not(name: str, settings: TrainSettings) -> str | None:
     method = method_of(name)
     count = stages_of(method, settings)
     try:
-        check(
-            method,
-            count,
-            microbatches=microbatches_in(method, settings),
-            window=window_of(method, settings),
-            replicas=settings.replicas if count == settings.stages else None,
-            optimizer=make_optimizer(settings, method, [nn.Parameter(torch.zeros(1))]),
-        )
+        with own_failures(name):
+            check(
+                method,
+                count,
+                microbatches=microbatches_in(method, settings),
+                window=window_of(method, settings),
+                replicas=settings.replicas if count == settings.stages else None,
+                optimizer=make_optimizer(settings, method, [nn.Parameter(torch.zeros(1))]),
+            )
     except ValueError as error:
         return str(error)
     return None

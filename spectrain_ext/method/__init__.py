@@ -14,7 +14,7 @@ from .registry import (
     xgrad,
 )
 from .rules import check, check_optimizer, in_words, rules_at
-from .value import Method, Phase, factor_of, phases_of
+from .value import Method, Phase, chunks_of, factor_of, phases_of
 
 __all__ = [
     "Method",
@@ -22,6 +22,7 @@ __all__ = [
     "Window",
     "check",
     "check_optimizer",
+    "chunks_of",
     "delay",
     "delay_under",
     "factor_of",

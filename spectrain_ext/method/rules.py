@@ -10,7 +10,7 @@ from typing import Literal, NoReturn, Protocol, get_args, runtime_checkable
 
 import torch
 
-from spectrain_ext.operators.corrections import Correction
+from spectrain_ext.operators.corrections import Correction, OwnCorrection, as_correction
 from spectrain_ext.operators.laws import terms_of
 from spectrain_ext.operators.numbers import Adam, Sgd
 from spectrain_ext.schedule import Backward, Law, Place, Reads, Replicas, Rules
@@ -99,10 +99,9 @@ def check_optimizer(method: Method, rules: Rules, k: int, optimizer: torch.optim
             if predicts:
                 optimizer.check_can_predict()
             optimizer.check_correction(rules.correction)
-        except ValueError as error:
-            raise ValueError(
-                f"optimizer: stages[{k}] under method {method.name!r}: {error}"
-            ) from None
+        except (ValueError, TypeError) as error:
+            wrong = TypeError if isinstance(error, TypeError) else ValueError
+            raise wrong(f"optimizer: stages[{k}] under method {method.name!r}: {error}") from None
 
 
 # An AdamW is an Adam as well.
@@ -206,11 +205,16 @@ def in_words(
     }
     back = method.law == "average"
     said += "; backwards look back" if back else f"; {met[method.backward]}"
-    corrections = {type(rule.correction).__name__: None for rule in rules if rule.correction}
+    corrections = {_kind(rule.correction): None for rule in rules if rule.correction}
     if corrections:
         names = (re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower() for name in corrections)
         said += f"; steps have {' or '.join(names)}"
     return said
+
+
+def _kind(correction: Correction) -> str:
+    own = correction.rule if isinstance(correction, OwnCorrection) else correction
+    return type(own).__name__
 
 
 def _updates(count: int) -> str:
@@ -332,12 +336,11 @@ def _correction(method: Method, place: Place) -> Correction | None:
     if not callable(method.correction):
         raise TypeError(f"{where}: expected a function of a Place, got {method.correction!r}")
     found = method.correction(as_late(method.schedule, place))
-    if found is not None and not hasattr(type(found), "reads_stale"):
-        raise TypeError(
-            f"{where}: expected one of spectrain_ext.corrections, or None, for stage "
-            f"{place.stage}, got {found!r}"
-        )
-    return found
+    try:
+        return None if found is None else as_correction(found)
+    except TypeError as error:
+        why = str(error).removeprefix("correction: ")
+        raise TypeError(f"{where} at stage {place.stage} of {place.stages}: {why}") from None
 
 
 def _one_of(method: Method, field: str, value: object, known: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from spectrain_ext.operators import laws
 from spectrain_ext.operators.corrections import Correction
+from spectrain_ext.operators.numbers import Corrected
 from spectrain_ext.schedule import Backward, Generator, Law, Place, Reads
 
 from .formulas import as_late, none
@@ -77,7 +78,8 @@ class Method:
         rates: a rule for a factor on the learning rates that the stage's t-th update of training
             has, counted from 0; None: 1.
         correction: a rule for what updates do otherwise as their gradients are late, one of
-            ``spectrain_ext.corrections`` or None; None: nothing anywhere.
+            ``spectrain_ext.corrections`` or None; None: nothing anywhere. Or an object that, as
+            these do, has ``sgd`` and ``adam``, which give the step from the optimizer's numbers.
         future_rates: a prediction over s updates uses the learning rates that the scheduler will
             give these, instead of s times the present one.
         families: the optimizers that the method is defined for, out of sgd, adam, adamw, nadam; all
@@ -106,7 +108,7 @@ class Method:
     direction: Literal["ema"] | None = None
     clip: Callable[[Place], float] | None = None
     rates: Callable[[Place, int], float] | None = None
-    correction: Callable[[Place], Correction | None] | None = None
+    correction: Callable[[Place], Correction | Corrected | None] | None = None
     future_rates: bool = False
     families: tuple[str, ...] = FAMILIES
     max_stages: int | None = None
@@ -145,6 +147,11 @@ def phases_of(method: Method) -> tuple[Method, ...]:
             "before; expected after alone where a phase has rates"
         )
     return tuple(found)
+
+
+def chunks_of(method: Method) -> int:
+    """Stages of a device, in the phase that has the most."""
+    return max(phase.chunks for phase in phases_of(method))
 
 
 def factor_of(phases: Sequence[tuple[Method, Place]]) -> Callable[[int], float] | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .expressions import Expression
-from .numbers import Adam, Sgd, Term, fraction, horizon, non_negative, number
+from .numbers import Adam, Corrected, Sgd, Term, fraction, horizon, non_negative, number
 
 _TINY = torch.finfo(torch.float64).tiny
 
@@ -158,6 +158,42 @@ class StepCorrection(Correction):
     def adam(self, numbers: Adam) -> Term:
         """The step under Adam, AdamW and NAdam; ValueError likewise."""
         raise ValueError(f"{self} is defined for SGD")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCorrection(StepCorrection):
+    """What an object of anybody's says of the step, by ``sgd`` and ``adam`` of its own."""
+
+    rule: Corrected
+
+    def sgd(self, numbers: Sgd) -> Term:
+        return self.rule.sgd(numbers)
+
+    def adam(self, numbers: Adam) -> Term:
+        return self.rule.adam(numbers)
+
+    def __str__(self) -> str:
+        return str(self.rule)
+
+
+def as_correction(value: Any) -> Correction:
+    """A correction as it is, or made of an object with ``sgd`` and ``adam``.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if not isinstance(value, type):
+        if isinstance(value, StepCorrection):
+            return value
+        if getattr(value, "reads_stale", False):
+            if hasattr(value, "buffers") and callable(getattr(value, "coefficients", None)):
+                return stale_correction(value)
+        elif all(callable(getattr(value, name, None)) for name in ("sgd", "adam")):
+            return OwnCorrection(value)
+    raise TypeError(
+        "correction: expected one of spectrain_ext.corrections, or an object with sgd and adam, "
+        f"which give a step as a Term, got {value!r}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,12 @@ from spectrain_ext.operators.corrections import (
     Correction,
     StaleCorrection,
     StepCorrection,
+    as_correction,
     stale_correction,
 )
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
 from spectrain_ext.operators.lists import bump_versions
+from spectrain_ext.operators.numbers import Corrected
 
 from .binding import Binding, PredictionSink, Views
 from .guard import SaveGuard
@@ -462,11 +464,14 @@ class PredictingOptimizer(torch.optim.Optimizer):
             self._check_averages(correction)
 
     @exclusive
-    def correct(self, correction: Correction | None, stale: PredictionSink | None = None) -> None:
+    def correct(
+        self, correction: Correction | Corrected | None, stale: PredictionSink | None = None
+    ) -> None:
         """Let all steps from now on, until :meth:`unbind`, obey a correction; None: none.
 
-        ``correction`` is one of ``spectrain_ext.corrections``. What reads stale weights finds them
-        in the outs of ``stale`` when a step comes, which may write the next prediction there
+        ``correction`` is one of ``spectrain_ext.corrections``, or an object with ``sgd`` and
+        ``adam``, which give a step as a ``Term``. What reads stale weights finds them in the outs
+        of ``stale`` when a step comes, which may write the next prediction there
         (``write_with_next_step``). Braking scales gradients in place. ``GapAware`` has state:
         ``state[p]["gap_average"]``, kept in ``buffers["gap_average"]`` of ``bind``,
         ``state[p]["gap_step"]``, how many steps that has taken up, and ``gap_rate`` of the
@@ -479,6 +484,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         """
         binding = self._bound("correct", stale)
         rule, views = type(self)._rule, None
+        correction = None if correction is None else as_correction(correction)
         own = correction is None or isinstance(correction, StepCorrection)
         by = None if own else stale_correction(correction)
         self.check_correction(correction)

@@ -13,7 +13,7 @@ from spectrain_ext import _C
 from spectrain_ext.operators.corrections import Correction, StepCorrection
 from spectrain_ext.operators.expressions import Scalar
 from spectrain_ext.operators.laws import Law, terms_of
-from spectrain_ext.operators.numbers import Adam, Sgd
+from spectrain_ext.operators.numbers import Adam, Sgd, Term
 
 Numbers = TypeVar("Numbers", Sgd, Adam)
 Scalars = tuple[float, ...]
@@ -158,9 +158,14 @@ class Templates:
     def _corrected(self, index: int, numbers: Any) -> Any:
         corrected = replace(numbers, correction=self.correction)
         try:
-            corrected.setting()
+            step = corrected.setting()[-1]
         except ValueError as error:
             raise ValueError(f"parameter group {index}: {error}") from error
+        if not isinstance(step, Term):
+            raise TypeError(
+                f"parameter group {index}: {self.correction}: expected a step as a Term, such as "
+                f"numbers.term(), got {step!r}"
+            )
         return corrected
 
     def check(self, groups: Sequence[Group], laws: tuple[Law, ...], has_gradient: bool) -> None:

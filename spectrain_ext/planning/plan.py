@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain_ext.files import finite, replace_file
-from spectrain_ext.method import Method, find_method
+from spectrain_ext.method import Method, chunks_of, find_method
 from spectrain_ext.partitioning.profile import check_number
 from spectrain_ext.schedule import Span
 
@@ -173,9 +173,9 @@ def plan(
     if not made:
         raise ValueError("methods: expected at least one")
     for method in made:
-        if method.chunks > 1:
+        if (chunks := chunks_of(method)) > 1:
             raise ValueError(
-                f"methods: {method.name!r} has {method.chunks} stages per device, a plan has one"
+                f"methods: {method.name!r} has {chunks} stages per device, a plan has one"
             )
     scaled = layers if speed is None else layers.faster(speed)
     setting = Setting(scaled, found_link, batch, cores, state)
@@ -187,7 +187,7 @@ def plan(
             if costs is not None:
                 ways[id(costs)] = costs
     if not ways:
-        raise ValueError(_nothing(search, devices, batch, memory))
+        raise ValueError(_nothing(search, devices, batch, memory)) from search.refusal
     chosen = sorted(ways.values(), key=lambda costs: (costs.period, costs.delay))
     return Plan(
         devices,
@@ -252,6 +252,8 @@ def _nothing(search: Search, devices: int, batch: int, memory: float | None) -> 
             f"memory: all {search.left_out} ways that were looked at take more than {memory:g} "
             f"bytes a device; the smallest takes {search.least_memory:.4g}"
         )
+    if search.refusal is not None:
+        return str(search.refusal)
     if devices == 1:
         return "devices: one trains by 'sync' only, which is not among the methods"
     return (

@@ -38,6 +38,7 @@ class Search:
     Attributes:
         tried: the ways that were looked at.
         simulated: of these, those whose period was simulated.
+        refusal: of the first way that its method is not defined for; None: there was none.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Search:
         self._setting, self._devices, self._methods = setting, devices, methods
         self._memory = math.inf if memory is None else memory
         self.simulated = 0
+        self.refusal: ValueError | None = None
         self._too_large: dict[int, int] = {}
         self._by_method: dict[str, list[Costs]] = {method.name: [] for method in methods}
         for costs in self._all():
@@ -117,8 +119,8 @@ class Search:
         for window in windows:
             try:
                 yield Costs(self._setting, Way(method, ends, replicas, microbatches, window))
-            except ValueError:  # not defined for these
-                continue
+            except ValueError as error:  # not defined for these
+                self.refusal = self.refusal or error
 
     def _shapes(self) -> Iterator[tuple[int, ...]]:
         """Replicas of every stage."""

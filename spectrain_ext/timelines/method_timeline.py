@@ -10,6 +10,7 @@ from typing import Literal
 from spectrain_ext.method import (
     Method,
     Window,
+    chunks_of,
     find_method,
     microbatches_of,
     phase_places,
@@ -84,7 +85,7 @@ def simulate_method(
 
 def devices_under(method: str | Method, stages: int) -> list[int] | None:
     """The device of every stage, in all phases; None: each has its own."""
-    chunks = max(phase.chunks for phase in phases_of(find_method(method)))
+    chunks = chunks_of(find_method(method))
     return lay_out(stages, chunks) if chunks > 1 else None
 
 

@@ -14,6 +14,8 @@ from click.testing import CliRunner, Result
 from spectrain_ext.cli.group import main
 from spectrain_ext.experiments import imported
 from spectrain_ext.method import find_method
+from spectrain_ext.partitioning import BlockProfile, Profile
+from spectrain_ext.planning import Layers, write_layers
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -44,6 +46,16 @@ class Near(st.laws.Linear):
     pass
 
 whole = replace(mine, name="whole", schedule=in_turn, law=Near)
+class Cautious:
+    def sgd(self, numbers):
+        return numbers.term()._replace(momentum=0.5 * numbers.lr)
+
+    adam = sgd
+
+cautious = replace(mine, name="cautious", correction=lambda place: Cautious())
+value = replace(mine, name="value", correction=Cautious())
+thing = replace(mine, name="thing", correction=lambda place: "thing")
+fails = replace(mine, name="fails", correction=lambda place: 1 // 0)
 taken = st.spectrain()
 again = replace(mine)
 path = replace(mine, name="../mine")
@@ -104,6 +116,35 @@ def test_a_timeline_of_it(module: str, tmp_path: Path) -> None:
     done = _spectrain("timeline", "-m", f"{module}:mine", "-o", "t.json", "--minibatches", "3")
     assert done.exit_code == 0, done.output
     assert done.output.startswith("mine, 4 stages: ")
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    blocks = Profile(tuple(BlockProfile(0.01, 1000, 4000, 2000) for _ in range(4)))
+    write_layers(tmp_path / "profile.json", Layers((8, 8), (blocks, blocks)))
+    return str(tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cautious", ""),
+        ("value", "correction of 'value': expected a function of a Place, got <"),
+        ("thing", "at stage 0 of 2: expected one of spectrain_ext.corrections, or an object with"),
+        ("fails", "ZeroDivisionError: integer division or modulo by zero ({}.py, line "),
+    ],
+)
+def test_a_correction_of_ones_own(module: str, profile: str, name: str, said: str) -> None:
+    for command in (
+        ("train", *FAST, "--out", "out"),
+        ("timeline", "--stages", "2", "-o", "t.json"),
+        ("plan", "--profile", profile, "--devices", "2", "--batch", "8"),
+    ):
+        done = _spectrain(*command, "-m", f"{module}:{name}")
+        text = " ".join(done.output.split())
+        assert done.exit_code == bool(said), text
+        assert said.format(module) in text
+        assert isinstance(done.exception, SystemExit | None), done.exception
 
 
 def test_a_study_finds_it_by_its_module(module: str) -> None:

@@ -261,7 +261,16 @@ def test_updates_that_no_momentum_tells(optimizer, said):
     ("changed", "kind", "said"),
     [
         ({"correction": 3}, TypeError, "correction of 'own': expected a function of a Place"),
-        ({"correction": lambda p: "x"}, TypeError, "correction of 'own': expected one of"),
+        (
+            {"correction": lambda p: "x"},
+            TypeError,
+            "correction of 'own' at stage 0 of 3: expected one of .* with sgd and adam, ",
+        ),
+        (
+            {"correction": lambda p: corrections.GapAware},
+            TypeError,
+            "expected one of .* <class",
+        ),
         (
             {"correction": lambda p: corrections.DelayCompensation(0.1)},
             ValueError,
@@ -286,6 +295,37 @@ def test_methods_that_contradict_themselves(changed, kind, said):
     own = Method("own", "", **changed)
     with pytest.raises(kind, match=said):
         rules_at(own, Place(0, 3, 3, 1))
+
+
+class OwnSpike:
+    """What ``SpikeCompensation`` does, by an object that has no more than it needs."""
+
+    def sgd(self, numbers):
+        return corrections.SpikeCompensation(2).sgd(numbers)
+
+    adam = sgd
+
+
+def test_a_correction_of_ones_own():
+    found, stages, data = [], tanh_stages(3), batches(8)
+    for made in (corrections.SpikeCompensation(2), OwnSpike()):
+        own = Method("own", "", backward="stash", correction=lambda place, made=made: made)
+        found.append(losses(st.Pipeline(copy.deepcopy(stages), sgd(), mse, own), data))
+    assert found[0] == found[1]
+    assert in_words(own, places_of(own, 3, 1)).endswith("; steps have own spike")
+    assert torch.equal(stepped(OwnSpike(), sgd()), stepped(corrections.SpikeCompensation(2), sgd()))
+
+
+def test_a_correction_of_ones_own_gives_a_term():
+    class Terms(corrections.StepCorrection):
+        def sgd(self, numbers):
+            return [numbers.term()]
+
+    own = Method("own", "", correction=lambda place: Terms())
+    with pytest.raises(
+        TypeError, match=r"stages\[0\] under .*'own': parameter group 0: .* a Term, "
+    ):
+        st.Pipeline(tanh_stages(3), sgd(), mse, own)
 
 
 def test_in_words():

@@ -155,6 +155,11 @@ def test_arguments_out_of_range():
         ({"speed": 0.0}, "speed: expected a positive number, got 0"),
         ({"link": "token ring"}, "link: expected pcie3, .* or bytes per second, got 'token ring'"),
         ({"methods": ["wpipe"]}, "methods: 'wpipe' has 2 stages per device, a plan has one"),
+        ({"methods": ["1f1b+wpipe@3"]}, r"'1f1b\+wpipe@3' has 2 stages per device, a plan has one"),
+        (
+            {"methods": [replace(find_method("dc-asgd"), backward="current")]},
+            "needs backward='stash'",
+        ),
         ({"batch": 7, "devices": 16}, "batch: 7 samples cannot be dealt out to 16 devices"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -226,6 +226,8 @@ def test_the_command_with_a_file(tmp_path):
         (["--method", "nope"], "there is no method 'nope'; there are auto, sync, gpipe"),
         (["--stages", "2", "--window", "1,2"], "a deadlock"),
         (["--method", "xgrad"], "at most 1"),
+        (["--method", "interleaved", "--stages", "3"], "expected a multiple of 2, got 3"),
+        (["--method", "sync+wpipe@4", "--stages", "5"], "expected a multiple of 2, got 5"),
         (["-o", "t.gif"], "ends in .svg, .png, .json, got 't.gif'"),
         (["-o", "no/such/folder/t.svg"], "No such file or directory"),
     ],
