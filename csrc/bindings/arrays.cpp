@@ -36,6 +36,10 @@ bool has_internal_overlap(const Borrowed& b) {
   return false;
 }
 
+bool is_state(Role role) {
+  return role == Role::momentum || role == Role::second || role == Role::average;
+}
+
 }  // namespace
 
 Arrays::Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool single)
@@ -74,6 +78,8 @@ Arrays::Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool 
   }
 
   size_t outs = 0;
+  const Column* state = nullptr;  // the first of it: kernels read all state in one dtype
+  std::string state_name;
   for (size_t l = 1; l < lists.size(); ++l) {
     const ArrayList& list = lists[l];
     if (list.arrays.size() != n) {
@@ -89,8 +95,17 @@ Arrays::Arrays(std::vector<ArrayList> lists, std::vector<uint16_t> groups, bool 
       const Place place = place_of(list.name, i, list.writes);
       const Borrowed b = borrow(list.arrays[i], place, loans_);
       check(b, place, list.role, i);
+      if (is_state(list.role) && state != nullptr && b.dtype != state->dtype[i]) {
+        throw py::value_error(place.text() + ": expected " + name_of(state->dtype[i]) +
+                              ", the dtype of " + place_of(state_name, i).text() + ", got " +
+                              name_of(b.dtype));
+      }
       column->at.push_back(b.data);
       column->dtype.push_back(b.dtype);
+    }
+    if (is_state(list.role) && state == nullptr) {
+      state = column;
+      state_name = list.name;
     }
   }
   plan->grads = {std::vector<void*>(n, nullptr), plan->params.dtype};
@@ -145,8 +160,7 @@ void Arrays::check(const Borrowed& b, const Place& place, Role role, size_t i) c
   const Place param = place_of(params_name_, place.index);
   const Layout& layout = layouts_[i];
   // State may be wider than 16-bit parameters; gradients and outputs narrower than float32 ones.
-  const bool state = role == Role::momentum || role == Role::second || role == Role::average;
-  const bool wider = state && size_of(layout.dtype) == 2;
+  const bool wider = is_state(role) && size_of(layout.dtype) == 2;
   const bool narrower = (role == Role::grads || role == Role::out || role == Role::stale) &&
                         layout.dtype == DType::float32;
   if (b.dtype != layout.dtype && !(wider && b.dtype == DType::float32) &&

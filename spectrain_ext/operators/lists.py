@@ -34,8 +34,6 @@ Array: TypeAlias = "Tensor | SupportsDLPack | SupportsCudaArray | memoryview | a
 Tensors: TypeAlias = "Array | Sequence[Array]"
 Gradients: TypeAlias = "Array | Sequence[Array | None] | None"
 
-_STATE = frozenset(map(id, (Role.MOMENTUM, Role.SECOND, Role.AVERAGE)))  # == takes far longer
-
 
 class StepOptions(TypedDict, total=False):
     """What a step is told beside its numbers, see `sgd_step_`; None is as good as absent.
@@ -129,11 +127,7 @@ class Lists:
 
     def plan(self, groups: Sequence[int] | None = None) -> _C.Plan:
         """Validate all arguments and build the native plan they make."""
-        native = _C.Plan(self._lists, self._checked_groups(groups), self.single)
-        state = [given for given in self._lists if id(given[0]) in _STATE]
-        if len(state) > 1:
-            _check_one_dtype(state, self.single)
-        return native
+        return _C.Plan(self._lists, self._checked_groups(groups), self.single)
 
     def _checked_groups(self, groups: Sequence[int] | None) -> Sequence[int]:
         if groups is None:
@@ -151,16 +145,6 @@ class Lists:
             if not 0 <= index < _C.MAX_GROUPS:
                 raise ValueError(f"groups[{i}]: expected 0 to {_C.MAX_GROUPS - 1}, got {index}")
         return indices
-
-
-def _check_one_dtype(state: Sequence[_C._List], single: bool) -> None:
-    """Beside a 16-bit parameter each list may have two dtypes; kernels take all in one."""
-    dtypes = [[t.dtype if isinstance(t, Tensor) else None for t in given[3]] for given in state]
-    if None not in dtypes[0] and dtypes.count(dtypes[0]) == len(dtypes):
-        return
-    (_, name, _, arrays), *others = state
-    like = [(Role.STASHED, other[1], False, other[3]) for other in others]
-    _C.Plan([(Role.PARAMS, name, False, arrays), *like], (), single)
 
 
 def current(stream: Any, device: torch.device | None) -> AbstractContextManager[object]:
