@@ -14,6 +14,8 @@ from .tape import Pairs, differentiate
 
 # What autograd refuses to run for some inputs only, or twice. Whose names these are, is torch's.
 _WHOLE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")
+# Of a channels_last input torch 2.13 ends the process where it is asked for the weights' alone.
+_NOT_ALONE = "NativeGroupNormBackward0"
 
 
 class _Caught:
@@ -41,9 +43,10 @@ def differentiate_inputs(
     once more, for these alone, from the gradients that came to it. No node's gradient is computed
     twice, but for functions that compute all of theirs at once. Such is every one written in
     Python (``torch.autograd.Function``): what meets the inputs there has its gradients at once. So
-    do leaves that meet them at several nodes, as the weights of a layer that is used several times:
-    autograd would go from one of these nodes to the next. Nothing is left of a graph with compiled
-    or reentrantly checkpointed parts, which autograd only runs as a whole.
+    do a group norm's weights, and leaves that meet inputs at several nodes, as the weights of a
+    layer that is used several times: autograd would go from one of these nodes to the next. Nothing
+    is left of a graph with compiled or reentrantly checkpointed parts, which autograd only runs as
+    a whole.
 
     Args:
         pairs: outputs with their gradients.
@@ -67,9 +70,11 @@ def differentiate_inputs(
     alone, at_once = _leaves(meetings)
     layers: list[tuple[Node, _Caught, Sequence[Tensor]]] = []
     for node, leaves in alone.items():
-        if isinstance(node, BackwardCFunction):
+        if node is None:
+            continue
+        if isinstance(node, BackwardCFunction) or node.name() == _NOT_ALONE:
             at_once += leaves
-        elif node is not None:
+        else:
             caught = _Caught()
             node.register_prehook(caught)
             layers.append((node, caught, leaves))

@@ -75,6 +75,7 @@ CASES = {
         layered(nn.Conv1d(2, 3, 3, padding=1), nn.BatchNorm1d(3), nn.Conv1d(3, 2, 1)),
         0,
     ),
+    "group norm": (layered(nn.Conv1d(2, 2, 1), nn.GroupNorm(2, 2), nn.Conv1d(2, 2, 1)), 2),
     "attention": (
         layered(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2, batch_first=True)),
         0,
