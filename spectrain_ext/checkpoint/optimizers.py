@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -112,7 +112,10 @@ class OptimizerState:
                 f"has no optimizer for stage {self._part.stage}; only_model=True loads without"
             )
         entries = _state_entries(body)
-        # per parameter its name, what its tensors are called, and the rest
+        known = body["tensors"]
+        # per parameter whether it, and what is updated in its place, is what it was,
+        self._as_saved: list[bool] = []
+        # its name, what its tensors are called, and the rest
         self._state: list[tuple[str, list[str], Json]] = []
         self._groups: list[dict[str, Any]] = []
         for number, group in enumerate(self._optimizer.param_groups):
@@ -132,6 +135,11 @@ class OptimizerState:
                         f"{list(p.shape)}"
                     )
                 self._state.append((name, list(state), rest))
+                its_own = known.get(f"model.{name}", {"dtype": None})["dtype"]
+                self._as_saved.append(
+                    its_own == str(p.dtype).removeprefix("torch.")
+                    and (f"master.{name}" in known) == (p in self._part.masters)
+                )
         return [_state_key(name, key) for name, keys, _ in self._state for key in keys]
 
     @property
@@ -178,14 +186,38 @@ class OptimizerState:
                 entry[key] = decode(value, tensor_of=entry.pop)
             if entry:
                 state[index] = entry
-        self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
+        self._load({"state": state, "param_groups": self._groups}, self._as_saved)
+
+    def _load(self, given: Json, as_saved: Sequence[bool]) -> None:
+        """Load a state_dict; torch casts to a parameter's dtype, which may be too narrow."""
+        self._optimizer.load_state_dict(given)
+        if isinstance(self._optimizer, PredictingOptimizer):
+            return
+        held = getattr(self._optimizer, "state", {})
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for index, (p, keeps) in enumerate(zip(params, as_saved, strict=True)):
+            entry = held.get(p)
+            if keeps and isinstance(entry, dict):
+                entry.update(_as_given(entry, given.get("state", {}).get(index)))
 
     def undo(self) -> Callable[[], object]:
         try:
             before = self._optimizer.state_dict()
         except RuntimeError:  # ZeRO's, of which each process has a part: that cannot be undone
             return lambda: None
-        return lambda: self._optimizer.load_state_dict(before)
+        every = [True for group in self._optimizer.param_groups for _ in group["params"]]
+        return lambda: self._load(before, every)
+
+
+def _as_given(loaded: Any, given: Any) -> Any:
+    """State as it was loaded, but for tensors of another dtype than was given."""
+    if isinstance(loaded, Tensor) and isinstance(given, Tensor):
+        return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(given, Mapping):
+        return {key: _as_given(value, given.get(key)) for key, value in loaded.items()}
+    if type(loaded) in (list, tuple) and type(given) is type(loaded):
+        return type(loaded)(map(_as_given, loaded, given))
+    return loaded
 
 
 def _keeper(name: str, key: str, tensors: dict[str, Tensor]) -> Callable[[Tensor], str]:

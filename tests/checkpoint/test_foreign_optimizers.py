@@ -91,6 +91,67 @@ def test_state_of_float32_masters(tmp_path, name):
     assert train(other, data[3:]) == train(kept, data[3:])
 
 
+class Wide(torch.optim.Optimizer):
+    """Has float32 momentum of 16-bit parameters, as many do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("sums", {"of": torch.zeros_like(p, dtype=torch.float32)})
+            state.setdefault("product", torch.ones(()))
+            state["product"] *= 0.9
+            state["sums"]["of"].mul_(0.9).add_(p.grad.float())
+            p.sub_(self.param_groups[0]["lr"] * state["product"] * state["sums"]["of"])
+
+
+@pytest.mark.filterwarnings("ignore:.*rounded away")
+@pytest.mark.parametrize("optimizer", [Wide, torch.optim.NAdam])
+def test_state_that_is_wider_than_its_parameters(tmp_path, optimizer):
+    """Torch would round it: a moment, the product of NAdam's momenta."""
+
+    def made(seed, dtype=torch.bfloat16, **more):
+        stages = cut_at(model(seed).to(dtype), [2, 4])
+        return st.Pipeline(stages, optimizer, LOSS, "vanilla", scheduler=scheduler, **more)
+
+    def scheduler(o):
+        return torch.optim.lr_scheduler.StepLR(o, 2, 0.5)
+
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(6)]
+    kept, other = made(0), made(3)
+    train(kept, data[:3])
+    save(tmp_path / "c", kept)
+    train(other, data[:1])
+    before = copy.deepcopy(everything(other))
+    last = other.schedulers[1]  # comes after optimizers
+    planned = [lambda state: 1 / 0, last.load_state_dict]
+    last.load_state_dict = lambda state: planned.pop(0)(state)
+    with pytest.raises(CheckpointError, match="does not fit the scheduler of stage 1"):
+        load(tmp_path / "c", other)
+    same(everything(other), before)
+    del last.load_state_dict
+    load(tmp_path / "c", other)
+    same(everything(other), everything(kept))
+    # Beside other weights it is what torch makes of it.
+    for dtype, more in (
+        (torch.float32, {}),
+        (torch.bfloat16, {"master_dtype": torch.float32}),
+    ):
+        wide = made(4, dtype, **more)
+        load(tmp_path / "c", wide)
+        train(wide, [(x.to(dtype), y.to(dtype)) for x, y in data[:2]])
+        state = next(iter(wide.optimizers[0].state.values()))
+        assert all(
+            tensor.dtype == torch.float32
+            for key, tensor in state.items()
+            if key != "step" and isinstance(tensor, torch.Tensor)
+        )
+    assert train(other, data[3:]) == train(kept, data[3:])
+
+
 class Peculiar(Lion):
     """Keeps something beside what Lion does."""
 
