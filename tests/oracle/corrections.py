@@ -32,7 +32,8 @@ class Steps:
                 p.grad = self.by_stale(p, self.group(p), p - old)
         if self.name == "braking":
             for p in moving:
-                p.grad *= self.braking(p.grad, self.velocity(p))
+                sign = -1 if self.group(p).get("maximize") else 1
+                p.grad *= self.braking(sign * p.grad, self.velocity(p))
         weights = [p.clone() for p in moving]
         gradients = [p.grad.clone() for p in moving]
         self.optimizer.step()

@@ -46,7 +46,9 @@ class Oracle:
         clip_scope="auto",
         recompute=False,
         master_dtype=None,
+        split_dim=0,
     ):
+        self.split_dim = split_dim
         self.stages = copy.deepcopy(list(stages))  # ties are tied again
         self.loss_fn, self.microbatches, self.recompute = loss_fn, microbatches, recompute
         self.method = METHODS[method] if isinstance(method, str) else method
@@ -100,7 +102,7 @@ class Oracle:
     def run_alone(self, batches):
         n, m = len(self.stages), self.microbatches
         self.windows = [self.window_at(k) for k in range(n)]
-        minibatches = [cut(batch, m) for batch in batches]
+        minibatches = [cut(batch, m, self.split_dim) for batch in batches]
         counts = [len(parts) for parts in minibatches]
         self.read = [self.versions_read(k, counts) for k in range(n)]
         self.versions = [[self.version(k)] for k in range(n)]
@@ -163,7 +165,7 @@ class Oracle:
 
     def ahead(self, k, law, u, steps, lead=0):
         rates = None
-        if self.method.future_rates:
+        if self.method.future_rates and self.true[k]:
             first = self.made - (len(self.versions[k]) - 1) + u
             rates = [
                 [lr * self.method.rates(*self.place(k), first + t) for t, lr in enumerate(coming)]
@@ -189,15 +191,16 @@ class Oracle:
         for k in range(len(self.stages)):
             self.put(k, self.forward_weights(i, j, k))
             self.put_copies(i, j, k)
+            entered, found = value, [buffer.clone() for buffer in self.stages[k].buffers()]
             entries, value = self.compute(k, value, target)
-            tape.append((entries, value))
+            tape.append((entries, value, entered, found))
         return value.detach(), tape
 
     def compute(self, k, value, target):
         """The stage's forward, and the loss after the last: (what entered, what came out)."""
         entries = [leaf(v) for v in many(value)]
         inputs = [v * 1 if v.requires_grad else v for v in entries]
-        value = self.stages[k](tuple(inputs) if isinstance(value, tuple) else inputs[0])
+        value = self.stages[k](like(value, inputs))
         if k == len(self.stages) - 1:
             value = self.loss_fn(value, target)
         return entries, value
@@ -206,15 +209,13 @@ class Oracle:
         """Add the gradients of one microbatch, weighted by its share, to the total."""
         gradients = [torch.ones_like(tape[-1][1])]
         for k in reversed(range(len(self.stages))):
-            entries, value = tape[k]
+            entries, value, entered, found = tape[k]
             self.put(k, self.backward_weights(i, j, k))
             self.put_copies(i, j, k)
             if self.recompute:
-                entered = tuple(entries) if k and isinstance(tape[k - 1][1], tuple) else entries[0]
-                counted = [buffer.clone() for buffer in self.stages[k].buffers()]
-                entries, value = self.compute(k, entered, target)
-                for buffer, once in zip(self.stages[k].buffers(), counted, strict=True):
-                    buffer.data.copy_(once)  # running statistics have seen this microbatch
+                counted = self.put_buffers(k, found)
+                entries, value = self.compute(k, like(entered, entries), target)
+                self.put_buffers(k, counted)  # running statistics have seen this microbatch
             places = [(p, k, r) for r, p in enumerate(self.params[k])] + self.copies[k]
             wanted = [v for v in [*entries, *(p for p, _, _ in places)] if v.requires_grad]
             found = dict(
@@ -226,10 +227,18 @@ class Oracle:
                     total[home][r] = mine if total[home][r] is None else total[home][r] + mine
             gradients = [found.get(id(entry)) for entry in entries]
 
+    def put_buffers(self, k, values):
+        """Give the stage's buffers these values; returns those that they had."""
+        before = [buffer.clone() for buffer in self.stages[k].buffers()]
+        for buffer, value in zip(self.stages[k].buffers(), values, strict=True):
+            buffer.data.copy_(value)
+        return before
+
     def update(self, total, stale):
         for true, gradients in zip(self.true, total, strict=True):
             for p, gradient in zip(true, gradients, strict=True):
-                p.grad = None if gradient is None else gradient.to(p.dtype)
+                # of its strides, as autograd makes it: fused optimizers walk memory
+                p.grad = None if gradient is None else torch.empty_like(p).copy_(gradient)
         if self.clip_norm is not None:
             whole = [[p for true in self.true for p in true]]
             flushes = self.method.schedule in FLUSHING
@@ -317,10 +326,13 @@ def found_of(outputs, wanted, gradients):
     return torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
 
 
-def cut(batch, microbatches):
+def cut(batch, microbatches, split_dim=0):
     """(input, target, share of the samples) per microbatch; sizes differ by at most one."""
-    value, target = batch
-    samples = many(value)[0].shape[0] if many(value)[0].dim() else 1
+    value, target = (batch, batch) if isinstance(batch, dict) else batch
+    of = split_dim if isinstance(split_dim, tuple) else (split_dim, split_dim)
+    dims = [dims_of(side, dim) for side, dim in zip((value, target), of, strict=True)]
+    first = many(value)[0]
+    samples = first.shape[dims[0][0]] if first.dim() else 1
     parts = max(1, min(microbatches, samples))
     if parts == 1:
         return [(value, target, 1.0)]
@@ -328,15 +340,35 @@ def cut(batch, microbatches):
     for j in range(parts):
         start, end = end, end + samples // parts + (j < samples % parts)
         pieces = [
-            tuple(v[start:end] for v in side) if isinstance(side, tuple) else side[start:end]
-            for side in (value, target)
+            like(
+                side, [v.narrow(d, start, end - start) for v, d in zip(many(side), ds, strict=True)]
+            )
+            for side, ds in zip((value, target), dims, strict=True)
         ]
         found.append((*pieces, (end - start) / samples))
     return found
 
 
+def dims_of(value, split_dim):
+    """Of every tensor: one number for all, one for each, or those of some names."""
+    if isinstance(split_dim, int):
+        return [split_dim] * len(many(value))
+    if isinstance(split_dim, dict):
+        return [split_dim.get(name, 0) for name in value]
+    return split_dim
+
+
 def many(value):
+    if isinstance(value, dict):
+        return tuple(value.values())
     return value if isinstance(value, tuple) else (value,)
+
+
+def like(value, tensors):
+    """These tensors in the form of a value."""
+    if isinstance(value, dict):
+        return dict(zip(value, tensors, strict=True))
+    return tuple(tensors) if isinstance(value, tuple) else tensors[0]
 
 
 def leaf(value):

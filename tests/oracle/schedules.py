@@ -112,7 +112,7 @@ def interleaved(k, n, m, parts, flush):
 
 def moved(k, n, m, parts):
     """WPipe's first group: the next minibatch's forwards precede this one's backwards (1F1B)."""
-    for j in range(parts[0]):
+    for j in range(parts[0] if parts else 0):
         yield "F", 0, j
     ahead = min(m, n // 2 - k)
     for i in range(len(parts)):

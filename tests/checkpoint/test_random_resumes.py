@@ -1,0 +1,178 @@
+"""Random programs, to the bit: a training that is looked at, saved and resumed is one that is not.
+
+``helpers.random_programs`` says what a seed stands for; a failure prints it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.random_programs import Program, seeds
+
+import spectrain_ext as st
+from spectrain_ext.checkpoint import load, save
+
+
+# Of a stage whose input nobody wants a gradient of.
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+
+class Script:
+    """What is done with a program: segments of training, and what may come between them."""
+
+    def __init__(self, program):
+        self.program = program
+        pick, chance, draw = program.pick, program.chance, program.draw
+        self.segments = []  # (how, the sizes of its batches, the result that it is left at)
+        for _ in range(pick(2, 2, 3)):
+            sizes = [pick(*program.sizes) for _ in range(pick(1, 2, 3, 5))]
+            how = pick("run", "run", "fit", "leave")
+            self.segments.append((how, sizes, draw.randrange(len(sizes))))
+        between = ["evaluate", "call", "weights", "rollback", "resume", "resume"]
+        if not program.has_masters:  # whose digits it gives up
+            between.append("release")
+        if not program.foreign or program.dtype == torch.float32 or program.has_masters:
+            between.append("optimizers")  # torch's own would cast scalars to other dtypes
+        within = ["state_dict", "optimizers", "trace", "keep", "metrics", "nothing"]
+        self.between = [
+            [pick(*between) for _ in range(pick(0, 1, 2, 3))] for _ in self.segments[:-1]
+        ]
+        self.within = [pick(*within) for _ in self.segments]
+        if chance(0.9) and not any("resume" in row for row in self.between):
+            draw.choice(self.between).append("resume")
+
+    def __str__(self):
+        return f"{self.segments} with {self.within}, and {self.between} between them"
+
+    def train(self, path=None):
+        """All losses, and all state at the end; where there is a path, with interruptions."""
+        program, losses = self.program, []
+        torch.manual_seed(1)
+        pipe = program.pipeline()
+        for n in range(len(self.segments)):
+            losses.append(self.segment(pipe, n, path))
+            if path is not None and n < len(self.between):
+                for k, what in enumerate(self.between[n]):
+                    pipe = self.interrupt(pipe, what, path / f"{n}.{k}")
+        return losses, everything(pipe)
+
+    def segment(self, pipe, n, path):
+        """Its losses; of the path is what looks on."""
+        how, sizes, last = self.segments[n]
+        data = self.program.batches(sizes, salt=n)
+        within = "nothing" if path is None else self.within[n]
+        found, more = [], {}
+        if within == "trace":
+            more["trace"] = st.Trace()
+        elif within == "keep":
+            more["keep"] = lambda output, target: self.program.loss_fn(output, target) * 2
+        elif within == "metrics":
+            more["trace"] = st.Metrics(pipe, path / f"metrics {n}", every=2)
+
+        def look(result):
+            found.append(result.loss)
+            if within == "state_dict":
+                pipe.state_dict()
+            elif within == "optimizers":
+                for optimizer in pipe.optimizers:
+                    optimizer.state_dict()
+
+        if how == "fit":
+            found.append(torch.tensor(pipe.fit(data, epochs=2, callbacks=[look], **more)))
+        else:
+            run = pipe.run(data, **more)
+            for result in run:
+                look(result)
+                if how == "leave" and result.index == last:
+                    break
+            run.close()
+        if within == "metrics":
+            more["trace"].close()
+        return found
+
+    def interrupt(self, pipe, what, path):
+        program = self.program
+        extra = program.batches(program.sizes[:3], salt=77)
+        if what == "evaluate":
+            pipe.evaluate(extra)
+        elif what == "call":
+            (batch, *_) = extra
+            pipe.eval()
+            with torch.no_grad():
+                pipe(batch if isinstance(batch, dict) else batch[0])
+            pipe.train()
+        elif what == "weights":
+            pipe.load_state_dict({key: t.clone() for key, t in pipe.state_dict().items()})
+        elif what == "optimizers":
+            for optimizer in pipe.optimizers:
+                optimizer.load_state_dict(optimizer.state_dict())
+        elif what == "release":
+            pipe.release()
+        else:
+            save(path, pipe)
+            if what == "rollback":
+                for _ in pipe.run(extra):
+                    pass
+            else:
+                torch.manual_seed(2)
+                pipe = program.pipeline(salt=5)
+            assert load(path, pipe).random
+        return pipe
+
+
+def everything(pipe):
+    """All state of a pipeline, by name."""
+    found = {"minibatches": pipe.minibatches, "phase": pipe.phase}
+    found |= {f"model.{key}": tensor for key, tensor in pipe.state_dict().items()}
+    names = {p: name for name, p in pipe.named_parameters()}
+    masters = pipe.masters()
+    found |= {f"master.{names[p]}": master for p, master in masters.items()}
+    for k, optimizer in enumerate(pipe.optimizers):
+        known = [p for group in optimizer.param_groups for p in group["params"]]
+        state = optimizer.state_dict()["state"]
+        for index, p in enumerate(known):
+            found |= {f"state.{names[p]}.{key}": v for key, v in state.get(index, {}).items()}
+        for index, group in enumerate(optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            found |= {f"group.{k}.{index}.{key}": value for key, value in options.items()}
+    for k, scheduler in enumerate(pipe.schedulers):
+        found |= {f"scheduler.{k}.{key}": v for key, v in scheduler.state_dict().items()}
+    for k, stage in enumerate(pipe.random):
+        found[f"random.{k}"] = stage.states()
+    return found
+
+
+def same(found, expected, what):
+    assert type(found) is type(expected), f"{what}: {type(found)}, expected {type(expected)}"
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), what
+        for key, value in expected.items():
+            same(found[key], value, f"{what}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), what
+        for n, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            same(mine, theirs, f"{what}[{n}]")
+    elif isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(
+            found, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}"
+        )
+        if ".GG" not in what:  # which is no tensor of its parameter's layout
+            assert strides(found) == strides(expected), what
+    else:
+        assert found == expected, what
+
+
+def strides(tensor):
+    """Those that say where something is."""
+    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+@pytest.mark.parametrize("seed", seeds(10))
+def test_to_the_bit(seed, tmp_path):
+    program = Program(seed, "itself")
+    script = Script(program)
+    print(program, script, sep="\n")
+    expected = script.train()
+    found = script.train(tmp_path)
+    same(found[0], expected[0], "losses")
+    same(found[1], expected[1], "state")
