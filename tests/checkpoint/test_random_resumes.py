@@ -12,7 +12,6 @@ from helpers.random_programs import Program, seeds
 import spectrain_ext as st
 from spectrain_ext.checkpoint import load, save
 
-
 # Of a stage whose input nobody wants a gradient of.
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 

@@ -14,7 +14,6 @@ from helpers.random_settings import definition_of
 from oracle.definition import Oracle, cut
 from torch import nn
 
-
 # Of a stage whose input nobody wants a gradient of.
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
