@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from helpers.pipeline_cases import (
     Compared,
@@ -44,10 +46,14 @@ def test_every_pair_of_settings(case):
 @pytest.mark.nightly
 @pytest.mark.parametrize("n", range(1, 9))
 @pytest.mark.parametrize("method", METHODS)
-def test_every_setting(method, n):
-    """With rates that change: a constant one could hide which update's rate was taken."""
+def test_many_settings(method, n):
+    """With rates that change: a constant one could hide which update's rate was taken.
+
+    A sixth of all of them, which took three hours.
+    """
     if n > METHODS[method].stages:
         pytest.skip(f"{method} is not defined for {n} stages")
-    for case in every_case():
-        if (case.method, case.stages, case.rates) == (method, n, "decaying"):
-            compare(case)
+    rows = (method, n, "decaying")
+    cases = [case for case in every_case() if (case.method, case.stages, case.rates) == rows]
+    for case in random.Random(f"{method} {n}").sample(cases, min(len(cases), 16)):
+        compare(case)
