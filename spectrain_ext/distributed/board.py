@@ -21,11 +21,12 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
@@ -34,8 +35,11 @@ from spectrain_ext.errors import RankError, StageError
 from .blame import Cause, most_silent, seconds_stuck, suspect
 from .watch import FAILED, Watch, connection
 
-#: Where the ranks wait for one another before their first run: in ``meet``, and in ``begin``.
-_BEFORE_RUNS = ("meeting", "starting")
+#: What ranks tell all others before they open links: one that fails says that in all of these.
+MEETING = "meeting"
+TIES, WEIGHTS, KEYS, GPUS = (f"comparing {what}" for what in ("ties", "weights", "keys", "GPUs"))
+_BEFORE_LINKS = (MEETING, TIES, WEIGHTS, KEYS, GPUS)
+_LATE = "late"  # as what is said in the place of a rank that has not come
 
 
 class Board:
@@ -62,6 +66,7 @@ class Board:
 
     Raises:
         RuntimeError: the store still has what this rank said in an earlier start.
+        RankError: the store does not answer.
     """
 
     def __init__(
@@ -77,19 +82,25 @@ class Board:
         self.interval = min(max(timeout / 20, 0.02), 1.0)
         self._patience = max(3 * self.interval, timeout / 2)
         # A call blocks its connection: the watch's calls must not wait for the other's.
-        self._patient_store = store  # ranks may start minutes apart
-        self._store = connection(store, min(timeout, grace))
-        self._talking_store = connection(store, min(timeout, grace))
+        self._patient_store = store
         self._watch = Watch(self)  # of a run; another one for every run
-        if self._store.check([f"{_BEFORE_RUNS[0]}/{rank}"]):
+        began, key = monotonic(), f"{MEETING}/{rank}"
+        try:
+            # first, as a new connection to a store that has gone is tried for a while
+            said = json.loads(store.get(key)) if store.check([key]) else {_LATE: ""}
+            self._store = connection(store, min(timeout, grace), timeout)
+            self._talking_store = connection(store, min(timeout, grace), timeout)
+            if rank == 0:
+                self._store.set(FAILED, "")
+        except RuntimeError as error:
+            self._miss_store(MEETING, began, error)
+        if _LATE not in said:
             raise RuntimeError(
                 "the process group's store has outlived a restart, and still has what this rank "
                 "said before; give init_process_group a store whose prefix is "
                 "TORCHELASTIC_RESTART_COUNT, as docs/checkpoints.md does"
             )
-        if rank == 0:
-            self._store.set(FAILED, "")
-        self._come_to = 0  # of ``_BEFORE_RUNS``
+        self._away = False  # whether nobody waits for this rank any more before links are opened
         self._phase = 0  # twice the number of finished runs, one more between the two
         self._doing: tuple[object, ...] = ("starting",)
         self._since = monotonic()
@@ -111,10 +122,10 @@ class Board:
             What every rank says, by rank.
 
         Raises:
-            RankError: another has failed before it came here.
+            RankError: another has failed before it came here, or has not come in time.
             ValueError: another was given something else; names the rank and the setting.
         """
-        found = self._gather({**settings, **(own or {})})
+        found = self.gathered(MEETING, {**settings, **(own or {})})
         for r, theirs in enumerate(found):
             for name, value in json.loads(json.dumps(settings)).items():
                 if theirs.get(name) != value:
@@ -124,31 +135,60 @@ class Board:
                     )
         return found
 
-    def begin(self) -> None:
-        """Wait until all ranks have opened their edges: deadlines count from here on.
+    def gathered(self, where: str, mine: object) -> list[Any]:
+        """What every rank says, by rank, of JSON's types; all wait for one another.
 
-        Over a link that loses packets opening them can take seconds longer for one than for others.
+        Args:
+            where: of ``_BEFORE_LINKS``.
+            mine: what this rank says.
 
         Raises:
-            RankError: another has failed in that.
+            RankError: one has failed before it came here, or has not come in time; all who wait
+                name the same one.
         """
-        self._gather({})
-
-    def _gather(self, mine: dict[str, object]) -> list[dict[str, object]]:
-        """What every rank says on coming to the next of ``_BEFORE_RUNS``."""
-        where = _BEFORE_RUNS[self._come_to]
-        self._come_to += 1
-        texts = gathered(self._patient_store, where, self.rank, self.ranks, json.dumps(mine))
-        found = [json.loads(text) for text in texts]
+        store, began = self._patient_store, monotonic()
+        keys = [f"{where}/{r}" for r in range(self.ranks)]
+        try:
+            store.compare_set(keys[self.rank], "", json.dumps({"said": mine}))
+            try:
+                store.wait(keys, timedelta(seconds=self.timeout))
+            except RuntimeError:  # said in the place of whoever is missing: all hear it at once
+                late = json.dumps({_LATE: f"it has not come within {self.timeout:.1f} s"})
+                for key in keys:
+                    store.compare_set(key, "", late)
+            found = [json.loads(text) for text in store.multi_get(keys)]
+        except RuntimeError as error:
+            self._miss_store(where, began, error)
         for r, theirs in enumerate(found):
-            if "failed" in theirs:
-                raise RankError(self.rank, where, r, f"{where}: {theirs['failed']}")
-        return found
+            if "said" not in theirs:
+                (reason,) = theirs.values()
+                failure = RankError(self.rank, where, r, f"{where}: {reason}")
+                self.turn_away(failure)
+                raise failure
+        return [theirs["said"] for theirs in found]
+
+    def _miss_store(self, where: str, began: float, error: RuntimeError) -> NoReturn:
+        cause, waited = self.without_store(), monotonic() - began
+        raise RankError(self.rank, where, 0, cause.reason, "the store", waited) from error
 
     def turn_away(self, error: BaseException) -> None:
-        """Tell those who wait in ``meet`` or ``begin`` that this rank does not come."""
-        for where in _BEFORE_RUNS[self._come_to :][:1]:
-            self._store.set(f"{where}/{self.rank}", json.dumps({"failed": _described(error)}))
+        """Tell those who wait for this rank before links are opened that it does not come.
+
+        Rank 0 may keep the store: it stays a moment, until the others have turned away as well.
+        """
+        if self._away:
+            return
+        self._away = True
+        said = json.dumps({"failed": _described(error)})
+        culprit = error.culprit if isinstance(error, RankError) else None
+        others = [r for r in range(1, self.ranks) if r != culprit]
+        with suppress(RuntimeError):  # of a store that has gone, or whoever does not come
+            for where in _BEFORE_LINKS:
+                self._store.compare_set(f"{where}/{self.rank}", "", said)
+            self._store.set(f"away/{self.rank}", "")
+            if self.rank == 0 and others:
+                keys = [f"away/{r}" for r in others]
+                self._patient_store.wait(keys, timedelta(seconds=self.grace / 2))
 
     # What this rank does.
 
@@ -160,8 +200,12 @@ class Board:
         return " ".join(map(str, self._doing))
 
     @contextmanager
-    def run(self) -> Iterator[None]:
-        """Take part in the board for the time of a run.
+    def run(self, starts: bool = False) -> Iterator[None]:
+        """Take part in the board for the time of a run, or of its links being opened.
+
+        Those are opened by means that cannot be interrupted: the deadline is the thread's, as in
+        ``together``. Over a link that loses packets it takes seconds longer for one than for
+        others: deadlines of runs count from the end of that.
 
         An exception inside is the failure of this rank, unless another has failed before; a
         RankError then takes its place only if it is one.
@@ -174,9 +218,10 @@ class Board:
                 f"run: an earlier run of this pipeline has failed (rank {self.cause.rank}, "
                 f"{self.cause.reason}), and what was in flight is lost; start the processes again"
             )
-        self.doing("beginning a run")
+        self.doing("starting" if starts else "beginning a run")
         self._failure = ""
-        self._lenient = False
+        self._starts = self._lenient = starts
+        self._away = True  # who fails from here on says so by the watch
         self._watch = watch = Watch(self)
         watch.start(self._talking_store)
         try:
@@ -213,7 +258,7 @@ class Board:
                 try:
                     yield
                 except ConnectionError as error:
-                    self._lost_any(what, error)
+                    self.lost_any(what, error)
                 except Exception as error:
                     failure = error
                     self._failure = f"{what}: {_described(error)}"
@@ -244,7 +289,8 @@ class Board:
 
         Rank 0 may keep the store, and leaves when all others have heard that all have finished.
         """
-        self.doing(self._failure or "ending the run")
+        self.doing(self._failure or ("starting" if self._starts else "ending the run"))
+        to_do = "to start" if self._starts else "to end the run"
         watch = self._watch
         watch.hurry()
 
@@ -256,7 +302,7 @@ class Board:
             goal = self._phase
             for r in range(self.ranks):
                 if r != self.rank and (needed == 0 or watch.beats[r].phase < goal):
-                    self.wait(partial(come, r, goal), r, f"rank {r} to end the run")
+                    self.wait(partial(come, r, goal), r, f"rank {r} {to_do}")
         if self.rank != 0:
             watch.parting = True
             self._phase += 1
@@ -331,9 +377,9 @@ class Board:
             peer: whom it waits for, None: all others.
             what: is waited on, for the report.
         """
-        self.waits = (peer, what, monotonic())
+        before, self.waits = self.waits, (peer, what, monotonic())
         yield
-        self.waits = None
+        self.waits = before
 
     def lost(self, peer: int, what: str, error: BaseException) -> NoReturn:
         """Raise RankError: the connection that ``what`` came by has broken."""
@@ -343,7 +389,7 @@ class Board:
     def _closed(self, rank: int) -> Cause:
         return Cause(rank, f"{self._watch.beats[rank]}: its connection was closed without a word")
 
-    def _lost_any(self, what: str, error: BaseException) -> NoReturn:
+    def lost_any(self, what: str, error: BaseException) -> NoReturn:
         """Raise RankError: a connection to one of the others has broken, nobody says which.
 
         Who lives is heard of once per interval; whoever has gone is not.
@@ -362,7 +408,7 @@ class Board:
         others = [peer for peer in peers if peer != self.rank]
         if len(others) == 1:
             self.lost(others[0], what, error)
-        self._lost_any(what, error)
+        self.lost_any(what, error)
 
     def fail(self, reason: str) -> None:
         self._agree(Cause(self.rank, reason))
@@ -434,15 +480,6 @@ class Board:
     def _lives(self, rank: int) -> bool:
         """Whether the rank has been heard of just now, even if its own thread is stuck."""
         return monotonic() - self._watch.beats[rank].heard < 3 * self.interval
-
-
-def gathered(store: Store, what: str, rank: int, ranks: int, mine: str) -> list[bytes]:
-    """What every rank says, by rank; all wait for one another."""
-    store.set(f"{what}/{rank}", mine)
-    keys = [f"{what}/{r}" for r in range(ranks)]
-    store.wait(keys)
-    found: list[bytes] = store.multi_get(keys)
-    return found
 
 
 def _described(error: BaseException) -> str:

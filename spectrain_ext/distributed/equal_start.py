@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import Store
 
 from spectrain_ext.method import Method, factor_of, phases_of, rules_at
 from spectrain_ext.pipeline.arguments import max_norms_of
 from spectrain_ext.schedule import Place, Replicas
 
-from .board import gathered
+from .board import KEYS, WEIGHTS, Board
 
 _OPTION = "the optimizer's "
 
@@ -55,8 +54,7 @@ def resolved(method: Method, of_phases: Sequence[Sequence[Place]]) -> dict[str, 
 
 
 def check_equal_start(
-    store: Store,
-    rank: int,
+    board: Board,
     replicas: Replicas,
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -67,8 +65,7 @@ def check_equal_start(
     the same end.
 
     Args:
-        store: shared by all ranks.
-        rank: this one.
+        board: what the ranks know of each other.
         replicas: of every stage.
         module: this rank's stage.
         optimizer: of its trainable parameters.
@@ -77,16 +74,13 @@ def check_equal_start(
         ValueError: names the stage, two of its ranks and the first key that differs.
     """
     mine = _digests(module, optimizer)
-    text = json.dumps(mine)
-    store.set(f"start of keys/{rank}", text)
-    whole = hashlib.sha256(text.encode()).hexdigest()
-    wholes = gathered(store, "start", rank, replicas.ranks, whole)
+    wholes = board.gathered(WEIGHTS, hashlib.sha256(json.dumps(mine).encode()).hexdigest())
     for k in range(replicas.stages):
         first, *others = replicas.ranks_of(k)
         for other in others:
             if wholes[other] != wholes[first]:
-                a, b = (json.loads(store.get(f"start of keys/{r}")) for r in (first, other))
-                raise ValueError(_difference(k, first, other, a, b))
+                found = board.gathered(KEYS, mine)
+                raise ValueError(_difference(k, first, other, found[first], found[other]))
 
 
 def _digests(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:

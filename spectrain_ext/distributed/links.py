@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from enum import Enum
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
 
-from .board import gathered
+from .board import GPUS, Board
 from .wire import TAGS
 
 _CPU = torch.device("cpu")
@@ -129,19 +128,17 @@ class Links(NamedTuple):
         return Links(into, out)
 
 
-def backend_of_bodies(store: Store, rank: int, ranks: int, device: torch.device) -> str:
+def backend_of_bodies(board: Board, device: torch.device) -> str:
     """``"nccl"`` if every rank has a GPU of its own and a torch with NCCL, otherwise ``"gloo"``.
 
     NCCL refuses two ranks on one GPU. Every rank calls this, and all get the same answer.
 
     Args:
-        store: shared by all ranks.
-        rank: this one.
-        ranks: their number.
+        board: what the ranks know of each other.
         device: of this rank's stage.
     """
-    gpus = gathered(store, "gpu", rank, ranks, _gpu(device))
-    return "nccl" if all(gpus) and len(set(gpus)) == ranks else "gloo"
+    gpus = board.gathered(GPUS, _gpu(device))
+    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
 def _gpu(device: torch.device) -> str:
@@ -156,7 +153,7 @@ def _gpu(device: torch.device) -> str:
 def open_links(
     group: dist.ProcessGroup | None,
     device: torch.device,
-    timeout: float,
+    board: Board,
     dynamic: bool,
     replicas: Replicas | None = None,
     targets: bool = False,
@@ -176,7 +173,7 @@ def open_links(
     Args:
         group: the ranks of the pipeline, stage by stage; None: the default group.
         device: of this rank's stage.
-        timeout: seconds that a rank may take to come here.
+        board: names a failure, and keeps deadlines.
         dynamic: whether later messages may be larger than the first.
         replicas: of every stage; None: one each.
         targets: whether the first stage sends them to the last.
@@ -192,12 +189,12 @@ def open_links(
     staged = bodies == "gloo" and device.type == "cuda"
 
     def groups(
-        members: Sequence[int], use: Callable[[dist.ProcessGroup, torch.device], None]
+        name: str, members: Sequence[int], use: Callable[[dist.ProcessGroup, torch.device], None]
     ) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
         """The group for the hosts, and that for bodies; None where this rank is no member."""
-        chosen, mine = [ranks[r] for r in members], me in members
-        host = _group(chosen, mine, "gloo", _CPU, timeout, use)
-        by_device = _group(chosen, mine, bodies, device, timeout, use) if bodies != "gloo" else host
+        given = name, ranks, members, board
+        host = _group(*given, "gloo", _CPU, use)
+        by_device = _group(*given, bodies, device, use) if bodies != "gloo" else host
         return None if host is None or by_device is None else (host, by_device)
 
     def link(a: int, b: int, what: Traffic, tie: int | None = None) -> None:
@@ -211,13 +208,14 @@ def open_links(
             else:
                 dist.recv(torch.zeros(1, device=on), ranks[sender], group=made)
 
-        two = groups((sender, receiver), message)
+        of = f" of {what.value}" if what.tied or what is Traffic.TARGETS else ""
+        name = f"edge {a} -> {b}{of}"
+        two = groups(name, (sender, receiver), message)
         if two is None:
             return
         ends, other = (found.out, b) if sender == me else (found.into, a)
-        of = f" of {what.value}" if what.tied or what is Traffic.TARGETS else ""
         ends[what][other if tie is None else tie] = Link(
-            f"edge {a} -> {b}{of}",
+            name,
             (seats.seat(a)[0], seats.seat(b)[0]),
             sender,
             receiver,
@@ -244,16 +242,16 @@ def open_links(
     for k in range(seats.stages):
         members = seats.ranks_of(k)
         if len(members) > 1:
-            two = groups(members, _sum)
+            two = groups(f"the replicas of stage {k}", members, _sum)
             if two is not None:
                 circle = Circle(tuple(members), *two)
     return found._replace(circle=circle)
 
 
-def open_host_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup:
+def open_host_group(group: dist.ProcessGroup | None, board: Board) -> dist.ProcessGroup:
     """A gloo group of all ranks, for what their hosts tell one another."""
     ranks = dist.get_process_group_ranks(group)
-    made = _group(ranks, True, "gloo", _CPU, timeout, _sum)
+    made = _group("all ranks", ranks, range(len(ranks)), board, "gloo", _CPU, _sum)
     assert made is not None
     return made
 
@@ -263,27 +261,36 @@ def _sum(made: dist.ProcessGroup, on: torch.device) -> None:
 
 
 def _group(
+    name: str,
     ranks: Sequence[int],
-    mine: bool,
+    members: Sequence[int],
+    board: Board,
     backend: str,
     device: torch.device,
-    timeout: float,
     use: Callable[[dist.ProcessGroup, torch.device], None],
 ) -> dist.ProcessGroup | None:
+    """Make a group of some of these ranks and use it; None: this one is no member."""
     # gloo's own deadline would break the connection: the board's comes first.
-    longer = timedelta(seconds=max(4 * timeout, 60.0))
+    longer = timedelta(seconds=max(4 * board.timeout, 60.0))
     # NCCL then connects at once, and a pair's messages need no second communicator.
     bound = None if backend == "gloo" else device
-    with _unbound():
-        made = dist.new_group(list(ranks), timeout=longer, backend=backend, device_id=bound)
-    if not mine:
-        return None
-    assert isinstance(made, dist.ProcessGroup)
-    # Not left to a message whose deadline is short, and over before the next group's begins.
-    stream = callers_stream(device)
-    with stream.using():
-        use(made, device)
-    stream.synchronize()
+    mine, others = board.rank in members, [r for r in members if r != board.rank]
+    board.doing("opening", name)
+    with board.blocked(others[0] if len(others) == 1 else None, name) if mine else nullcontext():
+        try:
+            with _unbound():
+                chosen = [ranks[r] for r in members]
+                made = dist.new_group(chosen, timeout=longer, backend=backend, device_id=bound)
+            if not mine:
+                return None
+            assert isinstance(made, dist.ProcessGroup)
+            # Not left to a message whose deadline is short, and over before the next one's begins.
+            stream = callers_stream(device)
+            with stream.using():
+                use(made, device)
+            stream.synchronize()
+        except RuntimeError as error:
+            board.lost_any(name, error)
     return made
 
 

@@ -9,7 +9,6 @@ from copy import copy
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from spectrain_ext.method import Method, Window, phase_places, phases_of, put_off_by
 from spectrain_ext.operators.averaging import Averaging
@@ -53,7 +52,6 @@ class DistributedNeighbourhood:
 
     Args:
         group: the ranks, stage by stage; None: the default group.
-        store: shared by all ranks.
         board: what the ranks know of each other.
         seats: the replicas of all stages, and the ranks that have them.
         dynamic_shapes: whether later messages may be larger than the first.
@@ -72,7 +70,6 @@ class DistributedNeighbourhood:
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        store: Store,
         board: Board,
         seats: Replicas,
         dynamic_shapes: bool,
@@ -88,7 +85,7 @@ class DistributedNeighbourhood:
         self.seats = seats
         self.indices: Sequence[int] = seats.stages_on(board.rank)
         self.replica = seats.seat(board.rank)[1]
-        self._group, self._store, self._board = group, store, board
+        self._group, self._board = group, board
         self._settings = {
             "dynamic_shapes": dynamic_shapes,
             "share_loss": share_loss,
@@ -135,24 +132,26 @@ class DistributedNeighbourhood:
         )
         _check_cut(found, seats)
         modules = {stage.index: stage.module for stage in stages}
-        ties = agreed(self._store, board.rank, seats, modules, copies, found)
+        ties = agreed(board, seats, modules, copies, found)
         if seats.dealt:
             optimizer = None if first.weights is None else first.weights.optimizer
-            check_equal_start(self._store, board.rank, seats, first.module, optimizer)
+            check_equal_start(board, seats, first.module, optimizer)
             first.random = StageRandom(first.index, first.device, self.replica)
         targets_first = self._settings["targets_from"] == "first"
-        links = open_links(
-            self._group,
-            first.device,
-            board.timeout,
-            bool(self._settings["dynamic_shapes"]),
-            seats,
-            targets_first,
-            backend_of_bodies(self._store, board.rank, seats.ranks, first.device),
-            [seats_of(tie, seats) for tie in ties],
-        )
-        if isinstance(self.norm, DistributedNorm):
-            self.norm.connect(open_host_group(self._group, board.timeout))
+        bodies = backend_of_bodies(board, first.device)
+        with board.run(starts=True):
+            links = open_links(
+                self._group,
+                first.device,
+                board,
+                bool(self._settings["dynamic_shapes"]),
+                seats,
+                targets_first,
+                bodies,
+                [seats_of(tie, seats) for tie in ties],
+            )
+            if isinstance(self.norm, DistributedNorm):
+                self.norm.connect(open_host_group(self._group, board))
         total: GradientSum | None = None
         if links.circle is not None and self._averaging is not None:
             if first.weights is not None:
@@ -176,7 +175,6 @@ class DistributedNeighbourhood:
             share_loss=bool(self._settings["share_loss"]),
         )
         self._surround(stages, arranged, loss_fn, total)
-        board.begin()
 
     def _surround(
         self,

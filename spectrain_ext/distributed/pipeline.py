@@ -77,7 +77,8 @@ class DistributedPipeline(Pipeline):
         device: where the stage is moved; None: where it is. Either all ranks have the CPU (messages
             go by gloo) or all have a CUDA device: messages go by NCCL if each has one of its own,
             otherwise by gloo through host memory.
-        timeout: seconds that a rank waits for another before all end with a ``RankError``.
+        timeout: seconds that a rank waits for another, to make its pipeline or in a run, before all
+            end with a ``RankError``.
         dynamic_shapes: whether later messages may be larger than the first. Smaller ones, such as
             an uneven last minibatch, need no permission.
         share_loss: whether every rank gets the losses, as float64; on CUDA that makes the last
@@ -96,7 +97,7 @@ class DistributedPipeline(Pipeline):
 
     Raises:
         ValueError: besides Pipeline's reasons, an argument that another rank has differently.
-        RankError: another rank could not make its part.
+        RankError: another rank could not make its part, or has not come to it in time.
 
     ``state_dict`` has the stage's part of what ``Pipeline`` has, under the same names;
     ``load_state_dict`` takes this stage's out of a whole model's.
@@ -161,7 +162,7 @@ class DistributedPipeline(Pipeline):
                 check_averaged(find_method(method))
                 clip_scope = "stage"
             self._around = around = DistributedNeighbourhood(
-                *(group, store, board, seats, dynamic_shapes, share_loss, targets_from),
+                *(group, board, seats, dynamic_shapes, share_loss, targets_from),
                 *(clip_norm, clip_scope, averaging, split_dim, window),
             )
             self.replicas, self.replica = seats.counts, around.replica
@@ -238,7 +239,8 @@ class DistributedPipeline(Pipeline):
         with self.together(doing):
             if self._peers is None:
                 # not with this pipeline, which would then wait for a garbage collection
-                self._peers = Peers(open_host_group(self._group, self.timeout), self._board)
+                self._peers = Peers(open_host_group(self._group, self._board), self._board)
+                self._board.doing(doing)
             return self._peers.gathered(make, doing)
 
     @contextmanager

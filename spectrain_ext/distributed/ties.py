@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed.distributed_c10d import Store
 
 from spectrain_ext.method import Method
 from spectrain_ext.pipeline.cursor import Extent
@@ -26,7 +24,7 @@ from spectrain_ext.pipeline.ties import (
 from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.transport import Edge
 
-from .board import gathered
+from .board import TIES, Board
 from .edges import Arrangement, DistributedEdges
 from .links import Traffic
 
@@ -39,8 +37,7 @@ def said_of(copies: Sequence[Copy]) -> dict[str, object]:
 
 
 def agreed(
-    store: Store,
-    rank: int,
+    board: Board,
     seats: Replicas,
     modules: Mapping[int, nn.Module],
     copies: Sequence[Copy],
@@ -49,8 +46,7 @@ def agreed(
     """The ties of all stages. Every rank calls this, and all come to the same end.
 
     Args:
-        store: shared by all ranks.
-        rank: this one.
+        board: what the ranks know of each other.
         seats: the replicas of all stages.
         modules: this rank's stages, by index.
         copies: that these have; they learn what checkpoints call their homes' parameters.
@@ -72,8 +68,7 @@ def agreed(
                 known[bare(name)] = known[name] = look_of(p), [*found_as.values()]
         wanted = {member.home_name for member, _ in asked if member.home == k}
         mine[str(k)] = {name: known[name] for name in sorted(wanted & known.keys())}
-    text = json.dumps(mine)
-    said = [json.loads(their) for their in gathered(store, "ties", rank, seats.ranks, text)]
+    said = board.gathered(TIES, mine)
     own = {(copy.stage, copy.names[0]): copy for copy in copies}
     for member, look in asked:
         counts = [seats.counts[k] for k in (member.home, member.copy)]

@@ -143,9 +143,17 @@ class Watch:
                 return
 
 
-def connection(store: Store, patience: float) -> Store:
-    """A connection of its own to the same store, whose calls take so many seconds at most."""
-    made: Store = store.clone()  # type: ignore[attr-defined]
+def connection(store: Store, patience: float, timeout: float) -> Store:
+    """A connection of its own to the same store, whose calls take so many seconds at most.
+
+    To make it takes ``timeout`` at most, whatever the store's own is.
+    """
+    before = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=timeout / 2))  # torch tries twice
+    try:
+        made: Store = store.clone()  # type: ignore[attr-defined]
+    finally:
+        store.set_timeout(before)
     made.set_timeout(timedelta(seconds=patience))
     return made
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from datetime import timedelta
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +44,13 @@ class Default:
         self.WORLD = SimpleNamespace(bound_device_id=device_id)
 
 
+def unwatched(rank):
+    """In place of a board."""
+    return SimpleNamespace(
+        rank=rank, timeout=1.0, doing=lambda *_: None, blocked=lambda *_: nullcontext()
+    )
+
+
 @pytest.fixture
 def opened(monkeypatch):
     """Returns a function that opens the links of all ranks: per rank the links, and the uses.
@@ -73,7 +80,9 @@ def opened(monkeypatch):
             monkeypatch.setattr(dist, "new_group", new_group)
             for what in ("send", "recv", "all_reduce"):
                 monkeypatch.setattr(dist, what, use(what))
-            links = links_module.open_links(None, CPU, 1.0, False, replicas, targets, bodies)
+            links = links_module.open_links(
+                None, CPU, unwatched(rank), False, replicas, targets, bodies
+            )
             found.append((links, uses))
         return found
 
@@ -200,7 +209,8 @@ def test_the_groups_stand_by_themselves(monkeypatch):
     monkeypatch.setattr(dist, "new_group", new_group)
     for backend in ("gloo", "nccl"):
         with pytest.raises(ArithmeticError):
-            links_module._group([0], True, backend, CPU, 1.0, links_module._sum)
+            board = unwatched(0)
+            links_module._group("all", [0], [0], board, backend, CPU, links_module._sum)
     assert seen == [("gloo", None, None), ("nccl", CPU, None)]
     assert default.WORLD.bound_device_id == torch.device("cuda", 0)
 
@@ -216,10 +226,7 @@ def test_the_groups_stand_by_themselves(monkeypatch):
     ids=["own", "shared", "without", "cpu"],
 )
 def test_nccl_is_for_ranks_with_a_gpu_each(gpus, expected, monkeypatch):
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=5))
-    for rank, gpu in enumerate(gpus):
-        store.set(f"gpu/{rank}", gpu)
-    for rank, gpu in enumerate(gpus):
+    for gpu in gpus:
         monkeypatch.setattr(links_module, "_gpu", lambda _, gpu=gpu: gpu)
-        assert links_module.backend_of_bodies(store, rank, len(gpus), CPU) == expected
+        board = SimpleNamespace(gathered=lambda where, mine: gpus if mine in gpus else None)
+        assert links_module.backend_of_bodies(board, CPU) == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from helpers import rank_pipelines, rank_programs
@@ -149,14 +151,40 @@ def test_what_ranks_must_agree_on():
     assert "the ranks of the first and the last stage need them" in found[1]["no batches"]
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
-def test_a_rank_that_fails_while_edges_are_opened(culprit):
-    ends = Ranks(rank_pipelines.opening, 3, culprit).join()
+@pytest.mark.parametrize(
+    ("culprit", "when"), [(0, "earlier"), (1, "sooner"), (0, "later"), (2, "later"), (1, "hangs")]
+)
+def test_a_rank_that_fails_while_links_are_opened(culprit, when):
+    ends = Ranks(rank_pipelines.opening, 3, culprit, when).join()
     assert [end.code for end in ends] == [1, 1, 1]
-    assert "ArithmeticError: planned" in ends[culprit].error
-    for rank in {0, 1, 2} - {culprit}:
-        cause = f"rank {culprit}, starting: ArithmeticError: planned"
-        assert f"RankError: rank {rank}, starting; first cause: {cause}" in ends[rank].error
+    planned = "busy with it for" if when == "hangs" else "ArithmeticError: planned"
+    for rank, end in enumerate(ends):
+        if rank != culprit or when == "hangs":
+            assert f"rank {rank}, " in end.error
+            assert re.search(f"first cause: rank {culprit}, .*{planned}", end.error), end.error
+        else:
+            assert "ArithmeticError: planned" in end.error
+
+
+@pytest.mark.parametrize(
+    ("culprit", "late", "keeper"), [(0, False, False), (1, False, False), (1, True, True)]
+)
+def test_a_rank_that_does_not_make_its_pipeline(culprit, late, keeper):
+    ranks = Ranks(rank_pipelines.missing, 3, culprit, late, keeper=keeper)
+    ends = ranks.join(but=() if late else (culprit,))
+    for rank, end in enumerate(ends):
+        if rank != culprit or late:
+            cause = f"rank {culprit}, meeting: it has not come within 4.0 s"
+            assert end.code == 1
+            assert f"RankError: rank {rank}, meeting; first cause: {cause}" in end.error
+
+
+def test_rank_0_keeps_the_store_and_ends_early():
+    first, *others = Ranks(rank_pipelines.leaving_early, 3, keeper=False).join()
+    assert "targets_from: expected 'first' or 'last'" in first.error
+    for end in others:
+        assert end.code == 1
+        assert "first cause: rank 0, last known in starting: the store that it" in end.error
 
 
 @pytest.mark.parametrize(

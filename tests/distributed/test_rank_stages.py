@@ -9,7 +9,6 @@ import torch
 from helpers import loop_programs, rank_pipelines, rank_programs
 from helpers.failing_runs import expect_one_end, stages_trial
 from helpers.ranks import Ranks, run_ranks
-from torch.distributed import HashStore
 
 import spectrain_ext as st
 from spectrain_ext.distributed.neighbourhood import DistributedNeighbourhood
@@ -156,7 +155,7 @@ def test_stages_of_a_cut_have_an_order_over_ranks(method, order, what):
 def test_the_stages_of_a_rank_are_on_one_device():
     seats = Replicas((1,) * 4, 2)
     around = DistributedNeighbourhood(
-        *(None, HashStore(), SimpleNamespace(rank=0), seats, False, False, "last"),
+        *(None, SimpleNamespace(rank=0), seats, False, False, "last"),
         clip_norm=None,
         clip_scope="stage",
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+from datetime import timedelta
 
 import pytest
 from helpers.cli_programs import listening
 
 from spectrain_ext.distributed.store import store_at
+from spectrain_ext.distributed.watch import connection
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "127.0.0.2"])
@@ -26,6 +28,24 @@ def test_it_listens_on_the_address_alone(address):
     for elsewhere in {"127.0.0.3"} - {address}:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((elsewhere, kept.port), timeout=5.0)
+
+
+def test_a_connection_is_not_waited_for_as_long_as_the_store_says():
+    class Asked:
+        timeout = timedelta(minutes=30)
+
+        def set_timeout(self, timeout):
+            self.timeout = timeout
+
+        def clone(self):
+            found = Asked()
+            found.tried = self.timeout
+            return found
+
+    store = Asked()
+    made = connection(store, patience=1.0, timeout=8.0)
+    assert (made.tried.seconds, made.timeout.seconds) == (4, 1)
+    assert store.timeout == timedelta(minutes=30)
 
 
 def test_what_cannot_be_listened_on_is_named():

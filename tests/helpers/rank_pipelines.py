@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from helpers.foreign_optimizers import FOREIGN
 from helpers.rank_programs import commit
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader, TensorDataset
 
 import spectrain_ext as st
@@ -261,16 +263,38 @@ def small(rank, ranks, method="vanilla", make=optimizer, chunks=1, **settings):
     )
 
 
-def opening(rank, ranks, culprit):
-    """One rank has its edges and fails before the others know of it."""
-    real = neighbourhood.open_links
+def opening(rank, ranks, culprit, when):
+    """One rank fails, or hangs, before the others have opened their links, or know of its own."""
+    name = "backend_of_bodies" if when == "earlier" else "open_links"
+    real = getattr(neighbourhood, name)
 
     def fails(*given):
-        real(*given)
-        raise ArithmeticError("planned")
+        if when == "later":
+            real(*given)
+        commit("hang" if when == "hangs" else "exception")
 
     if rank == culprit:
-        neighbourhood.open_links = fails
+        setattr(neighbourhood, name, fails)
+    small(rank, ranks, timeout=4.0 if when == "hangs" else 20.0)
+
+
+def missing(rank, ranks, culprit, late):
+    """One rank does not make its pipeline, or when the others have given up."""
+    if rank == culprit and not late:
+        commit("hang")
+    if rank == culprit:
+        of_all = "-".join(map(str, range(ranks)))
+        _get_default_store().wait([f"spectrain_ext/{of_all}/0/meeting/{rank}"])
+    small(rank, ranks, timeout=4.0)
+
+
+def leaving_early(rank, ranks):
+    """Rank 0, which keeps the store, has ended when the others come."""
+    if rank == 0:
+        small(rank, ranks, targets_from="nowhere")
+    with suppress(RuntimeError):
+        while True:
+            _get_default_store().check(["anything"])
     small(rank, ranks)
 
 

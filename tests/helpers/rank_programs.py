@@ -78,7 +78,7 @@ def travels(rank, ranks, way, program, *args):
 def ends_of(rank, ranks, depth=3, dynamic=False, timeout=30.0, staged=False):
     """A board and the two ends of edge 0 -> 1, of which each rank has one."""
     told = board(rank, ranks, timeout)
-    links = open_links(None, CPU, timeout, dynamic)
+    links = open_links(None, CPU, told, dynamic)
     stream = callers_stream(CPU)
     (link,) = (links.into if rank else links.out)[Traffic.ACTIVATIONS].values()
     link = link._replace(staged=staged)
@@ -198,7 +198,7 @@ def grows(rank, ranks):
 def chain(rank, ranks, fault, culprit, timeout, grace):
     """Every rank waits for the one before it, and the culprit does something else."""
     told = board(rank, ranks, timeout, grace)
-    links = open_links(None, CPU, timeout, False)
+    links = open_links(None, CPU, told, False)
     if rank:
         inlet = Inlet(links.into[Traffic.ACTIVATIONS][rank - 1], CPU, callers_stream(CPU), 3, told)
         inlet.begin()
