@@ -277,7 +277,7 @@ class _Place(NamedTuple):
                 true.copy_(p.detach())
         if p.dtype != own.dtype:
             p.grad = None
-        if now != at[0]:
+        if now != at[0] or p.dtype != own.dtype:  # what is empty is at no address
             p.data = own
         return fits
 

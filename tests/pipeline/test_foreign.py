@@ -163,6 +163,19 @@ def test_a_master_keeps_what_bfloat16_weights_would_lose():
     assert found == [1.0, 1 - 64 / 512]
 
 
+def test_a_parameter_without_elements_beside_a_master():
+    """Which is at no address, before a step and in it."""
+    stages = [stage.bfloat16() for stage in tanh_stages(2)]
+    stages[1].register_parameter("nothing", nn.Parameter(torch.zeros(0, 3, dtype=torch.bfloat16)))
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(4)]
+    pipe = st.Pipeline(
+        stages, FOREIGN["AdamW"], mse, "vanilla", microbatches=1, master_dtype=torch.float32
+    )
+    for _ in range(2):
+        losses(pipe, data)
+    assert stages[1].nothing.dtype == torch.bfloat16
+
+
 def test_the_optimizers_are_the_users_own():
     made = []
 
