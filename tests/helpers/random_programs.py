@@ -195,7 +195,7 @@ class Program:
             numbers |= {"lr_decay": self.pick(0.0, 0.1)}
         averaging = numbers.keys() & {"ema", "decoupled_weight_decay"}
         if kind in (*SAME, "SGD", "Adam", "AdamW", "NAdam") and not averaging and self.chance(0.1):
-            numbers["maximize"] = True
+            numbers |= {"maximize": True, "lr": numbers["lr"] / 10}  # a loss has no largest value
         how = [{}]
         how += [{"fused": True}] if kind in FUSED else []
         how += [{"foreach": True}, {"foreach": False}] if kind in FOREACH else []
@@ -301,7 +301,8 @@ class Program:
                 wrong = {"instance norm"} | ({"group norm"} if k <= first else set())
                 names[:] = ["gelu" if name in wrong else name for name in names]
         places = [(k, b) for k in range(self.n) for b, name in enumerate(self.blocks[k])]
-        alike = [(k, b) for k, b in places if self.blocks[k][b] == "plain"]
+        frozen = [k for k in range(self.n) if self.frozen[k] == "all"]
+        alike = [(k, b) for k, b in places if k not in frozen and self.blocks[k][b] == "plain"]
         count = self.pick(0, 0, 2, 2, 3)
         self.ties = sorted(self.draw.sample(alike, count)) if len(alike) >= count else []
         self.tie_biases = self.chance(0.3)
