@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import Store
 from spectrain_ext.errors import RankError, StageError
 
 from .blame import Cause, most_silent, seconds_stuck, suspect
-from .watch import FAILED, Watch, connection
+from .watch import FAILED, SLOW, Watch, connection
 
 #: What ranks tell all others before they open links: one that fails says that in all of these.
 MEETING = "meeting"
@@ -147,13 +147,14 @@ class Board:
                 name the same one.
         """
         store, began = self._patient_store, monotonic()
+        limit = max(self.timeout, SLOW) if where == MEETING else self.timeout
         keys = [f"{where}/{r}" for r in range(self.ranks)]
         try:
             store.compare_set(keys[self.rank], "", json.dumps({"said": mine}))
             try:
-                store.wait(keys, timedelta(seconds=self.timeout))
+                store.wait(keys, timedelta(seconds=limit))
             except RuntimeError:  # said in the place of whoever is missing: all hear it at once
-                late = json.dumps({_LATE: f"it has not come within {self.timeout:.1f} s"})
+                late = json.dumps({_LATE: f"it has not come within {limit:.1f} s"})
                 for key in keys:
                     store.compare_set(key, "", late)
             found = [json.loads(text) for text in store.multi_get(keys)]

@@ -77,8 +77,8 @@ class DistributedPipeline(Pipeline):
         device: where the stage is moved; None: where it is. Either all ranks have the CPU (messages
             go by gloo) or all have a CUDA device: messages go by NCCL if each has one of its own,
             otherwise by gloo through host memory.
-        timeout: seconds that a rank waits for another, to make its pipeline or in a run, before all
-            end with a ``RankError``.
+        timeout: seconds that a rank waits for another, to make its pipeline (15 at least) or in a
+            run, before all end with a ``RankError``.
         dynamic_shapes: whether later messages may be larger than the first. Smaller ones, such as
             an uneven last minibatch, need no permission.
         share_loss: whether every rank gets the losses, as float64; on CUDA that makes the last

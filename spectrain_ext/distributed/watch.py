@@ -143,13 +143,18 @@ class Watch:
                 return
 
 
+#: Seconds that new connections to a store may take. Torch asks a name server for the name of each
+#: address: 5 s where that does not answer, for one connection in 60 on a machine here.
+SLOW = 15.0
+
+
 def connection(store: Store, patience: float, timeout: float) -> Store:
     """A connection of its own to the same store, whose calls take so many seconds at most.
 
-    To make it takes ``timeout`` at most, whatever the store's own is.
+    To make it takes ``timeout`` at most, or twice ``SLOW``, whatever the store's own is.
     """
     before = store.timeout  # type: ignore[attr-defined]
-    store.set_timeout(timedelta(seconds=timeout / 2))  # torch tries twice
+    store.set_timeout(timedelta(seconds=max(timeout / 2, SLOW)))  # torch tries twice
     try:
         made: Store = store.clone()  # type: ignore[attr-defined]
     finally:
