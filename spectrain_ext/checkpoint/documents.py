@@ -322,8 +322,8 @@ def _check_places(body: Json) -> None:
             raise ValueError(f"tensors: {name!r} and {other!r} are in the same place")
 
 
-def _small(number: int) -> bool:
-    return 0 <= number < 1 << 62
+def _small(number: object) -> bool:
+    return type(number) is int and 0 <= number < 1 << 62
 
 
 def _check_decoded(

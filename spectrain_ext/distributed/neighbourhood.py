@@ -10,7 +10,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spectrain_ext.method import Method, Window, phase_places, phases_of, put_off_by
+from spectrain_ext.method import (
+    Method,
+    Window,
+    check_replicas,
+    phase_places,
+    phases_of,
+    put_off_by,
+)
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.arguments import check_order, cut_place
 from spectrain_ext.pipeline.averaging import Averaged
@@ -115,6 +122,8 @@ class DistributedNeighbourhood:
         self.loss_fn = loss_fn
         microbatches = places[0].microbatches * seats.counts[0]
         of_phases = phase_places(method, seats.stages, microbatches, self._window, seats)
+        if self._averaging is None:
+            check_replicas(method, of_phases, seats)
         found = board.meet(
             {
                 "stage": f"{len(stages)} stages",

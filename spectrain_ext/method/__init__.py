@@ -13,7 +13,7 @@ from .registry import (
     spectrain,
     xgrad,
 )
-from .rules import check, check_optimizer, in_words, rules_at
+from .rules import check, check_optimizer, check_replicas, in_words, rules_at
 from .value import Method, Phase, chunks_of, factor_of, phases_of
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Window",
     "check",
     "check_optimizer",
+    "check_replicas",
     "chunks_of",
     "delay",
     "delay_under",

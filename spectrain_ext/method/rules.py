@@ -66,6 +66,29 @@ def check(
             rules = rules_at(phase, place, optimizer)
             if optimizer is not None:
                 check_optimizer(phase, rules, place.stage, optimizer)
+    if replicas is not None:
+        check_replicas(method, of_phases, replicas)
+
+
+def check_replicas(
+    method: Method, of_phases: Sequence[Sequence[Place]], replicas: Replicas
+) -> None:
+    """Refuse steps that read what only one replica's gradients were computed with.
+
+    Args:
+        method: the method.
+        of_phases: the places of all stages in each of its phases.
+        replicas: of every stage, whose gradients are summed.
+    """
+    for phase, places in zip(phases_of(method), of_phases, strict=True):
+        for k, count in enumerate(replicas.counts):
+            correction = rules_at(phase, places[k]).correction
+            if count > 1 and correction is not None and correction.reads_stale:
+                raise ValueError(
+                    f"replicas: method {phase.name!r} corrects gradients of stage {k} by the stale "
+                    f"weights that they read, of which its {count} replicas have different ones, "
+                    "and would drift apart; expected one replica of that stage"
+                )
 
 
 def check_optimizer(method: Method, rules: Rules, k: int, optimizer: torch.optim.Optimizer) -> None:

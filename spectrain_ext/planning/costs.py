@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from spectrain_ext.method import Method, Window, delay_under, places_of, rules_at
+from spectrain_ext.method import (
+    Method,
+    Window,
+    check_replicas,
+    delay_under,
+    places_of,
+    rules_at,
+)
 from spectrain_ext.partitioning import BlockProfile, Profile
 from spectrain_ext.schedule import (
     Count,
@@ -102,6 +109,7 @@ class Costs:
         self.places = places_of(method, stages, way.microbatches, way.window, self._seats)
         self.flushes = flushes(method.schedule)
         self._rules = [rules_at(method, place) for place in self.places]
+        check_replicas(method, [self.places], self._seats)
         blocks = setting.profile(way.microbatches).blocks
         starts = (0, *way.ends[:-1])
         self._stages = [

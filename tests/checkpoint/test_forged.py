@@ -246,6 +246,7 @@ def test_values_that_no_save_writes(saved, value):
     [
         lambda b: b.update(extra=nest(1, 50), minibatches=True),
         lambda b: b.update(minibatches=-1),
+        lambda b: b.update(training={"minibatches": 1, "phase": 0, "more": [1]}),
         lambda b: b.update(processes=[]),
         lambda b: b["processes"][0].update(random=[3]),
         lambda b: b["stages"][0].update(parameters=[["0.linear.weight"]]),
@@ -281,7 +282,7 @@ def test_values_that_no_save_writes(saved, value):
         lambda b: b["stages"][0]["scheduler"].update(milestones=3),
         lambda b: b["stages"][0]["scheduler"].update({"$dict": []}),
     ],
-    ids=range(34),
+    ids=range(35),
 )
 def test_more_forged_documents(saved, change):
     forge(saved, change)

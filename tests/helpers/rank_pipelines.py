@@ -530,9 +530,9 @@ def cut(rank, ranks):
     stages = st.partition(Connected(), 3, batches[0][0], split_points=points, profile=profile)
     loss_fn = nn.functional.mse_loss
     if ranks == 1:
-        pipe = st.Pipeline(stages, optimizer, loss_fn)
+        pipe = st.Pipeline(stages, optimizer, loss_fn, microbatches=1)
     else:
-        pipe = st.DistributedPipeline(list(stages)[rank], optimizer, loss_fn)
+        pipe = st.DistributedPipeline(list(stages)[rank], optimizer, loss_fn, microbatches=1)
     for _ in pipe.run(batches):
         pass
     pipe.eval()

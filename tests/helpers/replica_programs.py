@@ -146,6 +146,7 @@ def refused(rank, ranks):
     attempt("dealt", lambda: make(rank, [1, 3], microbatches=4))
     attempt("window", lambda: make(rank, [1, 3], window=2, microbatches=3))
     attempt("entry", lambda: make(rank, [1, 3], "pipedream-vertical-sync", microbatches=3))
+    attempt("stale", lambda: make(rank, [2, 2], "dc-asgd", microbatches=4))
     attempt("seats", lambda: make(rank, [[1, 3], [3, 1]][rank % 2], microbatches=3))
 
     def changed(by):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from oracle.schedules import counted
+from oracle.schedules import CHUNKED, counted
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def window_of(definition, window, k, n, m):
         return min(m, n - k)
     if definition.schedule == "zb-h1":
         return n
-    if definition.schedule in ("interleaved", "interleaved-async", "wpipe"):
+    if definition.schedule in CHUNKED:
         return counted(definition.schedule, k, n, m)[0]
     if window is None or window == "classic":
         return n - k

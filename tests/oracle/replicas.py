@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oracle.definition import Oracle
 from oracle.methods import window_of
-from oracle.schedules import flushing, order, updates_before
+from oracle.schedules import CHUNKED, flushing, order, updates_before
 
 
 class ReplicaOracle(Oracle):
@@ -24,6 +24,8 @@ class ReplicaOracle(Oracle):
         """As many stages to come as there are ranks from here on, for each replica."""
         if isinstance(self.window, list):
             return self.window[k]
+        if self.method.schedule in CHUNKED:
+            return window_of(self.method, self.window, k, len(self.counts), self.parts[k])
         ahead = -(-sum(self.counts[k:]) // self.counts[k])
         return window_of(self.method, self.window, 0, ahead, self.parts[k])
 
@@ -34,7 +36,9 @@ class ReplicaOracle(Oracle):
             if self.method.schedule == "1f1b":
                 actions = flushing(window, own)
             else:
-                actions = order(self.method.schedule, 0, 1, window, self.parts[k], own)
+                # Those with chunks have as many replicas everywhere: each is a pipeline of its own.
+                at = (k, len(self.counts)) if self.method.schedule in CHUNKED else (0, 1)
+                actions = order(self.method.schedule, *at, window, self.parts[k], own)
             for (i, j), updates in updates_before(actions, "F").items():
                 found[i, c + j * r] = updates
         return found

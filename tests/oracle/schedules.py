@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 FLUSHING = ("gpipe", "1f1b", "zb-h1", "interleaved")
+CHUNKED = ("interleaved", "interleaved-async", "wpipe")  # several stages on a device
 
 
 def order(schedule, k, n, window, m, parts):

@@ -143,6 +143,20 @@ def test_the_call_that_it_prints_is_one_that_can_be_made():
         st.methods().index(given["method"])
 
 
+def test_replicas_that_a_pipeline_refuses_are_not_planned():
+    found = plan(SOME, 4, link="nvlink", batch=8, methods=["dc-asgd", "pipedream"])
+    of_method = {
+        name: [c.replicas for c in found.candidates if c.method == name]
+        for name in ("dc-asgd", "pipedream")
+    }
+    assert of_method["dc-asgd"]
+    for replicas in of_method["dc-asgd"]:  # the last stage is never late
+        assert set(replicas[:-1]) <= {1}
+    with pytest.raises(ValueError, match=r"method 'dc-asgd' corrects gradients of stage 0 by"):
+        st.method.check("dc-asgd", 2, microbatches=2, replicas=[2, 1])
+    st.method.check("dc-asgd", 2, microbatches=2, replicas=[1, 2])
+
+
 def test_arguments_out_of_range():
     for more, message in (
         ({"devices": 0}, "devices: expected a number from 1 to .*, got 0"),
