@@ -125,11 +125,12 @@ def test_one_stage_is_synchronous_training(name, count, m, options):
 )
 def test_a_flush_gives_the_gradients_of_one_device(schedule, n, m, size, count):
     stages, data = tanh_stages(n), batches(count, size=size)
-    mine, theirs = [], []
+    mine, theirs = [], []  # of every stage, and of the model
 
     def optimizer(params):
-        made = sgd()(params)
-        made.register_step_pre_hook(lambda *_: mine.append([p.grad.clone() for p in params]))
+        made, found = sgd()(params), []
+        mine.append(found)
+        made.register_step_pre_hook(lambda *_: found.append([p.grad.clone() for p in params]))
         return made
 
     found = trained(stages, data, schedule, optimizer, microbatches=m)
@@ -139,10 +140,8 @@ def test_a_flush_gives_the_gradients_of_one_device(schedule, n, m, size, count):
         before_step=lambda model: theirs.append([p.grad.clone() for p in model.parameters()]),
     )
     assert_same(found, expected)
-    # The last stage updates first.
     for i, gradients in enumerate(theirs):
-        of_stages = mine[i * n : (i + 1) * n]
-        close([g for of_stage in reversed(of_stages) for g in of_stage], gradients)
+        close([gradient for of_stage in mine for gradient in of_stage[i]], gradients)
 
 
 @few
