@@ -26,7 +26,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(n, marks=[] if n < 6 else pytest.mark.nightly) for n in range(150)],
+    [pytest.param(n, marks=[] if n < 6 else pytest.mark.nightly) for n in range(400)],
 )
 def test_one_end_for_all(seed, record_property):
     count, what = trial(seed)
@@ -36,7 +36,7 @@ def test_one_end_for_all(seed, record_property):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(100))
 def test_one_end_for_all_replicas(seed, record_property):
     count, what = replica_trial(seed)
     record_property(FAULT, ("a replica fails in a run", seed, what["fault"]))
@@ -70,7 +70,7 @@ def checkpoint_trial(seed):
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(n, marks=[] if n < 5 else pytest.mark.nightly) for n in range(60)],
+    [pytest.param(n, marks=[] if n < 5 else pytest.mark.nightly) for n in range(300)],
 )
 def test_a_failure_while_saving_loses_nothing(tmp_path, seed, record_property):
     count, what = checkpoint_trial(seed)

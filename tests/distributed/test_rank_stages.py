@@ -166,7 +166,7 @@ def test_the_stages_of_a_rank_are_on_one_device():
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(n, marks=[] if n < 4 else pytest.mark.nightly) for n in range(40)],
+    [pytest.param(n, marks=[] if n < 4 else pytest.mark.nightly) for n in range(100)],
 )
 def test_one_end_for_all(seed):
     count, what = stages_trial(seed)

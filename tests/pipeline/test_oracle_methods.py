@@ -49,11 +49,11 @@ def test_every_pair_of_settings(case):
 def test_many_settings(method, n):
     """With rates that change: a constant one could hide which update's rate was taken.
 
-    A sixth of all of them, which took three hours.
+    A third of all of them, which took three hours.
     """
     if n > METHODS[method].stages:
         pytest.skip(f"{method} is not defined for {n} stages")
     rows = (method, n, "decaying")
     cases = [case for case in every_case() if (case.method, case.stages, case.rates) == rows]
-    for case in random.Random(f"{method} {n}").sample(cases, min(len(cases), 16)):
+    for case in random.Random(f"{method} {n}").sample(cases, min(len(cases), 32)):
         compare(case)
