@@ -144,7 +144,7 @@ class Watch:
 
 
 #: Seconds that new connections to a store may take. Torch asks a name server for the name of each
-#: address: 5 s where that does not answer, for one connection in 60 on a machine here.
+#: address: 5 s where that does not answer (measured: for 103 connections of 6,000).
 SLOW = 15.0
 
 
