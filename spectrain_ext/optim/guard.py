@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -30,15 +30,13 @@ class SaveGuard:
     def __init__(self, why: str) -> None:
         self._why = why
         self._lifted = False
-        # The same ones each time: torch.compile may guard on them.
-        self._detaching: dict[Tensor, Callable[[], Tensor]] = {}
 
     def put(self, params: Iterable[Tensor]) -> None:
         """Guard these parameters, until ``take`` is called."""
         self._lifted = False
         for p in params:
-            detach = self._detaching.setdefault(p, partial(self._detach, p))
-            vars(p).update(zip(_NAMES, (detach, self._copy, self._copy), strict=True))
+            own = (partial(self._detach, p), self._copy, self._copy)
+            vars(p).update(zip(_NAMES, own, strict=True))
 
     def take(self, params: Iterable[Tensor]) -> None:
         """Let them be saved again; may be repeated, or done without a ``put``."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -140,6 +142,19 @@ def test_a_model_is_not_saved_while_its_weights_are_predicted(ends: str) -> None
     for save in saves:
         save()
     assert all(not vars(p) for p in model.parameters())
+
+
+def test_weights_that_were_predicted_are_not_kept_alive() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = st.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    with optimizer.predicted(2):
+        model(torch.randn(3, 4)).sum().backward()
+    weight = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
 
 
 def test_a_backward_across_predict_or_restore_raises() -> None:
