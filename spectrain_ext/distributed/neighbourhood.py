@@ -31,12 +31,11 @@ from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.ties import Copy
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import (
-    Action,
     Generator,
+    Instruction,
     Place,
     Replicas,
     device_order,
-    find_generator,
     name_of,
 )
 from spectrain_ext.transport import Receiver
@@ -246,11 +245,9 @@ class DistributedNeighbourhood:
 
     def order(
         self, schedule: Generator, places: list[Place]
-    ) -> Iterator[tuple[int, Action]] | None:
+    ) -> Iterator[tuple[int, Instruction]] | None:
         if len(self._around) == 1:
             return None
-        if self._arranged.evaluates:  # what comes back comes when a backward would
-            schedule = find_generator("1f1b-async")
         ranks = [place.stage % self.seats.ranks for place in places]
         return device_order([schedule(place) for place in places], ranks)[self._board.rank]
 

@@ -35,7 +35,15 @@ from spectrain_ext.operators.averaging import Averager, Averaging, in_a_row, tak
 from spectrain_ext.optim.foreign import updater_of
 from spectrain_ext.pipeline.averaging import Meeting
 from spectrain_ext.pipeline.clipping import clip, gradient_norm
-from spectrain_ext.schedule import Action, Entries, Generator, Kind, Place, Rules, find_generator
+from spectrain_ext.schedule import (
+    Entries,
+    Generator,
+    Instruction,
+    Kind,
+    Place,
+    Rules,
+    find_generator,
+)
 from spectrain_ext.weights import paced, rates_of
 from spectrain_ext.weights.storage import Content, Storage
 from spectrain_ext.weights.versions import Versions
@@ -71,7 +79,7 @@ class _Stage:
         self._max_norm = max_norm
         entry, place = places
         generator = find_generator(schedule)
-        self._actions: Iterator[Action] = generator(place)
+        self._actions: Iterator[Instruction] = generator(place)
         self._storage = Storage(
             self.params,
             self._updater,

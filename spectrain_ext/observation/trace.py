@@ -11,7 +11,16 @@ import torch
 
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.stage import Handler
-from spectrain_ext.schedule import Action, Entries, Kind, Lane, Ledger, Rules, Span, open_ledgers
+from spectrain_ext.schedule import (
+    Entries,
+    Instruction,
+    Kind,
+    Lane,
+    Ledger,
+    Rules,
+    Span,
+    open_ledgers,
+)
 
 from .marks import WORK, Mark, Record, marked
 
@@ -37,7 +46,7 @@ class _Phase:
     rules: Sequence[Rules]
     before: int = 0
     records: list[Record] = field(default_factory=list)
-    entry: dict[int, Callable[[], Iterator[Action]] | None] = field(default_factory=dict)
+    entry: dict[int, Callable[[], Iterator[Instruction]] | None] = field(default_factory=dict)
 
     def ledgers(self) -> list[Ledger]:
         """Of all stages; where stage 0 is in another process, its schedule tells its versions."""
@@ -109,8 +118,8 @@ class Trace(Observer):
         )
         for phase, ledgers, k, kind, i, j, start, end in records:
             lane = WORK[kind][0]
-            turn = ledgers[k].enter([Action(kind, i, j)]) if kind in _TURNS else [(None, 0)]
-            action = Action(kind, phase.before + i, j)
+            turn = ledgers[k].enter([Instruction(kind, i, j)]) if kind in _TURNS else [(None, 0)]
+            action = Instruction(kind, phase.before + i, j)
             # An event on an idle stream happens at once, although what comes after it has to wait
             # for the stage's computation.
             free = max(lane_ends.get((k, lane), 0.0), lane_ends.get((k, "compute"), 0.0))

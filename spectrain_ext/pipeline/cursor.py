@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spectrain_ext.schedule.actions import Action, Kind
+from spectrain_ext.schedule.instructions import Instruction, Kind
 
 #: The value of the StopIteration of an iterator that keeps the rest of its batches for another run.
 LEFT = object()
@@ -53,13 +53,13 @@ class Cursor:
         extent: the run.
     """
 
-    def __init__(self, actions: Iterator[Action], extent: Extent) -> None:
+    def __init__(self, actions: Iterator[Instruction], extent: Extent) -> None:
         self._actions = actions
         self._extent = extent
-        self._head: Action | None = None
+        self._head: Instruction | None = None
         self.advance()
 
-    def head(self) -> Action | None:
+    def head(self) -> Instruction | None:
         """The action to run next; None when the stage has finished."""
         extent = self._extent
         while self._head is not None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from spectrain_ext.errors import placed
 from spectrain_ext.rng import TURN
-from spectrain_ext.schedule import Place, Replicas, forwards
+from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.transport import Buffer, Message, tensors_in
 
 from .batch import SplitDim, samples_in, sides_of
@@ -312,7 +312,10 @@ def evaluating(executor: Executor, measure: Callable[..., Any], evaluates: bool 
         Place(k, seats.stages, (2 * (seats.stages - k) - 1) * part, part)
         for k, part in enumerate(parts)
     ]
-    return Executor(stages, places, forwards, around.evaluating(stages, places, measure))
+    # No stage gets ahead of the last one by more than its window: what comes back is the word that
+    # a batch is through, with memory for as many messages.
+    around = around.evaluating(stages, places, measure)
+    return Executor(stages, places, "1f1b-async", around, evaluates=True)
 
 
 def minibatches(batches: Iterable[object], seats: Replicas, alone: bool) -> Iterator[object]:

@@ -12,8 +12,8 @@ from typing import TypeAlias
 from weakref import ref
 
 from spectrain_ext.errors import RankError, StageError, make_all, noted_on
-from spectrain_ext.schedule import Action, Kind, Place, find_generator
 from spectrain_ext.schedule import Generator as Schedule
+from spectrain_ext.schedule import Instruction, Kind, Place, find_generator, lower
 from spectrain_ext.transport import Stream, callers_stream, captured
 
 from .cursor import Cursor, Extent
@@ -51,6 +51,7 @@ class Executor:
         places: the places of all stages of the pipeline.
         schedule: the order in which they act, by name, or its generator.
         around: what the stages are connected to.
+        evaluates: whether the stages only go forward.
 
     Attributes:
         places, stages: as given.
@@ -65,7 +66,9 @@ class Executor:
         places: list[Place],
         schedule: str | Schedule,
         around: Neighbourhood,
+        evaluates: bool = False,
     ) -> None:
+        self._evaluates = evaluates
         self._run: Callable[[], _Run | None] = _no_run
         self._ended = True
         self.stages = stages
@@ -168,10 +171,11 @@ class Executor:
         self._extent = Extent(in_flight)
         self.follow_caller()
         for stage in self.stages:
-            actions = self._schedule(self.places[stage.index])
-            stage.begin(Cursor(actions, self._extent), self._extent)
+            place = self.places[stage.index]
+            instructions = lower(self._schedule(place), place, self._evaluates)
+            stage.begin(Cursor(instructions, self._extent), self._extent)
         self._order = self._around.order(self._schedule, self.places)
-        self._late: list[tuple[Stage, Action]] = []
+        self._late: list[tuple[Stage, Instruction]] = []
         self._around.begin(batches, self._extent, keep)
 
     def _check(self) -> None:
@@ -302,7 +306,7 @@ class Executor:
         return progress
 
     def _in_order(
-        self, order: Iterator[tuple[int, Action]], of: dict[int, tuple[Stage, Work]]
+        self, order: Iterator[tuple[int, Instruction]], of: dict[int, tuple[Stage, Work]]
     ) -> Iterator[Result]:
         """Give the stages their turns in an order, which goes on after the end of the run.
 
@@ -320,7 +324,7 @@ class Executor:
             while results:
                 yield results.popleft()
 
-    def _took(self, stage: Stage, work: Work, turn: Action) -> bool:
+    def _took(self, stage: Stage, work: Work, turn: Instruction) -> bool:
         """Run a turn, or what the run has of it; whether it has ended."""
         cursor = stage.cursor
         kind, i, j = turn
@@ -335,7 +339,7 @@ class Executor:
             action = cursor.head()
         return True
 
-    def _act(self, stage: Stage, handler: Handler, action: Action) -> None:
+    def _act(self, stage: Stage, handler: Handler, action: Instruction) -> None:
         """Run an action; its exception becomes the stage's."""
         kind, i, j = action
         try:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from spectrain_ext.method import Method, put_off_by
-from spectrain_ext.schedule import Action, Generator, Kind, Place, Replicas
+from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas
 from spectrain_ext.transport import Buffer, Edge, Receiver
 
 from .averaging import Averaged
@@ -89,7 +89,7 @@ class Neighbourhood(Protocol):
 
     def order(
         self, schedule: Generator, places: list[Place]
-    ) -> Iterator[tuple[int, Action]] | None:
+    ) -> Iterator[tuple[int, Instruction]] | None:
         """Whose turn it is in a run, one after another, as (stage, turn); without an end.
 
         None: the stages take turns, each as far as what it waits for has come.

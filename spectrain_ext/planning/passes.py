@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple, cast
 
 from spectrain_ext.method import Method, find_method, rules_at
-from spectrain_ext.schedule import Entries, Kind, Place, find_generator, turns
+from spectrain_ext.schedule import Entries, Kind, Place, find_generator
 from spectrain_ext.weights.storage import Content, Difference, Storage
 from spectrain_ext.weights.versions import Versions
 
@@ -77,7 +77,7 @@ def _count(method: Method, entry: Place, place: Place) -> Passes:
     warm = (entry.window + place.window) // parts + 2
     end = warm + max(4, warm)
     found = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.UPDATE: 0}
-    following = turns(generate(place), place.stage, place.stages)
+    following = generate(place)
     turn = next(following)
     while versions.version < end:
         then = next(following)

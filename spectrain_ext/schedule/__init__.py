@@ -1,14 +1,5 @@
 """Schedules are data: generators write actions, the executor runs them, a count checks them."""
 
-from .actions import (
-    Action,
-    Kind,
-    ScheduleError,
-    backward,
-    backward_input,
-    backward_weights,
-    forward,
-)
 from .chunks import Interleaved, WPipe
 from .compute_csv import read_csv, write_csv
 from .counting import Met, check_generator, read, validate
@@ -19,14 +10,24 @@ from .generators import (
     Generator,
     find_generator,
     flushes,
-    forwards,
     name_of,
     put_off,
     streams,
     takes_window,
 )
+from .instructions import (
+    Instruction,
+    Kind,
+    ScheduleError,
+    backward,
+    backward_input,
+    backward_weights,
+    forward,
+)
+from .interleaving import bounded, interleave
 from .ledger import Count, Ledger, count_stage, open_ledgers
 from .levels import simulate_repeating
+from .lowering import lower
 from .place import Place, Replicas
 from .reading import Backward, Entries, Law, OwnLaw, Reader, Reading, Reads, Rules
 from .sharing import simulate_ranks
@@ -40,18 +41,17 @@ from .simulation import (
     simulate,
     summarize,
 )
-from .turns import interleave, turns
 
 __all__ = [
     "FLUSHING",
     "GENERATORS",
-    "Action",
     "Backward",
     "Count",
     "Durations",
     "Entries",
     "Generator",
     "Horizons",
+    "Instruction",
     "Interleaved",
     "Kind",
     "Lane",
@@ -72,6 +72,7 @@ __all__ = [
     "backward",
     "backward_input",
     "backward_weights",
+    "bounded",
     "check_generator",
     "count_horizons",
     "count_stage",
@@ -79,9 +80,9 @@ __all__ = [
     "find_generator",
     "flushes",
     "forward",
-    "forwards",
     "interleave",
     "lay_out",
+    "lower",
     "name_of",
     "open_ledgers",
     "put_off",
@@ -93,7 +94,6 @@ __all__ = [
     "streams",
     "summarize",
     "takes_window",
-    "turns",
     "validate",
     "write_csv",
 ]

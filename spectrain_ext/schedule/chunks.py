@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, count
 
-from .actions import Action, backward, forward
 from .generators import flushing
+from .instructions import Instruction, backward, forward
 from .place import Place
 
 
@@ -38,7 +38,7 @@ class Interleaved:
         if self.chunks < 1:
             raise ValueError(f"chunks: expected at least 1 stage per device, got {self.chunks}")
 
-    def __call__(self, place: Place) -> Iterator[Action]:
+    def __call__(self, place: Place) -> Iterator[Instruction]:
         """The endless actions of a stage, whatever the window of its place."""
         return chain.from_iterable(self._runs(place))
 
@@ -59,7 +59,7 @@ class Interleaved:
         rounds, rest = divmod(last - chunk * p, p * v)
         return rounds * p + min(p, rest + 1)
 
-    def _runs(self, place: Place) -> Iterator[tuple[Action, ...]]:
+    def _runs(self, place: Place) -> Iterator[tuple[Instruction, ...]]:
         parts = place.microbatches
         begun = 0
         for q in count():
@@ -86,7 +86,7 @@ class WPipe:
     is ever idle, and no more than N - k microbatches are in flight on stage k.
     """
 
-    def __call__(self, place: Place) -> Iterator[Action]:
+    def __call__(self, place: Place) -> Iterator[Instruction]:
         """The endless actions of a stage, whatever the window of its place."""
         k, n = place.stage, place.stages
         if k >= n // 2:
@@ -97,7 +97,7 @@ class WPipe:
         """The most microbatches that stage k of n ever has in flight."""
         return m + min(m, n // 2 - k) if k < n // 2 else min(m, n - k)
 
-    def _moved(self, place: Place) -> Iterator[tuple[Action, ...]]:
+    def _moved(self, place: Place) -> Iterator[tuple[Instruction, ...]]:
         k, n, _, m = place
         ahead = min(m, n // 2 - k)
         for j in range(m):

@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from spectrain_ext.files import read_text
 
-from .actions import (
-    Action,
+from .counting import validate
+from .instructions import (
+    Instruction,
     Kind,
     ScheduleError,
     backward,
@@ -27,9 +28,8 @@ from .actions import (
     backward_weights,
     forward,
 )
-from .counting import validate
+from .interleaving import bounded
 from .place import Place
-from .turns import turns
 
 _CELL = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{0,9})")
 _LARGEST = 1 << 26  # bytes of a file
@@ -62,7 +62,7 @@ _IGNORED = frozenset(
 
 def write_csv(
     path: str | PathLike[str],
-    actions: Sequence[Iterable[Action]],
+    actions: Sequence[Iterable[Instruction]],
     *,
     microbatches: int,
     minibatches: int | None = None,
@@ -84,7 +84,7 @@ def write_csv(
     rows = [
         [
             f"{k}{letters[kind]}{i * microbatches + j}"
-            for kind, i, j in turns(actions[k], k, n, minibatches)
+            for kind, i, j in bounded(actions[k], k, minibatches)
             if kind is not Kind.UPDATE
         ]
         for k in range(n)
@@ -93,7 +93,9 @@ def write_csv(
         csv.writer(file).writerows(rows)
 
 
-def read_csv(path: str | PathLike[str], *, microbatches: int | None = None) -> list[list[Action]]:
+def read_csv(
+    path: str | PathLike[str], *, microbatches: int | None = None
+) -> list[list[Instruction]]:
     """The actions of every stage of a file, checked by ``validate``.
 
     Args:
@@ -154,7 +156,7 @@ def _cells(row: Sequence[str], k: int) -> Iterator[_Cell]:
         yield _Cell(_KINDS[name], int(part))
 
 
-def _actions(row: Iterable[_Cell], k: int, n: int, microbatches: int) -> Iterator[Action]:
+def _actions(row: Iterable[_Cell], k: int, n: int, microbatches: int) -> Iterator[Instruction]:
     """All actions around a row's forwards and backwards, and the updates."""
     no_update = Place(k, n, 1, microbatches + 1)
     left: dict[int, int] = {}  # minibatch -> backwards to come before its update
@@ -166,7 +168,7 @@ def _actions(row: Iterable[_Cell], k: int, n: int, microbatches: int) -> Iterato
         if kind is Kind.BACKWARD or kind is Kind.BACKWARD_WEIGHTS:
             left[i] = left.get(i, microbatches) - 1
             if not left[i]:
-                yield Action(Kind.UPDATE, i)
+                yield Instruction(Kind.UPDATE, i)
 
 
 def _check_edges(row: Sequence[_Cell], k: int, n: int, microbatches: int) -> None:
@@ -185,8 +187,10 @@ def _check_edges(row: Sequence[_Cell], k: int, n: int, microbatches: int) -> Non
             if found is None or (found < position) != before:
                 i, j = divmod(cell.part, microbatches)
                 side = "before" if before else "after"
-                turn = Action(cell.kind, i, j)
-                raise ScheduleError(k, Action(kind, i, j), f"missing: expected {side} the {turn}")
+                turn = Instruction(cell.kind, i, j)
+                raise ScheduleError(
+                    k, Instruction(kind, i, j), f"missing: expected {side} the {turn}"
+                )
 
 
 def _check_order(
@@ -208,4 +212,4 @@ def _check_order(
             instead = f"minibatch {found[0]}, microbatch {found[1]}" if found else "nothing further"
             reason = f"stage {source} sends {instead} at this point"
             wanted = pair[1][0]
-        raise ScheduleError(target, Action(receive, *divmod(wanted, microbatches)), reason)
+        raise ScheduleError(target, Instruction(receive, *divmod(wanted, microbatches)), reason)

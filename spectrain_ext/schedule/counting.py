@@ -6,23 +6,23 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from .actions import Action, Kind, ScheduleError
 from .devices import one_by_one
 from .generators import Generator
+from .instructions import Instruction, Kind, ScheduleError
+from .interleaving import bounded, interleave
 from .ledger import Count, Ledger, Pair, open_ledgers
 from .place import Place
 from .reading import Reading, Rules
-from .turns import interleave, turns
 
 _FORWARD, _UPDATE = Kind.FORWARD, Kind.UPDATE
 
 
 def follow(
-    actions: Sequence[Iterable[Action]],
+    actions: Sequence[Iterable[Instruction]],
     ledgers: Sequence[Ledger],
     minibatches: int | None = None,
     devices: Sequence[int] | None = None,
-) -> Iterator[tuple[int, list[Action], list[Pair]]]:
+) -> Iterator[tuple[int, list[Instruction], list[Pair]]]:
     """The turns of all stages, run against each other and entered into their ledgers.
 
     Args:
@@ -47,7 +47,7 @@ def follow(
 
 
 def validate(
-    actions: Sequence[Iterable[Action]],
+    actions: Sequence[Iterable[Instruction]],
     *,
     minibatches: int | None = None,
     microbatches: int | None = None,
@@ -56,8 +56,8 @@ def validate(
 ) -> list[Count]:
     """Run the actions of all stages against each other, computing nothing, and count.
 
-    Checked are: around every forward and backward what belongs to it (``turns``); every receive has
-    its send, and every send its receive, in the same order; no stages wait for each other for ever;
+    Checked are: there is nothing but computation; what a stage waits for is sent, and what is sent
+    is received, in the same order; no stages wait for each other for ever;
     every microbatch has exactly one forward and one backward, whole or in two halves, in this
     order, and every minibatch an update after its last backward, in the order of minibatches; no
     stage has more microbatches in flight than its window; no version of the weights is read before
@@ -102,7 +102,7 @@ def check_generator(generate: Generator, places: Sequence[Place]) -> None:
     minibatches = max(place.window for place in places) // microbatches + 6
     for place in places:
         for action in generate(place):
-            if not isinstance(action, Action):
+            if not isinstance(action, Instruction):
                 raise TypeError(
                     f"expected actions one by one, got {action!r} for stage {place.stage} of "
                     f"{stages}: 'yield from forward(place, i, j)' gives those of a forward"
@@ -113,10 +113,10 @@ def check_generator(generate: Generator, places: Sequence[Place]) -> None:
     validate(made, minibatches=minibatches, microbatches=microbatches, windows=windows)
     for place in places:
         updates = 0
-        for turn in turns(generate(place), place.stage, stages, minibatches):
+        for turn in bounded(generate(place), place.stage, minibatches):
             updates += turn.kind is _UPDATE
             if turn.kind not in (_FORWARD, _UPDATE) and turn.minibatch != updates:
-                due = Action(_UPDATE, updates)
+                due = Instruction(_UPDATE, updates)
                 raise ScheduleError(place.stage, turn, f"expected {due} before it")
 
 
@@ -130,7 +130,7 @@ class Met(NamedTuple):
 
 
 def read(
-    actions: Sequence[Iterable[Action]],
+    actions: Sequence[Iterable[Instruction]],
     rules: Sequence[Rules] | None = None,
     minibatches: int | None = None,
 ) -> Iterator[tuple[int, Met]]:

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import tee
 
-from .actions import Action, Kind, ScheduleError
-from .turns import out_of_order, receive, turns
+from .instructions import Instruction, Kind, ScheduleError
+from .interleaving import bounded, out_of_order, receive
 
 _FORWARD, _UPDATE, _WEIGHTS = Kind.FORWARD, Kind.UPDATE, Kind.BACKWARD_WEIGHTS
 # Of what can begin at once: an update goes first, and what nobody waits for last.
@@ -23,10 +23,10 @@ def lay_out(stages: int, chunks: int) -> list[int]:
 
 
 def device_order(
-    actions: Sequence[Iterable[Action]],
+    actions: Sequence[Iterable[Instruction]],
     device_of: Sequence[int],
     minibatches: int | None = None,
-) -> list[Iterator[tuple[int, Action]]]:
+) -> list[Iterator[tuple[int, Instruction]]]:
     """What every device does one after another, as (stage, turn), lazily.
 
     That is ``one_by_one``, by device. The order of a device is part of one order of all turns, in
@@ -48,16 +48,16 @@ def device_order(
 
 
 def _of_device(
-    order: Iterator[tuple[int, Action]], d: int, device_of: Sequence[int]
-) -> Iterator[tuple[int, Action]]:
+    order: Iterator[tuple[int, Instruction]], d: int, device_of: Sequence[int]
+) -> Iterator[tuple[int, Instruction]]:
     return (at for at in order if device_of[at[0]] == d)
 
 
 def one_by_one(
-    actions: Sequence[Iterable[Action]],
+    actions: Sequence[Iterable[Instruction]],
     device_of: Sequence[int],
     minibatches: int | None = None,
-) -> Iterator[tuple[int, Action]]:
+) -> Iterator[tuple[int, Instruction]]:
     """The turns of all stages as devices begin them that are never idle without need.
 
     A forward, a backward and half of one take one unit of time, an update and a message none. A
@@ -80,10 +80,10 @@ def one_by_one(
     n = len(actions)
     if len(device_of) != n:
         raise ValueError(f"device_of: expected one device per stage, {n}, got {len(device_of)}")
-    following = [turns(actions[k], k, n, minibatches) for k in range(n)]
+    following = [bounded(actions[k], k, minibatches) for k in range(n)]
     heads = [next(stage, None) for stage in following]
     # What was sent to each stage and when it is there: gradients, activations.
-    inboxes: tuple[list[deque[tuple[Action, int]]], ...] = (
+    inboxes: tuple[list[deque[tuple[Instruction, int]]], ...] = (
         [deque() for _ in range(n)],
         [deque() for _ in range(n)],
     )

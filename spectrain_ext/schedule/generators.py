@@ -1,18 +1,18 @@
-"""The schedules: a stage's endless actions from its place, made as they are asked for."""
+"""The schedules: what a stage computes, without an end, made as it is asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, count, takewhile
+from itertools import count, takewhile
 
-from .actions import Action, Kind, backward, backward_input, backward_weights, forward, through
+from .instructions import Instruction, Kind, backward, backward_input, backward_weights, forward
 from .place import Place
 
-#: A schedule: a stage's place -> its endless actions.
-Generator = Callable[[Place], Iterator[Action]]
+#: A schedule: a stage's place -> what it computes, without an end.
+Generator = Callable[[Place], Iterator[Instruction]]
 
 
-def asynchronous(place: Place) -> Iterator[Action]:
+def asynchronous(place: Place) -> Iterator[Instruction]:
     """1F1B without a flush: a window of forwards, then backward, forward in turn.
 
     Four stages with their classic windows 4, 3, 2, 1, time to the right, ``b`` a backward with its
@@ -26,34 +26,24 @@ def asynchronous(place: Place) -> Iterator[Action]:
     The figures count microbatches, those of all minibatches in one row: q = i*M + j. The forward of
     q follows the backward of q - window, and a minibatch's update the backward of its last
     microbatch. Every stage follows its own stream; what it has to wait for is the arrival of its
-    inputs. A run of finite length is the stream without the actions of minibatches that do not
+    inputs. A run of finite length is the stream without the instructions of minibatches that do not
     exist, which gives warm-up and drain without a word about them.
     """
-    return chain.from_iterable(_alternating(place, backward))
+    return _alternating(place, backward)
 
 
 def _alternating(
-    place: Place, comes_back: Callable[[Place, int, int], tuple[Action, ...]]
-) -> Iterator[tuple[Action, ...]]:
+    place: Place, comes_back: Callable[[Place, int, int], tuple[Instruction, ...]]
+) -> Iterator[Instruction]:
     window, parts = place.window, place.microbatches
     for q in range(window):
-        yield forward(place, *divmod(q, parts))
+        yield from forward(place, *divmod(q, parts))
     for q in count():
-        yield comes_back(place, *divmod(q, parts))
-        yield forward(place, *divmod(q + window, parts))
+        yield from comes_back(place, *divmod(q, parts))
+        yield from forward(place, *divmod(q + window, parts))
 
 
-def forwards(place: Place) -> Iterator[Action]:
-    """Forwards only, of an evaluation: it trains nothing, and is no schedule of a method.
-
-    As ``asynchronous``, but what comes back from the next stage is the word that a microbatch is
-    through, instead of a gradient: so no stage gets ahead of the last one by more than its window,
-    with memory for as many messages. What ends a minibatch there, its update, ends it here.
-    """
-    return chain.from_iterable(_alternating(place, through))
-
-
-def flushing(place: Place) -> Iterator[Action]:
+def flushing(place: Place) -> Iterator[Instruction]:
     """1F1B that finishes every minibatch before it begins the next.
 
     As ``asynchronous`` within a minibatch, with its window or all microbatches, whichever is less
@@ -69,7 +59,7 @@ def flushing(place: Place) -> Iterator[Action]:
                 yield from forward(place, i, q)
 
 
-def gpipe(place: Place) -> Iterator[Action]:
+def gpipe(place: Place) -> Iterator[Instruction]:
     """All forwards of a minibatch, all its backwards, one update (Huang et al., 2019).
 
     Three microbatches on every stage, ``u`` the update:
@@ -81,7 +71,7 @@ def gpipe(place: Place) -> Iterator[Action]:
     return flushing(place._replace(window=place.microbatches))
 
 
-def zero_bubble(place: Place) -> Iterator[Action]:
+def zero_bubble(place: Place) -> Iterator[Instruction]:
     """ZB-H1 (Qi et al., 2023): 1F1B with a flush, its backwards in two halves.
 
     ``b`` is the half that gives the input's gradient, which the previous stage waits for, and ``w``
@@ -108,7 +98,7 @@ def zero_bubble(place: Place) -> Iterator[Action]:
                 yield from forward(place, i, q)
 
 
-def asynchronous_halves(place: Place) -> Iterator[Action]:
+def asynchronous_halves(place: Place) -> Iterator[Instruction]:
     """As ``asynchronous``, with backwards in two halves: the gradient is sent between them.
 
     Without a flush there is no time to fill, and a ``w`` that is put off would only make the
@@ -116,10 +106,10 @@ def asynchronous_halves(place: Place) -> Iterator[Action]:
     arrives that much earlier. With forwards and halves of equal length that hides messages of half
     a forward each, for which ``asynchronous`` needs wider windows.
     """
-    return chain.from_iterable(_alternating(place, _halves))
+    return _alternating(place, _halves)
 
 
-def _halves(place: Place, i: int, j: int) -> tuple[Action, ...]:
+def _halves(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
     return (*backward_input(place, i, j), *backward_weights(place, i, j))
 
 
@@ -185,7 +175,7 @@ def takes_window(schedule: str | Generator) -> bool:
 def put_off(schedule: str | Generator, place: Place) -> int:
     """The most microbatches, up to a stage's steady state, that have sent their gradient while
     their backward has not ended: 1, or more where the weights' halves come later."""
-    end = Action(Kind.UPDATE, place.window // place.microbatches + 1)
+    end = Instruction(Kind.UPDATE, place.window // place.microbatches + 1)
     now, most = 0, 1
     for action in takewhile(end.__ne__, find_generator(schedule)(place)):
         now += (action.kind is Kind.BACKWARD_INPUT) - (action.kind is Kind.BACKWARD_WEIGHTS)
@@ -195,8 +185,8 @@ def put_off(schedule: str | Generator, place: Place) -> int:
 
 def streams(
     schedule: str | Generator, windows: Sequence[int], microbatches: int = 1
-) -> list[Iterator[Action]]:
-    """The endless actions of every stage.
+) -> list[Iterator[Instruction]]:
+    """What every stage computes, without an end.
 
     Args:
         schedule: a name in ``GENERATORS``, or a generator.

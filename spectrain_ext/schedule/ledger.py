@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from .actions import Action, Kind, ScheduleError
 from .generators import Generator, find_generator
+from .instructions import Instruction, Kind, ScheduleError
+from .interleaving import bounded
 from .place import Place
 from .reading import Entries, Reader, Rules
-from .turns import turns
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Ledger(Reader[Pair]):
     def _for_backward(self, version: int, horizon: int) -> Pair:
         return version, horizon
 
-    def enter(self, run: Iterable[Action]) -> list[Pair]:
+    def enter(self, run: Iterable[Instruction]) -> list[Pair]:
         """The next turns: what each computes with; for an update, the version that it makes.
 
         Raises:
@@ -174,9 +174,9 @@ class Ledger(Reader[Pair]):
         for i, j in self._parts:
             if i < self.version:
                 reason = f"expected microbatch {j - 1} of the minibatch as well"
-                raise ScheduleError(self._stage, Action(_FORWARD, i, j), reason)
+                raise ScheduleError(self._stage, Instruction(_FORWARD, i, j), reason)
         if self._parts or (minibatches is not None and self.version < minibatches):
-            due = Action(_UPDATE, self.version)
+            due = Instruction(_UPDATE, self.version)
             raise ScheduleError(self._stage, due, "missing at the end")
         return self.count
 
@@ -186,26 +186,26 @@ class Ledger(Reader[Pair]):
         done = i < self.version
         return "expected once, found again" + (": the minibatch has had its update" if done else "")
 
-    def _widened(self, turn: Action, flying: int) -> int:
+    def _widened(self, turn: Instruction, flying: int) -> int:
         if self._window is not None and flying > self._window:
             reason = f"the window allows {self._window} microbatches in flight, this is one more"
             raise ScheduleError(self._stage, turn, reason)
         return flying
 
-    def _unexpected_forward(self, turn: Action) -> ScheduleError:
+    def _unexpected_forward(self, turn: Instruction) -> ScheduleError:
         most = self._microbatches
         if most is not None and turn.microbatch >= most:
             reason = f"expected microbatches 0 to {most - 1} only"
             return ScheduleError(self._stage, turn, reason)
         return ScheduleError(self._stage, turn, self._again(turn.minibatch))
 
-    def _unexpected_backward(self, turn: Action) -> ScheduleError:
+    def _unexpected_backward(self, turn: Instruction) -> ScheduleError:
         _, i, j = turn
         seen = i < self.version or (i, j) in self._parts
         reason = self._again(i) if seen else "expected its forward before it"
         return ScheduleError(self._stage, turn, reason)
 
-    def _check_half(self, turn: Action) -> bool:
+    def _check_half(self, turn: Instruction) -> bool:
         """A microbatch has the whole backward, or its input's half and then its weights'.
 
         Returns:
@@ -217,18 +217,20 @@ class Ledger(Reader[Pair]):
         elif kind is _INPUT and part not in self._halved:
             self._halved.add(part)
         elif kind is _WEIGHTS:
-            raise ScheduleError(self._stage, turn, f"expected {Action(_INPUT, *part)} before it")
+            raise ScheduleError(
+                self._stage, turn, f"expected {Instruction(_INPUT, *part)} before it"
+            )
         elif part in self._halved:
             raise ScheduleError(self._stage, turn, f"expected {self._rest(*part)} instead")
         return kind is not _INPUT
 
-    def _rest(self, i: int, j: int) -> Action:
-        return Action(_WEIGHTS if (i, j) in self._halved else _BACKWARD, i, j)
+    def _rest(self, i: int, j: int) -> Instruction:
+        return Instruction(_WEIGHTS if (i, j) in self._halved else _BACKWARD, i, j)
 
-    def _check_update(self, turn: Action) -> None:
+    def _check_update(self, turn: Instruction) -> None:
         _, i, _ = turn
         if i != self.version:
-            due = Action(_UPDATE, self.version)
+            due = Instruction(_UPDATE, self.version)
             raise ScheduleError(self._stage, turn, f"expected {due} first")
         parts, expected = self._parts, self._microbatches
         j = 0
@@ -237,13 +239,13 @@ class Ledger(Reader[Pair]):
             if part is not None:
                 if part is _MISSING and j and expected is None:
                     break
-                needed = Action(_FORWARD, i, j) if part is _MISSING else self._rest(i, j)
+                needed = Instruction(_FORWARD, i, j) if part is _MISSING else self._rest(i, j)
                 raise ScheduleError(self._stage, turn, f"expected {needed} before it")
             j += 1
 
     # Weights.
 
-    def _read(self, turn: Action) -> Pair:
+    def _read(self, turn: Instruction) -> Pair:
         _, i, j = turn
         if self._reads_entry:
             for entries in self.heirs:
@@ -337,6 +339,6 @@ def count_stage(
     ledger = Ledger(place.stage, rules, microbatches=parts, entries=entries, master=master)
     # Two windows and some minibatches take any schedule to its steady state, and once around.
     enough = (entry.window + place.window) // parts + 6
-    end = Action(_UPDATE, enough)
-    ledger.enter(takewhile(end.__ne__, turns(generate(place), place.stage, place.stages)))
+    end = Instruction(_UPDATE, enough)
+    ledger.enter(takewhile(end.__ne__, bounded(generate(place), place.stage)))
     return ledger.count

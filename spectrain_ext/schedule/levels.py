@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .actions import Action, Kind, ScheduleError
 from .generators import Generator, streams
+from .instructions import Instruction, Kind, ScheduleError
+from .interleaving import bounded
 from .simulation import Durations, Summary, period_of
-from .turns import turns
 
 _UNKNOWN = np.inf
 _CODES = {
@@ -54,7 +54,7 @@ def simulate_repeating(
     if len(durations.forward) != n:
         raise ValueError(f"durations: expected {n} stages, got {len(durations.forward)}")
     cycles = [
-        _cycle(actions, k, n, microbatches)
+        _cycle(actions, k, microbatches)
         for k, actions in enumerate(streams(schedule, windows, microbatches))
     ]
     state = _State(n, durations)
@@ -86,8 +86,8 @@ class _Cycle(NamedTuple):
     later: NDArray[np.int64]
 
 
-def _cycle(actions: Iterator[Action], k: int, n: int, microbatches: int) -> _Cycle:
-    found = turns(actions, k, n)
+def _cycle(actions: Iterator[Instruction], k: int, microbatches: int) -> _Cycle:
+    found = bounded(actions, k)
     first, second, third = (_until_update(found, i, microbatches) for i in range(3))
     later = second - 8 * microbatches
     if not np.array_equal(third - 16 * microbatches, later):
@@ -95,7 +95,7 @@ def _cycle(actions: Iterator[Action], k: int, n: int, microbatches: int) -> _Cyc
     return _Cycle(first, later)
 
 
-def _until_update(found: Iterator[Action], i: int, microbatches: int) -> NDArray[np.int64]:
+def _until_update(found: Iterator[Instruction], i: int, microbatches: int) -> NDArray[np.int64]:
     codes: list[int] = []
     for kind, minibatch, j in found:
         if kind is Kind.UPDATE:
@@ -201,5 +201,5 @@ def _flushing(
 
 def _deadlock(stage: int, code: int, microbatches: int) -> ScheduleError:
     kind = Kind.RECEIVE_GRADIENT if code & 1 else Kind.RECEIVE_ACTIVATION
-    action = Action(kind, *divmod(code >> 3, microbatches))
+    action = Instruction(kind, *divmod(code >> 3, microbatches))
     return ScheduleError(stage, action, "never arrives: no stage can go on")

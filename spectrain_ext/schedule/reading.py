@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from .actions import Action, Kind
+from .instructions import Instruction, Kind
 
 Reads = Literal["newest", "entry", "previous"]
 Law = Literal["linear", "geometric", "second-order", "difference", "average"]
@@ -115,7 +115,7 @@ class Entries:
         following: that of the forward after the last one, or, while it is not known, of this.
     """
 
-    def __init__(self, actions: Iterable[Action] = ()) -> None:
+    def __init__(self, actions: Iterable[Instruction] = ()) -> None:
         self.following = 0
         self._actions = iter(actions)
         self._updates = 0
@@ -141,7 +141,7 @@ class Entries:
 
     def _read_on(self) -> None:
         for kind, i, j in self._actions:
-            if kind is Kind.LOAD_FORWARD:
+            if kind is Kind.FORWARD:
                 self._known.append((i, j, self._updates))
                 return
             self._updates += kind is Kind.UPDATE

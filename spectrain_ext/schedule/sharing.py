@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
-from .actions import Action, Kind, ScheduleError
+from .instructions import Instruction, Kind, ScheduleError
+from .interleaving import bounded
 from .place import Replicas
 from .simulation import LOADS, Durations, Span
-from .turns import turns
 
 _FORWARD, _UPDATE, _WEIGHTS = Kind.FORWARD, Kind.UPDATE, Kind.BACKWARD_WEIGHTS
 _NEVER = float("inf")
@@ -17,7 +17,7 @@ _Key = tuple[bool, int, int]  # whether it is an activation; minibatch, microbat
 
 
 def simulate_ranks(
-    actions: Sequence[Iterable[Action]],
+    actions: Sequence[Iterable[Instruction]],
     durations: Durations,
     replicas: Replicas,
     *,
@@ -54,7 +54,7 @@ def simulate_ranks(
         raise ValueError(f"cores: expected at least 1, got {cores}")
     seats = [replicas.seat(rank) for rank in range(replicas.ranks)]
     ranks = [
-        _Rank(turns(actions[rank], k, replicas.stages, minibatches), k, c, replicas.counts[k])
+        _Rank(bounded(actions[rank], k, minibatches), k, c, replicas.counts[k])
         for rank, (k, c) in enumerate(seats)
     ]
     return _Machine(ranks, durations, replicas, cores or replicas.ranks).run()
@@ -63,18 +63,18 @@ def simulate_ranks(
 class _Rank:
     """What a rank is about to do, and what it was sent."""
 
-    def __init__(self, turns: Iterator[Action], stage: int, replica: int, count: int) -> None:
+    def __init__(self, turns: Iterator[Instruction], stage: int, replica: int, count: int) -> None:
         self.turns = turns
         self.stage = stage
         self._replica, self._count = replica, count
-        self.turn: Action | None = None
+        self.turn: Instruction | None = None
         self.begun = 0.0
         self.loading = False
         self.waits: _Key | None = None
         self.arrived: dict[_Key, float] = {}
         self.free = {True: 0.0, False: 0.0}  # its edges: to the next, to the previous
 
-    def of_minibatch(self, turn: Action) -> _Key:
+    def of_minibatch(self, turn: Instruction) -> _Key:
         """What it waits for or sends, by the microbatch of the whole minibatch."""
         return turn.kind is _FORWARD, turn.minibatch, self._replica + turn.microbatch * self._count
 
@@ -129,7 +129,7 @@ class _Machine:
             if state.turn is not None:
                 kind = state.turn.kind
                 received = Kind.RECEIVE_ACTIVATION if kind is _FORWARD else Kind.RECEIVE_GRADIENT
-                action = Action(received, *state.turn[1:])
+                action = Instruction(received, *state.turn[1:])
                 raise ScheduleError(state.stage, action, "never arrives: no rank can go on")
 
     def _next(self, rank: int) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from operator import sub
 from typing import Literal, NamedTuple
 
-from .actions import Action, Kind
 from .counting import follow
+from .instructions import Instruction, Kind
 from .ledger import open_ledgers
 from .reading import Rules
 
@@ -153,7 +153,7 @@ class Summary:
 
 
 def simulate(
-    actions: Sequence[Iterable[Action]],
+    actions: Sequence[Iterable[Instruction]],
     durations: Durations,
     *,
     minibatches: int | None = None,
@@ -317,7 +317,7 @@ class Horizons(NamedTuple):
 
 
 def count_horizons(
-    actions: Sequence[Iterable[Action]],
+    actions: Sequence[Iterable[Instruction]],
     durations: Durations,
     *,
     minibatch: int,

@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from spectrain_ext.schedule import GENERATORS, Action, Kind, Place, find_generator, put_off
+from spectrain_ext.schedule import GENERATORS, Instruction, Kind, Place, find_generator, put_off
 
 SHORT = {
     Kind.FORWARD: "F",
@@ -106,7 +106,7 @@ def test_the_actions_of_a_microbatch(schedule, parts):
         updates = [
             a for a in finite(schedule, Place(k, 3, 3 - k, parts), 4) if a.kind.value == "update"
         ]
-        assert updates == [Action(Kind.UPDATE, i) for i in range(4)]
+        assert updates == [Instruction(Kind.UPDATE, i) for i in range(4)]
 
 
 @pytest.mark.parametrize("schedule", GENERATORS)

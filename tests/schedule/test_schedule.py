@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spectrain_ext.pipeline.cursor import Cursor, Extent
-from spectrain_ext.schedule import Action, Kind, Place, find_generator
+from spectrain_ext.schedule import Instruction, Kind, Place, find_generator
 
 SHORT = {Kind.FORWARD: "F", Kind.BACKWARD: "b", Kind.UPDATE: "u"}
 
@@ -64,4 +64,4 @@ def test_a_run_that_ends_while_it_goes():
             else:
                 extent.add([1.0])
     assert drawn(seen) == "F0 F1 b0 u0 F2 b1 u1 b2 u2"
-    assert seen[-1] == Action(Kind.UPDATE, 2)
+    assert seen[-1] == Instruction(Kind.UPDATE, 2)

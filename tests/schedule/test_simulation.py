@@ -19,7 +19,7 @@ from spectrain_ext.schedule import (
     streams,
     summarize,
 )
-from spectrain_ext.schedule.actions import backward, forward
+from spectrain_ext.schedule.instructions import backward, forward
 
 
 def classic(n):

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from spectrain_ext.schedule import GENERATORS, Action, Kind, ScheduleError, streams, turns, validate
+from spectrain_ext.schedule import (
+    GENERATORS,
+    Instruction,
+    Kind,
+    ScheduleError,
+    streams,
+    turns,
+    validate,
+)
 
 
 def finite(name, windows, minibatches, microbatches=1):
@@ -78,19 +86,19 @@ def check(actions, *expected, **limits):
 
 def test_a_missing_receive():
     actions = finite("1f1b-async", [3, 2, 1], 6)
-    actions[1].remove(Action(Kind.RECEIVE_ACTIVATION, 4))
+    actions[1].remove(Instruction(Kind.RECEIVE_ACTIVATION, 4))
     error = check(
         actions, "stage 1, receive activation of minibatch 4, microbatch 0: missing: found forward"
     )
     assert error.stage == 1
-    assert error.action == Action(Kind.RECEIVE_ACTIVATION, 4)
+    assert error.action == Instruction(Kind.RECEIVE_ACTIVATION, 4)
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.action, copy.reason) == (str(error), error.action, error.reason)
 
 
 def test_a_missing_send():
     actions = finite("1f1b-async", [3, 2, 1], 6)
-    actions[2].remove(Action(Kind.SEND_GRADIENT, 5))
+    actions[2].remove(Instruction(Kind.SEND_GRADIENT, 5))
     check(actions, "stage 2, send gradient of minibatch 5", "missing: found update of minibatch 5")
 
 
@@ -109,10 +117,10 @@ def test_a_microbatch_that_is_not_received():
 def test_another_order_at_the_other_end_of_an_edge():
     actions = finite("gpipe", [1, 1], 1, 2)
     turn = [
-        Action(Kind.LOAD_FORWARD, 0, 1),
-        Action(Kind.RECEIVE_ACTIVATION, 0, 1),
-        Action(Kind.FORWARD, 0, 1),
-        Action(Kind.LOSS, 0, 1),
+        Instruction(Kind.LOAD_FORWARD, 0, 1),
+        Instruction(Kind.RECEIVE_ACTIVATION, 0, 1),
+        Instruction(Kind.FORWARD, 0, 1),
+        Instruction(Kind.LOSS, 0, 1),
     ]
     assert actions[1][4:8] == turn
     actions[1] = turn + actions[1][:4] + actions[1][8:]
@@ -149,9 +157,9 @@ def test_a_window_that_is_exceeded():
 
 def test_backward_before_forward_and_twice():
     actions = finite("1f1b-async", [1], 3)
-    turn = [Action(Kind.LOAD_BACKWARD, 2), Action(Kind.BACKWARD, 2)]
+    turn = [Instruction(Kind.LOAD_BACKWARD, 2), Instruction(Kind.BACKWARD, 2)]
     check([turn + actions[0]], "stage 0, backward of minibatch 2", "expected its forward before it")
-    at = actions[0].index(Action(Kind.UPDATE, 2))
+    at = actions[0].index(Instruction(Kind.UPDATE, 2))
     check([actions[0][:at] + turn + actions[0][at:]], "backward of minibatch 2", "found again")
     check([actions[0] + turn], "found again: the minibatch has had its update")
 
@@ -159,10 +167,10 @@ def test_backward_before_forward_and_twice():
 def test_updates():
     actions = finite("1f1b-async", [1], 3, 2)[0]
     early = list(actions)
-    early.remove(Action(Kind.UPDATE, 0))
-    early.insert(early.index(Action(Kind.LOAD_BACKWARD, 0, 1)), Action(Kind.UPDATE, 0))
+    early.remove(Instruction(Kind.UPDATE, 0))
+    early.insert(early.index(Instruction(Kind.LOAD_BACKWARD, 0, 1)), Instruction(Kind.UPDATE, 0))
     check([early], "stage 0, update of minibatch 0: expected backward of minibatch 0, microbatch 1")
-    swapped = [a._replace(minibatch=1) if a == Action(Kind.UPDATE, 0) else a for a in actions]
+    swapped = [a._replace(minibatch=1) if a == Instruction(Kind.UPDATE, 0) else a for a in actions]
     check([swapped], "stage 0, update of minibatch 1: expected update of minibatch 0 first")
     check([actions[:-1]], "stage 0, update of minibatch 2: missing at the end")
     check([actions], "update of minibatch 3: missing at the end", minibatches=4)
@@ -189,11 +197,11 @@ def test_an_endless_stream_that_never_updates():
     def idle():
         i = 0
         while True:
-            yield Action(Kind.PULL, i)
-            yield Action(Kind.LOAD_FORWARD, i)
-            yield Action(Kind.RECEIVE_ACTIVATION, i)
-            yield Action(Kind.FORWARD, i)
-            yield Action(Kind.LOSS, i)
+            yield Instruction(Kind.PULL, i)
+            yield Instruction(Kind.LOAD_FORWARD, i)
+            yield Instruction(Kind.RECEIVE_ACTIVATION, i)
+            yield Instruction(Kind.FORWARD, i)
+            yield Instruction(Kind.LOSS, i)
             i += 1
 
     check([idle()], "expected the update of minibatch 1 before it", minibatches=2)

@@ -1,0 +1,105 @@
+"""Instruction: one step of a stage's work, as a value; and those that a schedule is made of."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from .place import Place
+
+
+class Kind(Enum):
+    """What a stage does in one instruction; the value is its name in errors and traces."""
+
+    PULL = "pull"
+    LOAD_FORWARD = "load forward weights"
+    RECEIVE_ACTIVATION = "receive activation"
+    FORWARD = "forward"
+    SEND_ACTIVATION = "send activation"
+    LOSS = "loss"
+    LOAD_BACKWARD = "load backward weights"
+    RECEIVE_GRADIENT = "receive gradient"
+    BACKWARD = "backward"
+    LOAD_BACKWARD_INPUT = "load weights of the input's backward"
+    BACKWARD_INPUT = "backward of the input"
+    BACKWARD_WEIGHTS = "backward of the weights"
+    SEND_GRADIENT = "send gradient"
+    UPDATE = "update"
+
+    # Members are singletons: hashing by identity is right and keeps the executor's dispatch out of
+    # Python code.
+    __hash__ = object.__hash__
+
+
+#: What schedules are made of; ``lower`` adds the rest.
+COMPUTE = frozenset(
+    (
+        *(Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS),
+        Kind.UPDATE,
+    )
+)
+
+
+class Instruction(NamedTuple):
+    """One step of one stage; ``microbatch`` is 0 where the kind concerns the whole minibatch."""
+
+    kind: Kind
+    minibatch: int
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        whole = self.kind is Kind.PULL or self.kind is Kind.UPDATE
+        part = "" if whole else f", microbatch {self.microbatch}"
+        return f"{self.kind.value} of minibatch {self.minibatch}{part}"
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run, or would compute something else than it should.
+
+    Attributes:
+        stage: index of the stage, counted from 0.
+        instruction: that of its schedule where that shows.
+        reason: what was expected, and what was found.
+    """
+
+    def __init__(self, stage: int, instruction: Instruction, reason: str) -> None:
+        super().__init__(stage, instruction, reason)  # these args make it picklable
+        self.stage = stage
+        self.instruction = instruction
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}, {self.instruction}: {self.reason}"
+
+
+def forward(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
+    """The forward of microbatch j of minibatch i."""
+    return (_new(Instruction, (_FORWARD, i, j)),)
+
+
+def backward(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
+    """The backward of microbatch j of minibatch i; after the last one the update."""
+    return _with_update(_new(Instruction, (_BACKWARD, i, j)), place)
+
+
+def backward_input(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
+    """The first half of a backward: the gradient of the input alone, which is sent on."""
+    return (_new(Instruction, (_BACKWARD_INPUT, i, j)),)
+
+
+def backward_weights(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
+    """The other half: the gradients of the weights; after that of the last microbatch the update."""
+    return _with_update(_new(Instruction, (_BACKWARD_WEIGHTS, i, j)), place)
+
+
+def _with_update(instruction: Instruction, place: Place) -> tuple[Instruction, ...]:
+    _, i, j = instruction
+    if j == place[3] - 1:
+        return instruction, _new(Instruction, (_UPDATE, i, 0))
+    return (instruction,)
+
+
+# Plain names and no keyword matching halve the time that an instruction takes to make.
+_new = tuple.__new__
+_FORWARD, _BACKWARD, _UPDATE = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
+_BACKWARD_INPUT, _BACKWARD_WEIGHTS = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS
