@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from rivals.operations import OPERATIONS, ours
+from rivals.rivals import rivals
+from rivals.workloads import FP32, MIXED, Precision, Streams, Workload
 
 import spectrain_ext as st
-from spectrain_ext.benchmark.operations import OPERATIONS, ours
-from spectrain_ext.benchmark.rivals import rivals
-from spectrain_ext.benchmark.workloads import FP32, MIXED, Precision, Streams, Workload
 
 
 def _empty(count: int, precision: Precision = FP32) -> Streams:

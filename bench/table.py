@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.benchmark.operations import OURS
-from spectrain_ext.benchmark.report import spread, table
+from rivals.operations import OURS
+from rivals.report import spread, table
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from spectrain_ext.benchmark import operations
-from spectrain_ext.benchmark.engine import Settings, host_overhead, measure
-from spectrain_ext.benchmark.machine import environment
-from spectrain_ext.benchmark.operations import (
+from rivals import operations
+from rivals.engine import Settings, host_overhead, measure
+from rivals.machine import environment
+from rivals.operations import (
     ADAMW_1,
     ADAMW_2,
     PREDICT,
@@ -22,8 +22,8 @@ from spectrain_ext.benchmark.operations import (
     Operation,
     ours,
 )
-from spectrain_ext.benchmark.report import Report, Row
-from spectrain_ext.benchmark.workloads import BF16, FP32, MIXED, Streams, Workload, model, synthetic
+from rivals.report import Report, Row
+from rivals.workloads import BF16, FP32, MIXED, Streams, Workload, model, synthetic
 
 from .cases import Cases
 from .scale import Scale

@@ -92,9 +92,9 @@ def _tests(part: Part) -> list[str]:
 
 
 def _operators(part: Part) -> list[str]:
-    from spectrain_ext.benchmark import targets
-    from spectrain_ext.benchmark.report import host_table
-    from spectrain_ext.benchmark.report import markdown as operators_table
+    from rivals import targets
+    from rivals.report import host_table
+    from rivals.report import markdown as operators_table
 
     from .operators import report_of
 

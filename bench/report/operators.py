@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from spectrain_ext.benchmark import targets
-from spectrain_ext.benchmark.report import Report, compact, host_table
+from rivals import targets
+from rivals.report import Report, compact, host_table
 
 #: The folder of the run that --compare and the document use.
 BASELINE = "2026-11-22-amd-epyc-25-17"

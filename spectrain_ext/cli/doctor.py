@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain_ext import _C
-from spectrain_ext.benchmark.machine import installed
 from spectrain_ext.operators.threads import cores, crowded, disturbed
 
+from .machine import installed
 from .options import plain_console
 
 BuildInfo = Mapping[str, str | bool | list[str]]

@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-from spectrain_ext.benchmark import engine
+from rivals import engine
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 #: Metrics as ncu prints them, among what else it says.

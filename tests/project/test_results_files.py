@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from rivals import report as bench
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.benchmark import report as bench
 from spectrain_ext.cli.group import main
 from spectrain_ext.experiments import frontier
 from spectrain_ext.experiments.report import describe, versions

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_operators import in_short, workloads
 from click.testing import CliRunner, Result
-
-from spectrain_ext.benchmark import targets
-from spectrain_ext.benchmark.report import (
+from rivals import targets
+from rivals.report import (
     Report,
     Row,
     changes_table,
@@ -20,7 +20,7 @@ from spectrain_ext.benchmark.report import (
     spread,
     times_rival,
 )
-from spectrain_ext.cli.bench import in_short, workloads
+
 from spectrain_ext.cli.group import main
 
 ABOUT = {
@@ -174,7 +174,7 @@ class TestTargets:
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_the_picture(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
-    from spectrain_ext.benchmark.picture import draw
+    from rivals.picture import draw
 
     path = tmp_path / f"bench{suffix}"
     draw(path, report(row("Plan", 2.0), row("a", 3.0, "rival"), row("copy: numpy", 1.0, "copy")))
@@ -219,7 +219,7 @@ class TestCommand:
     def test_files_that_cannot_be_written_are_found_before(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
     ) -> None:
-        monkeypatch.setattr("spectrain_ext.cli.bench.measure", None)  # would be called
+        monkeypatch.setattr("bench_operators.measure", None)  # would be called
         done = self.run(option, tmp_path / "none" / "a.png")
         assert done.exit_code == 2
         assert option in done.output and "No such file or directory" in done.output

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-
-from spectrain_ext.benchmark import clock, engine, rivals
-from spectrain_ext.benchmark import copies as copying
-from spectrain_ext.benchmark.operations import OPERATIONS, STAGE, Operation, applies, ours
-from spectrain_ext.benchmark.workloads import (
+from rivals import clock, engine, rivals
+from rivals import copies as copying
+from rivals.operations import OPERATIONS, STAGE, Operation, applies, ours
+from rivals.workloads import (
     FP32,
     MIXED,
     MODELS,

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import click
 import torch
+from rivals import report as reporting
+from rivals import targets
+from rivals.engine import Settings, measure
+from rivals.operations import OPERATIONS
+from rivals.report import Report, host_table, markdown, summary
+from rivals.workloads import MODELS, PRECISIONS, Workload, model, synthetic
 
-from spectrain_ext.benchmark import report as reporting
-from spectrain_ext.benchmark import targets
-from spectrain_ext.benchmark.engine import Settings, measure
-from spectrain_ext.benchmark.operations import OPERATIONS
-from spectrain_ext.benchmark.report import Report, host_table, markdown, summary
-from spectrain_ext.benchmark.workloads import MODELS, PRECISIONS, Workload, model, synthetic
+from spectrain_ext.cli.options import POSITIVE, printable
 from spectrain_ext.extras import require_matplotlib
-
-from .options import POSITIVE, printable
 
 _QUICK = "quick"
 _COUNTS = (1, 10, 300, 3000)
@@ -166,7 +165,7 @@ def bench(
     if markdown_path is not None:
         markdown_path.write_text(text + "\n")
     if picture is not None and report.rows:
-        from spectrain_ext.benchmark.picture import draw
+        from rivals.picture import draw
 
         draw(picture, report)
     if before is not None:
