@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rivals.report import table
+from table import table
 
 from spectrain_ext.experiments.frontier import Interval
 from spectrain_ext.experiments.looks import looks

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rivals.report import table
+from table import table
 
 from spectrain_ext.experiments.looks import looks
 from spectrain_ext.extras import picture

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rivals.report import table
+from table import table
 
 from spectrain_ext.experiments.frontier import Interval
 

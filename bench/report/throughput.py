@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rivals.report import table
+from table import table
 
 from spectrain_ext.extras import picture
 

@@ -1,1 +1,1 @@
-"""The benchmark behind ``spectrain bench``: operations, rivals, clocks, reports."""
+"""What operators are held against: workloads, operations, rivals, copies; measured in turn."""

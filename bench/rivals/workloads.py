@@ -52,10 +52,6 @@ class Workload:
     def count(self) -> int:
         return len(self.shapes)
 
-    def emptied(self) -> Workload:
-        """As many tensors without an element: what a call costs the host."""
-        return Workload(self.name, ((0,),) * self.count, self.precision)
-
 
 def uneven(count: int, elements: int) -> tuple[Shape, ...]:
     """Shapes like a network's, `elements` in all: three in four tensors small, the others large."""
@@ -108,19 +104,6 @@ def resnet50() -> list[Shape]:
     return [*shapes, (1000, channels), (1000,)]
 
 
-def vgg16() -> list[Shape]:
-    """VGG16 (Simonyan and Zisserman 2014), configuration D, for 224 pixels and 1,000 classes."""
-    shapes: list[Shape] = []
-    channels = 3
-    for width, layers in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(layers):
-            shapes += [(width, channels, 3, 3), (width,)]
-            channels = width
-    for inputs, outputs in ((channels * 7 * 7, 4096), (4096, 4096), (4096, 1000)):
-        shapes += [(outputs, inputs), (outputs,)]
-    return shapes
-
-
 def gpt2() -> list[Shape]:
     """GPT-2 124M (Radford et al. 2019): 12 layers of 768, embeddings tied to the output."""
     width, layers, words, positions = 768, 12, 50257, 1024
@@ -144,7 +127,6 @@ def llama_1b() -> list[Shape]:
 
 MODELS: dict[str, Callable[[], list[Shape]]] = {
     "ResNet-50": resnet50,
-    "VGG16": vgg16,
     "GPT-2 124M": gpt2,
     "Llama-style 1B": llama_1b,
 }
