@@ -36,9 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="types of weights, state, gradients: fp32; bf16, beside a float32 state; mixed, "
         "float32 weights with bfloat16 gradients",
     )
-    own.addoption(
-        "--compile", action="store_true", help="torch.compile as well; takes seconds each"
-    )
+    own.addoption("--compile", action="store_true", help="torch.compile as well, seconds each")
     own.addoption("--threads", type=int, help="CPU threads; torch's, otherwise")
     own.addoption("--case-seconds", type=float, default=0.7, help="for the samples of a group")
     own.addoption("--memory", type=float, metavar="GIB", help="that tensors may take")
