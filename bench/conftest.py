@@ -62,6 +62,8 @@ def pytest_benchmark_update_json(config: Any, output_json: dict[str, Any]) -> No
         "case_s": config.option.case_seconds,
         "compile": config.option.compile,
     }
+    commit = output_json["commit_info"]
+    output_json["commit_info"] = {name: commit.get(name) for name in ("id", "dirty")}
     for each in output_json["benchmarks"]:
         for name in ("params", "param", "options"):
             each.pop(name, None)
