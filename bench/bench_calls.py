@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from multiprocessing import get_context
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -83,7 +84,8 @@ def report(method: str, microbatches: int, listed: bool) -> None:
         files[function.file] += n
     print(
         f"{method}, {STAGES} stages, M = {microbatches}: "
-        f"{calls.total() / minibatches:.0f} calls per minibatch in {len(files)} files"
+        f"{calls.total() / minibatches:.0f} calls per minibatch in {len(files)} files",
+        flush=True,
     )
     if not listed:
         return
@@ -92,7 +94,7 @@ def report(method: str, microbatches: int, listed: bool) -> None:
     print()
     for (file, line, name), n in calls.most_common():
         print(f"{n / minibatches:9.2f}  {file}:{line} {name}")
-    print()
+    print(flush=True)
 
 
 def main() -> None:
@@ -106,8 +108,10 @@ def main() -> None:
     chosen = DEFAULT
     if options.methods:
         chosen = dict.fromkeys(options.methods, options.microbatches)
-    for method, microbatches in chosen.items():
-        report(method, microbatches, options.list)
+    # A process each: instructions that an earlier run made are not made again.
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for method, microbatches in chosen.items():
+            pool.apply(report, (method, microbatches, options.list))
 
 
 if __name__ == "__main__":

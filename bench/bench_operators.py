@@ -44,7 +44,7 @@ def workloads(options: Any) -> list[Workload]:
 
 def settings_of(config: pytest.Config) -> Settings:
     option = config.option
-    once = getattr(config, "_benchmarksession", None) is None or config._benchmarksession.disabled
+    once = getattr(getattr(config, "_benchmarksession", None), "disabled", True)
     return Settings(
         device=option.device,
         case_s=0.0 if once else option.case_seconds,

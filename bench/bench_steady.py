@@ -26,6 +26,7 @@ from typing import Any
 
 import bench_distributed as bench
 import torch
+import torch.distributed as dist
 from heap import keep_freed_memory
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
@@ -90,7 +91,7 @@ def ends(rank: int, which: str) -> bench.Measure:
                 asked.append(time.perf_counter())
                 yield data
 
-            bench.dist.barrier()
+            dist.barrier()
             start = last = time.perf_counter()
             for _ in pipe.run(batches()):
                 last = time.perf_counter()
