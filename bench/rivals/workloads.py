@@ -115,21 +115,7 @@ def gpt2() -> list[Shape]:
     return shapes + norm
 
 
-def llama_1b() -> list[Shape]:
-    """A Llama-style model of 1.2 billion: 16 layers of 2048, grouped queries, tied embeddings."""
-    width, layers, words, hidden, keys = 2048, 16, 128256, 8192, 512
-    shapes: list[Shape] = [(words, width)]
-    for _ in range(layers):
-        shapes += [(width, width), (keys, width), (keys, width), (width, width)]
-        shapes += [(hidden, width), (hidden, width), (width, hidden), (width,), (width,)]
-    return [*shapes, (width,)]
-
-
-MODELS: dict[str, Callable[[], list[Shape]]] = {
-    "ResNet-50": resnet50,
-    "GPT-2 124M": gpt2,
-    "Llama-style 1B": llama_1b,
-}
+MODELS: dict[str, Callable[[], list[Shape]]] = {"ResNet-50": resnet50, "GPT-2 124M": gpt2}
 
 
 def model(name: str, precision: Precision = FP32) -> Workload:
@@ -174,9 +160,5 @@ def dtype_of(work: Workload, letter: str) -> torch.dtype:
 
 
 def _filled(block: Tensor, shape: Shape) -> Tensor:
-    tensor = torch.empty(shape, dtype=block.dtype, device=block.device)
-    flat = tensor.view(-1)
-    whole = flat.numel() // block.numel() * block.numel()
-    flat[:whole].view(-1, block.numel()).copy_(block.expand(whole // block.numel(), -1))
-    flat[whole:].copy_(block[: flat.numel() - whole])
-    return tensor
+    elements = math.prod(shape)
+    return block.repeat(-(-elements // block.numel()))[:elements].view(shape)

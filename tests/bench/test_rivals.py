@@ -30,7 +30,6 @@ from rivals.workloads import (
     [  # as torchvision and Hugging Face's transformers count them
         ("ResNet-50", 25_557_032, 161),
         ("GPT-2 124M", 124_439_808, 148),
-        ("Llama-style 1B", 1_235_814_400, 146),
     ],
 )
 def test_models_have_as_many_parameters_as_published(
@@ -167,6 +166,18 @@ def test_a_contest_measures_every_implementation_and_copy() -> None:
                 assert entry["median"] >= entry["min"] > 0
                 nbytes = 10 * times.about["bytes"] // times.about["elements"]
                 assert nbytes // 10 <= operation.bytes_per_element(work)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda op: op.name)
+def test_a_contest_on_a_device(operation: Operation) -> None:
+    settings = contest.Settings(device="cuda", case_s=0.0)
+    work = Workload("small", ((4099,), (8,)))
+    found = contest.contest(operation, work, settings)
+    assert list(found) == contest.names(operation, work, settings)
+    assert found["Plan"].about["how"] == "graph"
+    assert all(times.about["how"] in ("graph", "events") for times in found.values())
+    assert all(min(times.seconds) > 0 for times in found.values())
 
 
 def test_compiled_programs_take_part_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

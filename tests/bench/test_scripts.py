@@ -42,18 +42,7 @@ def test_methods_beside_a_flush(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "flush.json"
-    arguments = [
-        "--methods",
-        "auto",
-        "spectrain",
-        "--width",
-        "8",
-        "--minibatches",
-        "3",
-        "--rounds",
-        "2",
-        "--json",
-    ]
+    arguments = [*_FLUSH.split(), "--json"]
     monkeypatch.setattr(sys, "argv", ["bench_flush.py", *arguments, str(path)])
     bench_flush.main()
     rounds = json.loads(path.read_text())["seconds"]
@@ -66,17 +55,7 @@ def test_methods_beside_a_flush(
 @pytest.mark.processes
 def test_two_processes_in_the_steady_state(tmp_path: Path) -> None:
     path = tmp_path / "steady.json"
-    arguments = [
-        "--microbatches",
-        "2",
-        "--methods",
-        "auto",
-        "--count",
-        "3",
-        "--rounds",
-        "1",
-        "--json",
-    ]
+    arguments = [*_STEADY.split(), "--json"]
     command = [sys.executable, str(BENCH / "bench_steady.py"), *arguments, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
