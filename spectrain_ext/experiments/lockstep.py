@@ -77,8 +77,6 @@ class _Stage:
             self._updater,
             master=True,
             before=rules.keeps_before,
-            kept=0,
-            master_dtype=None,
             averaging=rules.averaging,
             correction=rules.correction,
         )
@@ -89,7 +87,6 @@ class _Stage:
             rules,
             place,
             Entries(generator(entry)),
-            True,
             self._storage,
             partial(rates_of, optimizer),
         )
@@ -128,14 +125,14 @@ class _Stage:
             return
         assert content.version == self._versions.version, (content, self._versions.version)
         if self._held != content:
-            self._storage.write(content)
+            self._storage.write(content, self._storage.home)
             self._held = content
-        self._made[content] = [buffer.clone() for buffer in self._storage.working.buffers]
+        self._made[content] = [buffer.clone() for buffer in self._storage.home.flat.buffers]
 
     def _load(self, content: Content) -> None:
         if self._held == content:
             return
-        for buffer, made in zip(self._storage.working.buffers, self._made[content], strict=True):
+        for buffer, made in zip(self._storage.home.flat.buffers, self._made[content], strict=True):
             buffer.copy_(made)
         self._held = content
 
@@ -181,7 +178,8 @@ class _Stage:
         if average is not None:
             average.before(self.row())
         if ordered is not None:
-            self._updater.write_with_next_step(self._storage.sink, ordered.law or 0.0)
+            sink = self._storage.sink_of(self._storage.home)
+            self._updater.write_with_next_step(sink, ordered.law or 0.0)
         self._updater.step()
         self._ordered = ordered
         if average is not None:
@@ -192,7 +190,8 @@ class _Stage:
         moved = average.after(self.row())
         if moved is not None:
             weights = taken_apart(moved, self.params)
-            self._storage.move(weights, self._ordered is not None)
+            self._storage.home.content = self._ordered
+            self._storage.move(weights, self._versions.version + 1)
 
     def row(self) -> Tensor:
         """The true weights."""
@@ -251,8 +250,6 @@ class Lockstep:
     ) -> None:
         phases = phases_of(method)
         for phase in phases:
-            if phase.future_rates:
-                raise ValueError(f"method: {phase.name!r} wants the learning rates to come")
             if phase.then is not None and phase.then.gap is not None:
                 raise ValueError(f"method: {phase.name!r} ends at a gap, which only runs measure")
         places = phase_places(method, len(stages), microbatches, window)

@@ -173,7 +173,6 @@ def rules_at(method: Method, place: Place, optimizer: torch.optim.Optimizer | No
         method.backward,
         _count(method, place, "backward_horizon"),
         method.once,
-        method.future_rates,
         _correction(method, place),
     )
     _check_range(method, place)
@@ -270,8 +269,6 @@ def _check_contradictions(method: Method, place: Place, found: Rules) -> None:
         refuse("otherwise", "needs a horizon that is not counted")
     if found.law == "second-order" and method.forward_horizon == "counted":
         refuse("forward_horizon", "the step writes a second-order prediction, for one fixed delay")
-    if found.future_rates and found.law not in ("linear", "geometric"):
-        refuse("future_rates", f"the {found.law} law takes none")
     if found.law == "average" and (found.forward_horizon or found.backward != "predict"):
         refuse("law", "'average' looks back from the newest weights, for backward='predict' alone")
     if found.correction is not None and found.correction.reads_stale:

@@ -80,8 +80,6 @@ class Method:
         correction: a rule for what updates do otherwise as their gradients are late, one of
             ``spectrain_ext.corrections`` or None; None: nothing anywhere. Or an object that, as
             these do, has ``sgd`` and ``adam``, which give the step from the optimizer's numbers.
-        future_rates: a prediction over s updates uses the learning rates that the scheduler will
-            give these, instead of s times the present one.
         families: the optimizers that the method is defined for, out of sgd, adam, adamw, nadam; all
             of these stand for every other one as well.
         max_stages: the most stages that the method is defined for.
@@ -109,7 +107,6 @@ class Method:
     clip: Callable[[Place], float] | None = None
     rates: Callable[[Place, int], float] | None = None
     correction: Callable[[Place], Correction | Corrected | None] | None = None
-    future_rates: bool = False
     families: tuple[str, ...] = FAMILIES
     max_stages: int | None = None
     min_microbatches: StageRule | None = None

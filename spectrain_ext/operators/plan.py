@@ -341,9 +341,6 @@ class Plan:
         terms, eps, program = self._terms_of(groups, steps)
         return partial(self._native.stash_predict_, terms, eps, None, program)
 
-    def _prepared_swap(self) -> Callable[[], None]:
-        return partial(self._native.swap_, None)
-
     # Arguments.
 
     def _terms(

@@ -456,6 +456,28 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._bound("write_with_next_step", sink)
         self._next_write = (sink, self._laws(steps, has_gradient=True)[1])
 
+    @exclusive
+    def update_in(self, views: Views) -> None:
+        """Update ``views[p]`` from the next step on: the owner has copied the weights there.
+
+        What was updated before stays as it is. RuntimeError if the optimizer is not bound,
+        ValueError for a missing or unsuitable tensor.
+        """
+        self._bound("update_in").update_in(self.param_groups, views)
+
+    @exclusive
+    def read_stale(self, sink: PredictionSink) -> None:
+        """Let a correction find the stale weights in the outs of this sink from the next step on.
+
+        RuntimeError if the optimizer is not bound, or corrects nothing by stale weights.
+        """
+        binding = self._bound("read_stale", sink)
+        if self._correction is None:
+            raise RuntimeError(
+                "read_stale: no correction reads stale weights, call correct() first"
+            )
+        binding.stale = sink.outs
+
     def check_correction(self, correction: Correction | None) -> None:
         """Raise ValueError naming the first group that a correction is not defined for."""
         Templates(self._rule, correction).of(self.param_groups)

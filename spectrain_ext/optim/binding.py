@@ -16,6 +16,8 @@ from .rule import Group, Kinds
 from .state import fits, named
 
 Views = Mapping[Tensor, Tensor]
+#: Rows by the kinds of groups, and by whose weights and which stale ones they have.
+Known = dict[tuple[Kinds, int, int], list[Rows]]
 
 
 class Binding:
@@ -40,11 +42,13 @@ class Binding:
             p: p if master is None else _given("master", where, p, master)
             for where, p in named(groups)
         }
-        self.known: dict[Kinds, list[Rows]] = {}
+        self.known: Known = {}
         #: all rows that there are: these, and those of sinks
         self.all_known = [self.known]
         self.stale: Views | None = None  # what a correction reads
         self.buffers = self.buffers_for(groups, keys)
+        # by the address of what was given, which is kept: nothing else can come to lie there
+        self._all_weights = {id(master): (master, self.weights)}
 
     def buffers_for(
         self, groups: Sequence[Group], keys: Sequence[str]
@@ -71,19 +75,28 @@ class Binding:
         parameters into a buffer (``p.data = view``). RuntimeError for one that has moved since.
         """
         known, outs = (self.known, None) if sink is None else (sink.known, sink.outs)
-        if kinds not in known:
+        key = kinds, id(self.weights), id(self.stale)
+        if key not in known:
             every = range(len(ledger.params))
-            known[kinds] = resolved(
+            known[key] = resolved(
                 ledger, every, kinds, weights=self.weights, outs=outs, stale=self.stale
             )
-        for rows in known[kinds]:
+        for rows in known[key]:
             if not rows.storage_unchanged():
                 raise RuntimeError(
                     f"a parameter of group {rows.cohorts[0].group} no longer has the storage it "
                     "was bound with (.to() or load_state_dict(assign=True) since bind)"
                 )
             rows.arrange()
-        return known[kinds]
+        return known[key]
+
+    def update_in(self, groups: Sequence[Group], views: Views) -> None:
+        """Have the weights in these tensors from now on; what had them is remembered."""
+        found = self._all_weights.get(id(views))
+        if found is None:
+            weights = {p: _given("weights", where, p, views) for where, p in named(groups)}
+            found = self._all_weights[id(views)] = views, weights
+        self.weights = found[1]
 
 
 def _by_key(given: Views | Mapping[str, Views], keys: Sequence[str]) -> Mapping[str, Views]:
@@ -115,7 +128,7 @@ class PredictionSink:
         self._write = write
         self.binding = binding
         self.outs = outs
-        self.known: dict[Kinds, list[Rows]] = {}
+        self.known: Known = {}
         binding.all_known.append(self.known)
 
     def write(self, steps: Horizons) -> None:

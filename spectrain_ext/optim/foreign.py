@@ -49,6 +49,12 @@ class Updater(Protocol):
     def prediction_sink(self, outs: Views) -> PredictionSink | None:
         """What writes predictions there; None: the optimizer makes none."""
 
+    def update_in(self, views: Views) -> None:
+        """Update ``views[p]`` from the next step on."""
+
+    def read_stale(self, sink: Any) -> None:
+        """Let a correction read the stale weights there from the next step on."""
+
     def write_with_next_step(self, sink: PredictionSink | None, steps: Any = 0.0) -> None:
         """Let the next step write a prediction; None: it is not to."""
 
@@ -112,7 +118,8 @@ class Foreign:
         self._master: Views | None = None
         self._wide: dict[Tensor, Tensor] = {}  # what has a wider master: that
         self._params: tuple[Tensor, ...] = ()
-        self._places: list[_Place] | None = None
+        self._places: list[_Place] | None = None  # of the step that is made
+        self._known: dict[tuple[int, int], list[_Place]] = {}  # by where weights and parameters are
         self._away = False  # whether parameters may hold what is theirs in a step only
         self._loading: dict[str, Any] | None = None
 
@@ -146,6 +153,13 @@ class Foreign:
     def prediction_sink(self, outs: Views) -> None:
         """There is none."""
 
+    def update_in(self, views: Views) -> None:
+        """Make steps on these from now on."""
+        self._master = views
+
+    def read_stale(self, sink: Any) -> None:
+        """Nothing: it is not corrected."""
+
     def write_with_next_step(self, sink: PredictionSink | None, steps: Any = 0.0) -> None:
         """Withdraw an order, of which there are none."""
 
@@ -167,13 +181,15 @@ class Foreign:
         Raises:
             RuntimeError: it gave a parameter data of another shape.
         """
-        if self._places is None:  # not in ``bind``: its caller moves the parameters after it
-            self._places = [_Place.of(p, self._master) for p in self._params]
+        # A parameter may be in any of several buffers, and its true weights as well.
+        at = id(self._master), self._params[0].data_ptr() if self._params else 0
+        if at not in self._known:
+            self._known[at] = [_Place.of(p, self._master) for p in self._params]
+        self._places = self._known[at]
         self._away = True
         try:
-            if self._master is not None:
-                for place in self._places:
-                    place.enter()
+            for place in self._places:
+                place.enter()
             try:
                 with versions_preserved(self._params):
                     self._optimizer.step()
@@ -259,7 +275,9 @@ class _Place(NamedTuple):
         return cls(p, own, true, (own.data_ptr(), true.data_ptr()))
 
     def enter(self) -> None:
-        p, own, true, _ = self
+        p, own, true, at = self
+        if at[0] == at[1] and true.dtype == own.dtype:
+            return
         if true.dtype == own.dtype:
             p.data = true
             return

@@ -318,21 +318,15 @@ def make_scheduler(
     factory: Callable[[Any], LRScheduler] | None,
     optimizer: Any,
     k: int,
-    method: Method,
 ) -> LRScheduler | None:
     """The scheduler of stage k, None if there is nothing to schedule."""
     if factory is None:
         return None
     made = factory(optimizer)
     if needed := _needed(made.step):
-        also = (
-            f", and no rates to come can be known (future_rates of method {method.name!r})"
-            if method.future_rates
-            else ""
-        )
         raise ValueError(
             f"scheduler: for stages[{k}] it made a {type(made).__name__}, whose step() needs "
-            f"{needed}; the pipeline steps it without arguments{also}"
+            f"{needed}; the pipeline steps it without arguments"
         )
     return made
 

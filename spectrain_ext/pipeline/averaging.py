@@ -145,7 +145,7 @@ class Averaged:
     def begin(self) -> None:
         """The stage has begun a run."""
         if self._kept is None:
-            with self._stage.predict.using(reads=(self._stage.working,)):
+            with self._stage.predict.using(reads=self._stage.memory):
                 self._kept = self._made(self._row())
 
     def _made(self, weights: Tensor) -> Averager:
@@ -158,10 +158,10 @@ class Averaged:
         def averaging_update(i: int, j: int) -> None:
             kept = self._kept
             assert kept is not None
-            with stage.predict.using(reads=(stage.working,)):
+            with stage.predict.using(reads=stage.memory):
                 kept.before(self._row())
             update(i, j)
-            with stage.predict.using(writes=(stage.working,)):
+            with stage.predict.using(writes=stage.memory):
                 weights = self._row()
                 kept.made(weights)
                 moved = kept.after(weights)

@@ -197,7 +197,7 @@ class EvaluatingStage(Stage):
 
     def __init__(self, stage: Stage, evaluates: bool) -> None:
         super().__init__(stage.index, stage.module, stage.device, None)
-        self.working, self.module_buffers = stage.working, stage.module_buffers
+        self._no_weights, self.module_buffers = stage.working, stage.module_buffers
         self._evaluates = evaluates
         self._modes: list[tuple[nn.Module, bool]] = []
         self._switched = False

@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 from spectrain_ext.method import Method, Phase, check_optimizer, factor_of, rules_at
 from spectrain_ext.operators import distance
 from spectrain_ext.schedule import Kind, Place, Rules, count_stage
-from spectrain_ext.weights import ComingRates, StageMemory, StageWeights, paced
+from spectrain_ext.weights import StageMemory, StageWeights, paced
 
 from .arguments import make_optimizer, make_scheduler
 from .cursor import LEFT
@@ -32,14 +32,12 @@ class Trained(NamedTuple):
         copies: its parameters that another stage trains.
         optimizer: of its other parameters.
         scheduler: of the optimizer, if there is one.
-        future: the rates to come, where a phase asks for them.
     """
 
     module: nn.Module
     copies: Set[Tensor]
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler | None
-    future: ComingRates | None
 
     @classmethod
     def of(
@@ -55,14 +53,8 @@ class Trained(NamedTuple):
         opt = make_optimizer(optimizer, module, k, copies)
         if opt is None:
             return None
-        seeing = next((phase for phase, _ in phases if phase.future_rates), None)
-        method = seeing or phases[0][0]
-        make = paced(partial(make_scheduler, scheduler, k=k, method=method), factor_of(phases))
-        future = None if seeing is None else ComingRates(opt, make)
-        real = make(opt)
-        if future is not None:
-            future.follow(real)
-        return cls(module, copies, opt, real, future)
+        make = paced(partial(make_scheduler, scheduler, k=k), factor_of(phases))
+        return cls(module, copies, opt, make(opt))
 
     def weights(
         self, phase: Method, places: tuple[Place, Place], master_dtype: torch.dtype | None
@@ -77,7 +69,6 @@ class Trained(NamedTuple):
             rules,
             places,
             phase.schedule,
-            self.future if phase.future_rates else None,
             master_dtype,
             self.copies,
         )

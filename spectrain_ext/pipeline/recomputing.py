@@ -52,7 +52,7 @@ class RecomputingStage(Stage):
                 for t in output.tensors
             )
             tape.message = output._replace(differentiable=differentiable)
-        compute.record(self.computed)
+        self._has_computed()
         self._keep(i, j, tape)
         self._states[i, j] = states
 

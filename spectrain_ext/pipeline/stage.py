@@ -14,6 +14,7 @@ from spectrain_ext.rng import TURN, StageRandom
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import (
     Buffer,
+    Event,
     Message,
     Receiver,
     Sender,
@@ -23,8 +24,8 @@ from spectrain_ext.transport import (
     tensors_of,
 )
 from spectrain_ext.weights import StageWeights
-from spectrain_ext.weights.storage import Content
-from spectrain_ext.weights.versions import Versions
+from spectrain_ext.weights.saved import SavedWeights
+from spectrain_ext.weights.storage import Content, VersionBuffer
 
 from .batch import samples_in
 from .clipping import GlobalNorm, clip, gradient_norm
@@ -64,7 +65,6 @@ class Stage:
     Attributes:
         peak: the most microbatches that were in flight here at once.
         guard: has whoever saves a module in a run hear of it.
-        shared: what the caller may use between two actions.
         inputs: the edge that the forward's input comes in by.
         gradients: the edge that the backward's gradient comes in by, None for the last stage.
         targets: the edge that the loss's target comes in by, None for all but the last stage.
@@ -96,15 +96,12 @@ class Stage:
         self.computed = self.compute.event()
         self.loaded = self.predict.event()
         # What the two streams and the caller use in turn, for the streams that check that.
-        self.working = Buffer(f"working weights of stage {index}")
         self.weight_gradients = Buffer(f"weight gradients of stage {index}")
         self.optimizer_state = Buffer(f"optimizer state of stage {index}")
         self.module_buffers = Buffer(f"module buffers of stage {index}")
-        self.shared: tuple[Buffer, ...] = (
-            self.working,
-            self.optimizer_state,
-            self.module_buffers,
-        )
+        self._shared: tuple[Buffer, ...] = (self.module_buffers,)
+        self._no_weights = Buffer(f"weights of stage {index}, which has none")
+        self._gradients_read: tuple[Event, list[Tensor | None]] | None = None
         self.random = StageRandom(index, device)
         self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
         self.guard = SaveGuard(
@@ -130,6 +127,33 @@ class Stage:
         """Compute with other versions of the weights, and clip otherwise, from the next run on."""
         self.weights = weights
         self._max_norm, self.global_norm = max_norm, global_norm
+        self._follows: AbstractContextManager[object] = _NOTHING
+
+    @property
+    def working(self) -> Buffer:
+        """What stands for the memory of the weights that the module has now."""
+        weights = self.weights
+        if weights is None or weights.storage is None:
+            return self._no_weights
+        return weights.storage.bound.memory
+
+    @property
+    def memory(self) -> tuple[Buffer, ...]:
+        """All versions of the weights, and the optimizer's state."""
+        weights = self.weights
+        if weights is None or weights.storage is None:
+            return (self.optimizer_state,)
+        versions = weights.storage.version_buffers()
+        return (self.optimizer_state, *(version.memory for version in versions))
+
+    @property
+    def shared(self) -> tuple[Buffer, ...]:
+        """What the caller may use between two instructions."""
+        return (*self.memory, *self._shared)
+
+    def share(self, buffer: Buffer) -> None:
+        """The caller may use this as well."""
+        self._shared = (*self._shared, buffer)
 
     def handlers(self) -> dict[Kind, Handler]:
         """What runs each kind of action; of ``PULL`` and ``LOSS`` the neighbourhood knows."""
@@ -170,9 +194,10 @@ class Stage:
         if self.weights is not None:
             for stream in (self.compute, self.predict):
                 stream.lend(self.weights.buffers())
-            with self.predict.using(writes=(self.working,)):
+            with self.predict.using(writes=self.memory):
                 self.weights.begin()
             self._weights_written()
+            self._follow_weights()
             self._guarded = [p for p in self.module.parameters() if p.requires_grad]
             self.guard.put(self._guarded)
 
@@ -180,7 +205,8 @@ class Stage:
         """Put the true weights back into the module; may be repeated, or done without a begin."""
         self.random.leave()
         if self.weights is not None:
-            with self.predict.using(writes=(self.working, self.optimizer_state)):
+            self._gradients_read = None
+            with self.predict.using(writes=self.memory):
                 self.weights.end()
             self.predict.record(self.loaded)
             self.guard.take(self._guarded)
@@ -196,29 +222,68 @@ class Stage:
 
     def load_forward(self, i: int, j: int) -> None:
         if self.weights is not None:
-            self._load(self.weights.versions, self.weights.versions.for_forward(i, j))
+            self._load(self.weights, self.weights.versions.for_forward(i, j))
 
     def load_backward(self, i: int, j: int) -> None:
         if self.weights is not None:
-            self._load(self.weights.versions, self.weights.versions.for_backward(i, j))
+            self._load(self.weights, self.weights.versions.for_backward(i, j))
 
     def load_backward_input(self, i: int, j: int) -> None:
         if self.weights is not None:
-            self._load(self.weights.versions, self.weights.versions.for_backward(i, j, ends=False))
+            self._load(self.weights, self.weights.versions.for_backward(i, j, ends=False))
 
-    def _load(self, versions: Versions, content: Content) -> None:
-        if versions.held != content:
+    def _load(self, weights: StageWeights, content: Content) -> None:
+        """Compute with these weights from here on, which are written unless a buffer has them."""
+        versions, storage = weights.versions, weights.storage
+        assert storage is not None
+        buffer = versions.find(content)
+        if buffer is None:
+            buffer = versions.room(content)
             predict = self.predict
-            predict.wait(self.computed)
-            with predict.using(reads=(self.optimizer_state,), writes=(self.working,)):
-                versions.load(content)
-            self._weights_written()
+            if buffer.read is not None:
+                predict.wait(buffer.read)
+            reads = self.optimizer_state, storage.true.memory
+            with predict.using(reads=reads, writes=(buffer.memory,)):
+                storage.write(content, buffer)
+            self._written(buffer)
+        if not buffer.followed:
+            assert buffer.written is not None
+            self.compute.wait(buffer.written)
+            buffer.followed = True
+        if buffer is not storage.bound:
+            storage.point(buffer)
         versions.settle()
 
+    def _written(self, *buffers: VersionBuffer) -> None:
+        """Something has been written to these on the prediction stream."""
+        for buffer in buffers:
+            if buffer.written is None:
+                buffer.written = self.predict.event()
+            self.predict.record(buffer.written)
+            buffer.followed = False
+        self.predict.record(self.loaded)
+
+    def _has_computed(self) -> None:
+        """Something has been computed, with the weights that are bound."""
+        compute = self.compute
+        compute.record(self.computed)
+        if self.weights is not None and self.weights.storage is not None:
+            buffer = self.weights.storage.bound
+            if buffer.read is None:
+                buffer.read = compute.event()
+            compute.record(buffer.read)
+
     def _weights_written(self) -> None:
-        """What is computed from here on follows the weights just written."""
+        """What is computed from here on follows all weights just written."""
         self.predict.record(self.loaded)
         self.compute.wait(self.loaded)
+
+    def _follow_weights(self) -> None:
+        """A forward's graph finds the weights that its backward is to meet, if they are others."""
+        weights = self.weights
+        self._follows = _NOTHING
+        if weights is not None and weights.meets_others and weights.storage is not None:
+            self._follows = SavedWeights(weights.storage)
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -226,7 +291,7 @@ class Stage:
 
         On the stream that does: no other stage and no communication is waited for.
         """
-        with self.predict.using(reads=(self.working, self.optimizer_state)), torch.no_grad():
+        with self.predict.using(reads=self.memory), torch.no_grad():
             yield
 
     def give_norm(self, i: int) -> None:
@@ -254,11 +319,21 @@ class Stage:
         predict.wait(self.computed)
         if self._max_norm is not None:
             self._clip(weights, self._max_norm, i)
-        gradients = (self.weight_gradients,)
-        with predict.using(reads=gradients, writes=(self.working, self.optimizer_state)), TURN:
-            weights.update(forward)  # a hook may draw
-        self._weights_written()
-        self.compute.writes(self.weight_gradients)  # freed: their memory is that stream's again
+        update, storage = weights.begin_update(forward), weights.storage
+        assert storage is not None
+        changed = {storage.true, update.kept or storage.true, update.room or storage.true}
+        gradients = [p.grad for p in weights.params]
+        reads = [self.weight_gradients]
+        if update.stale is not None and update.stale not in changed:
+            reads.append(update.stale.memory)
+        writes = [self.optimizer_state, *(buffer.memory for buffer in changed)]
+        with predict.using(reads=reads, writes=writes), TURN:
+            weights.make(update)  # a hook may draw
+        self._written(*changed)
+        # Held until the compute stream has waited for the step: it would use their memory again.
+        self._gradients_read = self.loaded, gradients
+        if predict.immediate:
+            self._free_gradients()
 
     def _clip(self, weights: StageWeights, max_norm: float, i: int) -> None:
         if self.global_norm is not None:
@@ -293,11 +368,12 @@ class Stage:
             _grad_enabled(),
             TURN,
             self.random,
+            self._follows,
         ):
             tape.leaves, tape.output = self._run(message)
         if self.to_next is not None:
             tape.message = activation(tape.output)
-        compute.record(self.computed)
+        self._has_computed()
         self._keep(i, j, tape)
 
     def _run(self, message: Message) -> tuple[list[Tensor | None], Any]:
@@ -350,7 +426,7 @@ class Stage:
         tape, target = self._with_target(i, j)
         compute = self.compute
         writes = (tape.target.buffer, tape.buffer)
-        with compute.using(writes=writes), _grad_enabled(), TURN, self.random:
+        with compute.using(writes=writes), _grad_enabled(), TURN, self.random, self._follows:
             loss = loss_fn(tape.output, target)
         check_loss(loss)
         check_dependence(loss, tape.output)
@@ -382,7 +458,7 @@ class Stage:
         tape = self._tapes[i, j]
         tape.gradient = tape.target if self.gradients is None else self._received
         tape.rest = self._differentiate(i, j, tape, tape.gradient, halves=True)
-        self.compute.record(self.computed)
+        self._has_computed()
 
     def backward_weights(self, i: int, j: int) -> None:
         """The gradients that ``backward_input`` has left."""
@@ -397,7 +473,7 @@ class Stage:
     def _finish(self, tape: Tape, arrived: Slot) -> None:
         """A backward has ended: let go of what it needed."""
         self.compute.writes(tape.buffer)  # freed
-        self.compute.record(self.computed)
+        self._has_computed()
         self.inputs.free(tape.slot)
         if self.gradients is not None:
             self.gradients.free(arrived)
@@ -411,6 +487,7 @@ class Stage:
 
         With ``halves`` only that of the inputs; the other half is returned, if there is one.
         """
+        self._free_gradients()
         outgoing = Buffer("gradients of the input")
         reads = (self.working, tape.buffer, tape.slot.buffer, arrived.buffer)
         # torch.utils.checkpoint runs layers again, and puts other random numbers there.
@@ -441,6 +518,14 @@ class Stage:
         gradients = tuple(None if leaf is None else leaf.grad for leaf in tape.leaves)
         self._outgoing = gradients, outgoing
         return rest
+
+    def _free_gradients(self) -> None:
+        """Let the compute stream have the memory of gradients that an update has read."""
+        if self._gradients_read is not None:
+            stepped, _ = self._gradients_read
+            self.compute.wait(stepped)
+            self.compute.writes(self.weight_gradients)
+            self._gradients_read = None
 
     def send_gradient(self, i: int, j: int) -> None:
         assert self.to_previous is not None

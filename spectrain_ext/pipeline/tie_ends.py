@@ -152,7 +152,7 @@ class Home(End):
         true = {} if stage.weights is None else stage.weights.true_weights()
         sent = Buffer(f"true weights of stage {stage.index} that others have as well")
         stage.predict.wait(stage.computed)
-        with stage.predict.using(reads=(stage.working, stage.optimizer_state), writes=(sent,)):
+        with stage.predict.using(reads=stage.memory, writes=(sent,)):
             tensors = [true.get(p, p).detach().to(p.dtype) for p in self.params]
         stage.predict.record(stage.loaded)
         self._send(tensors, sent)
@@ -211,7 +211,7 @@ class Away(End):
         self.stage, self.copies = stage, [known[name] for _, name in tie.names]
         self._trained = [c for c, learns in zip(self.copies, tie.trained, strict=True) if learns]
         self.memory = Buffer(f"copies of others' weights in stage {stage.index}")
-        stage.shared = (*stage.shared, self.memory)
+        stage.share(self.memory)
         self._weights, self._gradients, self._turns = weights, gradients, turns
         self._keeps = keeps
         self._extent: Extent

@@ -28,26 +28,31 @@ class Passes(NamedTuple):
     update: float
 
 
-class _Books:
-    """Stands for ``Storage``: counts instead of copying."""
+class _Buffer:
+    """Stands for a ``VersionBuffer``, without memory."""
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self.content: Content | None = None
 
-    def keep(self, content: Content) -> None:
-        self.bytes += 8
 
-    def restore(self, content: Content) -> None:
-        self.bytes += 8
+class _Books:
+    """Stands for ``Storage``: has buffers of no memory.
 
-    def swap(self, content: Content, held: Content) -> None:
-        self.bytes += 16
+    Args:
+        master: whether the true weights have one of their own.
+    """
 
-    def drop(self, content: Content) -> None:
-        pass
+    same_dtype = True
 
-    def write(self, content: Content) -> None:
-        self.bytes += 12 if content.law else 8
+    def __init__(self, master: bool) -> None:
+        self.home = _Buffer()
+        self.pool = [self.home]
+        self.master = _Buffer() if master else None
+        self.true = self.master or self.home
+
+    def new_buffer(self) -> _Buffer:
+        self.pool.append(_Buffer())
+        return self.pool[-1]
 
 
 def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
@@ -65,14 +70,9 @@ def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
 def _count(method: Method, entry: Place, place: Place) -> Passes:
     rules, parts = rules_at(method, place), place.microbatches
     generate = find_generator(method.schedule)
-    books = _Books()
+    books = _Books(rules.predicts)
     versions = Versions(
-        rules,
-        place,
-        Entries(generate(entry)),
-        rules.predicts,
-        cast(Storage, books),
-        lambda: (0.1,),
+        rules, place, Entries(generate(entry)), cast(Storage, books), lambda: (0.1,)
     )
     warm = (entry.window + place.window) // parts + 2
     end = warm + max(4, warm)
@@ -82,26 +82,30 @@ def _count(method: Method, entry: Place, place: Place) -> Passes:
     while versions.version < end:
         then = next(following)
         kind, i, j = turn
-        counted, before = versions.version >= warm, books.bytes
+        counted, moved = versions.version >= warm, 0
         if kind is Kind.UPDATE:
             ahead = (then.minibatch, then.microbatch) if then.kind is Kind.FORWARD else None
             written = versions.step_writes(ahead) if rules.predicts else None
             if written is not None and isinstance(written.law, Difference):
                 written = None
-            versions.before_update(written is not None)
-            versions.after_update(written)
-            books.bytes += STEP + 4 * (written is not None)
+            kept = versions.keep_true()
+            room = versions.begin_update(written)
+            if kept is not None and books.master is None:
+                books.true = cast(_Buffer, kept)
+            versions.end_update(written, room)
+            moved = STEP + 8 * (kept is not None) + 4 * (written is not None)
         else:
             if kind is Kind.FORWARD:
                 wanted = versions.for_forward(i, j)
             else:
                 wanted = versions.for_backward(i, j, kind is not Kind.BACKWARD_INPUT)
                 kind = Kind.BACKWARD  # both halves of it
-            if wanted != versions.held:
-                versions.load(wanted)
+            if versions.find(wanted) is None:
+                versions.room(wanted)
+                moved = 12 if wanted.law else 8
             versions.settle()
         if counted:
-            found[kind] += books.bytes - before
+            found[kind] += moved
         turn = then
     updates = end - warm
     return Passes(

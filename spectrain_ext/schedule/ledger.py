@@ -55,7 +55,7 @@ class Ledger(Reader[Pair]):
         window: the most microbatches in flight, None to allow any number.
         microbatches: the number that every minibatch must have; None: any, counted from 0.
         entries: the versions of stage 0, where it reads these.
-        master: whether the true weights have a buffer of their own although none are predicted.
+        master: whether the true weights have a buffer of their own in any case, of a wider dtype.
 
     Attributes:
         count: what it comes to so far.
@@ -77,14 +77,19 @@ class Ledger(Reader[Pair]):
         self.heirs: Sequence[Entries] = ()
         self._stage = stage
         self._master = master or rules.has_master
+        # Parameters can be pointed at it, unless it has another dtype.
+        self._reads_master = self.retains and rules.has_master and not master
         self._besides = int(self._master) + int(rules.keeps_before)
-        self.count.versions = 1 + self._besides
         # Nothing is kept for later and the horizon is known: most schedules are counted so.
         self._plain = (
             self._reads_newest
             and self._horizon is not None
             and not (self._stashes or self._once or self._by_step)
         )
+        self.count.versions = 1 + self._besides
+        if self._plain and self.retains:  # the forward's and the backward's
+            ahead = {self._horizon, self._backward_horizon}
+            self.count.versions += len(ahead - {0} if self._reads_master else ahead) > 1
         self._window = window
         self._microbatches = microbatches
         # What each microbatch read, None once it has had its backward; forgotten with the update.
@@ -259,15 +264,19 @@ class Ledger(Reader[Pair]):
         """Everything that exists while ``loaded`` is computed with."""
         now = self._itself(self.version)
         others: set[tuple[Any, ...]] = {loaded}
+        if self.retains:
+            others.update(weights for weights in self._newest if weights is not None)
         if not self._master:
             others.add(now)
         if self._read_again and self._written is not None:
             others.add(self._written)
         if not self._reads_newest:  # a later forward may read any of them
-            if loaded == now:
+            if loaded == now and not self._reads_master:
                 self._copied = self.version
             end = max(self.version, self._copied + 1)
             others.update(map(self._itself, range(self._oldest, end)))
+        if self._reads_master:
+            others.discard(now)
         exist = self._besides + len(self._wants) + sum(other not in self._wants for other in others)
         self.count.versions = max(self.count.versions, exist)
         self.settle()
@@ -320,7 +329,7 @@ def count_stage(
         entry: the place of stage 0.
         place: the stage's.
         rules: which weights it computes with.
-        master: whether the true weights have a buffer of their own although none are predicted.
+        master: whether the true weights have a buffer of their own in any case, of a wider dtype.
     """
     generate = find_generator(schedule)
     parts = place.microbatches

@@ -39,7 +39,6 @@ class Rules:
             ``backward_horizon`` updates ahead; ``"stash"``: the forward's weights again.
         backward_horizon: see there.
         once: all microbatches of a minibatch have the forward weights of its first.
-        future_rates: predictions have the learning rates that are to come.
         correction: what updates do otherwise, one of ``spectrain_ext.corrections``.
     """
 
@@ -50,7 +49,6 @@ class Rules:
     backward: Backward = "current"
     backward_horizon: int = 0
     once: bool = False
-    future_rates: bool = False
     correction: Any = None
 
     @property
@@ -62,6 +60,25 @@ class Rules:
     def has_master(self) -> bool:
         """Whether the true weights have a buffer of their own, beside what is computed with."""
         return self.predicts or (self.correction is not None and self.correction.reads_stale)
+
+    @property
+    def meets_others(self) -> bool:
+        """Whether a backward may meet other weights than its forward."""
+        return self.backward != "stash" and (self.predicts or self.forward_reads != "newest")
+
+    def overwrites(self, microbatches: int | None) -> bool:
+        """Whether one buffer holds whatever is computed with, and is written before each use.
+
+        That is as fast as two buffers where an update comes between any two forwards, and both
+        their weights and the backward's are predicted.
+        """
+        return (
+            microbatches == 1
+            and self.backward == "predict"
+            and self.backward_horizon > 0
+            and self.forward_reads == "newest"
+            and self.law != "second-order"
+        )
 
     @property
     def keeps_before(self) -> bool:
@@ -176,6 +193,11 @@ class Reader(ABC, Generic[W]):
         # What a step wrote and nothing can write again, and whether forwards to come may read it.
         self._written: W | None = None
         self._read_again = False
+        self._overwrites = rules.overwrites(microbatches)
+        #: whether what the newest version's last forward and last backward had stays, to be found
+        #: by the next ones
+        self.retains = not (self._stashes or self._overwrites) and rules.meets_others
+        self._newest: list[W | None] = [None, None]  # of a forward, of a backward
 
     # What stands for weights.
 
@@ -204,6 +226,8 @@ class Reader(ABC, Generic[W]):
         if self._stashes:
             self._in_flight[i, j] = weights
             self._wants[weights] += 1
+        if weights[0] == self.version:
+            self._newest[0] = weights
         return weights
 
     def _ahead(self, version: int, i: int) -> W:
@@ -258,8 +282,11 @@ class Reader(ABC, Generic[W]):
                 self._done_with, self._stale = self._stale, weights
             return weights
         if self._backward_horizon:
-            return self._for_backward(self.version, self._backward_horizon)
-        return self._itself(self.version)
+            weights = self._for_backward(self.version, self._backward_horizon)
+        else:
+            weights = self._itself(self.version)
+        self._newest[1] = weights
+        return weights
 
     def settle(self) -> None:
         """What was asked for last is there; whoever asked will not ask for it again."""
@@ -267,11 +294,6 @@ class Reader(ABC, Generic[W]):
         if weights is not None:
             self._done_with = None
             self._release(weights)
-        if not self._reads_newest:
-            self._sweep()
-
-    def _sweep(self) -> None:
-        """Let go of what no turn to come computes with."""
 
     def _release(self, weights: W) -> None:
         self._wants[weights] -= 1
@@ -282,10 +304,15 @@ class Reader(ABC, Generic[W]):
         """An update has been made."""
         if self._stale is not None:
             self._let_go_of_stale()
+        self._forget_newest()
         self.version += 1
         if self._by_step:
             self._written = self._ahead(self.version, 0)
             self._read_again = True
+
+    def _forget_newest(self) -> None:
+        """The newest version is about to be another one."""
+        self._newest = [None, None]
 
     def _let_go_of_stale(self) -> None:
         weights, self._stale = self._stale, None
@@ -296,6 +323,7 @@ class Reader(ABC, Generic[W]):
         """Whether a turn to come computes with them, and they cannot be made again."""
         return (
             weights in self._wants
+            or (self.retains and weights in self._newest)
             or (self._read_again and weights == self._written)
             or (not self._reads_newest and weights[0] >= self._oldest and not weights[1])
         )

@@ -35,9 +35,13 @@ class Stream:
     """A queue of work, which is issued inside ``with stream.using(...)``.
 
     What a kind of stream has no use for is left as it is here: it does nothing.
+
+    Attributes:
+        immediate: whether work is done when it has been issued.
     """
 
     __slots__ = ()
+    immediate = False
 
     def __enter__(self) -> None: ...
 
@@ -90,6 +94,7 @@ class HostStream(Stream):
     """The CPU as a stream: work is done as it is issued, and no use is checked."""
 
     __slots__ = ()
+    immediate = True
 
     def event(self) -> Event:
         return HostEvent()

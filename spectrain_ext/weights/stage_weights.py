@@ -14,8 +14,8 @@ from spectrain_ext.optim.foreign import loose_state, updater_of
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
 from .flat import flat_nbytes
-from .rates import ComingRates, rates_of
-from .storage import Content, Difference, Storage, true_dtype
+from .rates import rates_of
+from .storage import Content, Difference, Storage, VersionBuffer, true_dtype
 from .versions import Versions
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class StageMemory(NamedTuple):
     """What a stage holds at most.
 
     Attributes:
-        versions: buffers of weights: working, master and kept ones.
+        versions: buffers of weights: those that are computed with, and the master.
         weight_bytes: bytes of these; the optimizer's state and gradients are not among them.
         microbatches: microbatches between the begin of their forward and the end of their backward.
     """
@@ -37,15 +37,29 @@ class StageMemory(NamedTuple):
     microbatches: int
 
 
+class Update(NamedTuple):
+    """What an update writes beside the true weights.
+
+    Attributes:
+        ordered: the prediction that the step writes.
+        stale: the weights that it reads to correct gradients.
+        kept: see ``Versions.keep_true``.
+        room: where it writes what is ordered.
+    """
+
+    ordered: Content | None
+    stale: VersionBuffer | None
+    kept: VersionBuffer | None
+    room: VersionBuffer | None
+
+
 class StageWeights:
     """The weights of one stage that has trainable parameters.
 
-    The parameters are views of the *working* buffer from ``bind`` to ``unbind``; kernels
-    overwrite it behind autograd's back, so that a backward meets whatever weights are in it. Where
-    weights are predicted, or computed with in a narrower dtype, the true ones live in a *master*
-    buffer; elsewhere they are a version like any other, in the working buffer at every update.
-    ``Versions`` knows what the buffers hold, ``Storage`` has the memory; this class has both in
-    hand, and steps the optimizer.
+    From ``bind`` to ``unbind`` the parameters are views of one of several flat buffers: each
+    version of the weights has a buffer of its own, and to compute with another is to point the
+    parameters there. Kernels write these buffers behind autograd's back. ``Versions`` knows which
+    of them holds what, ``Storage`` has the memory; this class has both, and steps the optimizer.
 
     Args:
         module: the stage.
@@ -54,7 +68,6 @@ class StageWeights:
         rules: the method at this stage.
         places: the places of stage 0 and of this one.
         schedule: the schedule's name, or its generator.
-        future: the learning rates of updates to come, where the method asks for them.
         master_dtype: the dtype of the master and of the optimizer's state for 16-bit parameters;
             None: the parameters'.
         copies: parameters that are trained on another stage.
@@ -64,8 +77,8 @@ class StageWeights:
         updater: the optimizer as the storage knows it.
         entry: makes the actions of stage 0.
         moves: whether somebody may ``move`` the true weights after an update.
-        versions: of a run: what the working buffer holds, and is to hold. Whoever runs actions asks
-            it for the weights first, so as not to prepare for a load that does nothing.
+        meets_others: whether a backward may meet other weights than its forward, in another buffer.
+        versions: of a run: which buffer holds what.
     """
 
     moves = False
@@ -78,7 +91,6 @@ class StageWeights:
         rules: Rules,
         places: tuple[Place, Place],
         schedule: str | Generator,
-        future: ComingRates | None = None,
         master_dtype: torch.dtype | None = None,
         copies: Set[Tensor] = frozenset(),
     ) -> None:
@@ -93,27 +105,26 @@ class StageWeights:
         self._rules = rules
         entry, self._place = places
         self.entry = partial(find_generator(schedule), entry)
-        self._future = future
         self._master_dtype = master_dtype
-        self._has_master = rules.has_master or any(
-            true_dtype(p, master_dtype) != p.dtype for p in self.params
-        )
-        self.peak = count_stage(schedule, *places, rules, self._has_master)
+        wide = any(true_dtype(p, master_dtype) != p.dtype for p in self.params)
+        self._has_master = rules.has_master or wide
+        self.peak = count_stage(schedule, *places, rules, wide)
         # Beside these there are what is true, and what it was before.
         self._computing = self.peak.versions - self._has_master - rules.keeps_before
+        self.meets_others = rules.meets_others and not rules.overwrites(self._place.microbatches)
+        self._reads_stale = rules.correction is not None and rules.correction.reads_stale
         self.storage: Storage | None = None
-        self._moving: Storage | None = None  # between being bound and not
 
     # Storage.
 
     @property
     def bound(self) -> bool:
-        """Whether the parameters are views of the working buffer now."""
+        """Whether the parameters are views of flat buffers now."""
         return self.storage is not None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the working buffer, the master and the kept versions."""
+        """Bytes of all versions."""
         return 0 if self.storage is None else sum(flat.nbytes for flat in self.storage.flats())
 
     def buffers(self) -> list[Tensor]:
@@ -138,31 +149,30 @@ class StageWeights:
         return StageMemory(computing + true, size, self.peak.in_flight)
 
     def bind(self) -> None:
-        """Move the parameters into the working buffer and the optimizer onto the true weights."""
-        self.mend()
+        """Move the parameters into the home buffer and the optimizer onto the true weights."""
         self.drop_gradients()
-        self._moving = made = Storage(
+        made = Storage(
             self.params,
             self.updater,
             master=self._has_master,
             master_dtype=self._master_dtype,
             before=self._rules.keeps_before,
-            kept=self._computing - 1,
+            versions=self._computing,
             averaging=self._rules.averaging,
             correction=self._rules.correction,
         )
         try:
             made.bind()
-            self.storage = made
-        finally:
-            self.mend()
+        except BaseException:
+            made.unbind()
+            raise
+        self.storage = made
 
     def unbind(self) -> None:
         """Give parameters (they hold the true weights now) and state ordinary storage."""
         self.__dict__.pop("versions", None)  # which knows the storage
-        self._moving = self._bound
-        self.storage = None
-        self.mend()
+        storage, self.storage = self._bound, None
+        storage.unbind()
 
     def hand_over(self, other: StageWeights) -> None:
         """Unbind, and bind what has the same parameters and optimizer under other rules.
@@ -180,12 +190,6 @@ class StageWeights:
             for p, entry in entries.items():
                 state[p].update(entry)
 
-    def mend(self) -> None:
-        """Undo what an exception left half bound, and what it left half undone."""
-        if self._moving is not self.storage and self._moving is not None:
-            self._moving.unbind()
-        self._moving = None
-
     @property
     def _bound(self) -> Storage:
         assert self.storage is not None, "not bound"
@@ -196,11 +200,11 @@ class StageWeights:
         return self._bound.in_place()
 
     def check(self, stage: int) -> None:
-        """Raise RuntimeError if a parameter is no longer a view of the working buffer."""
+        """Raise RuntimeError if a parameter is no longer a view of its flat buffer."""
         if self.storage is None:
             return
         now = dict(self.module.named_parameters())
-        for p, view in self.storage.working.views.items():
+        for p, view in zip(self.params, self.storage.bound.views, strict=True):
             name = self._names[p]
             if (
                 now.get(name) is not p
@@ -218,27 +222,20 @@ class StageWeights:
 
     def begin(self) -> None:
         """Take what the parameters hold as version 0."""
+        storage = self._bound
+        storage.begin()
         self.versions = Versions(
             self._rules,
             self._place,
             Entries(self.entry()),
-            self._has_master,
-            self._bound,
+            storage,
             partial(rates_of, self.optimizer),
-            self._future,
         )
         self._rates_move = False
-        if self._future is not None:
-            self._future.begin()
-        self._bound.begin()
         self.drop_gradients()
 
     def end(self) -> None:
-        """Put the true weights back into the parameters and forget the microbatches in flight.
-
-        An update that was interrupted is finished. An end that was may be repeated.
-        """
-        self.updater.mend()
+        """Put the true weights back into the parameters and forget the microbatches in flight."""
         self.updater.write_with_next_step(None)
         self._bound.end()
         self.drop_gradients()
@@ -262,7 +259,7 @@ class StageWeights:
     def masters(self) -> dict[Tensor, Tensor]:
         """The masters that are wider than their parameters."""
         master = None if self.storage is None else self.storage.master
-        views = {} if master is None else master.views
+        views = {} if master is None else master.flat.views
         return {p: view for p, view in views.items() if view.dtype != p.dtype}
 
     def move(self, weights: Iterable[Tensor]) -> None:
@@ -271,14 +268,12 @@ class StageWeights:
         The step has then written no prediction but those that nobody can make again: they move as
         far.
         """
-        held = self.versions.held
-        written = held is not None and held.version == self.versions.version
-        self._bound.move(weights, written)
+        self._bound.move(weights, self.versions.version)
 
     # The update.
 
-    def update(self, forward: tuple[int, int] | None) -> None:
-        """Step the optimizer and the scheduler.
+    def begin_update(self, forward: tuple[int, int] | None) -> Update:
+        """Find the buffers of an update.
 
         Args:
             forward: the microbatch whose forward is what the stage does next, if it is one. The
@@ -286,24 +281,40 @@ class StageWeights:
                 change the learning rate that they are predicted with.
         """
         storage, versions = self._bound, self.versions
-        sink, ordered = storage.sink, None
-        if sink is not None:
+        ordered = None
+        if storage.predicts:
             ordered = self._ordered(versions.step_writes(forward))
-        versions.before_update(ordered is not None)
+        stale = versions.stale() if self._reads_stale else None
+        kept = versions.keep_true()
+        return Update(ordered, stale, kept, versions.begin_update(ordered))
+
+    def update(self, forward: tuple[int, int] | None) -> None:
+        """Step the optimizer and the scheduler, see ``begin_update``."""
+        self.make(self.begin_update(forward))
+
+    def make(self, update: Update) -> None:
+        """Make what ``begin_update`` has prepared."""
+        storage, updater = self._bound, self.updater
+        ordered, room = update.ordered, update.room
+        if update.stale is not None:
+            updater.read_stale(storage.sink_of(update.stale))
+        if update.kept is not None:
+            if storage.master is None:
+                storage.move_true(update.kept)
+            else:
+                storage.write_true(update.kept)
         storage.before_update()
-        if ordered is not None:
-            self.updater.write_with_next_step(sink, ordered.law or 0.0)
-        self.updater.step()
-        # A hook may have changed them. Nobody asks without a sink, and one on a GPU takes a wait.
-        after = () if sink is None else rates_of(self.optimizer)
+        if ordered is not None and room is not None:
+            updater.write_with_next_step(storage.sink_of(room), ordered.law or 0.0)
+        updater.step()
+        # A hook may have changed them. Not asked for in vain: one on a GPU takes a wait.
+        after = rates_of(self.optimizer) if storage.predicts else ()
         if ordered is not None and ordered.rates not in (None, after):
             ordered = None
-        versions.after_update(ordered)
+        self.versions.end_update(ordered, room)
         if self.scheduler is not None:
             self.scheduler.step()
-            self._rates_move = sink is not None and rates_of(self.optimizer) != after
-        if self._future is not None:
-            self._future.advance()
+            self._rates_move = storage.predicts and rates_of(self.optimizer) != after
         self.drop_gradients()
 
     def _ordered(self, content: Content | None) -> Content | None:

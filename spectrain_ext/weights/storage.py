@@ -1,4 +1,4 @@
-"""Storage: the memory of a stage's weights: working buffer, master, kept versions."""
+"""Storage: the memory of a stage's weights: the true ones, and a buffer for each other version."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import _C
-from spectrain_ext.operators.calls import make_noted
 from spectrain_ext.operators.plan import Plan
+from spectrain_ext.transport import Buffer, Event
 
 from .flat import Flat
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from spectrain_ext.operators.corrections import Correction
     from spectrain_ext.optim.binding import PredictionSink
     from spectrain_ext.optim.foreign import Updater
+
+
+# Of a buffer's plans those that copy no other buffer.
+_EXTRAPOLATION, _ROUNDING = -1, -2
 
 
 class Content(NamedTuple):
@@ -42,23 +46,52 @@ class Difference:
     steps: float
 
 
-class _Kept:
-    """A buffer for one version that outlives its overwriting in the working buffer."""
+class VersionBuffer:
+    """A buffer that holds one version of a stage's weights at a time.
 
-    def __init__(self, working: Flat, params: Sequence[Tensor]) -> None:
-        self.flat = Flat(params)
-        self.plan = Plan(working.buffers, stashed=self.flat.buffers)
-        self.swap = self.plan._prepared_swap()
+    Attributes:
+        flat: the memory.
+        views: of the parameters, in their order.
+        memory: stands for it where streams are checked.
+        content: what it holds; None: nothing of use.
+        written: the event of the last write, on the stream that writes weights.
+        read: that of the last computation with it, on the stream that computes.
+        followed: whether that stream has waited for the last write.
+        sink: where the optimizer writes predictions into it.
+    """
+
+    def __init__(self, name: str, flat: Flat, params: Sequence[Tensor]) -> None:
+        self.flat = flat
+        self.views = [flat.views[p] for p in params]
+        self.memory = Buffer(name)
+        self.content: Content | None = None
+        self.written: Event | None = None
+        self.read: Event | None = None
+        self.followed = True
+        self.sink: PredictionSink | None = None
+        self.plans: dict[int, Plan] = {}  # by the address of what is copied here: no cycle
+        self._params = params
+        self._watch: _C.Watch | None = None
+
+    def bind(self) -> None:
+        """Point the parameters here."""
+        for p, view in zip(self._params, self.views, strict=True):
+            p.data = view
+        if self._watch is None:  # it remembers addresses
+            self._watch = _C.Watch(tuple(self._params))
+
+    def in_place(self) -> bool:
+        """Whether the parameters still are here."""
+        return self._watch is not None and self._watch.in_place()
 
 
 class Storage:
     """Buffers that a stage's parameters and its optimizer are bound to.
 
-    ``bind`` moves the parameters into the working buffer and the optimizer onto the true weights.
-
-    Where the true weights are is known at every moment, whatever exception may interrupt a method:
-    nothing overwrites them where this says that they are but an update, which makes new ones.
-    ``end`` puts them back from there.
+    Versions stay where they are: to compute with one is to point the parameters at its buffer. The
+    true weights have a *master* buffer where others are computed with; elsewhere they are a version
+    like any other, and an update first copies them to another buffer if this one is still wanted.
+    Between runs the parameters are in the *home* buffer, with the true weights.
 
     Args:
         params: the parameters.
@@ -67,11 +100,20 @@ class Storage:
         master_dtype: the dtype of that buffer and of the optimizer's state for 16-bit parameters;
             None: the parameters'.
         before: whether the true weights of one update before are kept as well.
-        kept: buffers for versions that outlive their overwriting.
+        versions: buffers to compute with, at least 1.
         averaging: keep the average of all before instead: what it keeps of itself with an update.
-        correction: of the optimizer's steps. One that reads stale weights wants a master, and finds
-            them in the working buffer.
+        correction: of the optimizer's steps. One that reads stale weights wants a master.
+
+    Attributes:
+        home: the first of the buffers to compute with.
+        pool: all of them.
+        true: the buffer of the true weights: the master, or one of the pool.
+        bound: the buffer that the parameters are in.
+        predicts: whether the optimizer writes predictions.
+        addresses: of every flat buffer's memory: which of a version's it is, and its first element.
     """
+
+    predicts = False
 
     def __init__(
         self,
@@ -79,9 +121,9 @@ class Storage:
         optimizer: Updater,
         *,
         master: bool,
-        master_dtype: torch.dtype | None,
-        before: bool,
-        kept: int,
+        master_dtype: torch.dtype | None = None,
+        before: bool = False,
+        versions: int = 1,
         averaging: float = 0.0,
         correction: Correction | None = None,
     ) -> None:
@@ -93,212 +135,231 @@ class Storage:
 
         self.params = params
         self.optimizer = optimizer
-        self.working = Flat(params)
-        self.master = Flat(params, wide) if master else None
         self._correction = correction
+        self._averaging = averaging
+        self.pool: list[VersionBuffer] = []
+        self.addresses: dict[int, tuple[int, int]] = {}
+        for _ in range(versions):
+            self.new_buffer()
+        self.home = self.bound = self.true = self.pool[0]
+        self._running = False
+        self.master: VersionBuffer | None = None
         keys = (*optimizer.buffer_keys, *(() if correction is None else correction.buffers))
         state = {key: Flat(params, of_state) for key in keys}
         self._state = {key: flat.views for key, flat in state.items()}
         self._state_flats = list(state.values())
-        self._buffers = [_Kept(self.working, params) for _ in range(kept)]
-        #: where the optimizer writes predictions; None: it makes none, or there is no master
-        self.sink: PredictionSink | None = None
         self.before: Flat | None = None
-        self.ahead: Flat | None = None
-        self._difference: Plan | None = None
-        # Where the true weights are: the master, a kept version, or (None) the working buffer.
-        self._true: _Kept | Flat | None = None
-        # A swap that moves them: where they are after it, and a note once it has been made.
-        self._swap: tuple[_Kept | Flat | None, list[object]] | None = None
-        self._keep_nothing()
-        if self.master is not None:
-            inside = list(self.working.views.values())
-            true = list(self.master.views.values())
-            self._same = all(m.dtype == p.dtype for m, p in zip(true, params, strict=True))
-            if self._same:
-                self._master_plan = Plan(self.working.buffers, stashed=self.master.buffers)
-            else:
-                self._master_plan = Plan(true, outs=[inside])
-                for m, p in zip(true, params, strict=True):
-                    m.copy_(p.detach())
-            if before:
-                self.before = Flat(params, wide)
-                old, outs = list(self.before.views.values()), inside
-                if not self._same:  # no kernel extrapolates and rounds
-                    self.ahead = Flat(params, wide)
-                    outs = list(self.ahead.views.values())
-                    self._rounding = Plan(outs, outs=[inside])
-                self._difference = Plan(true, stashed=old, outs=[outs])
-        self._averaging = averaging
+        self.ahead: Flat | None = None  # an extrapolation that no kernel rounds
+        self._stash: Plan | None = None  # of the true weights into ``before``
+        #: whether parameters can be pointed at the true weights
+        self.same_dtype = all(wide(p) == p.dtype for p in params)
+        if not master:
+            return
+        self.true = self.master = self._made("master weights", Flat(params, wide))
+        if not self.same_dtype:
+            for m, p in zip(self.master.views, params, strict=True):
+                m.copy_(p.detach())
+        if before:
+            self.before = Flat(params, wide)
+            self.ahead = None if self.same_dtype else Flat(params, wide)
+            self._stash = Plan(self.master.flat.buffers, stashed=self.before.buffers)
+
+    def new_buffer(self) -> VersionBuffer:
+        """One more buffer to compute with."""
+        number = len(self.pool)
+        made = self._made(f"weights {number}", Flat(self.params))
+        self.pool.append(made)
+        return made
+
+    def _made(self, name: str, flat: Flat) -> VersionBuffer:
+        for n, buffer in enumerate(flat.buffers):
+            address = buffer.untyped_storage().data_ptr()
+            self.addresses[address] = n, int(buffer.storage_offset())
+        return VersionBuffer(name, flat, self.params)
 
     def bind(self) -> None:
         """Move the parameters and the optimizer here; RuntimeError if it is bound elsewhere."""
-        optimizer, master = self.optimizer, self.master
-        optimizer.bind(None if master is None else master.views, self._state)
-        for p, view in self.working.views.items():
+        optimizer = self.optimizer
+        optimizer.bind(self.true.flat.views, self._state)
+        for p, view in zip(self.params, self.home.views, strict=True):
             view.copy_(p.detach())
-            p.data = view
-        self._watch = _C.Watch(tuple(self.params))
-        if master is not None:
-            self.sink = optimizer.prediction_sink(self.working.views)
+        self.point(self.home)
+        sink = None if self.master is None else self.sink_of(self.home)
+        self.predicts = sink is not None
         if self._correction is not None:
-            optimizer.correct(self._correction, self.sink)
+            optimizer.correct(self._correction, sink)
 
     def unbind(self) -> None:
         """Give parameters (they hold the true weights now) and state ordinary storage.
 
-        What is not here is left alone: ``bind`` or this may have been interrupted.
+        A parameter that has left is left alone.
         """
-        for p, view in self.working.views.items():
-            if p.data_ptr() == view.data_ptr():
+        at = [{buffer.views[n].data_ptr() for buffer in self.pool} for n in range(len(self.params))]
+        for p, addresses in zip(self.params, at, strict=True):
+            if p.data_ptr() in addresses:
                 p.data = p.detach().clone(memory_format=torch.preserve_format)
         if self.optimizer.is_bound_to(self._state):
             self.optimizer.unbind()
 
     def flats(self) -> list[Flat]:
-        """The working buffer, the master and the kept versions."""
-        flats = [self.working, self.master, self.before, self.ahead]
-        flats += [kept.flat for kept in self._buffers]
-        return [flat for flat in flats if flat is not None]
+        """All memory of weights."""
+        found = [buffer.flat for buffer in self.pool]
+        more = [None if self.master is None else self.master.flat, self.before, self.ahead]
+        return [*found, *(flat for flat in more if flat is not None)]
 
     def buffers(self) -> list[Tensor]:
         """All memory, that of the optimizer's state as well."""
         return [buffer for flat in (*self.flats(), *self._state_flats) for buffer in flat.buffers]
 
+    def version_buffers(self) -> list[VersionBuffer]:
+        """The master and the buffers to compute with."""
+        return self.pool if self.master is None else [self.master, *self.pool]
+
     def in_place(self) -> bool:
-        """Whether all parameters are where they were bound; a parameter replaced is not seen."""
-        return self._watch.in_place()
+        """Whether all parameters are where they are bound; a parameter replaced is not seen."""
+        return self.bound.in_place()
+
+    def point(self, buffer: VersionBuffer) -> None:
+        """Compute with what is in a buffer from here on."""
+        self.bound = buffer
+        buffer.bind()
 
     # A run.
 
     def begin(self) -> None:
-        """Take what the parameters hold as the true weights."""
+        """Take what the parameters hold, in the home buffer, as the true weights."""
+        for buffer in self.pool:
+            buffer.content = None
         if self.master is None:
+            self._running = True
             return
-        if self._same:
-            self._master_plan.stash()
+        if self.same_dtype:
+            self._copy(self.home, self.master)
         else:
             # Where a parameter is as it was written, its master still has more digits than it.
-            for p, true in self.master.views.items():
-                same = true.to(p.dtype) == p.detach()
-                true.copy_(torch.where(same, true, p.detach().to(true.dtype)))
-        self._true = self.master
-        if self._difference is not None:
-            self._difference.stash()
+            for p, true in zip(self.home.views, self.master.views, strict=True):
+                same = true.to(p.dtype) == p
+                true.copy_(torch.where(same, true, p.to(true.dtype)))
+        if self._stash is not None:
+            self._stash.stash()
+        self._running = True
 
     def end(self) -> None:
-        """Put the true weights back into the parameters, and forget the kept versions.
+        """Have the parameters in the home buffer, with the true weights.
 
-        An end that was interrupted may be repeated; one without a begin does nothing.
+        An end without a begin does nothing: the home buffer then has what counts.
         """
-        where = self._where()
-        if isinstance(where, _Kept):
-            where.plan.restore_()
-        elif where is not None:
-            self.write_true()
-        self._true = None
-        self._keep_nothing()
-
-    def _keep_nothing(self) -> None:
-        self.kept: dict[Content, _Kept] = {}
-        self._free = list(self._buffers)
+        if self.master is None:
+            if self.true is not self.home:
+                self.move_true(self.home)
+        elif self._running:
+            self.write_true(self.home)
+        self._running = False
+        if self.bound is not self.home:
+            self.point(self.home)
+        for buffer in self.pool:
+            buffer.content = None
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
-        """Where the true weights are: parameter -> tensor."""
-        where = self._where()
-        if where is None:
-            return self.working.views
-        return where.flat.views if isinstance(where, _Kept) else where.views
+        """Where the true weights are: parameter -> tensor; between runs in the home buffer."""
+        return (self.true if self._running else self.home).flat.views
 
-    def _where(self) -> _Kept | Flat | None:
-        if self._swap is not None:
-            after, notes = self._swap
-            if notes:
-                self._true = after
-            self._swap = None
-        return self._true
+    # An update.
 
     def before_update(self) -> None:
-        """Prepare for an update, of what the working buffer holds if there is no master."""
-        if self.master is None:
-            self._true = None
-        elif self.before is not None and self._averaging:
-            for old, now in zip(self.before.buffers, self.master.buffers, strict=True):
+        """Prepare for an update."""
+        if self._stash is None:
+            return
+        if self._averaging:
+            assert self.before is not None
+            pairs = zip(self.before.buffers, self.true.flat.buffers, strict=True)
+            for old, now in pairs:
                 old.lerp_(now, 1.0 - self._averaging)
-        elif self._difference is not None:
-            self._difference.stash()
+        else:
+            self._stash.stash()
 
-    # What ``Versions`` asks for.
+    def move_true(self, buffer: VersionBuffer) -> None:
+        """Without a master: have the next update make the true weights in another buffer."""
+        self._copy(self.true, buffer)
+        self._hold_true_in(buffer)
 
-    def keep(self, content: Content) -> None:
-        """Copy what the working buffer holds to a buffer of its own."""
-        if not self._free:
-            made = _Kept(self.working, self.params)
-            self._buffers.append(made)
-            self._free.append(made)
-        kept = self._free.pop()
-        kept.plan.stash()
-        self.kept[content] = kept
-        if self._true is None:
-            self._true = kept
+    def _hold_true_in(self, buffer: VersionBuffer) -> None:
+        if self.true is not buffer:
+            self.true = buffer
+            self.optimizer.update_in(buffer.flat.views)
 
-    def restore(self, content: Content) -> None:
-        """Copy what is kept to the working buffer."""
-        self.kept[content].plan.restore_()
+    def sink_of(self, buffer: VersionBuffer) -> PredictionSink | None:
+        """Where the optimizer writes predictions into a buffer; None: it makes none."""
+        if buffer.sink is None:
+            buffer.sink = self.optimizer.prediction_sink(buffer.flat.views)
+        return buffer.sink
 
-    def swap(self, content: Content, held: Content) -> None:
-        """Exchange what is kept for what the working buffer holds."""
-        kept = self.kept.pop(content)
-        true = self._true
-        after = kept if true is None else None if true is kept else true
-        notes: list[object] = []
-        self._swap = after, notes
-        make_noted(kept.swap, notes)
-        self._true = after
-        self._swap = None
-        self.kept[held] = kept
+    # What a buffer is to hold.
 
-    def drop(self, content: Content) -> None:
-        """Let go of what is kept."""
-        kept = self.kept.pop(content)
-        if self._true is kept:  # and so are they in the working buffer
-            self._true = None
-        self._free.append(kept)
-
-    def write(self, content: Content) -> None:
-        """Make it from the true weights, in the working buffer."""
+    def write(self, content: Content, buffer: VersionBuffer) -> None:
+        """Make it from the true weights."""
         law = content.law
         if law is None:
-            self.write_true()
+            self.write_true(buffer)
         elif isinstance(law, Difference):
-            assert self._difference is not None
-            self._difference._native.extrapolate(law.steps, 0, None, None)  # it may look back
-            if self.ahead is not None:
-                self._rounding.write_out()
+            self._extrapolate(law.steps, buffer)
         else:
-            assert self.sink is not None
-            self.sink.write(law)
+            sink = self.sink_of(buffer)
+            assert sink is not None
+            sink.write(law)
 
-    def write_true(self) -> None:
-        """Copy the master to the working buffer, rounded where that is narrower."""
-        assert self.master is not None
-        if self._same:
-            self._master_plan.restore_()
+    def _extrapolate(self, steps: float, buffer: VersionBuffer) -> None:
+        outs = buffer if self.ahead is None else self.home
+        plan = outs.plans.get(_EXTRAPOLATION)
+        if plan is None:
+            assert self.before is not None
+            views = self.ahead.views if self.ahead is not None else outs.flat.views
+            plan = outs.plans[_EXTRAPOLATION] = Plan(
+                self.true.views,
+                stashed=[self.before.views[p] for p in self.params],
+                outs=[[views[p] for p in self.params]],
+            )
+        plan._native.extrapolate(steps, 0, None, None)  # it may look back
+        if self.ahead is not None:
+            self._round([self.ahead.views[p] for p in self.params], buffer, _ROUNDING)
+
+    def write_true(self, buffer: VersionBuffer) -> None:
+        """Copy the true weights to a buffer, rounded where that is narrower."""
+        if self.same_dtype:
+            self._copy(self.true, buffer)
         else:
-            self._master_plan.write_out()
+            self._round(self.true.views, buffer, id(self.true))
 
-    def move(self, weights: Iterable[Tensor], written: bool) -> None:
+    def _copy(self, source: VersionBuffer, target: VersionBuffer) -> None:
+        plan = target.plans.get(id(source))
+        if plan is None:
+            plan = target.plans[id(source)] = Plan(source.flat.buffers, stashed=target.flat.buffers)
+        plan.stash()
+
+    def _round(self, source: Sequence[Tensor], target: VersionBuffer, key: int) -> None:
+        plan = target.plans.get(key)
+        if plan is None:
+            plan = target.plans[key] = Plan(source, outs=[target.views])
+        plan.write_out()
+
+    def move(self, weights: Iterable[Tensor], version: int) -> None:
         """Make these the true weights, in the order of the parameters, right after an update.
 
         Args:
             weights: of the parameters' shapes, in any dtype.
-            written: whether the working buffer has a prediction from there, which moves as far.
+            version: of these; what is predicted from there moves as far.
         """
-        true = self.working if self.master is None else self.master
-        for p, new in zip(self.params, weights, strict=True):
-            old = true.views[p]
-            if written and self.master is not None:
-                view = self.working.views[p]
+        predicted = [
+            buffer
+            for buffer in self.pool
+            if buffer is not self.true
+            and buffer.content is not None
+            and buffer.content.version == version
+        ]
+        for n, new in enumerate(weights):
+            old = self.true.views[n]
+            for buffer in predicted:
+                view = buffer.views[n]
                 view.copy_(view + (new - old))
             old.copy_(new)
 

@@ -1,18 +1,14 @@
-"""Versions: which weights a stage's buffers hold, and which must be kept, as bare bookkeeping."""
+"""Versions: which buffer of a stage holds which weights, and which of them can be written anew."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from spectrain_ext.operators.laws import Geometric, Law, Linear, SecondOrder
 from spectrain_ext.schedule import Entries, OwnLaw, Place, Reader, Rules
 
-from .storage import Content, Difference, Storage
-
-if TYPE_CHECKING:
-    from .rates import ComingRates
+from .storage import Content, Difference, Storage, VersionBuffer
 
 
 @lru_cache(maxsize=1024)  # a run asks for the same few all the time
@@ -26,22 +22,17 @@ def _named(law: str | OwnLaw, horizon: int, lead: int = 0) -> Law:
 
 
 class Versions(Reader[Content]):
-    """A cache with one entry, the working buffer, and whatever must outlive its overwriting.
+    """Finds the buffer of the weights that an instruction computes with.
 
-    Loading what the working buffer holds costs nothing. What it holds is kept before it is
-    overwritten if it is still wanted: a microbatch in flight will reload it, a later forward reads
-    that version, or it cannot be made again. Without a master the true weights are a version like
-    any other, in the working buffer at every update. No memory is touched here but through the
-    ``Storage``.
+    Weights that a buffer holds cost nothing. Others are written into a buffer whose own nobody
+    wants any more. No memory is touched here.
 
     Args:
         rules: the method at this stage.
         place: the stage's place.
         entries: the versions of microbatches at stage 0.
-        master: whether the true weights have a buffer of their own.
-        storage: the buffers.
+        storage: the buffers, at the begin of a run.
         rates: the present learning rate of every parameter group.
-        future: the rates to come, where the method asks for them.
     """
 
     def __init__(
@@ -49,20 +40,20 @@ class Versions(Reader[Content]):
         rules: Rules,
         place: Place,
         entries: Entries,
-        master: bool,
         storage: Storage,
         rates: Callable[[], tuple[float, ...]],
-        future: ComingRates | None = None,
     ) -> None:
         super().__init__(rules, place.microbatches, entries)
-        self._master = master
         self._storage = storage
         self._rates = rates
-        self._future = future
         self._law = rules.law
         self._averaging = rules.averaging
-        self.held: Content | None = Content(0)
-        self.kept: set[Content] = set()
+        self._held: dict[Content, VersionBuffer] = {}
+        self._master = storage.master
+        # What is not predicted is then computed with in the master itself.
+        self._reads_master = self.retains and storage.same_dtype and storage.master is not None
+        if not self._reads_master:
+            self._hold(Content(0), storage.home)
 
     # Contents.
 
@@ -85,106 +76,79 @@ class Versions(Reader[Content]):
             return Content(version, Difference(horizon))
         if law == "average":  # the average change is the part of it that the average will take
             return Content(version, Difference((self._averaging - 1.0) * horizon))
-        if self._future is not None and isinstance(law, str):
-            return Content(version, self._future.law(law, version, horizon))
         return Content(version, _named(law, horizon), self._rates())
 
-    # What is kept.
+    # Buffers.
 
-    def _release(self, weights: Content) -> None:
-        super()._release(weights)
-        if weights in self.kept and self._is_surplus(weights):
-            self._drop(weights)
+    def find(self, content: Content) -> VersionBuffer | None:
+        """The buffer that holds these weights; None: they are to be written."""
+        found = self._held.get(content)
+        if (
+            found is None
+            and self._reads_master
+            and content.law is None
+            and content.version == self.version
+        ):
+            return self._master
+        return found
 
-    @property
-    def true(self) -> Content:
-        """The true weights."""
-        return Content(self.version)
+    def room(self, content: Content) -> VersionBuffer:
+        """A buffer to write these weights into; what it held is forgotten."""
+        for buffer in self._storage.pool:
+            if buffer.content is None or not self._is_needed(buffer.content):
+                break
+        else:
+            buffer = self._storage.new_buffer()
+        self._hold(content, buffer)
+        return buffer
+
+    def _hold(self, content: Content | None, buffer: VersionBuffer) -> None:
+        if buffer.content is not None:
+            del self._held[buffer.content]
+        buffer.content = content
+        if content is not None:
+            self._held[content] = buffer
 
     def _is_needed(self, held: Content) -> bool:
-        """Whether what the working buffer holds must not be lost."""
-        return self._is_wanted(held) or (not self._master and held == self.true)
-
-    def _is_surplus(self, kept: Content) -> bool:
-        """Whether what is kept can go."""
-        return not self._is_wanted(kept) and (
-            self._master or kept != self.true or kept == self.held
-        )
-
-    def _sweep(self) -> None:
-        if self.kept:
-            for content in [content for content in self.kept if self._is_surplus(content)]:
-                self._drop(content)
-
-    def _drop(self, content: Content) -> None:
-        self.kept.remove(content)
-        self._storage.drop(content)
-
-    def _keep(self, content: Content) -> None:
-        self._storage.keep(content)
-        self.kept.add(content)
-
-    def load(self, content: Content) -> None:
-        """Make the working buffer hold it."""
-        held = self.held
-        if held is not None and (held in self.kept or not self._is_needed(held)):
-            held = None  # no loss
-        if content not in self.kept:
-            if held is not None:
-                self._keep(held)
-            self._storage.write(content)
-        elif held is not None:
-            self._storage.swap(content, held)
-            self.kept.remove(content)
-            self.kept.add(held)
-        else:
-            self._storage.restore(content)
-            if not self._is_wanted(content):
-                self._drop(content)
-        self.held = content
+        return self._is_wanted(held) or (self._master is None and held == Content(self.version))
 
     # The update.
 
-    def before_update(self, writes: bool) -> None:
-        """Make room for a step, which may write a prediction into the working buffer.
+    def stale(self) -> VersionBuffer:
+        """What the last backward computed with, which a correcting step reads."""
+        assert self._stale is not None, "corrections are for stashed weights"
+        return self._held[self._stale]
 
-        Where it reads stale weights they are there.
+    def keep_true(self) -> VersionBuffer | None:
+        """Room for the true weights, if an update would overwrite ones that are still wanted.
+
+        Of a stage with a master a copy of them is to go there, to be read later; without one the
+        update itself is to go there.
         """
+        true = Content(self.version)
+        if self._master is not None:
+            lost = not self._reads_newest and true.version >= self._oldest
+            return self.room(true) if lost and true not in self._held else None
+        return self.room(Content(self.version + 1)) if self._is_wanted(true) else None
+
+    def begin_update(self, written: Content | None) -> VersionBuffer | None:
+        """Room for what the step is to write, if anything; what only this version had is over."""
         if self._stale is not None:
-            if self.held != self._stale:
-                self.load(self._stale)
             self._let_go_of_stale()
-        if (not self._master and self.held != self.true) or self._is_lost(self.true):
-            self.load(self.true)
-        held = self.held
-        if (
-            (writes or not self._master)
-            and held is not None
-            and held not in self.kept
-            and self._is_wanted(held)
-        ):
-            self._keep(held)
-        if writes:
-            self.held = None  # unknown, should the step raise
+        self._forget_newest()
+        if written is None:
+            return None
+        room = self.room(written)
+        self._hold(None, room)  # unknown, should the step raise
+        return room
 
-    def _is_lost(self, true: Content) -> bool:
-        """Whether a later forward reads the version that only the master has."""
-        return (
-            not self._reads_newest
-            and true.version >= self._oldest
-            and true != self.held
-            and true not in self.kept
-        )
-
-    def after_update(self, written: Content | None) -> None:
-        """The step has been made; ``written``: what it wrote into the working buffer, if known."""
+    def end_update(self, written: Content | None, room: VersionBuffer | None) -> None:
+        """The step has been made; ``written``: what it wrote into the room, if that is of use."""
         self.updated()
-        if written is not None:
-            self.held = written
-        elif not self._master:
-            self.held = self.true
-        if self._by_step or not self._reads_newest:
-            self._sweep()
+        if written is not None and room is not None:
+            self._hold(written, room)
+        elif self._master is None:
+            self._hold(Content(self.version), self._storage.true)
 
     def step_writes(self, forward: tuple[int, int] | None) -> Content | None:
         """What the next step should write: the weights of the forward that comes right after it.
@@ -192,10 +156,11 @@ class Versions(Reader[Content]):
         None where another pass has to do it. A prediction that needs the gradient nobody else can
         write.
         """
-        if not self._master or not self._reads_newest:
+        if self._master is None or not self._reads_newest:
             return None
         if self._by_step:
             return self._ahead(self.version + 1, 0)
         if forward is None or (self._first is not None and self._first[0] == forward[0]):
             return None
-        return self._ahead(self.version + 1, forward[0])
+        content = self._ahead(self.version + 1, forward[0])
+        return None if self._reads_master and content.law is None else content

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -146,8 +145,8 @@ def test_statistics_of_a_batch_are_a_microbatchs(method: str) -> None:
 
 def test_what_is_refused() -> None:
     stages = gpt(2, vocabulary=20, context=6, width=8, depth=2, seed=0)
-    method = dataclasses.replace(find_method("spectrain"), future_rates=True)
-    with pytest.raises(ValueError, match="wants the learning rates to come"):
+    method = st.hybrid("pipedream", "sync", after=9, gap=0.02)
+    with pytest.raises(ValueError, match="ends at a gap"):
         Lockstep(stages, lambda params: st.optim.AdamW(params), mean_loss, method)
 
 

@@ -129,7 +129,7 @@ class Program:
         if self.against == "torch":
             self.method = self.pick(*FLUSHING)
         else:
-            named = [*DEFINITIONS, "spectrain difference", "spectrain future"]
+            named = [*DEFINITIONS, "spectrain difference"]
             self.method = self.pick(*named, *["pipedream until a gap"] * self.exactly)
             if self.chance(0.12):
                 first, then = self.pick(*HYBRIDS)

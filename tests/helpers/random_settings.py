@@ -11,7 +11,6 @@ from oracle.methods import hybrid as defined
 from torch.optim import lr_scheduler
 
 import spectrain_ext as st
-from spectrain_ext.method import find_method
 
 # Methods.
 
@@ -28,7 +27,7 @@ HYBRIDS = (
 MOMENTUM = {
     *("spectrain", "spectrain-local", "spectrain-stash", "spectrain-ema", "second-order"),
     *("pipeoptim", "xpipe", "msnag", "msnag-stash", "lwp-v", "xgrad", "sc-lwp", "error-feedback"),
-    *("braking", "gap-aware", "spectrain future"),
+    *("braking", "gap-aware"),
 }
 OURS = {*MOMENTUM, "sc", "dc-asgd"}
 SGD_ONLY = {"spectrain-ema", "sc", "sc-lwp", "braking"}
@@ -43,8 +42,6 @@ def method_of(name):
     """The method of a name, of ours or of the registry."""
     if name == "spectrain difference":
         return st.spectrain(law="difference")
-    if name == "spectrain future":
-        return replace(find_method("spectrain"), future_rates=True)
     if name == "pipedream until a gap":
         return st.hybrid("pipedream", "sync", after=9, gap=0.02)
     return name
@@ -69,8 +66,6 @@ def definition_of(name, momentum):
         return found
     if name == "spectrain difference":
         return replace(DEFINITIONS["spectrain"], law="difference")
-    if name == "spectrain future":
-        return replace(DEFINITIONS["spectrain"], future_rates=True)
     found = DEFINITIONS[name]
     return otherwise(found) if name in OTHERWISE and not momentum else found
 

@@ -263,7 +263,6 @@ def test_unknown_methods():
             {"law": "second-order", "forward_horizon": "counted"},
             "forward_horizon of 'own' at stage 0 of 3: the step writes a second-order",
         ),
-        ({"law": "difference", "future_rates": True}, "future_rates of 'own' .*difference law"),
         ({"max_stages": 2}, "'own' is defined for at most 2 stages, got 3"),
         (
             {"min_microbatches": lambda p: 2},

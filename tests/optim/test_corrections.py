@@ -38,7 +38,7 @@ class Stage:
         self.storage = self.stored(correction)
 
     def stored(self, correction: Any, master_dtype: torch.dtype | None = torch.float32) -> Storage:
-        wants: Any = {"master": True, "before": False, "kept": 0, "correction": correction}
+        wants: Any = {"master": True, "correction": correction}
         storage = Storage(self.params, self.optimizer, master_dtype=master_dtype, **wants)
         storage.bind()
         storage.begin()
@@ -50,14 +50,18 @@ class Stage:
         self.storage = self.stored(correction)
 
     @property
+    def sink(self) -> Any:
+        return self.storage.sink_of(self.storage.home)
+
+    @property
     def weights(self) -> list[Tensor]:
         true = self.storage.true_weights()
         return [true[p].clone() for p in self.params]
 
     def stale(self) -> list[Tensor]:
         """Make the working buffer hold others than the true weights."""
-        self.storage.write_true()
-        for view in self.storage.working.views.values():
+        self.storage.write_true(self.storage.home)
+        for view in self.storage.home.flat.views.values():
             view.add_(torch.randn_like(view), alpha=0.05)
         return [p.detach().clone() for p in self.params]
 
@@ -131,13 +135,13 @@ class TestSteps:
             stage.optimizer.param_groups[0]["lr"] *= (1.0, 2.0, 0.25)[t % 3]
             stale = stage.stale()
             if t % 2:
-                stage.optimizer.write_with_next_step(stage.storage.sink, 2.0)
+                stage.optimizer.write_with_next_step(stage.sink, 2.0)
             definition.step(stage.step(none=(1, 5) if t in (0, 3) else ()), stale)
             _close(name, stage.weights, definition.w)
-            assert stage.storage.sink is not None
+            assert stage.sink is not None
             if t % 2:  # what a pass of its own writes
                 written = [p.detach().clone() for p in stage.params]
-                stage.storage.sink.write(2.0)
+                stage.sink.write(2.0)
                 assert_bits(stage.params, written)
         if correction.buffers:
             state = [stage.optimizer.state[p] for p in stage.params]
@@ -211,7 +215,7 @@ class TestSteps:
         for each in (stage, plain):
             torch.manual_seed(6)
             for _ in range(3):
-                each.storage.write_true()
+                each.storage.write_true(each.storage.home)
                 each.step()
         assert_bits(stage.weights, plain.weights)
 

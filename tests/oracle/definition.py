@@ -60,7 +60,6 @@ class Oracle:
             for ps in self.params
         ]
         self.optimizers = [optimizer(true) if true else None for true in self.true]
-        self.rates = [Rates(o, scheduler) if o else None for o in self.optimizers]
         self.schedulers = [scheduler(o) if scheduler and o else None for o in self.optimizers]
         self.made = 0  # updates of all runs
         self.take_up(self.method)
@@ -164,14 +163,7 @@ class Oracle:
         return self.ahead(k, law, i, steps)
 
     def ahead(self, k, law, u, steps, lead=0):
-        rates = None
-        if self.method.future_rates and self.true[k]:
-            first = self.made - (len(self.versions[k]) - 1) + u
-            rates = [
-                [lr * self.method.rates(*self.place(k), first + t) for t, lr in enumerate(coming)]
-                for coming in self.rates[k].coming(self.optimizers[k], self.true[k], first, steps)
-            ]
-        return predict(law, self.versions[k], u, steps, lead, rates)
+        return predict(law, self.versions[k], u, steps, lead)
 
     def place(self, k):
         return k, len(self.stages), self.windows[k], self.microbatches
@@ -257,38 +249,6 @@ class Oracle:
             if optimizer:
                 self.paces[k].slow()
             self.versions[k].append(self.version(k))
-
-
-class Rates:
-    """The learning rates that a scheduler is going to set, from an optimizer of nothing."""
-
-    def __init__(self, optimizer, scheduler):
-        options = [
-            {name: v for name, v in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
-        self.groups = [{**group, "params": [torch.zeros(())]} for group in options]
-        self.kind, self.scheduler = type(optimizer), scheduler
-
-    def coming(self, optimizer, params, first, steps):
-        """Per parameter, the rates of updates first, first + 1, ... (counted over all runs)."""
-        dummy = self.kind(copy.deepcopy(self.groups), **{"lr": 0.0})
-        scheduler = self.scheduler(dummy) if self.scheduler else None
-        table = []
-        for _ in range(first + steps):
-            table.append([group["lr"] for group in dummy.param_groups])
-            dummy.step()
-            if scheduler:
-                scheduler.step()
-        groups = [
-            next(
-                g
-                for g, group in enumerate(optimizer.param_groups)
-                if any(p is q for q in group["params"])
-            )
-            for p in params
-        ]
-        return [[rates[g] for rates in table[first:]] for g in groups]
 
 
 def untied(stages):

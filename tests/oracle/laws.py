@@ -41,12 +41,12 @@ def rows_of(optimizer, params):
     return rows
 
 
-def predict(law, versions, u, steps, lead=0, rates=None):
-    """The weights predicted from version u; ``rates``: per row, the lr of the coming updates."""
+def predict(law, versions, u, steps, lead=0):
+    """The weights predicted from version u."""
     found = []
     for r, row in enumerate(versions[u]):
         before = versions[max(0, u - 1)][r]
-        coming = [row.group["lr"]] * steps if rates is None else rates[r]
+        coming = [row.group["lr"]] * steps
         if law == "difference":
             found.append(row.weight + steps * (row.weight - before.weight))
         elif law == "average" and steps:

@@ -35,14 +35,23 @@ def most_versions(method, k, n, windows, m):
         if definition.backward == "stash":
             return forward(i, j)
         s = definition.backward_horizon(*place) if definition.backward == "predict" else 0
+        if definition.law == "second-order" and s:  # whose backward is linear
+            return (i, s, "linear")
         return (i, -s if definition.law == "average" else s)
 
     stale = (definition.correction(*place) or "?")[0] in ("delay", "gap")
+    # Both the forward's weights and the backward's stay where they are for as long as they are of
+    # the newest version, unless an update comes between any two that are predicted.
+    both = definition.backward == "predict" and definition.backward_horizon(*place) > 0
+    both = definition.backward != "stash" and not (
+        m == 1 and both and definition.reads == "newest" and definition.law != "second-order"
+    )
+    last = {}
     actions, most, updates, flying, begun, met = orders[1], 0, 0, [], set(), None
     ended = ends_of(actions)
     for position, (what, i, j) in enumerate(actions):
         if what == "U":
-            updates, met = updates + 1, None
+            updates, met, last = updates + 1, None, {}
             if definition.law == "second-order":  # the step writes it, whoever reads it
                 s = definition.forward(*place) + definition.lead(*place)
                 kept = {forward(*microbatch) for microbatch in flying}
@@ -56,6 +65,9 @@ def most_versions(method, k, n, windows, m):
         held = {working, "true" if stale else (updates, 0)}
         if what == "B":
             met = working
+        if both and working[0] == updates:
+            last[what] = working
+        held.update(last.values())
         if stale and met is not None:
             held.add(met)  # until the update, which needs those of the last backward
         if definition.backward == "stash":

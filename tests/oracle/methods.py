@@ -25,7 +25,6 @@ class Definition:
     backward_horizon: Callable = lambda k, n, w, m: 0
     lead: Callable = lambda k, n, w, m: 0
     once: bool = False  # a minibatch's microbatches share the weights of its first
-    future_rates: bool = False
     averaged: bool = False  # needs v = mu*v + (1 - mu)*g
     rates: Callable = lambda k, n, w, m, t: 1  # a factor for the learning rates of update t
     correction: Callable = lambda k, n, w, m: None  # what oracle.corrections knows

@@ -57,11 +57,6 @@ INCONSISTENT = {
         0,
         "forward_horizon",
     ),
-    "future rates of a law without rates": (
-        {"law": "difference", "future_rates": True, "forward_horizon": rule(1, 1, 1)},
-        0,
-        "future_rates",
-    ),
     "no stage on a device": ({"chunks": 0}, 0, "chunks"),
     "no window": ({"window": lambda k, n, m: 2 - k}, 2, "window"),
 }

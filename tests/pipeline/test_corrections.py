@@ -143,15 +143,16 @@ def test_t2_looks_back_to_the_weights_of_a_straight_line():
     weights = pipe._weights[0]
     weights.begin()
     storage, (p, _) = weights.storage, weights.params
-    true = storage.master.views[p]
+    true = storage.master.flat.views[p]
     for _ in range(300):
         storage.before_update()
         true += 0.25
-    storage.write(weights.versions._for_backward(300, 2))
-    close(storage.working.views[p], true - 2 * 0.25)
+    inside = storage.home.flat.views[p]
+    storage.write(weights.versions._for_backward(300, 2), storage.home)
+    close(inside, true - 2 * 0.25)
     storage.begin()  # a run knows nothing of the one before
-    storage.write(weights.versions._for_backward(0, 2))
-    close(storage.working.views[p], true)
+    storage.write(weights.versions._for_backward(0, 2), storage.home)
+    close(inside, true)
     weights.end()
 
 
@@ -190,21 +191,6 @@ def test_a_correction_after_a_prediction():
     compared = Compared(tanh_stages(3), method, definition=definition, microbatches=2)
     compared.run(batches(9, size=5, last=1))
     compared.run(batches(4, size=4))
-
-
-def test_rates_to_come_have_the_factor():
-    """Predictions by the rates that updates will have know those of T1 as well."""
-    rates = {"rates": RatesByDelay(6), "future_rates": True}
-    method = without("pipeoptim", **rates)
-
-    def slow(k, n, w, m, t):
-        return max(1, -(-(w - 1) // m)) ** -(1 - min(t / 6, 1))
-
-    definition = dataclasses.replace(METHODS["pipeoptim"], rates=slow, future_rates=True)
-    for scheduler in (None, lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)):
-        compared = Compared(tanh_stages(4), method, definition=definition, scheduler=scheduler)
-        compared.run(batches(7))
-        compared.run(batches(5))
 
 
 def test_an_optimizer_of_torchs_has_t1_and_t2():

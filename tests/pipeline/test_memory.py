@@ -96,6 +96,9 @@ def test_weight_versions(method, n, m, window, large_storages):
         if torch.is_tensor(tensor)
     ]
     gradients = [p.grad for p in pipe.parameters() if p.grad is not None]
+    for stage in pipe._executor.stages:  # those that an update has just read
+        if stage._gradients_read is not None:
+            gradients += stage._gradients_read[1]
     others = storages([*state, *gradients])
     found = {where: size for where, size in large_storages().items() if where not in others}
     run.close()

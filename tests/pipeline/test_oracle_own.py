@@ -44,7 +44,6 @@ def method_and_definition(name="own", **choices):
         "backward_horizon": "backward_horizon",
         "lead": "lead",
         "once": "once",
-        "future_rates": "future_rates",
     }
     rules = ("forward", "backward_horizon", "lead")
     given_fields = {
@@ -114,8 +113,6 @@ def choices(draw):
         found["once"] = draw(some.booleans())
         if law == "second-order":
             found["lead"] = draw(rules)
-    if law in ("linear", "geometric"):
-        found["future_rates"] = draw(some.booleans())
     return found
 
 
@@ -156,61 +153,3 @@ def test_any_method(chosen, n, m, counts, optimizer, scheduler, steps):
     )
     for count in counts:
         compared.run(batches(count, size=m + 1, width=4, last=max(1, m - 1) if count else None))
-
-
-@pytest.mark.parametrize("law", ["linear", "geometric"])
-@pytest.mark.parametrize("optimizer", ["sum", "nesterov", "AdamW", "NAdam"])
-def test_future_rates(law, optimizer):
-    """A prediction knows the rates to come: a warm-up, a peak, a decay, over two runs."""
-    method, definition = method_and_definition(
-        law=law,
-        forward=lambda k, n, w, m: k // 2 + n - k - 1,
-        backward="predict",
-        backward_horizon=lambda k, n, w, m: k // 2,
-        future_rates=True,
-    )
-    kind, reference, options = OPTIMIZERS[optimizer]
-    compared = Compared(
-        tanh_stages(4),
-        method,
-        definition=definition,
-        optimizer=(lambda p: kind(p, **options), lambda p: reference(p, **options)),
-        scheduler=lambda opt: lr_scheduler.OneCycleLR(opt, 0.05, 30, cycle_momentum=False),
-    )
-    compared.run(batches(6))
-    compared.run(batches(9))
-
-
-def test_future_rates_differ_from_the_present_one():
-    stages, data = tanh_stages(3), batches(8)
-    found = []
-    for future in (False, True):
-        method, _ = method_and_definition(forward="counted", future_rates=future)
-        pipe = st.Pipeline(
-            copy.deepcopy(stages),
-            sgd(),
-            mse,
-            method,
-            scheduler=lambda opt: lr_scheduler.ExponentialLR(opt, 0.5),
-        )
-        found.append(losses(pipe, data)[-1])
-    assert abs(found[0] - found[1]) > 1e-8
-
-
-def test_future_rates_up_to_the_last_update_of_a_scheduler_that_ends():
-    """OneCycleLR refuses to be asked beyond its end; the last predictions do reach beyond."""
-    method, _ = method_and_definition(forward="counted", future_rates=True)
-    pipe = st.Pipeline(
-        tanh_stages(3),
-        sgd(),
-        mse,
-        method,
-        scheduler=lambda opt: lr_scheduler.OneCycleLR(opt, 0.05, 6, cycle_momentum=False),
-    )
-    assert torch.stack(losses(pipe, batches(6))).isfinite().all()
-
-
-def test_future_rates_of_a_scheduler_that_waits_for_a_metric():
-    method, _ = method_and_definition(forward="counted", future_rates=True)
-    with pytest.raises((TypeError, ValueError), match=r"ReduceLROnPlateau.*future_rates"):
-        st.Pipeline(tanh_stages(2), sgd(), mse, method, scheduler=lr_scheduler.ReduceLROnPlateau)

@@ -413,7 +413,7 @@ def test_a_pipeline_that_is_dropped_is_freed_at_once(method):
     """Buffers of a GPU must not wait for a garbage collection."""
     pipe = st.Pipeline(tanh_stages(3), sgd(), mse, method)
     losses(pipe, batches(6))
-    buffers = [weakref.ref(weights.storage.working.buffers[0]) for weights in pipe._weights]
+    buffers = [weakref.ref(weights.storage.home.flat.buffers[0]) for weights in pipe._weights]
     assert all(ref() is not None for ref in buffers)
     gc.collect()
     gc.disable()

@@ -238,14 +238,17 @@ def test_passes_by_hand():
     """Two stages with one microbatch, stage 0: what stage_weights does for a minibatch."""
     first, last = Place(0, 2, 2), Place(1, 2, 1)
     assert passes_of("vanilla", first, first) == (0, 0, 20)
-    # The next forward's weights have come when the backward asks for those before them: both stay.
-    assert passes_of("pipedream", first, first) == (0, 16, 28)
+    # Versions stay where they are; an update that would overwrite one that is wanted copies it.
+    assert passes_of("pipedream", first, first) == (0, 0, 28)
     assert passes_of("pipedream", first, last) == (0, 0, 20)
     for place in (Place(0, 4, 4, 4), Place(2, 4, 2, 4)):  # the second half has the weights already
         halves, whole = (passes_of(m, Place(0, 4, 4, 4), place) for m in ("zb-h1-async", "auto"))
         assert halves == whole
-    # The step writes the forward's prediction, the backward takes the newest from the master.
-    assert passes_of("spectrain", first, first) == (0, 8, 24)
+    assert passes_of("auto", Place(0, 4, 4, 4), Place(0, 4, 4, 4)) == (0, 0, 24)
+    # The step writes the forward's prediction, the backward computes with the master.
+    assert passes_of("spectrain", first, first) == (0, 0, 24)
+    # On the third stage that is predicted as well.
+    assert passes_of("spectrain", Place(0, 4, 4), Place(2, 4, 2)) == (0, 12, 24)
     assert passes_of("spectrain", first, last) == (0, 0, 20)
 
 

@@ -212,7 +212,7 @@ def test_observers_read_weights_in_the_order_of_the_stage_that_writes_them():
     after(stage.predict, another)
     another.writes(stage.working)
     for observe in (look, measure):
-        with pytest.raises(OrderingError, match="stream of stage 0 reads working weights"):
+        with pytest.raises(OrderingError, match="stream of stage 0 reads weights 0"):
             observe()
 
 

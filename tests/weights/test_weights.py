@@ -1,4 +1,4 @@
-"""StageWeights: flat buffers, and which version is in the working buffer when."""
+"""StageWeights: flat buffers, and which of them holds which version when."""
 
 from __future__ import annotations
 
@@ -66,11 +66,21 @@ def step(weights, *, forward=None):
 
 
 def holds(weights, content):
-    """Whether the working buffer holds it already."""
-    return weights.versions.held == content
+    """Whether a buffer holds it already."""
+    return weights.versions.find(content) is not None
 
 
-def working(weights):
+def load(weights, content):
+    """Compute with it."""
+    buffer = weights.versions.find(content)
+    if buffer is None:
+        buffer = weights.versions.room(content)
+        weights.storage.write(content, buffer)
+    weights.storage.point(buffer)
+    weights.versions.settle()
+
+
+def bound(weights):
     return torch.cat([p.detach().flatten() for p in weights.params])
 
 
@@ -150,19 +160,20 @@ def test_parameters_become_views_and_get_their_own_storage_back():
             assert p.untyped_storage().nbytes() == p.nbytes
 
 
-def test_a_master_exists_only_where_the_working_buffer_is_not_always_true():
+def test_a_master_exists_only_where_others_are_computed_with():
     one = made().nbytes
     assert made(backward="stash", window=1).nbytes == one
-    assert made(forward=2, backward="predict", back=1).nbytes == 2 * one
-    assert made(forward=2, backward="predict", back=2).nbytes == 2 * one
-    assert made(backward="stash", window=3).nbytes == 3 * one  # working, two kept
+    assert made(forward=2, backward="predict", back=0).nbytes == 2 * one  # a forward's, the master
+    assert made(forward=2, backward="predict", back=1).nbytes == 2 * one  # one that is overwritten
+    assert made(forward=2, backward="predict", back=1, microbatches=2).nbytes == 3 * one
+    assert made(backward="stash", window=3).nbytes == 3 * one
     assert made(forward=2, backward="stash", window=3).nbytes == 4 * one  # and a master
 
 
 def test_loads_of_what_is_there_do_nothing():
     weights = made(forward=1, backward="predict", back=1)
     assert not holds(weights, weights.versions.for_forward(0, 0))
-    weights.versions.load(weights.versions.for_forward(0, 0))
+    load(weights, weights.versions.for_forward(0, 0))
     assert holds(weights, weights.versions.for_forward(1, 0))
     assert holds(weights, weights.versions.for_backward(0, 0))
     step(weights, forward=(3, 0))
@@ -172,28 +183,55 @@ def test_loads_of_what_is_there_do_nothing():
     assert not holds(weights, weights.versions.for_backward(2, 0))
 
 
+def test_a_forward_and_a_backward_have_a_buffer_each():
+    weights = made(forward=3, backward="predict", back=1, microbatches=2)
+    step(weights, forward=(1, 0))
+    for j in range(2):
+        content = weights.versions.for_forward(1, j)
+        assert holds(weights, content)
+        load(weights, content)
+        torch.testing.assert_close(bound(weights), predicted(weights, 3))
+        content = weights.versions.for_backward(1, j)
+        assert holds(weights, content) == (j == 1)
+        load(weights, content)
+        torch.testing.assert_close(bound(weights), predicted(weights, 1))
+    assert len(weights.storage.pool) == 2
+
+
+def test_a_backward_without_a_prediction_has_the_master_itself():
+    weights = made(forward=3, backward="predict", back=0)
+    step(weights, forward=(1, 0))
+    load(weights, weights.versions.for_backward(0, 0))
+    assert weights.storage.bound is weights.storage.master
+    assert weights.in_place()
+    weights.check(0)
+    weights.end()
+    assert weights.storage.bound is weights.storage.home
+    weights.check(0)
+
+
 def test_the_step_writes_what_a_load_would_write():
     fused, plain = (made(forward=3, backward="predict", back=1) for _ in range(2))
     for _ in range(3):
         step(fused, forward=(3, 0))
         step(plain)
-        plain.versions.load(plain.versions.for_forward(0, 0))
-        assert torch.equal(working(fused), working(plain))
+        load(plain, plain.versions.for_forward(0, 0))
+        assert torch.equal(bound(fused), bound(plain))
         assert torch.equal(true(fused), true(plain))
-        assert not torch.equal(true(fused), working(fused))
-        torch.testing.assert_close(working(fused), predicted(fused, 3))
+        assert not torch.equal(true(fused), bound(fused))
+        torch.testing.assert_close(bound(fused), predicted(fused, 3))
         for weights in (fused, plain):
-            weights.versions.load(weights.versions.for_backward(0, 0))
-            torch.testing.assert_close(working(weights), predicted(weights, 1))
+            load(weights, weights.versions.for_backward(0, 0))
+            torch.testing.assert_close(bound(weights), predicted(weights, 1))
     fused.end()
-    assert torch.equal(working(fused), true(fused))
+    assert torch.equal(bound(fused), true(fused))
 
 
 def test_horizon_0_loads_the_bits_of_the_true_weights():
     weights = made(forward=2, backward="predict", back=0)
     step(weights, forward=(3, 0))
-    weights.versions.load(weights.versions.for_backward(0, 0))
-    assert torch.equal(working(weights), true(weights))
+    load(weights, weights.versions.for_backward(0, 0))
+    assert torch.equal(bound(weights), true(weights))
 
 
 @pytest.mark.parametrize("forward", [0, 2])
@@ -204,18 +242,15 @@ def test_stashed_versions_come_back_bit_for_bit(forward):
 
     def run_forward(i):
         content = weights.versions.for_forward(i, 0)
-        if not holds(weights, content):
-            weights.versions.load(content)
-        seen[i] = working(weights).clone()
+        load(weights, content)
+        seen[i] = bound(weights).clone()
 
     for i in range(3):
         run_forward(i)
     for i in range(12):
         content = weights.versions.for_backward(i, 0)
-        if not holds(weights, content):
-            weights.versions.load(content)
-        weights.versions.settle()
-        assert torch.equal(working(weights), seen[i])
+        load(weights, content)
+        assert torch.equal(bound(weights), seen[i])
         step(weights, forward=(i + 3, 0) if i < 9 else None)
         if i < 9:
             run_forward(i + 3)
@@ -229,8 +264,8 @@ def test_a_learning_rate_that_changes_is_met_by_the_next_load():
     assert holds(weights, weights.versions.for_forward(0, 0))
     weights.optimizer.param_groups[0]["lr"] = 0.3
     assert not holds(weights, weights.versions.for_forward(0, 0))
-    weights.versions.load(weights.versions.for_forward(0, 0))
-    torch.testing.assert_close(working(weights), predicted(weights, 2))
+    load(weights, weights.versions.for_forward(0, 0))
+    torch.testing.assert_close(bound(weights), predicted(weights, 2))
 
 
 def test_under_a_moving_learning_rate_the_step_does_not_predict_in_vain():
@@ -243,8 +278,8 @@ def test_under_a_moving_learning_rate_the_step_does_not_predict_in_vain():
         step(weights, forward=(3, 0))
         content = weights.versions.for_forward(0, 0)
         held.append(holds(weights, content))
-        weights.versions.load(content)
-        torch.testing.assert_close(working(weights), predicted(weights, 2))
+        load(weights, content)
+        torch.testing.assert_close(bound(weights), predicted(weights, 2))
     # The change after the 4th step is met by a load, and the 5th step is still wary of the next.
     assert held == [True, True, True, False, False, True, True, False]
 
@@ -265,7 +300,7 @@ def test_parameters_without_a_gradient():
     step(weights)
     weights.params[0].grad = torch.ones_like(weights.params[0])
     weights.update((3, 0))  # no gradient for the bias
-    torch.testing.assert_close(working(weights), predicted(weights, 2))
+    torch.testing.assert_close(bound(weights), predicted(weights, 2))
     assert all(p.grad is None for p in weights.params)
 
 
@@ -282,11 +317,11 @@ def test_a_failed_step_leaves_no_order_behind():
     weights.end()
     weights.begin()
     before = true(weights).clone()
-    assert torch.equal(working(weights), before)
-    weights.versions.load(weights.versions.for_backward(0, 0))
+    assert torch.equal(bound(weights), before)
+    load(weights, weights.versions.for_backward(0, 0))
     step(weights, forward=None)
     assert not torch.equal(true(weights), before)
-    assert torch.equal(working(weights), before)  # the step wrote no prediction that nobody ordered
+    assert torch.equal(bound(weights), before)  # the step wrote no prediction that nobody ordered
 
 
 def test_momentum_lives_in_a_flat_buffer_of_its_dtype():
