@@ -34,7 +34,7 @@ CXX_SOURCES := $(sort $(shell find csrc tests bench -type f \( $(CXX_SUFFIXES) \
 .DELETE_ON_ERROR:
 # two pips must not write to one environment at the same time
 .NOTPARALLEL:
-.PHONY: help install train check test lint docs report pytest bench bench-host nightly doctor gpu-wheel clean FORCE
+.PHONY: help install train check test lint docs report pytest bench nightly doctor gpu-wheel clean FORCE
 
 help:
 	@echo "make train    train a pipeline with every method and compare (ARGS=\"--help\" lists the options)"
@@ -42,7 +42,7 @@ help:
 	@echo "make test     lint, types, documentation, all tests that guard a release"
 	@echo "make docs     the documentation as a site, in build/docs; a warning is an error"
 	@echo "make report   docs/results.md, its pictures and every figure in the documents, from the committed runs"
-	@echo "make bench    every operator against its rivals (ARGS=\"--help\" lists the options), the pipeline's own cost"
+	@echo "make bench    by pytest-benchmark: every operator against its rivals, the pipeline's own cost (ARGS=\"--help\")"
 	@echo "make doctor   what was built, what this machine has, what is missing"
 	@echo "make nightly  all tests, those that take minutes too, with many more random cases"
 	@echo "make gpu-wheel  what bench/gpu_suite.py takes along to a machine with a GPU and no network, in build/gpu"
@@ -75,7 +75,8 @@ lint: $(VENV)/.extra-lint $(VENV)/.package
 
 # From inside tests/, so that neither pytest nor a process it starts can import the source tree instead of what was
 # installed; test_project.py checks that it is so.
-PYTEST := cd tests && SPECTRAIN_TEST_INSTALLED=1 $(abspath $(BIN))/pytest $(WORKERS)
+# pytest-benchmark would only warn that it does nothing under pytest-xdist.
+PYTEST := cd tests && SPECTRAIN_TEST_INSTALLED=1 $(abspath $(BIN))/pytest -p no:benchmark $(WORKERS)
 
 check: $(VENV)/.extra-test $(VENV)/.extra-train $(VENV)/.extra-examples
 	$(PYTEST) -m 'not (nightly or processes or compiler)' $(ROOM) $(ARGS)
@@ -87,12 +88,11 @@ nightly: $(VENV)/.extra-test $(VENV)/.extra-train $(VENV)/.extra-examples
 	SPECTRAIN_HYPOTHESIS_PROFILE=nightly; export SPECTRAIN_HYPOTHESIS_PROFILE; \
 		$(PYTEST) -m 'nightly or not nightly' --timeout 3600 $(ARGS)
 
+# ARGS="bench_operators.py --suite models": one file, with an option of its own. All figures are in build/bench.json.
 bench: $(VENV)/.extra-bench
-	$(BIN)/spectrain bench $(ARGS)
-	$(MAKE) bench-host ARGS=
-
-bench-host: $(VENV)/.extra-bench
-	cd bench && $(abspath $(BIN))/pytest $(ARGS)
+	@mkdir -p build
+	cd bench && $(abspath $(BIN))/pytest --benchmark-json=$(abspath build)/bench.json --benchmark-sort=median \
+		--benchmark-columns=median,iqr,min,rounds $(ARGS)
 
 # --- for a machine with a GPU, where nothing can be downloaded and every minute is dear ---------------------------------
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rivals.machine import environment
 from torch import nn
 
-from spectrain_ext.benchmark.machine import environment
 from spectrain_ext.experiments.data.digits import load_digits
 from spectrain_ext.experiments.models import residual_mlp
 from spectrain_ext.experiments.workers import RULES, Rule, Trained, train

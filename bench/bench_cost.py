@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rivals.machine import environment
 from torch import Tensor, nn
 
 import spectrain_ext as st
-from spectrain_ext.benchmark.machine import environment
 from spectrain_ext.method import rules_at
 from spectrain_ext.pipeline.stage import Handler, Stage
 from spectrain_ext.schedule import Kind, streams, validate

@@ -404,7 +404,7 @@ def about() -> dict[str, Any]:
     # not where its figures went, which is a path of some machine
     given = ["FILE" if word.endswith(".json") else word for word in sys.argv[1:]]
     return {
-        "command": shlex.join(["python", "bench/bench_distributed.py", *given]),
+        "command": shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *given]),
         "date": date.today().isoformat(),
         "cpu": cpu,
         "cores": os.cpu_count(),

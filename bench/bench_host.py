@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from rivals.in_torch import rivals
+from rivals.operations import OPERATIONS, host_calls, ours
+from rivals.workloads import FP32, MIXED, Precision, Streams, Workload
 
 import spectrain_ext as st
-from spectrain_ext.benchmark.operations import OPERATIONS, ours
-from spectrain_ext.benchmark.rivals import rivals
-from spectrain_ext.benchmark.workloads import FP32, MIXED, Precision, Streams, Workload
 
 
 def _empty(count: int, precision: Precision = FP32) -> Streams:
@@ -46,14 +46,13 @@ def test_mixed_precision(benchmark: Any, operation: Any) -> None:
     _note(benchmark, f"{operation.name}, 300 empty tensors, mixed", "Plan")
 
 
-def test_refresh(benchmark: Any) -> None:
-    """A training loop's gradients at the addresses that the last backward left."""
-    params = [torch.zeros(4, requires_grad=True) for _ in range(300)]
-    for p in params:
-        p.grad = torch.zeros_like(p)
-    plan = st.Plan(params, momentum_buffers=[torch.zeros_like(p) for p in params])
-    benchmark(plan.refresh)
-    _note(benchmark, "refresh, 300 gradients", "Plan")
+@pytest.mark.parametrize("call", list(host_calls(count=1)))
+def test_plan(benchmark: Any, call: str, request: pytest.FixtureRequest) -> None:
+    """What docs/benchmarks.md has; gradients lie where the last backward left them."""
+    benchmark(host_calls(request.config.option.device)[call])
+    what = "gradients" if call == "refresh" else "empty tensors"
+    _note(benchmark, f"a plan's calls, 300 {what}", f"Plan: {call}, 300 {what}")
+    benchmark.extra_info["host"] = True
 
 
 class _Unwatched(st.Plan):

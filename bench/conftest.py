@@ -1,4 +1,4 @@
-"""Prints the comparison table after a benchmark run and pins what would blur it."""
+"""Options of the benchmarks, what their files say of the machine, and what their figures mean."""
 
 from __future__ import annotations
 
@@ -10,30 +10,82 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from table import Row, markdown
+import torch
+from report.operators import compact, judged
+from report.rows import Row
+from rivals.machine import environment
+from rivals.workloads import PRECISIONS
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The table of everything that was measured in this run."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    own = parser.getgroup("spectrain_ext", "benchmarks of operators")
+    own.addoption("--device", default="cpu", help="cpu, or a CUDA device")
+    own.addoption(
+        "--suite",
+        choices=["quick", "sizes", "models"],
+        default="quick",
+        help="measure on three lists of tensors; on 2^10 to 2^30 elements in 1 to 3,000 tensors; "
+        "on the parameter lists of real models",
+    )
+    own.addoption("--elements", type=int, nargs="+", metavar="E", help="on 2^E elements instead")
+    own.addoption("--tensors", type=int, nargs="+", metavar="N", help="on N tensors instead")
+    own.addoption(
+        "--precision",
+        nargs="+",
+        choices=list(PRECISIONS),
+        help="types of weights, state, gradients: fp32; bf16, beside a float32 state; mixed, "
+        "float32 weights with bfloat16 gradients",
+    )
+    own.addoption("--compile", action="store_true", help="torch.compile as well, seconds each")
+    own.addoption("--threads", type=int, help="CPU threads; torch's, otherwise")
+    own.addoption("--case-seconds", type=float, default=0.7, help="for the samples of a group")
+    own.addoption("--memory", type=float, metavar="GIB", help="that tensors may take")
+
+
+def pytest_configure(config: Any) -> None:
+    if config.option.threads:
+        torch.set_num_threads(config.option.threads)
+    config._about = environment(config.option.device)  # with the load before the run
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, Any]) -> None:
+    """The device and the versions; no paths and no names of hosts."""
+    machine_info.clear()
+    machine_info.update(config._about)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_json(config: Any, output_json: dict[str, Any]) -> None:
+    """Statistics to five digits, without each sample."""
+    output_json["settings"] = {
+        "case_s": config.option.case_seconds,
+        "compile": config.option.compile,
+    }
+    commit = output_json["commit_info"]
+    output_json["commit_info"] = {name: commit.get(name) for name in ("id", "dirty")}
+    for each in output_json["benchmarks"]:
+        for name in ("params", "param", "options"):
+            each.pop(name, None)
+        stats = each["stats"]
+        stats.pop("data", None)
+        each["stats"] = {
+            name: float(f"{value:.5g}") if isinstance(value, float) else value
+            for name, value in stats.items()
+        }
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
+    """Of every group a line, against the best copy and the fastest rival; figures not reached."""
     session = getattr(config, "_benchmarksession", None)
-    rows = []
-    for bench in getattr(session, "benchmarks", []):
-        extra = bench.extra_info
-        if not bench.stats.rounds or "name" not in extra:
-            continue
-        stats = bench.stats
-        rows.append(
-            Row(
-                extra["group"],
-                extra["name"],
-                stats.median * 1e6,
-                stats.iqr * 1e6,
-                stats.min * 1e6,
-                stats.rounds,
-            )
-        )
+    found = [bench.as_dict(include_data=False) for bench in getattr(session, "benchmarks", [])]
+    rows = [Row.of(each) for each in found if "operation" in each["extra_info"]]
     if rows:
-        terminalreporter.section("measured")
-        terminalreporter.write_line(markdown(rows))
+        terminalreporter.section("ours against the best copy and the fastest rival")
+        terminalreporter.write_line(compact(rows))
+        for one in judged(config._about, found):
+            if one.met is False:
+                line = f"not reached: {one.what}: {one.measured}, expected {one.target}"
+                terminalreporter.write_line(line)
     for line in getattr(config, "_own_cost", []):
         terminalreporter.write_line(line)

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rivals.machine import environment
 from torch import Tensor
 
 import spectrain_ext as st
-from spectrain_ext.benchmark.machine import environment
 from spectrain_ext.experiments.contenders import WORKLOADS
 from spectrain_ext.experiments.data.batches import training_batches
 from spectrain_ext.experiments.settings import TrainSettings, settle

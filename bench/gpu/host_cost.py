@@ -5,11 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
 
 import bench_pipeline as bp
-from table import summarize
 
 from .cases import Cases
 from .scale import Scale
@@ -20,7 +17,6 @@ _WIDTH = 16
 def host_cost(cases: Cases, scale: Scale) -> None:
     """A case per method, after the modules driven by hand."""
     batches = bp.make_batches(_WIDTH, scale.device)
-    group = f"{bp.STAGES} stages on one device, width {_WIDTH}, {bp.MINIBATCHES} minibatches"
 
     def times(call: Callable[[], object]) -> list[float]:
         for _ in range(min(3, scale.rounds)):
@@ -34,22 +30,22 @@ def host_cost(cases: Cases, scale: Scale) -> None:
             seconds.append(time.perf_counter() - start)
         return seconds
 
-    def by_hand() -> dict[str, Any]:
+    def by_hand() -> dict[str, float]:
         stages = bp.make_stages(_WIDTH, scale.device)
         seconds = times(lambda: bp.modules_only(stages, batches))
-        return {"row": asdict(summarize(group, "modules", seconds))}
+        return {"median_us": statistics.median(seconds) * 1e6}
 
     base = cases.run("modules", by_hand)
 
-    def of(method: str) -> dict[str, Any]:
+    def of(method: str) -> dict[str, float]:
         stages = bp.make_stages(_WIDTH, scale.device)
         pipe = bp.make_pipeline(stages, method, devices=[scale.device] * bp.STAGES)
-        seconds = times(lambda: bp.run(pipe, batches))
+        median = statistics.median(times(lambda: bp.run(pipe, batches))) * 1e6
         pipe.release()
-        result: dict[str, Any] = {"row": asdict(summarize(group, f"pipeline, {method}", seconds))}
+        result = {"median_us": median}
         if base is not None:
-            cost = statistics.median(seconds) * 1e6 - base["row"]["median_us"]
-            result["own_cost_us_per_action"] = cost / (2 * bp.STAGES * bp.MINIBATCHES)
+            actions = 2 * bp.STAGES * bp.MINIBATCHES
+            result["own_cost_us_per_action"] = (median - base["median_us"]) / actions
         return result
 
     # Beginning with the ones that are compared most.

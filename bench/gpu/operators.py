@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
-from spectrain_ext.benchmark import operations
-from spectrain_ext.benchmark.engine import Settings, host_overhead, measure
-from spectrain_ext.benchmark.machine import environment
-from spectrain_ext.benchmark.operations import (
+from rivals import operations
+from rivals.contest import OnHost, Settings, Times, contest, take_turns
+from rivals.machine import environment
+from rivals.operations import (
     ADAMW_1,
     ADAMW_2,
     PREDICT,
     SGD_2,
     STAGE,
     Operation,
+    host_calls,
     ours,
 )
-from spectrain_ext.benchmark.report import Report, Row
-from spectrain_ext.benchmark.workloads import BF16, FP32, MIXED, Streams, Workload, model, synthetic
+from rivals.workloads import BF16, FP32, MIXED, Streams, Workload, model, synthetic
 
 from .cases import Cases
 from .scale import Scale
@@ -35,14 +34,12 @@ _COMPILING_S = 25.0
 
 def run_operators(cases: Cases, scale: Scale) -> None:
     """A case per operation, workload and types."""
-    kept = {"case_s": scale.case_s, "sample_s": scale.sample_s, "compile": scale.compiles}
-    cases.run("settings", lambda: kept)
     cases.run("environment", lambda: environment(scale.device))
     for operation, work in _cases(scale):
         name = f"{operation.name}, {work.name}, {work.precision.name}"
         reserve = _COMPILING_S if scale.compiles else 0.0
         cases.run(name, lambda o=operation, w=work: _rows(o, w, scale, False), reserve)  # type: ignore[misc]
-    cases.run("host", lambda: host_overhead(scale.device))
+    cases.run("host", lambda: _host(scale))
     for operation in _MAIN:
         work = synthetic((1,), scale.large[:1])[0]
         name = f"{operation.name}, {work.name}, torch.compile"
@@ -73,29 +70,34 @@ def _cases(scale: Scale) -> Iterator[tuple[Operation, Workload]]:
                     yield operation, work
 
 
-def _rows(operation: Operation, work: Workload, scale: Scale, compiles: bool) -> dict[str, Any]:
+def _rows(
+    operation: Operation, work: Workload, scale: Scale, compiles: bool
+) -> list[dict[str, Any]]:
+    """Entries as pytest-benchmark's JSON has them."""
     settings = Settings(scale.device, scale.case_s, scale.sample_s, compiles and scale.compiles)
-    report = measure([operation], [work], settings, overhead=False)
-    rows = [r for r in report.rows if not compiles or r.implementation == "torch.compile"]
-    return {"rows": [asdict(r) for r in rows], "left_out": report.left_out}
+    found = contest(operation, work, settings)
+    chosen = found.items() if not compiles else [("torch.compile", found.get("torch.compile"))]
+    return [times.as_benchmark() for _, times in chosen if times is not None]
 
 
-def report_of(found: dict[str, Any]) -> Report:
-    """The report of what the part has recorded so far."""
+def _host(scale: Scale) -> list[dict[str, Any]]:
+    calls = {name: OnHost(call, 5e-4) for name, call in host_calls(scale.device).items()}
+    return [
+        Times(seconds, {"name": f"Plan: {name}, 300 tensors", "host": True}).as_benchmark()
+        for name, seconds in take_turns(calls, scale.case_s).items()
+    ]
 
-    def result(name: str) -> dict[str, Any]:
-        return dict(found.get(name, {}).get("result") or {})
 
-    report = Report(result("environment"), result("settings"), host_us=result("host"))
+def document_of(found: dict[str, Any]) -> dict[str, Any]:
+    """What the part has recorded so far, as pytest-benchmark's JSON is made."""
+    about = dict(found.get("environment", {}).get("result") or {"device": "cuda"})
+    document: dict[str, Any] = {"machine_info": about, "benchmarks": [], "left_out": []}
     for name, case in found.items():
-        if name in ("environment", "settings", "host"):
-            continue
-        if case["status"] == "ok":
-            report.rows += [Row(**row) for row in case["result"]["rows"]]
-            report.left_out += case["result"]["left_out"]
-        else:
-            report.left_out.append(f"{name}: {case.get('error', case['status'])}")
-    return report
+        if case["status"] != "ok":
+            document["left_out"].append(f"{name}: {case.get('error', case['status'])}")
+        elif name != "environment":
+            document["benchmarks"] += case["result"]
+    return document
 
 
 # For ncu.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,11 +49,11 @@ def markdown(
 
 
 def operators_json(found: Part) -> str | None:
-    """operators.json, which `spectrain bench --compare` takes; None where it cannot be made."""
+    """operators.json, as pytest-benchmark's; None where it cannot be made."""
     try:
-        from .operators import report_of
+        from .operators import document_of
 
-        return report_of(found).to_json()
+        return json.dumps(document_of(found), indent=1)
     except Exception:
         return None
 
@@ -92,17 +93,18 @@ def _tests(part: Part) -> list[str]:
 
 
 def _operators(part: Part) -> list[str]:
-    from spectrain_ext.benchmark import targets
-    from spectrain_ext.benchmark.report import host_table
-    from spectrain_ext.benchmark.report import markdown as operators_table
+    from report import targets
+    from report.operators import compact, host_table, host_us, judged
+    from report.rows import Row
 
-    from .operators import report_of
+    from .operators import document_of
 
-    measured = report_of(part)
-    lines = ["### Targets", "", targets.markdown(targets.verdicts(measured))]
-    lines += ["", "### Figures", "", operators_table(measured, copies=True)]
-    lines += ["", host_table(measured.host_us)]
-    return lines + [f"- not measured: {x}" for x in measured.left_out]
+    measured = document_of(part)
+    about, found = measured["machine_info"], measured["benchmarks"]
+    rows = [Row.of(each) for each in found if "operation" in each["extra_info"]]
+    lines = ["### Targets", "", targets.markdown(judged(about, found))]
+    lines += ["", "### Figures", "", compact(rows), "", host_table(host_us(found))]
+    return lines + [f"- not measured: {x}" for x in measured["left_out"]]
 
 
 def _probe(part: Part) -> list[str]:
@@ -135,15 +137,13 @@ def _counters(part: Part) -> list[str]:
 
 
 def _host_cost(part: Part) -> list[str]:
-    from table import Row
-    from table import markdown as rows_table
-
-    measured = {k: c["result"] for k, c in part.items() if c["status"] == "ok"}
-    lines = [rows_table(Row(**found["row"]) for found in measured.values()), ""]
-    for method, found in measured.items():
-        if "own_cost_us_per_action" in found:
-            cost = found["own_cost_us_per_action"]
-            lines.append(f"- {method}: {cost:.1f} us of the pipeline's own per action")
+    lines = ["| | median ms | us of its own per action |", "|---|--:|--:|"]
+    for name, case in part.items():
+        if case["status"] == "ok":
+            found = case["result"]
+            own = found.get("own_cost_us_per_action")
+            cell = "" if own is None else f"{own:.1f}"
+            lines.append(f"| {name} | {found['median_us'] / 1e3:.2f} | {cell} |")
     return lines
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spectrain_ext.benchmark.report import table
+from table import table
+
 from spectrain_ext.experiments.frontier import Interval
 from spectrain_ext.experiments.looks import looks
 from spectrain_ext.experiments.presets import preset

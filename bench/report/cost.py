@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.benchmark.report import table
+from table import table
 
 RUN = "2026-11-22-cost"
 _NAMES = {"sgd": "SGD", "adamw": "AdamW"}

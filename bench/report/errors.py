@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.benchmark.report import table
+from table import table
+
 from spectrain_ext.experiments.looks import looks
 from spectrain_ext.extras import picture
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.benchmark.report import table
+from table import table
 
 from . import frontier, network, operators, trained
 

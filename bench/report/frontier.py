@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.benchmark.report import table
+from table import table
 
 #: The folder of the study that docs/frontier.md tells of.
 STUDY = "2026-11-22-frontier"

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.benchmark.report import table
+from table import table
+
 from spectrain_ext.experiments.frontier import Interval
 
 from .accuracy import Model, read_study

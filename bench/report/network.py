@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
-from spectrain_ext.benchmark.report import table
+from table import table
 
 _RUN = "2026-11-21-two-processes/network.json"
 _WINDOWS = {"classic": "classic, 2 and 1", "wide": "wide, 3 and 1"}

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from spectrain_ext.benchmark.report import table
+from table import table
 
 from . import DOCS
 

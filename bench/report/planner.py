@@ -7,7 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from spectrain_ext.benchmark.report import table
+from table import table
+
 from spectrain_ext.extras import picture
 from spectrain_ext.method import methods
 

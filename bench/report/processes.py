@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from spectrain_ext.benchmark.report import table
+from table import table
 
 FOLDER = "2026-11-22-throughput"
 #: Before this run's: by the same script, two processes only.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from spectrain_ext.benchmark.report import table
+from table import table
+
 from spectrain_ext.experiments.looks import looks
 from spectrain_ext.extras import picture
 

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.benchmark.report import table
+from table import table
+
 from spectrain_ext.extras import picture
 
 FOLDER = "2026-11-22-throughput"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.benchmark.report import table
+from table import table
 
 DIGITS = "2026-11-22-train-digits"
 TEXT = "2026-11-21-train-text-quick"

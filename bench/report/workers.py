@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.benchmark.report import table
+from table import table
+
 from spectrain_ext.experiments.frontier import Interval
 from spectrain_ext.extras import picture
 

@@ -1,4 +1,4 @@
-"""The command line: ``spectrain train``, ``timeline``, ``bench`` and ``doctor``."""
+"""The command line: ``spectrain train``, ``timeline`` and ``doctor``."""
 
 from .group import main
 

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain_ext import _C
-from spectrain_ext.benchmark.machine import installed
 from spectrain_ext.operators.threads import cores, crowded, disturbed
 
+from .machine import cpu_name, installed
 from .options import plain_console
 
 BuildInfo = Mapping[str, str | bool | list[str]]
@@ -68,7 +68,8 @@ def summary(build: BuildInfo) -> str:
 
 def devices() -> dict[str, str]:
     """Return one line per device that torch can use."""
-    found = {"cpu": f"{cores()} cores to use, torch runs {torch.get_num_threads()} threads"}
+    threads = f"torch runs {torch.get_num_threads()} threads"
+    found = {"cpu": f"{cpu_name()}: {cores()} cores to use, {threads}"}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found[f"cuda:{index}"] = (

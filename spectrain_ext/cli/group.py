@@ -6,7 +6,6 @@ import click
 
 from spectrain_ext._C import build_info
 
-from .bench import bench
 from .doctor import doctor
 from .options import printable
 from .plan import plan_command
@@ -35,7 +34,6 @@ def main() -> None:
 
 main.add_command(train)
 main.add_command(doctor)
-main.add_command(bench)
 main.add_command(timeline)
 main.add_command(study)
 main.add_command(plan_command)

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from spectrain_ext.benchmark.machine import cpu_name
 from spectrain_ext.experiments.contenders import USUAL, WORKLOADS
 from spectrain_ext.experiments.data.split import Split
 from spectrain_ext.experiments.frontier import (
@@ -26,6 +25,7 @@ from spectrain_ext.experiments.study import Curves, cells_of, data_of, search_al
 from spectrain_ext.experiments.workload import build_stages
 from spectrain_ext.extras import require, require_matplotlib
 
+from .machine import cpu_name
 from .options import POSITIVE, data_dir, names, numbers_listed, plain_console
 
 _TABLE = 120  # columns that the table has

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from spectrain_ext.benchmark import engine
-
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 #: Metrics as ncu prints them, among what else it says.
 _NCU = """==PROF== Connected
@@ -58,10 +56,8 @@ def test_all_of_it_rehearsed(load: Any, tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("TORCHINDUCTOR_CACHE_DIR", "CUPY_CACHE_DIR"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(engine, "host_overhead", lambda device: {"a call": 1.0})
     carried = load("gpu.carried")
     monkeypatch.setattr(carried, "FOLDER", tmp_path / "carried")
-    monkeypatch.setattr(load("gpu.operators"), "host_overhead", engine.host_overhead)
     monkeypatch.setattr(load("bench_pipeline"), "MINIBATCHES", 3)
     _program(tmp_path / "carried" / "probe", _PROBE)
     (tmp_path / "carried" / "sources").write_text(carried.fingerprint())
@@ -87,8 +83,11 @@ def test_all_of_it_rehearsed(load: Any, tmp_path: Path, monkeypatch: pytest.Monk
     assert parts["tests"]["test_cuda.py"]["result"]["passed"] == 1
     assert parts["stress-methods"]["spectrain, seed 0"]["result"]["streams_entered"] > 0
     report = json.loads((out / "operators.json").read_text())
-    assert report["rows"] and all(r["median_us"] > 0 for r in report["rows"])
-    assert "us of the pipeline's own per action" in text and "Two GPUs: not measured." in text
+    assert all(each["stats"]["median"] > 0 for each in report["benchmarks"])
+    assert {"Plan", "fused + torch.add", "copy: numpy"} <= {
+        each["extra_info"]["name"] for each in report["benchmarks"]
+    }
+    assert "us of its own per action" in text and "Two GPUs: not measured." in text
     assert "`spectrain::run_table`: DRAM Throughput [%] 12.5; Duration [us] 7.25" in text
     assert "| predict, fp32 | plain | 4 |" in text and "No table" not in text
     # What the tools that are stand-ins would have run.

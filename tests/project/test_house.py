@@ -22,7 +22,7 @@ PACKAGE = ROOT / "spectrain_ext"
 FLOORS = (
     {"_C", "_interpreter", "errors", "extras", "files", "rng"},
     {"operators", "schedule"},
-    {"optim", "method", "transport", "benchmark"},
+    {"optim", "method", "transport"},
     {"weights", "timelines", "partitioning"},
     {"pipeline", "planning"},
     {"distributed", "observation"},

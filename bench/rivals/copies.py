@@ -7,8 +7,7 @@ from torch import Tensor
 
 from spectrain_ext.operators.plan import Plan
 
-from .operations import PREDICT, PREDICT_, Call, Operation
-from .workloads import Streams
+from .operations import Call
 
 #: Larger copies move no faster: both sides are beyond every cache.
 LIMIT = 2**30
@@ -44,13 +43,3 @@ def copies(nbytes: int, device: str = "cpu") -> dict[str, Call]:
         from_, to = a.split(-(-elements // 2)), b.split(-(-elements // 2))
         calls["copy: two halves"] = lambda: torch._foreach_copy_(to, from_)
     return calls
-
-
-def references(operation: Operation, s: Streams) -> dict[str, Call]:
-    """A plain copy of the same tensors, which a prediction is held against."""
-    if operation not in (PREDICT, PREDICT_) or s.work.precision.name != "fp32":
-        return {}
-    w, out = s["w"], s["o"]
-    if len(w) > 1:
-        return {"copy_ of the same tensors": lambda: torch._foreach_copy_(out, w)}
-    return {"copy_ of the same tensors": lambda: out[0].copy_(w[0])}

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-
-from spectrain_ext.benchmark import clock, engine, rivals
-from spectrain_ext.benchmark import copies as copying
-from spectrain_ext.benchmark.operations import OPERATIONS, STAGE, Operation, applies, ours
-from spectrain_ext.benchmark.workloads import (
+from rivals import contest, in_torch
+from rivals import copies as copying
+from rivals.operations import OPERATIONS, STAGE, Operation, applies, host_calls, ours
+from rivals.workloads import (
     FP32,
     MIXED,
     MODELS,
@@ -30,9 +29,7 @@ from spectrain_ext.benchmark.workloads import (
     ("name", "parameters", "tensors"),
     [  # as torchvision and Hugging Face's transformers count them
         ("ResNet-50", 25_557_032, 161),
-        ("VGG16", 138_357_544, 32),
         ("GPT-2 124M", 124_439_808, 148),
-        ("Llama-style 1B", 1_235_814_400, 146),
     ],
 )
 def test_models_have_as_many_parameters_as_published(
@@ -88,7 +85,7 @@ def test_rivals_compute_the_same(
         return
 
     def table(s: Streams) -> dict[str, Any]:
-        return {**ours(operation, s), **rivals.rivals(operation, s)}
+        return {**ours(operation, s), **in_torch.rivals(operation, s)}
 
     expected = _run(operation, work, lambda s: table(s)["Plan"])
     names = [name for name in table(Streams(work)) if name != "Plan"]
@@ -96,7 +93,7 @@ def test_rivals_compute_the_same(
     if precision.name != "bf16":
 
         def compiled(s: Streams) -> None:
-            rivals.compiled(operation, [s])  # which runs it once
+            in_torch.compiled(operation, [s])  # which runs it once
 
         results["torch.compile"] = _run(operation, work, compiled)
     assert results or operation is STAGE
@@ -146,44 +143,67 @@ class Fake:
 def test_contestants_take_turns_each_round_from_another_one() -> None:
     log: list[str] = []
     field = {name: Fake(name, log) for name in "abc"}
-    times = clock.take_turns(field, budget_s=0.0, at_least=3, at_most=3)
+    times = contest.take_turns(field, budget_s=0.0, at_least=3, at_most=3)
     assert "".join(log) == "abcbcacab"
     assert times["a"] == [1.0, 6.0, 8.0]
     log.clear()
-    assert len(clock.take_turns(field, 0.0, at_least=1, at_most=9)["b"]) == 1
-    assert len(clock.take_turns(field, 1e9, at_least=1, at_most=9)["b"]) == 9
+    assert len(contest.take_turns(field, 0.0, at_least=1, at_most=9)["b"]) == 1
+    assert len(contest.take_turns(field, 1e9, at_least=1, at_most=9)["b"]) == 9
 
 
-def test_a_run_measures_every_implementation_and_copy() -> None:
-    work = [Workload("tiny", ((33,), (8,))), Workload("tiny", ((33,),), MIXED)]
-    told: list[str] = []
-    report = engine.measure(OPERATIONS, work, engine.Settings(case_s=0.0), told.append)
-    assert len(told) == len(report.cases()) == 20 and not report.left_out
-    for (operation, _, precision), case in report.cases().items():
-        kinds = [row.kind for row in case]
-        assert {"ours", "copy"} <= set(kinds) and kinds.count("copy") == 3
-        assert ("reference" in kinds) == (operation[:7] == "predict" and precision == "fp32")
-        copied = [row for row in case if row.kind == "copy"]
-        assert max(row.share or 0.0 for row in copied) == pytest.approx(1.0)
-        for row in case:
-            assert row.median_us >= row.best_us > 0 and row.samples >= 5
-            assert row.host_us is not None or row.kind in ("reference", "copy")
-    assert set(report.host_us) == {
-        "Plan.predict, 300 empty tensors",
-        "Plan.sgd_step_ + 1 prediction, 300 empty tensors",
-        "Plan.adam_step_ + 1 prediction, 300 empty tensors",
-        "Plan.refresh, 300 gradients",
-    }
+def test_a_contest_measures_every_implementation_and_copy() -> None:
+    settings = contest.Settings(case_s=0.0)
+    for work in (Workload("tiny", ((33,), (8,))), Workload("tiny", ((33,),), MIXED)):
+        for operation in OPERATIONS:
+            found = contest.contest(operation, work, settings)
+            assert list(found) == contest.names(operation, work, settings)
+            kinds = [times.about["kind"] for times in found.values()]
+            assert "ours" in kinds and kinds.count("copy") == 3
+            assert "rival" in kinds or operation is STAGE
+            for times in found.values():
+                entry = times.as_benchmark()["stats"]
+                assert entry["rounds"] == len(times.seconds) >= 5
+                assert entry["median"] >= entry["min"] > 0
+                nbytes = 10 * times.about["bytes"] // times.about["elements"]
+                assert nbytes // 10 <= operation.bytes_per_element(work)
 
 
-def test_what_does_not_fit_or_comes_too_late_is_named() -> None:
-    work = [Workload("large", ((2**20,),))]
-    small = engine.measure(OPERATIONS[:1], work, engine.Settings(memory_bytes=2**20))
-    assert not small.rows and "predict_, large, fp32: needs" in small.left_out[0]
-    late = engine.measure(OPERATIONS[:1], work, engine.Settings(until=0.0))
-    assert late.left_out == ["predict_, large, fp32: no time left"]
+@pytest.mark.cuda
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda op: op.name)
+def test_a_contest_on_a_device(operation: Operation) -> None:
+    settings = contest.Settings(device="cuda", case_s=0.0)
+    work = Workload("small", ((4099,), (8,)))
+    found = contest.contest(operation, work, settings)
+    assert list(found) == contest.names(operation, work, settings)
+    assert found["Plan"].about["how"] == "graph"
+    assert all(times.about["how"] in ("graph", "events") for times in found.values())
+    assert all(min(times.seconds) > 0 for times in found.values())
+
+
+def test_compiled_programs_take_part_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
+    settings = contest.Settings(case_s=0.0, compile=True, least=1)
+    work = Workload("tiny", ((33,),))
+    found = contest.contest(OPERATIONS[0], work, settings)
+    assert list(found) == contest.names(OPERATIONS[0], work, settings)
+    assert found["torch.compile"].about["compile_s"] >= 0
+    many = Workload("many", ((3,),) * (contest.COMPILED_TENSORS + 1))
+    assert not contest.compiles(many, settings)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    work, settings = Workload("large", ((2**20,),)), contest.Settings(memory_bytes=2**20)
+    with pytest.raises(contest.TooLarge, match=r"needs 0\.0 GiB, 0\.0 may be used"):
+        contest.contest(OPERATIONS[0], work, settings)
+
+
+def test_host_calls_have_nothing_to_do() -> None:
+    calls = host_calls(count=3)
+    assert list(calls)[-1] == "refresh" and len(calls) == 4
+    for call in calls.values():
+        call()
 
 
 def test_enough_sets_to_leave_the_cache() -> None:
-    assert engine.sets_needed(10, 100) == 41
-    assert engine.sets_needed(1000, 100) == 2
+    assert contest.sets_needed(10, 100) == 41
+    assert contest.sets_needed(1000, 100) == 2

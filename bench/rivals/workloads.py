@@ -52,10 +52,6 @@ class Workload:
     def count(self) -> int:
         return len(self.shapes)
 
-    def emptied(self) -> Workload:
-        """As many tensors without an element: what a call costs the host."""
-        return Workload(self.name, ((0,),) * self.count, self.precision)
-
 
 def uneven(count: int, elements: int) -> tuple[Shape, ...]:
     """Shapes like a network's, `elements` in all: three in four tensors small, the others large."""
@@ -108,19 +104,6 @@ def resnet50() -> list[Shape]:
     return [*shapes, (1000, channels), (1000,)]
 
 
-def vgg16() -> list[Shape]:
-    """VGG16 (Simonyan and Zisserman 2014), configuration D, for 224 pixels and 1,000 classes."""
-    shapes: list[Shape] = []
-    channels = 3
-    for width, layers in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(layers):
-            shapes += [(width, channels, 3, 3), (width,)]
-            channels = width
-    for inputs, outputs in ((channels * 7 * 7, 4096), (4096, 4096), (4096, 1000)):
-        shapes += [(outputs, inputs), (outputs,)]
-    return shapes
-
-
 def gpt2() -> list[Shape]:
     """GPT-2 124M (Radford et al. 2019): 12 layers of 768, embeddings tied to the output."""
     width, layers, words, positions = 768, 12, 50257, 1024
@@ -132,22 +115,7 @@ def gpt2() -> list[Shape]:
     return shapes + norm
 
 
-def llama_1b() -> list[Shape]:
-    """A Llama-style model of 1.2 billion: 16 layers of 2048, grouped queries, tied embeddings."""
-    width, layers, words, hidden, keys = 2048, 16, 128256, 8192, 512
-    shapes: list[Shape] = [(words, width)]
-    for _ in range(layers):
-        shapes += [(width, width), (keys, width), (keys, width), (width, width)]
-        shapes += [(hidden, width), (hidden, width), (width, hidden), (width,), (width,)]
-    return [*shapes, (width,)]
-
-
-MODELS: dict[str, Callable[[], list[Shape]]] = {
-    "ResNet-50": resnet50,
-    "VGG16": vgg16,
-    "GPT-2 124M": gpt2,
-    "Llama-style 1B": llama_1b,
-}
+MODELS: dict[str, Callable[[], list[Shape]]] = {"ResNet-50": resnet50, "GPT-2 124M": gpt2}
 
 
 def model(name: str, precision: Precision = FP32) -> Workload:
@@ -192,9 +160,5 @@ def dtype_of(work: Workload, letter: str) -> torch.dtype:
 
 
 def _filled(block: Tensor, shape: Shape) -> Tensor:
-    tensor = torch.empty(shape, dtype=block.dtype, device=block.device)
-    flat = tensor.view(-1)
-    whole = flat.numel() // block.numel() * block.numel()
-    flat[:whole].view(-1, block.numel()).copy_(block.expand(whole // block.numel(), -1))
-    flat[whole:].copy_(block[: flat.numel() - whole])
-    return tensor
+    elements = math.prod(shape)
+    return block.repeat(-(-elements // block.numel()))[:elements].view(shape)

@@ -6,13 +6,13 @@ import datetime
 import importlib.metadata
 import os
 import platform
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from spectrain_ext import _C
+from spectrain_ext.cli.machine import cpu_name, installed
 from spectrain_ext.operators.threads import cores
 
 
@@ -42,28 +42,6 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         info["l2_bytes"] = getattr(p, "L2_cache_size", None)
         info["cuda"] = torch.version.cuda
     return info
-
-
-def installed(*packages: str) -> dict[str, str]:
-    """The versions of those that are."""
-    found = {}
-    for name in packages:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def cpu_name() -> str:
-    path = Path("/proc/cpuinfo")
-    fields: dict[str, str] = {}
-    if path.exists():
-        for line in path.read_text().splitlines():
-            name, _, value = line.partition(":")
-            fields.setdefault(name.strip(), value.strip())
-    name = fields.get("model name") or platform.processor() or platform.machine()
-    if "cpu family" in fields:
-        name += f", family {fields['cpu family']} model {fields.get('model', '?')}"
-    return name
 
 
 def free_bytes(device: str = "cpu") -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from spectrain_ext.operators import functions
 from spectrain_ext.operators.numbers import Adam
 from spectrain_ext.operators.plan import Plan
@@ -126,3 +128,14 @@ def ours(operation: Operation, s: Streams) -> dict[str, Call]:
 def _stage(plan: Plan) -> None:
     plan.sgd_step_(lr=LR, momentum=MOMENTUM, predict=STEPS[:1])
     plan.predict(lr=LR, steps=STEPS[1])
+
+
+def host_calls(device: str = "cpu", count: int = 300) -> dict[str, Call]:
+    """A plan's calls on empty tensors, with nothing to do, and the refreshing of its gradients."""
+    s = Streams(Workload("empty", ((0,),) * count), device)
+    params = [torch.zeros(4, device=device, requires_grad=True) for _ in range(count)]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    trained = Plan(params, momentum_buffers=[torch.zeros_like(p) for p in params])
+    calls = {op.name: ours(op, s)["Plan"] for op in (PREDICT, SGD_1, ADAMW_1)}
+    return {**calls, "refresh": trained.refresh}

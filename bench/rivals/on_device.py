@@ -56,7 +56,7 @@ def _cupy(operation: Operation, s: Streams) -> Call:
 
 
 def _triton(operation: Operation, s: Streams) -> Call:
-    kernel = importlib.import_module("spectrain_ext.benchmark._triton_kernel").kernel
+    kernel = importlib.import_module("rivals._triton_kernel").kernel
     w, v = s["w"], s["v"]
     g = s["g"] if operation.steps else w
     outs = [s[x] for x in operation.writes if x in "op"]

@@ -1,0 +1,57 @@
+"""Rows of a run of bench_operators.py, and what each is worth beside its case's copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Case = list["Row"]
+_STATS = {"median_us": "median", "iqr_us": "iqr", "best_us": "min"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation of one operation on one workload; times of a call in microseconds."""
+
+    operation: str
+    workload: str
+    precision: str
+    name: str
+    kind: str  # "ours", "rival" or "copy", of as many bytes: the yardstick
+    bytes: int  # that the operation has to move at least
+    elements: int
+    tensors: int
+    median_us: float
+    iqr_us: float
+    best_us: float
+
+    @classmethod
+    def of(cls, benchmark: dict[str, Any]) -> Row:
+        """From an entry of pytest-benchmark's JSON."""
+        about = {name: benchmark["extra_info"][name] for name in list(cls.__annotations__)[:8]}
+        stats = benchmark["stats"]
+        return cls(**about, **{name: stats[key] * 1e6 for name, key in _STATS.items()})
+
+
+def cases(rows: Iterable[Row]) -> list[Case]:
+    """Rows that were measured in turn, together."""
+    found: dict[tuple[str, str, str], Case] = {}
+    for row in rows:
+        found.setdefault((row.operation, row.workload, row.precision), []).append(row)
+    return list(found.values())
+
+
+def share(row: Row, case: Case, best: bool = False) -> float | None:
+    """The bandwidth of a row as a share of the fastest copy's, by medians or by best times."""
+
+    def bandwidth(each: Row) -> float:
+        return each.bytes / (each.best_us if best else each.median_us)
+
+    copied = [bandwidth(each) for each in case if each.kind == "copy"]
+    return bandwidth(row) / max(copied) if copied else None
+
+
+def fastest(case: Case, kind: str) -> Row | None:
+    """By medians."""
+    return min((r for r in case if r.kind == kind), key=lambda r: r.median_us, default=None)

@@ -1,0 +1,1 @@
+"""What operators are held against: workloads, operations, rivals, copies; measured in turn."""

@@ -1,0 +1,256 @@
+"""An operation and its rivals on a workload, all in turn: what disturbs the machine hits all.
+
+pytest-benchmark measures one test after the other, minutes may lie between two rivals, and on a
+shared machine the memory is then twice as fast for one as for the other. So samples are taken here,
+round by round, and handed to its statistics (bench_operators.py) or kept (gpu/operators.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .copies import LIMIT, copied_bytes, copies
+from .in_torch import compiled, rivals
+from .machine import free_bytes
+from .on_device import device_rivals
+from .operations import Call, Operation, ours
+from .workloads import Streams, Workload, dtype_of
+
+COMPILED_TENSORS = 10  # beyond that torch.compile takes minutes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        device: "cpu", or a CUDA device.
+        case_s: seconds for the samples of one contest (an operation on a workload).
+        sample_s: how long one sample lasts at least.
+        compile: also torch.compile, for up to ten tensors.
+        memory_bytes: what tensors may take; None: most of what is free.
+        least: rounds at least.
+    """
+
+    device: str = "cpu"
+    case_s: float = 0.7
+    sample_s: float = 5e-4
+    compile: bool = False
+    memory_bytes: int | None = None
+    least: int = 5
+
+
+class TooLarge(Exception):
+    """A workload's tensors do not fit."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one call of one contestant, a figure per sample, and what it is (`about`)."""
+
+    seconds: list[float]
+    about: dict[str, Any]
+
+    def as_benchmark(self) -> dict[str, Any]:
+        """As an entry of pytest-benchmark's JSON."""
+        s = self.seconds
+        quarters = statistics.quantiles(s, n=4) if len(s) > 1 else s * 3
+        stats = {"median": statistics.median(s), "iqr": quarters[2] - quarters[0], "min": min(s)}
+        return {"stats": {**stats, "rounds": len(s)}, "extra_info": self.about}
+
+
+class OnHost:
+    """A call timed by the wall clock, often enough for a sample to last a while."""
+
+    how = "clock"
+
+    def __init__(self, call: Call, sample_s: float) -> None:
+        self._call = call
+        call()
+        self._repeat = 1
+        self._repeat = _times(sample_s, self.sample(), 100_000)
+
+    def sample(self) -> float:
+        call = self._call
+        start = time.perf_counter()
+        for _ in range(self._repeat):
+            call()
+        return (time.perf_counter() - start) / self._repeat
+
+
+class OnDevice:
+    """Calls on rotating sets of tensors between two CUDA events, replayed from a graph if can be.
+
+    A graph leaves out what the host costs; what cannot be captured is launched by the host.
+    """
+
+    def __init__(self, calls: Sequence[Call], sample_s: float) -> None:
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        self._calls = calls
+        self._graph = _capture(calls)
+        self.how = "events" if self._graph is None else "graph"
+        self._repeat = 1
+        self._repeat = _times(sample_s, self.sample() * len(calls), 1000)
+
+    def sample(self) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(self._repeat):
+            if self._graph is not None:
+                self._graph.replay()
+            else:
+                for call in self._calls:
+                    call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / self._repeat / len(self._calls)
+
+
+def _times(sample_s: float, once_s: float, most: int) -> int:
+    """How often something is done in one sample."""
+    return max(1, min(most, int(sample_s / max(once_s, 1e-7))))
+
+
+def _capture(calls: Sequence[Call]) -> Any:
+    graph: Any = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+    except (RuntimeError, ValueError):
+        torch.cuda.synchronize()
+        return None
+    return graph
+
+
+Contestant = OnHost | OnDevice
+
+
+def take_turns(
+    contestants: Mapping[str, Contestant], budget_s: float, at_least: int = 5, at_most: int = 200
+) -> dict[str, list[float]]:
+    """Sample all in turn, each round starting with another one, until the budget is used up.
+
+    Returns seconds of one call, one figure per sample.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        for turn in range(at_most):
+            if turn >= at_least and time.perf_counter() - start > budget_s:
+                break
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                times[name].append(contestants[name].sample())
+    finally:
+        if collecting:
+            gc.enable()
+    return times
+
+
+def makers(
+    operation: Operation, settings: Settings
+) -> dict[str, Callable[[Streams], dict[str, Call]]]:
+    """What makes the calls of each kind, by name, on a set of tensors."""
+    return {
+        "ours": lambda s: ours(operation, s),
+        "rival": lambda s: {**rivals(operation, s), **device_rivals(operation, s)},
+        "copy": lambda s: copies(operation.bytes_moved(s.work), settings.device),
+    }
+
+
+def compiles(work: Workload, settings: Settings) -> bool:
+    """Whether torch.compile takes part."""
+    few = work.count <= COMPILED_TENSORS
+    return settings.compile and few and work.precision.name != "bf16"
+
+
+def names(operation: Operation, work: Workload, settings: Settings) -> list[str]:
+    """The contestants of a contest."""
+    few = Workload(work.name, ((0,),) * min(work.count, 2), work.precision)
+    s = Streams(few, settings.device)
+    found = [name for make in makers(operation, settings).values() for name in make(s)]
+    return [*found, "torch.compile"] if compiles(work, settings) else found
+
+
+def contest(operation: Operation, work: Workload, settings: Settings) -> dict[str, Times]:
+    """Measure an operation's implementations and copies of as many bytes, by name.
+
+    Raises:
+        TooLarge: the tensors need more memory than there is, or than they may take.
+    """
+    needed = bytes_needed(operation, work)
+    limit = settings.memory_bytes or int(0.85 * free_bytes(settings.device))
+    if needed > limit:
+        raise TooLarge(f"needs {needed / 2**30:.1f} GiB, {limit / 2**30:.1f} may be used")
+    on_cpu, nbytes = settings.device == "cpu", operation.bytes_moved(work)
+    count = 1 if on_cpu else _sets(operation, work, settings.device)
+    sets = [Streams(work, settings.device) for _ in range(count)]
+    kinds: dict[str, str] = {}
+    calls: dict[str, list[Call]] = {}
+    for kind, make in makers(operation, settings).items():
+        for s in sets:
+            for name, call in make(s).items():
+                kinds[name] = kind
+                calls.setdefault(name, []).append(call)
+    compile_s: dict[str, float] = {}
+    if compiles(work, settings):
+        name = "torch.compile"
+        kinds[name] = "rival"
+        calls[name], compile_s[name] = compiled(operation, sets)
+    contestants: dict[str, Contestant] = {
+        name: OnHost(each[0], settings.sample_s) if on_cpu else OnDevice(each, settings.sample_s)
+        for name, each in calls.items()
+    }
+    times = take_turns(contestants, settings.case_s, settings.least)
+    found = {}
+    for name, seconds in times.items():
+        about = {
+            "operation": operation.name,
+            "workload": work.name,
+            "precision": work.precision.name,
+            "name": name,
+            "kind": kinds[name],
+            "bytes": copied_bytes(nbytes) if kinds[name] == "copy" else nbytes,
+            "elements": work.elements,
+            "tensors": work.count,
+            "how": contestants[name].how,
+        }
+        if name in compile_s:
+            about["compile_s"] = round(compile_s[name], 2)
+        found[name] = Times(seconds, about)
+    return found
+
+
+def bytes_needed(operation: Operation, work: Workload) -> int:
+    """Memory for the streams, for what rivals keep, and for the yardstick."""
+    streams = sum(dtype_of(work, letter).itemsize for letter in operation.letters)
+    scratch = 4 * ("u" in operation.letters) + 4 * (work.precision.name == "mixed") + 4
+    return work.elements * (streams + scratch) + min(LIMIT, operation.bytes_moved(work))
+
+
+def _sets(operation: Operation, work: Workload, device: str) -> int:
+    """How many sets of tensors to rotate, so that none is in the L2 cache when its turn comes."""
+    l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 2**26
+    fitting = int(0.6 * free_bytes(device)) // max(1, bytes_needed(operation, work))
+    count = sets_needed(operation.bytes_moved(work), l2)
+    # Hundreds of tensors mean thousands of launches a set: the launches decide there, not caches.
+    return max(1, min(count, fitting, 64 if work.count <= 10 else 4))
+
+
+def sets_needed(nbytes: int, l2_bytes: int) -> int:
+    """Sets that put four times the L2 cache between two uses of one."""
+    return max(2, -(-4 * l2_bytes // max(1, nbytes)) + 1)

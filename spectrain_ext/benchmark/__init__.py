@@ -1,1 +1,0 @@
-"""The benchmark behind ``spectrain bench``: operations, rivals, clocks, reports."""

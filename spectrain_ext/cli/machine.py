@@ -1,0 +1,31 @@
+"""What runs here: versions of packages, and the processor's name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """The versions of those that are."""
+    found = {}
+    for name in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def cpu_name() -> str:
+    """As the system calls it, with family and model where they tell processors apart."""
+    path = Path("/proc/cpuinfo")
+    fields: dict[str, str] = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in fields:
+        name += f", family {fields['cpu family']} model {fields.get('model', '?')}"
+    return name

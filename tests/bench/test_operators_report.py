@@ -1,0 +1,137 @@
+"""What becomes of the operators' figures: rows, tables, targets, the document's section."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report import operators, rows, targets
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+_TWO = "SGD step + 2 predictions"
+_RESTS = ("", " + 1 prediction", " + 2 predictions")
+
+
+def entry(name: str, us: float, kind: str = "ours", best: float = 0.9, **more: Any) -> Any:
+    """As pytest-benchmark's JSON has it, of 1,000 bytes."""
+    about = {"operation": "predict_", "workload": "2^24", "precision": "fp32", "name": name}
+    about |= {"kind": kind, "bytes": 1000, "elements": 2**24, "tensors": 1, **more}
+    stats = {"median": us / 1e6, "iqr": us / 1e7, "min": us * best / 1e6, "rounds": 5}
+    return {"extra_info": about, "stats": stats}
+
+
+def copy(us: float, **more: Any) -> Any:
+    return entry("copy: numpy", us, "copy", **more)
+
+
+def verdict(what: str, *entries: Any, device: str = "cpu") -> targets.Verdict:
+    found = operators.judged({"device": device}, entries)
+    (one,) = [v for v in found if v.what.startswith(what)]
+    return one
+
+
+def test_shares_are_of_the_fastest_copy() -> None:
+    made = [rows.Row.of(each) for each in (entry("Plan", 4.0), copy(2.0), copy(3.0, best=0.5))]
+    (case,) = rows.cases(made)
+    assert rows.share(made[0], case) == pytest.approx(0.5)
+    assert rows.share(made[0], case, best=True) == pytest.approx(1.5 / 3.6)
+    assert rows.share(made[0], made[:1]) is None
+
+
+def test_a_line_has_the_faster_of_ours_and_the_fastest_rival() -> None:
+    entries = [entry("operator", 3.0), entry("Plan", 2.0), entry("slow", 9.0, "rival")]
+    entries += [entry("fast", 4.0, "rival"), copy(1.0), entry("Plan", 5.0, workload="2^10")]
+    lines = operators.compact(rows.Row.of(each) for each in entries).splitlines()
+    assert lines[2:] == [
+        "| predict_ | 2^24 | fp32 | 2 | 10% | 1.8 | 50% | 50% | fast | 4 | 2.00 |",
+        "| predict_ | 2^10 | fp32 | 5 | 10% | 4.5 |  |  |  |  |  |",
+    ]
+
+
+class TestTargets:
+    def test_the_worst_large_workload_decides(self) -> None:
+        good = [entry("Plan", 1.0), entry("operator", 3.0), copy(0.97)]
+        worse = [entry("Plan", 1.0, workload="2^26"), copy(0.94, workload="2^26", best=0.99)]
+        small = [entry("Plan", 9.0, workload="2^10", elements=2**10)]
+        one = verdict("predict_", *good, *worse, *small)
+        assert one.met is False and one.measured == "94% at worst (2^26); 103% by best times"
+        assert verdict("predict_", *good, *small).met is True
+
+    def test_a_rival_that_is_ahead_anywhere_decides(self) -> None:
+        of = {"operation": _TWO}
+        entries = [entry("Plan", 2.0, **of), entry("operator", 3.0, **of)]
+        entries.append(entry("fused + torch.add", 4.0, "rival", **of))
+        one = verdict(f"{_TWO}, against fused", *entries)
+        assert one.met is True and one.measured.startswith("2.00x")
+        of["workload"] = "2^26"
+        entries += [entry("Plan", 5.0, **of), entry("fused + torch.add", 4.0, "rival", **of)]
+        one = verdict(f"{_TWO}, against fused", *entries)
+        assert one.met is False and one.measured.startswith("0.80x at worst (2^26)")
+
+    def test_what_was_not_measured_is_not_met(self) -> None:
+        one = verdict("pipeline stage")
+        assert one.met is None and "| not measured |" in targets.markdown([one])
+
+    def test_host_limits(self) -> None:
+        found = []
+        for name, us in (("Plan: predict", 5.5), ("Plan: refresh", 24.0)):
+            stats = {"median": us / 1e6}
+            found.append({"extra_info": {"name": name, "host": True}, "stats": stats})
+        assert verdict("host time, Plan: predict", *found).met is False
+        assert verdict("host time, Plan: refresh", *found).met is True
+
+    def test_extra_bytes_are_counted_from_the_operations(self) -> None:
+        one, pipeline = targets.counted()
+        assert (one.measured, one.met) == ("7.1% (counted)", True)
+        assert (pipeline.measured, pipeline.met) == ("21.4% (counted)", True)
+
+    def test_a_gpu_has_its_own(self) -> None:
+        entries = [entry("Plan", 1.0, elements=2**28), copy(0.98, elements=2**28)]
+        one = verdict("every operator at 2^26", *entries, device="cuda")
+        assert one.met is True and one.measured.startswith("98% at worst (predict_, 2^24)")
+
+
+def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, arguments)]
+    # A benchmark is no benchmark beside what pytest-xdist starts.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    return subprocess.run(
+        command, cwd=BENCH, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.mark.processes
+class TestRun:
+    tiny = ("bench_operators.py", "--elements", 6, "--case-seconds", 0, "-k", "SGD-step")
+
+    def test_a_group_holds_all_rivals_and_its_file_makes_the_section(self, tmp_path: Path) -> None:
+        pytest.importorskip("pytest_benchmark")
+        path = tmp_path / "bench.json"
+        done = bench(*self.tiny, f"--benchmark-json={path}")
+        assert done.returncode == 0, done.stdout
+        assert "benchmark 'SGD step, 2^6, fp32'" in done.stdout
+        assert "ours against the best copy and the fastest rival" in done.stdout
+        document = json.loads(path.read_text())
+        about = [each["extra_info"] for each in document["benchmarks"]]
+        assert {each["operation"] for each in about} == {
+            "SGD step",
+            f"{_TWO[:-14]} 1 prediction",
+            _TWO,
+        }
+        assert {"Plan", "operator", "fused", "foreach", "for loop", "copy: numpy"} <= {
+            each["name"] for each in about if each["operation"] == "SGD step"
+        }
+        assert all(each["stats"]["rounds"] >= 5 for each in document["benchmarks"])
+        assert "node" not in document["machine_info"] and "data" not in path.read_text()
+        assert "| SGD step | 2^6 | fp32 |" in operators.written(document, "bench.json")
+        again = bench(*self.tiny, f"--benchmark-compare={path}")
+        assert again.returncode == 0 and "(NOW)" in again.stdout, again.stdout
+
+    def test_bad_options_are_found_before_anything_is_measured(self) -> None:
+        done = bench("bench_operators.py", "--suite", "nothing")
+        assert done.returncode == 4 and "invalid choice: 'nothing'" in done.stderr

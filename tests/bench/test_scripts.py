@@ -1,0 +1,66 @@
+"""The scripts of bench/ that count and time runs: that they run, and count what they say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import bench_calls
+import bench_flush
+import pytest
+
+BENCH = Path(bench_calls.__file__).parent
+_FLUSH = "--methods auto spectrain --width 8 --minibatches 3 --rounds 2"
+_STEADY = "--microbatches 2 --methods auto --count 3 --rounds 1"
+
+
+def test_calls_are_the_package_s_and_as_many_every_time() -> None:
+    bench_calls.calls_of("vanilla", 1)  # whose instructions stay
+    found = bench_calls.calls_of("vanilla", 1)
+    assert found == bench_calls.calls_of("vanilla", 1)
+    assert all((bench_calls.PACKAGE / function.file).exists() for function in found)
+    minibatches = bench_calls.LAST - bench_calls.FIRST
+    # An update per stage and minibatch is one call of its optimizer's step.
+    steps = [n for f, n in found.items() if f.file == "optim/base.py" and f.name.endswith("step")]
+    assert bench_calls.STAGES * minibatches in steps
+    more = bench_calls.calls_of("auto", 3)
+    assert more.total() > found.total()
+
+
+def test_list_has_every_call(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_calls.report("vanilla", 1, listed=True)
+    head, *lines = capsys.readouterr().out.splitlines()
+    files, functions = "\n".join(lines).strip().split("\n\n")
+    for part in (files, functions):
+        total = sum(float(line.split()[0]) for line in part.splitlines())
+        assert f"M = 1: {total:.0f} calls per minibatch in {len(files.splitlines())} files" in head
+
+
+def test_methods_beside_a_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "flush.json"
+    arguments = [*_FLUSH.split(), "--json"]
+    monkeypatch.setattr(sys, "argv", ["bench_flush.py", *arguments, str(path)])
+    bench_flush.main()
+    rounds = json.loads(path.read_text())["seconds"]
+    assert len(rounds) == 2 and all(set(each) == {"1f1b", "auto", "spectrain"} for each in rounds)
+    said = capsys.readouterr().out
+    ratio = sorted(each["auto"] / each["1f1b"] for each in rounds)
+    assert f"| auto | {sum(ratio) / 2:.3f} |" in said
+
+
+@pytest.mark.processes
+def test_two_processes_in_the_steady_state(tmp_path: Path) -> None:
+    path = tmp_path / "steady.json"
+    arguments = [*_STEADY.split(), "--json"]
+    command = [sys.executable, str(BENCH / "bench_steady.py"), *arguments, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert set(found["seconds"]) == {"torch 1F1B, M = 2", "auto, M = 2", "begin", "end"}
+    assert all(len(each) == 1 and each[0] > 0 for each in found["seconds"].values())
+    assert found["command"].startswith("python bench/bench_steady.py --microbatches 2")
+    assert "times as fast as torch's 1F1B" in done.stdout
