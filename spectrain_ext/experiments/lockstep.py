@@ -115,10 +115,10 @@ class _Stage:
         versions = self._versions
         self._keep(Content(versions.version))
         for kind, i, j in self._actions:
-            if kind is Kind.LOAD_FORWARD:
+            if kind is Kind.FORWARD:
                 self._forwards[i, j] = content = versions.for_forward(i, j)
                 self._keep(content)
-            elif kind is Kind.LOAD_BACKWARD:  # of halves, the second: both meet the same
+            elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHTS):  # both halves meet the same
                 self._backwards[i, j] = content = versions.for_backward(i, j)
                 self._keep(content)
             elif kind is Kind.UPDATE:

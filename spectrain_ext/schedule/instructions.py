@@ -88,7 +88,7 @@ def backward_input(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
 
 
 def backward_weights(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
-    """The other half: the gradients of the weights; after that of the last microbatch the update."""
+    """The other half: the gradients of the weights; after the last one the update."""
     return _with_update(_new(Instruction, (_BACKWARD_WEIGHTS, i, j)), place)
 
 

@@ -40,7 +40,7 @@ def bounded(
                 stage,
                 instruction,
                 "a schedule is made of forwards, backwards and updates only, as forward(place, i, "
-                "j) and backward(place, i, j) give them; loads, receives and sends follow from them",
+                "j) and backward(place, i, j) give them; loads, receives and sends follow",
             )
         if i >= end > 0:
             beyond += 1

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from spectrain_ext.distributed import links as links_module
 from spectrain_ext.distributed.links import Traffic
 from spectrain_ext.method import find_method, places_of
-from spectrain_ext.schedule import Kind, Replicas, find_generator, turns
+from spectrain_ext.schedule import Kind, Replicas, bounded, find_generator
 
 CPU = torch.device("cpu")
 SHAPES = [
@@ -115,7 +115,7 @@ def trains(counts, links, rank, minibatches=2):
     k, c = replicas.seat(rank)
     microbatches = math.lcm(*counts)
     places = places_of(find_method("vanilla"), len(counts), microbatches, None, replicas)
-    for kind, _, j in turns(find_generator("1f1b-async")(places[k]), k, len(counts), minibatches):
+    for kind, _, j in bounded(find_generator("1f1b-async")(places[k]), k, minibatches):
         if kind is Kind.UPDATE:
             if links.circle is not None:
                 yield "meet", (SUM, links.circle.device)

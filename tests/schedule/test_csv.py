@@ -146,7 +146,7 @@ def test_communication_is_read_and_checked(tmp_path):
         return raised.value
 
     error = check("1RECV_F1,", "stage 1, receive activation of minibatch 0, microbatch 1: missing")
-    assert (error.stage, error.action) == (1, Instruction(Kind.RECEIVE_ACTIVATION, 0, 1))
+    assert (error.stage, error.instruction) == (1, Instruction(Kind.RECEIVE_ACTIVATION, 0, 1))
     check("0RECV_B0,0B0", "stage 0, receive gradient of minibatch 0", "0B0,0RECV_B0")
     check("0SEND_F0,", "stage 0, send activation of minibatch 0, microbatch 0: missing")
     check(

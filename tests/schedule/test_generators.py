@@ -6,7 +6,15 @@ from itertools import islice
 
 import pytest
 
-from spectrain_ext.schedule import GENERATORS, Instruction, Kind, Place, find_generator, put_off
+from spectrain_ext.schedule import (
+    GENERATORS,
+    Instruction,
+    Kind,
+    Place,
+    find_generator,
+    lower,
+    put_off,
+)
 
 SHORT = {
     Kind.FORWARD: "F",
@@ -27,9 +35,9 @@ def drawn(schedule, place, count):
 
 
 def finite(schedule, place, minibatches):
-    """The actions of a run of some minibatches, up to its last update."""
+    """All instructions of a run of some minibatches, up to its last update."""
     found = []
-    for action in GENERATORS[schedule](place):
+    for action in lower(GENERATORS[schedule](place), place):
         if action.minibatch < minibatches:
             found.append(action)
         if action == (Kind.UPDATE, minibatches - 1, 0):
@@ -146,7 +154,8 @@ def test_the_window_counts_microbatches(window, parts):
 
 def test_streams_are_made_as_they_are_asked_for():
     for schedule in GENERATORS:
-        assert next(find_generator(schedule)(Place(0, 2, 10**12))).kind is Kind.PULL
+        place = Place(0, 2, 10**12)
+        assert next(lower(find_generator(schedule)(place), place)).kind is Kind.PULL
 
 
 def test_unknown_schedules():

@@ -9,7 +9,7 @@ from collections import deque
 import pytest
 
 from spectrain_ext.method import find_method, places_of
-from spectrain_ext.schedule import Kind, Replicas, find_generator, turns
+from spectrain_ext.schedule import Kind, Replicas, bounded, find_generator
 
 
 def test_who_is_who():
@@ -128,7 +128,7 @@ def stuck(schedule, places, replicas, minibatches=5):
     left = []
     for k, _ in seats:
         actions = find_generator(schedule)(places[k])
-        left.append(deque(turns(actions, k, n, minibatches)))
+        left.append(deque(bounded(actions, k, minibatches)))
     sent = {}  # (sender, receiver) -> what is under way
     for a, b in replicas.edges():
         sent[a, b], sent[b, a] = deque(), deque()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spectrain_ext.pipeline.cursor import Cursor, Extent
-from spectrain_ext.schedule import Instruction, Kind, Place, find_generator
+from spectrain_ext.schedule import Instruction, Kind, Place, find_generator, lower
 
 SHORT = {Kind.FORWARD: "F", Kind.BACKWARD: "b", Kind.UPDATE: "u"}
 
@@ -53,7 +53,8 @@ def test_a_small_minibatch_has_fewer_microbatches():
 
 def test_a_run_that_ends_while_it_goes():
     extent = Extent(2)
-    cursor = Cursor(find_generator("1f1b-async")(Place(0, 2, 2)), extent)
+    place = Place(0, 2, 2)
+    cursor = Cursor(lower(find_generator("1f1b-async")(place), place), extent)
     seen = []
     while (action := cursor.head()) is not None:
         cursor.advance()
