@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 from torch.distributed.distributed_c10d import Store
 
 from spectrain_ext.errors import RankError, StageError
+from spectrain_ext.interrupts import waiting
 
 from .blame import Cause, most_silent, seconds_stuck, suspect
 from .watch import FAILED, SLOW, Watch, connection
@@ -362,7 +363,8 @@ class Board:
                 left = began + self.timeout - monotonic()
                 if left <= 0 and (left := self.timeout - self._stuck()) <= 0:
                     break
-                self.changed.wait(left)
+                with waiting():
+                    self.changed.wait(left)
             cause = None if ready() else self.cause
             if ready():
                 self.waits = None
@@ -379,7 +381,8 @@ class Board:
             what: is waited on, for the report.
         """
         before, self.waits = self.waits, (peer, what, monotonic())
-        yield
+        with waiting():
+            yield
         self.waits = before
 
     def lost(self, peer: int, what: str, error: BaseException) -> NoReturn:

@@ -8,6 +8,7 @@ from math import nan
 import torch
 from torch import Tensor
 
+from spectrain_ext.interrupts import callers
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.batch import (
     Microbatch,
@@ -208,7 +209,8 @@ class Surroundings:
         """
         self._asked += 1
         try:
-            batch = next(self._batches)
+            with callers():
+                batch = next(self._batches)
         except StopIteration as end:
             if told is not None:
                 raise ValueError(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import starmap
 from typing import Any, TypeAlias, TypedDict, cast
 
 from .expressions import Program, lower
@@ -90,17 +89,3 @@ def step_arguments(groups: Numbers, predict: Sequence[Horizons | None]) -> Step:
 def remembered_step(numbers: tuple[Any, ...], predict: tuple[Any, ...], n_groups: int) -> Step:
     """The same of plain numbers: a training loop gives the same ones at most of its steps."""
     return step_arguments([Sgd(*numbers)] * n_groups, predict)
-
-
-def make_noted(call: Callable[[], object], notes: list[object]) -> None:
-    """Make a native call, and add a note of it, with no moment in between.
-
-    The exception of a signal, such as a KeyboardInterrupt, comes between two steps of the
-    interpreter and never inside a function written in C. So the call and the note are one such
-    function: whatever comes, both have been made or neither.
-
-    Args:
-        call: runs no Python code once it has begun to write.
-        notes: gets an entry, unless the call raises.
-    """
-    notes.extend(starmap(call, ((),)))

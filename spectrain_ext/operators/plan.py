@@ -316,7 +316,7 @@ class Plan:
             arrays = (grads,) if self._single else tuple(cast(Iterable[object], grads))
             self._native.set_gradients(arrays)
 
-    # The same as native calls, to be made later: once more, or with a note of it (`make_noted`).
+    # The same as native calls, to be made later, more than once.
 
     def _prepared_step(
         self,

@@ -70,7 +70,6 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._templates = Templates(rule)
         self._predicted: list[Rows] | None = None
         self._next_write: tuple[PredictionSink, tuple[Law, ...]] | None = None
-        self._work: Work | None = None  # of a step that has begun and not ended
         self._binding: Binding | None = None
         self._correction: StaleCorrection | None = None
 
@@ -191,8 +190,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
         predicted or for a sparse gradient, ValueError or TypeError for a number out of range or a
         gradient that does not match its parameter.
 
-        A step that an exception interrupts, such as a KeyboardInterrupt, has changed nothing, or is
-        finished before the exception leaves it (by the next use, if there was a second one).
+        As of torch's, a step may be made in part where a Ctrl-C comes in the middle of it; in a run
+        of a pipeline that waits for its end.
 
         ``torch.amp.GradScaler`` leaves its work to the step: gradients are divided by its scale in
         the same pass (and stay scaled themselves), and a step that it skips changes nothing. On
@@ -207,14 +206,10 @@ class PredictingOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step: a captured CUDA graph would repeat this step's count forever")
         loss = None
         if closure is not None:
-            if self._work is not None:
-                self.mend()
             self._refuse_while_predicted("step")
             with torch.enable_grad():
                 loss = closure()
         with self._turn:
-            if self._work is not None:
-                self.mend()
             self._refuse_while_predicted("step")
             self._step()
         return loss
@@ -239,12 +234,12 @@ class PredictingOptimizer(torch.optim.Optimizer):
             return
         if isinstance(self._templates.correction, AdaptiveBraking):
             self._brake(self._templates.correction)
-        self._work = Work.of(todo, templates, laws, scaling, correcting)
-        try:
-            self._do(self._work)
-        except BaseException:
-            self.mend()
-            raise
+        work = Work.of(todo, templates, laws, scaling, correcting)
+        changed = work.do(self.state, bump=self._binding is None)
+        self._ledger.counted()
+        if changed:
+            self._ledger.forget()
+        self._next_write = None
 
     def _brake(self, braking: AdaptiveBraking) -> None:
         """Scale the gradients of all parameters that have a momentum."""
@@ -257,29 +252,6 @@ class PredictingOptimizer(torch.optim.Optimizer):
             ]
             with torch.no_grad():
                 braking.brake_([g for g, _ in found], [v for _, v in found], group["maximize"])
-
-    def _do(self, work: Work) -> None:
-        changed = work.do(self.state, bump=self._binding is None)
-        self._ledger.counted()
-        if changed:
-            self._ledger.forget()
-        self._next_write = None
-        self._work = None
-
-    def mend(self) -> None:
-        """Finish a step that an exception cut short after it had begun to write.
-
-        Every method that reads weights or state does it. Groups that were still to be updated are,
-        unless their update raises; predictions that the step was to write are not.
-        """
-        with self._turn:
-            work = self._work
-            if work is not None and work.made:
-                try:
-                    self._do(work.rest())
-                except Exception:
-                    self._do(work.rest().begun())
-            self._work = None
 
     def _rows(self, sink: PredictionSink | None = None) -> list[Rows]:
         """Return the rows of a step, or of a sink, with state that was replaced taken over."""
@@ -342,7 +314,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         templates, laws = self._laws(steps)
         kinds = self._templates.kinds
         todo = self._resolver.rows(self.param_groups, self.state, kinds, stash=True)
-        # Known before anything is written: an interrupt at any line leaves what restore_ undoes.
+        # Known before anything is written: an exception leaves what restore_ undoes.
         self._predicted = todo
         try:
             for rows in todo:

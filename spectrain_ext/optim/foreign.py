@@ -64,9 +64,6 @@ class Updater(Protocol):
     def step(self) -> Any:
         """Update every parameter that has a gradient."""
 
-    def mend(self) -> None:
-        """Put in order what an exception has cut short."""
-
     def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None:
         """Enter what this bound method returns wherever the caller reads or loads state."""
 
@@ -118,9 +115,7 @@ class Foreign:
         self._master: Views | None = None
         self._wide: dict[Tensor, Tensor] = {}  # what has a wider master: that
         self._params: tuple[Tensor, ...] = ()
-        self._places: list[_Place] | None = None  # of the step that is made
         self._known: dict[tuple[int, int], list[_Place]] = {}  # by where weights and parameters are
-        self._away = False  # whether parameters may hold what is theirs in a step only
         self._loading: dict[str, Any] | None = None
 
     # Binding.
@@ -185,10 +180,9 @@ class Foreign:
         at = id(self._master), self._params[0].data_ptr() if self._params else 0
         if at not in self._known:
             self._known[at] = [_Place.of(p, self._master) for p in self._params]
-        self._places = self._known[at]
-        self._away = True
+        places = self._known[at]
         try:
-            for place in self._places:
+            for place in places:
                 place.enter()
             try:
                 with versions_preserved(self._params):
@@ -197,19 +191,14 @@ class Foreign:
                 _note(error, type(self._optimizer).__name__)
                 raise
         finally:
-            self.mend()
+            self._leave(places)
 
-    def mend(self) -> None:
+    def _leave(self, places: list[_Place]) -> None:
         """Give the parameters back what they had before a step, which keeps what it has made.
 
         Gradients of parameters that were wider in between are gone.
         """
-        if not self._away:
-            return
-        assert self._places is not None
-        refused = [k for k, place in enumerate(self._places) if not place.leave()]
-        self._away = False
-        for k in refused:
+        for k in [k for k, place in enumerate(places) if not place.leave()]:
             raise RuntimeError(
                 f"{type(self._optimizer).__name__}: its step gave parameter {k} data of another "
                 f"shape than {tuple(self._params[k].shape)}; that one was not updated"

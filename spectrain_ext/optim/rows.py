@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import _C
-from spectrain_ext.operators.calls import make_noted
 from spectrain_ext.operators.corrections import StaleCorrection
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, terms_of
 from spectrain_ext.operators.lists import StepOptions
@@ -114,7 +113,7 @@ class Rows:
         self._without: tuple[list[bool], list[int], _Plan] | None = None
         self._prepared: _Prepared | None = None
         self._prepared_prediction: _Prepared | None = None
-        self._replaced: list[object] = []  # a note of each time that a prediction took their place
+        self._replaced = False  # whether a prediction has taken the weights' place
         self.active: list[bool] = []
         self.all_active = False
         self.version = -1
@@ -348,7 +347,8 @@ class Rows:
         """Keep the weights and replace them by their prediction, unless that is the weights."""
         if _move(laws, templates):
             call = self.plan._prepared_stash_predict(*self._now(templates, laws, self.cohorts))
-            make_noted(call, self._replaced)
+            call()
+            self._replaced = True
 
     def restore(self) -> bool:
         """Write the stashed weights back, wherever the parameters' storage is by now.
@@ -362,7 +362,7 @@ class Rows:
         else:
             for param, kept in zip(self.params, self.stashed or (), strict=True):
                 param.detach().copy_(kept)
-        self._replaced = []
+        self._replaced = False
         return True
 
     def updated(self) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from spectrain_ext.operators.calls import make_noted
+from spectrain_ext.interrupts import deferred
 from spectrain_ext.operators.laws import Law
 from spectrain_ext.operators.lists import StepOptions, bump_versions
 
@@ -47,14 +47,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def exclusive(method: F) -> F:
     """Let one thread at a time into methods that read or change weights, state or what is resolved.
 
-    A step that an exception cut short is finished first.
+    A Ctrl-C waits for their end.
     """
 
     @wraps(method)
     def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._turn:
-            if self._work is not None:
-                self.mend()
+        with deferred(), self._turn:
             return method(self, *args, **kwargs)
 
     return cast(F, alone)
@@ -101,13 +99,11 @@ class Work(NamedTuple):
 
     Attributes:
         parts: rows, the native call that updates them, and their scalar state after it.
-        made: a note for each of these calls that has been made, in order.
         templates: the numbers of every group.
         laws: of what the step writes beside, for every group; None: nothing.
     """
 
     parts: Sequence[tuple[Rows, Callable[[], None], list[Scalars]]]
-    made: list[object]
     templates: list[Any]
     laws: tuple[Law, ...] | None
 
@@ -125,10 +121,10 @@ class Work(NamedTuple):
         for rows in todo:
             options: StepOptions = {} if scaling is None else scaling.on(rows.device)
             parts.append((rows, *rows.prepared(templates, laws, options, correcting)))
-        return cls(parts, [], templates, laws)
+        return cls(parts, templates, laws)
 
     def do(self, state: State, bump: bool) -> bool:
-        """Make the step, or what is left of it.
+        """Make the step.
 
         Args:
             state: the optimizer's.
@@ -138,9 +134,8 @@ class Work(NamedTuple):
             Whether parameters now share their numbers with others than before.
         """
         changed = False
-        for k, (rows, call, after) in enumerate(self.parts):
-            if len(self.made) == k:
-                make_noted(call, self.made)
+        for rows, call, after in self.parts:
+            call()
             if self.laws is not None:
                 rows.write_rest(self.templates, self.laws)
             rows.forget_gradients()
@@ -149,11 +144,3 @@ class Work(NamedTuple):
             if bump:
                 bump_versions(rows.updated())
         return changed
-
-    def rest(self) -> Work:
-        """The same without the predictions, which nobody will use."""
-        return self._replace(laws=None)
-
-    def begun(self) -> Work:
-        """The same without the calls that have not been made."""
-        return self._replace(parts=self.parts[: len(self.made)])

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from weakref import ref
 
 from spectrain_ext.errors import RankError, StageError, make_all, noted_on
+from spectrain_ext.interrupts import STATE, boundary, callers, deferred
 from spectrain_ext.schedule import Generator as Schedule
 from spectrain_ext.schedule import Instruction, Kind, Place, find_generator, lower
 from spectrain_ext.transport import Stream, callers_stream, captured
@@ -56,8 +57,8 @@ class Executor:
     Attributes:
         places, stages: as given.
 
-    Whatever exception interrupts a run, and wherever, the true weights are put back: at once, or,
-    if the end was interrupted as well, by the next ``mend``. All that an end does may be repeated.
+    Whatever exception ends a run, the true weights are put back: at once, or, if the end did not
+    come to its end, by the next ``mend``. All that an end does may be repeated.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Executor:
         keep: Keep | None,
         itself: list[Callable[[], _Run | None]],
     ) -> _Run:
-        with self._around.run():
+        with deferred(), self._around.run():
             self._check()
             if self._captured():
                 raise RuntimeError("run: a pipeline's run cannot become part of a CUDA graph")
@@ -117,7 +118,8 @@ class Executor:
                     for result in self._steps(trace):
                         if trace is not None:
                             trace.result(result)
-                        yield result
+                        with callers():
+                            yield result
                         self._check_storage()
                 except GeneratorExit:
                     self._around.leave()
@@ -146,25 +148,14 @@ class Executor:
         return run is not None and getgeneratorstate(run) != GEN_CLOSED
 
     def mend(self) -> None:
-        """End a run whose end was interrupted."""
+        """End a run whose end was cut short, as by a second Ctrl-C."""
         if not self._ended and not self.running:
             self._fail()
 
     def _fail(self) -> None:
-        """Forget what is in flight and end the run; an interrupt has to wait for that."""
-        interrupt: KeyboardInterrupt | None = None
-        try:
-            while not self._ended:
-                try:
-                    make_all((self._drop, self._end))
-                except KeyboardInterrupt as error:
-                    interrupt = error
-        finally:
-            try:
-                if interrupt is not None:
-                    raise interrupt
-            finally:
-                del interrupt  # whose traceback has this frame
+        """Forget what is in flight and end the run."""
+        with deferred():
+            make_all((self._drop, self._end))
 
     def _begin(self, batches: Iterator[object], keep: Keep | None) -> None:
         in_flight = max(place.window // place.microbatches for place in self.places) + 2
@@ -342,6 +333,8 @@ class Executor:
     def _act(self, stage: Stage, handler: Handler, action: Instruction) -> None:
         """Run an action; its exception becomes the stage's."""
         kind, i, j = action
+        if STATE.pending is not None:
+            boundary()
         try:
             handler(i, j)
         except RankError:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from spectrain_ext.interrupts import callers
 from spectrain_ext.method import Method, put_off_by
 from spectrain_ext.schedule import Generator, Instruction, Kind, Place, Replicas
 from spectrain_ext.transport import Buffer, Edge, Receiver
@@ -226,7 +227,8 @@ class LocalNeighbourhood:
     def _pull(self, i: int, j: int) -> None:
         """Take the caller's next batch and make the run longer, or end it if there is none."""
         try:
-            batch = next(self._batches)
+            with callers():
+                batch = next(self._batches)
         except StopIteration:
             self._extent.stop()
             return

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.errors import noted_on
+from spectrain_ext.interrupts import deferred
 from spectrain_ext.method import (
     Method,
     Window,
@@ -176,108 +177,111 @@ class Pipeline(Loops):
         split_dim: SplitDim = 0,
     ) -> None:
         super().__init__()
-        # Everything is checked before anything is moved.
-        modules = checked_stages(stages)
-        chosen = find_method(method)
-        around = self._around or LocalNeighbourhood(len(modules), split_dim)
-        indices, seats = around.indices, around.seats
-        if len(indices) == seats.stages:
-            check_order([cut_place(module) for module in modules])
-        self._copies = copies_of(modules, indices)
-        places = devices_of(modules) if devices is None else checked_devices(devices, len(modules))
-        parts = checked_microbatches(microbatches, chosen, seats)
-        of_phases = phase_places(chosen, seats.stages, parts, window, seats)
-        phases = [*zip(phases_of(chosen), of_phases, strict=True)]
-        for phase, all_places in phases:
-            for k in indices:
-                rules_at(phase, all_places[k])
-        globally = [clips_globally(phase, clip_norm, clip_scope) for phase, _ in phases]
-        max_norms = [
-            max_norms_of(phase, [at[k] for k in indices], clip_norm) for phase, at in phases
-        ]
-        if not any(globally):
-            around.norm = None
-        check_master_dtype(master_dtype, modules)
-        check_recompute(recompute)
-        sides_of(split_dim)
-        check_loss_fn(loss_fn, parts)
-        for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
-            if not callable(given) and not (name == "scheduler" and given is None):
-                raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
-        trained = {
-            k: Trained.of(
-                *(module, self.copied(k).keys(), optimizer, scheduler),
-                [(phase, at[k]) for phase, at in phases],
+        with deferred():
+            # Everything is checked before anything is moved.
+            modules = checked_stages(stages)
+            chosen = find_method(method)
+            around = self._around or LocalNeighbourhood(len(modules), split_dim)
+            indices, seats = around.indices, around.seats
+            if len(indices) == seats.stages:
+                check_order([cut_place(module) for module in modules])
+            self._copies = copies_of(modules, indices)
+            places = (
+                devices_of(modules) if devices is None else checked_devices(devices, len(modules))
             )
-            for k, module in zip(indices, modules, strict=True)
-        }
-        unmeasured = any(p.then is not None and p.then.after is None for p, _ in phases)
-        if unmeasured and 0 in trained and trained[0] is None:
-            raise ValueError(
-                f"method: {chosen.name!r} changes at a gap of stages[0], which has no trainable "
-                "parameters; expected after as well"
-            )
-        # Other ranks are taken to have optimizers like this one's.
-        like = next((found.optimizer for found in trained.values() if found is not None), None)
-        regimes = [
-            Regime.of(phase, at, trained, norms, together, like, master_dtype)
-            for (phase, at), norms, together in zip(phases, max_norms, globally, strict=True)
-        ]
-        weights, all_places = regimes[0].weights, widest(of_phases)
-        try:
-            for copy in self._copies:
-                copy.bind()
-            for module, place, held in zip(modules, places, weights, strict=True):
-                if devices is not None:
-                    module.to(place)
-                if held is not None:
-                    held.bind()
-            for k, module in zip(indices, modules, strict=True):
-                self.add_module(str(k), module)
-            self.method = chosen
-            self.devices = tuple(places)
-            self.minibatches, self.phase = 0, 0
-            self._weights = [*weights]  # by the phase that training is in
-            self._clip_scope = clip_scope
-            self._regimes, self._regime = regimes, regimes[0]
-            _logger.info("%s", "; then ".join(in_words(p, at, like) for p, at in phases))
-            if clip_norm is not None:
-                scopes = ["all stages" if together else "each stage" for together in globally]
-                _logger.info("gradients are clipped by the norm of %s", ", then ".join(scopes))
-            if any(place.type == "cpu" for place in places):
-                warn_of_threads()
-            kind = RecomputingStage if recompute else Stage
-            own = [
-                kind(k, module, place, held, max_norm, around.norm if globally[0] else None)
-                for k, module, place, held, max_norm in zip(
-                    indices, modules, places, weights, max_norms[0], strict=True
-                )
+            parts = checked_microbatches(microbatches, chosen, seats)
+            of_phases = phase_places(chosen, seats.stages, parts, window, seats)
+            phases = [*zip(phases_of(chosen), of_phases, strict=True)]
+            for phase, all_places in phases:
+                for k in indices:
+                    rules_at(phase, all_places[k])
+            globally = [clips_globally(phase, clip_norm, clip_scope) for phase, _ in phases]
+            max_norms = [
+                max_norms_of(phase, [at[k] for k in indices], clip_norm) for phase, at in phases
             ]
-            for stage in own:
-                stage.split_dim = first_dim(split_dim)
-            # Not here, lest a loss function that is a module becomes a part of the model.
-            around.connect(own, all_places, chosen, loss_fn, self._copies)
-            self._executor = Executor(own, regimes[0].places, chosen.schedule, around)
-            around.change(chosen, regimes[0].places)
-            self._executor.follow_caller()
-        except BaseException:
-            for held in weights:
-                if held is not None and held.bound:
-                    held.unbind()
-            for copy in self._copies:
-                copy.unbind()
-            raise
-        self.register_state_dict_pre_hook(_mend_before)  # type: ignore[no-untyped-call]
-        self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
-        self.register_state_dict_post_hook(_give_names)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_begin_load)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
-        for regime in regimes:
-            for held in regime.weights:
-                if held is not None:
-                    held.updater.order_by(self._executor.callers_turn)
+            if not any(globally):
+                around.norm = None
+            check_master_dtype(master_dtype, modules)
+            check_recompute(recompute)
+            sides_of(split_dim)
+            check_loss_fn(loss_fn, parts)
+            for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+                if not callable(given) and not (name == "scheduler" and given is None):
+                    raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
+            trained = {
+                k: Trained.of(
+                    *(module, self.copied(k).keys(), optimizer, scheduler),
+                    [(phase, at[k]) for phase, at in phases],
+                )
+                for k, module in zip(indices, modules, strict=True)
+            }
+            unmeasured = any(p.then is not None and p.then.after is None for p, _ in phases)
+            if unmeasured and 0 in trained and trained[0] is None:
+                raise ValueError(
+                    f"method: {chosen.name!r} changes at a gap of stages[0], which has no "
+                    "trainable parameters; expected after as well"
+                )
+            # Other ranks are taken to have optimizers like this one's.
+            like = next((found.optimizer for found in trained.values() if found is not None), None)
+            regimes = [
+                Regime.of(phase, at, trained, norms, together, like, master_dtype)
+                for (phase, at), norms, together in zip(phases, max_norms, globally, strict=True)
+            ]
+            weights, all_places = regimes[0].weights, widest(of_phases)
+            try:
+                for copy in self._copies:
+                    copy.bind()
+                for module, place, held in zip(modules, places, weights, strict=True):
+                    if devices is not None:
+                        module.to(place)
+                    if held is not None:
+                        held.bind()
+                for k, module in zip(indices, modules, strict=True):
+                    self.add_module(str(k), module)
+                self.method = chosen
+                self.devices = tuple(places)
+                self.minibatches, self.phase = 0, 0
+                self._weights = [*weights]  # by the phase that training is in
+                self._clip_scope = clip_scope
+                self._regimes, self._regime = regimes, regimes[0]
+                _logger.info("%s", "; then ".join(in_words(p, at, like) for p, at in phases))
+                if clip_norm is not None:
+                    scopes = ["all stages" if together else "each stage" for together in globally]
+                    _logger.info("gradients are clipped by the norm of %s", ", then ".join(scopes))
+                if any(place.type == "cpu" for place in places):
+                    warn_of_threads()
+                kind = RecomputingStage if recompute else Stage
+                own = [
+                    kind(k, module, place, held, max_norm, around.norm if globally[0] else None)
+                    for k, module, place, held, max_norm in zip(
+                        indices, modules, places, weights, max_norms[0], strict=True
+                    )
+                ]
+                for stage in own:
+                    stage.split_dim = first_dim(split_dim)
+                # Not here, lest a loss function that is a module becomes a part of the model.
+                around.connect(own, all_places, chosen, loss_fn, self._copies)
+                self._executor = Executor(own, regimes[0].places, chosen.schedule, around)
+                around.change(chosen, regimes[0].places)
+                self._executor.follow_caller()
+            except BaseException:
+                for held in weights:
+                    if held is not None and held.bound:
+                        held.unbind()
+                for copy in self._copies:
+                    copy.unbind()
+                raise
+            self.register_state_dict_pre_hook(_mend_before)  # type: ignore[no-untyped-call]
+            self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
+            self.register_state_dict_post_hook(_give_names)  # type: ignore[no-untyped-call]
+            self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
+            self.register_load_state_dict_pre_hook(_begin_load)  # type: ignore[no-untyped-call]
+            self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
+            self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
+            for regime in regimes:
+                for held in regime.weights:
+                    if held is not None:
+                        held.updater.order_by(self._executor.callers_turn)
 
     # Training.
 
@@ -321,8 +325,9 @@ class Pipeline(Loops):
 
         After any exception what was in flight is dropped, the true weights are in the modules (some
         stages may have made more updates than others), and the pipeline can run again. So it is
-        after a KeyboardInterrupt, wherever it comes: further ones wait for the end of the run, and
-        should one come in between, whatever asks the pipeline for weights next ends the run first.
+        after a Ctrl-C, which waits for the end of an instruction. A second one does not wait:
+        should it come before the run has ended, whatever asks the pipeline for weights next ends
+        the run first, and an update that it has cut short may be made in part.
         """
         self._refuse_in_run("run")
         if keep is not None and not callable(keep):
@@ -429,6 +434,10 @@ class Pipeline(Loops):
 
     def _enter(self) -> None:
         """Have the stages be what the phase makes of them that training has come to."""
+        with deferred():
+            self._change_stages()
+
+    def _change_stages(self) -> None:
         before = self._regime
         while (then := self._regimes[self.phase].method.then) is not None and (
             then.after is not None and self.minibatches >= then.after
@@ -498,7 +507,7 @@ class Pipeline(Loops):
             return super().state_dict(*args, **kwargs)
 
     def _mend(self, changed: bool = False) -> None:
-        """Finish what exceptions have cut short: the end of a run, or a release.
+        """Finish the end of a run, if an exception has cut that short.
 
         Whatever the caller's stream is now, it may then use what the pipeline holds.
 
@@ -510,9 +519,6 @@ class Pipeline(Loops):
         if self._evaluating is not None and not self._evaluating.running:
             self._evaluating.mend()
             self._evaluating = None
-        for weights in self._weights:
-            if weights is not None:
-                pass
         if not self._executor.running and self._evaluating is None:
             self._executor.let_caller_follow()
             for copy in self._copies:
@@ -642,16 +648,17 @@ class Pipeline(Loops):
         Raises:
             RuntimeError: a run has not ended yet.
         """
-        self._refuse_in_run("release")
-        for regime in self._regimes:
-            for device, weights in zip(self.devices, regime.weights, strict=True):
-                if weights is not None and weights.bound:
-                    callers_stream(device).lend(weights.buffers())
-                    weights.unbind()
-        for copy in self._copies:
-            copy.unbind()
-        self._executor.free_rings()
-        self._executor.follow_caller()
+        with deferred():
+            self._refuse_in_run("release")
+            for regime in self._regimes:
+                for device, weights in zip(self.devices, regime.weights, strict=True):
+                    if weights is not None and weights.bound:
+                        callers_stream(device).lend(weights.buffers())
+                        weights.unbind()
+            for copy in self._copies:
+                copy.unbind()
+            self._executor.free_rings()
+            self._executor.follow_caller()
 
     def __reduce__(self) -> NoReturn:
         """Not to be copied or pickled.

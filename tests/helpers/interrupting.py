@@ -1,8 +1,9 @@
-"""KeyboardInterrupts at chosen lines of the package, and what must be true after them."""
+"""Ctrl-C at chosen lines of the package, and what must be true after it."""
 
 from __future__ import annotations
 
 import copy
+import signal
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ MINIBATCHES = 5
 
 
 class Interrupts:
-    """Inside ``with``, a KeyboardInterrupt at the line event of each of some numbers.
+    """Inside ``with``, a SIGINT at the line event of each of some numbers.
 
     Lines of the package are counted from 0 on; each number counts from the interrupt before it.
 
@@ -31,13 +32,15 @@ class Interrupts:
         self.lines = 0
 
     def __enter__(self):
-        self._outer = sys.gettrace()
+        self._outer, self._handler = sys.gettrace(), signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.settrace(self._call)
         return self
 
     def __exit__(self, *_):
         sys.setprofile(None)
         sys.settrace(self._outer)
+        signal.signal(signal.SIGINT, self._handler)
         # A signal never comes on the way out of `with TURN`, between its last line and its release;
         # a trace function does.
         while TURN._is_owned():
@@ -53,7 +56,8 @@ class Interrupts:
                 self.lines = 0
                 # Python takes a trace function away that raises. What runs next puts it back.
                 sys.setprofile(self._again if self.left else None)
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
+                sys.setprofile(None)  # it has been deferred
             self.lines += 1
         return self._line
 

@@ -161,7 +161,6 @@ def test_an_exception_leaves_the_parameters_in_place():
         "may have been updated and others not"
     ]
     assert [(p._version, p.data_ptr(), p.dtype) for p in held] == before
-    updater.mend()  # nothing is left to do
 
 
 def test_the_owner_takes_turns_with_whoever_reads_or_loads_state():

@@ -1,0 +1,125 @@
+"""Interrupts: a Ctrl-C waits until nothing is half done.
+
+Python raises KeyboardInterrupt between any two steps of the interpreter. Inside ``deferred()`` it
+waits: for the end of an instruction, of a change of where weights are. Whatever handler of SIGINT
+the caller has is then called, as if the signal had come at that moment. A second Ctrl-C is not
+deferred, so that nobody is locked in; where it comes a step may be made in part.
+
+Signals come to the main thread alone; in others, and where SIGINT is ignored or ends the process,
+all of this does nothing. Handlers of other signals that raise are not deferred either: their
+exception ends a run as any other does, and the true weights are put back.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class _State:
+    """What there is once for a process.
+
+    Attributes:
+        pending: the signal that waits.
+        depth: how many contexts are entered, one inside another.
+        waits: whether this process waits for others.
+        before: the caller's handler.
+    """
+
+    def __init__(self) -> None:
+        self.pending: tuple[int, FrameType | None] | None = None
+        self.depth = 0
+        self.waits = False
+        self.before: Any = None
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if self.pending is None and not self.waits:
+            self.pending = number, frame
+        else:
+            self.pending = None
+            self.before(number, frame)
+
+    def install(self) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler) and handler != self.note:
+            self.pending, self.waits, self.before = None, False, handler
+            signal.signal(signal.SIGINT, self.note)
+
+    def remove(self) -> None:
+        if signal.getsignal(signal.SIGINT) == self.note:
+            signal.signal(signal.SIGINT, self.before)
+
+
+STATE = _State()
+
+
+def boundary() -> None:
+    """Nothing is half done: call the handler of a signal that waits."""
+    if STATE.pending is not None:
+        noted, STATE.pending = STATE.pending, None
+        STATE.before(*noted)
+
+
+# Not made by contextlib: a signal that comes on the way through its code would be one that a
+# context never hears of. What a context then leaves wrong, the one around it puts right.
+
+
+class deferred:
+    """Inside, a Ctrl-C waits for ``boundary``, or for the end; may be entered again inside."""
+
+    __slots__ = ("_outer",)
+    _outer: int | None
+
+    def __enter__(self) -> None:
+        self._outer = STATE.depth if _in_main_thread() else None
+        if self._outer is not None:
+            if self._outer == 0:
+                STATE.install()
+            STATE.depth = self._outer + 1
+
+    def __exit__(self, *_: object) -> None:
+        if self._outer is not None:
+            STATE.depth = self._outer
+            if self._outer == 0:
+                STATE.remove()
+                boundary()
+
+
+class callers:
+    """Inside ``deferred``, code of the caller's runs, with the handler that it has, or sets."""
+
+    __slots__ = ("_own",)
+    _own: bool
+
+    def __enter__(self) -> None:
+        self._own = STATE.depth == 1 and _in_main_thread()
+        if self._own:
+            STATE.depth = 0
+            STATE.remove()
+            boundary()
+
+    def __exit__(self, *_: object) -> None:
+        if self._own and STATE.depth == 0:
+            STATE.depth = 1
+            STATE.install()
+
+
+class waiting:
+    """Inside, this process waits for others, and a Ctrl-C comes through."""
+
+    __slots__ = ("_before",)
+    _before: bool
+
+    def __enter__(self) -> None:
+        if _in_main_thread():
+            boundary()
+        self._before, STATE.waits = STATE.waits, True
+
+    def __exit__(self, *_: object) -> None:
+        STATE.waits = self._before
+
+
+def _in_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
