@@ -194,9 +194,8 @@ class Storage:
 
         A parameter that has left is left alone.
         """
-        at = [{buffer.views[n].data_ptr() for buffer in self.pool} for n in range(len(self.params))]
-        for p, addresses in zip(self.params, at, strict=True):
-            if p.data_ptr() in addresses:
+        for n, p in enumerate(self.params):
+            if p.data_ptr() in self._addresses_of(n):
                 p.data = p.detach().clone(memory_format=torch.preserve_format)
         if self.optimizer.is_bound_to(self._state):
             self.optimizer.unbind()
@@ -255,10 +254,19 @@ class Storage:
         elif self._running:
             self.write_true(self.home)
         self._running = False
-        if self.bound is not self.home:
+        if not self.in_place():  # some have left, or the way to a buffer was cut short
+            for n, p in enumerate(self.params):
+                if p.data_ptr() in self._addresses_of(n):
+                    p.data = self.home.views[n]
+            self.bound = self.home
+        elif self.bound is not self.home:
             self.point(self.home)
         for buffer in self.pool:
             buffer.content = None
+
+    def _addresses_of(self, n: int) -> set[int]:
+        """Where the n-th parameter may be."""
+        return {buffer.views[n].data_ptr() for buffer in self.version_buffers()}
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
         """Where the true weights are: parameter -> tensor; between runs in the home buffer."""
