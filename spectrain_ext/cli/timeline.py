@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from spectrain_ext.experiments.imported import is_imported, method_of, own_failures
 from spectrain_ext.method import Window, chunks_of, is_hybrid, methods, numbers_of
 from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import devices_under, simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 
+from .imported import is_imported, method_of, own_failures
 from .options import POSITIVE, numbers, printable
 
 _TIME = click.FloatRange(min=0.0)
