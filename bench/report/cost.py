@@ -10,7 +10,7 @@ from typing import Any
 
 from table import table
 
-RUN = "2026-11-22-cost"
+RUN = "2026-11-23-cost"
 _NAMES = {"sgd": "SGD", "adamw": "AdamW"}
 
 Case = dict[str, Any]
