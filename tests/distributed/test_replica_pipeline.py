@@ -46,15 +46,15 @@ CASES = {
         ([2, 1], "vanilla", {"microbatches": 4, "share_loss": True, "window": "wide"}),
         ([1, 2], "vanilla", {"microbatches": 2, "share_loss": True, "window": [5, 3]}),
         ([1, 2], "spectrain", {"microbatches": 2, "dynamic_shapes": True}),
-        ([1, 2], "spectrain", {"microbatches": 4, "targets_from": "first"}),
+        ([1, 2], "spectrain", {"microbatches": 4}),
     ],
     4: [
         *cases([2, 2], 4, [*SYNCHRONOUS, *ASYNCHRONOUS, *SOME]),
         *cases([1, 2, 1], 4, [*SYNCHRONOUS, "vanilla", "pipedream", "spectrain"]),
         *cases([1, 2, 1], 6, ["pipedream-2bw", "spectrain-stash"]),
         ([2, 2], "sync", {"microbatches": 4, "share_loss": True}),
-        ([2, 2], "pipedream", {"microbatches": 4, "targets_from": "first", "recompute": True}),
-        ([2, 1, 1], "gpipe", {"microbatches": 4, "targets_from": "first"}),
+        ([2, 2], "pipedream", {"microbatches": 4, "recompute": True}),
+        ([2, 1, 1], "gpipe", {"microbatches": 4}),
         ([1, 2, 1], "vanilla", {"microbatches": 4, "share_loss": True}),
     ],
 }
@@ -87,7 +87,7 @@ def check(ranks, chosen, way=None):
     for number, (counts, method, settings) in enumerate(chosen):
         where = f"{counts} {method} {settings}"
         mine = [rank[number] for rank in found]
-        only_apart = ("share_loss", "dynamic_shapes", "targets_from")
+        only_apart = ("share_loss", "dynamic_shapes")
         more = {k: v for k, v in settings.items() if k not in only_apart}
         optimizer = of_torch(AveragingSGD, ema=True) if method == "spectrain-ema" else of_torch()
         if isinstance(more.get("window"), int):

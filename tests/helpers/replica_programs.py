@@ -71,11 +71,9 @@ def trained(rank, ranks, cases):
     for counts, method, settings in cases:
         optimizer = averaging if method == "spectrain-ema" else sgd
         pipe = make(rank, counts, method, optimizer, scheduler=steps, **settings)
-        last = 0 if settings.get("targets_from") == "first" else len(counts) - 1
-        feeds = seat(counts, rank)[0] in (0, last)
         losses = []
         for run in RUNS:
-            results = list(pipe.run(data(*run) if feeds else None))
+            results = list(pipe.run(None if rank else data(*run)))
             assert [result.index for result in results] == list(range(run[0]))
             with contextlib.suppress(RuntimeError):
                 losses.append([result.loss.item() for result in results])
@@ -214,7 +212,6 @@ def failing(rank, ranks, trial):
     else:  # the same names everywhere
         part = Faulty(part, None, "forward", -1)
     settings = {"microbatches": 6, "timeout": trial["timeout"]}
-    settings["targets_from"] = trial.get("targets_from", "last")
     pipe = make(rank, counts, trial["method"], part=part, **settings)
     for _ in pipe.run(itertools.cycle(data(16))):
         pass
