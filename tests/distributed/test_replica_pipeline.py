@@ -188,37 +188,11 @@ def test_what_does_not_fit():
         )
 
 
-@pytest.mark.parametrize(
-    ("program", "ranks", "told"),
-    [
-        (
-            replica_programs.too_small,
-            3,
-            "batches[2]: it makes 1 microbatches, and stage 1 has 2 replicas, each of which needs",
-        ),
-        (replica_programs.short, 2, "they ended after 2 minibatches, rank 0 has more"),
-    ],
-    ids=["too small", "short"],
-)
-def test_batches_that_do_not_fit_end_the_run(program, ranks, told):
-    for end in Ranks(program, ranks).join():
+def test_a_batch_of_too_few_samples_ends_the_run():
+    told = "batches[2]: it makes 1 microbatches, and stage 1 has 2 replicas, each of which needs"
+    for end in Ranks(replica_programs.too_small, 3).join():
         assert end.code == 1, end.error
         assert told in end.error
-
-
-# The last stage hears of every microbatch what batch it is of.
-@pytest.mark.parametrize(("culprit", "same"), [(1, 2), (3, 1)])
-def test_another_batch_on_one_replica_ends_the_run(culprit, same):
-    *others, last = Ranks(replica_programs.feeding, 4, culprit, same).join()
-    said = f"batches[{same}]: this is the first one that is not rank 0's"
-    assert last.code == 1 and f"ValueError: {said}" in last.error
-    for end in others:
-        assert end.code == 1 and said in end.error
-        assert "first cause: rank 3, receive activation" in end.error
-
-
-def test_replicas_of_the_first_stage_need_no_targets():
-    run_ranks(replica_programs.feeding, 4, None, 4)
 
 
 @pytest.mark.parametrize(

@@ -168,21 +168,6 @@ def too_small(rank, ranks):
     list(make(rank, [1, 2], microbatches=2).run(data(3, 8, 1)))
 
 
-def short(rank, ranks):
-    """A replica is given fewer batches than rank 0."""
-    list(make(rank, [2], microbatches=2).run(data(2 if rank else 5)))
-
-
-def feeding(rank, ranks, culprit, same):
-    """One of two replicas of two stages goes through other batches, the first ones apart."""
-    batches = data(4)
-    if rank < 2:  # the first stage uses no targets
-        batches = [(x, y[:, :0]) for x, y in batches]
-    if rank == culprit:
-        batches[same:] = batches[same:][::-1]
-    list(make(rank, [2, 2], microbatches=2).run(batches))
-
-
 class Faulty(nn.Module):
     """Fails in one of its forwards or backwards."""
 
