@@ -195,7 +195,7 @@ def test_shapes_that_grow_are_allowed_on_request():
     assert run_ranks(rank_pipelines.growing, 2, True)[1] == [2, 5, 3, 9]
     first, last = Ranks(rank_pipelines.growing, 2, False).join()
     assert (first.code, last.code) == (1, 1)
-    assert "edge 0 -> 1 was opened for" in last.error
+    assert "edge 0 -> 1 of targets was opened for" in last.error
     assert "dynamic_shapes=False" in last.error
 
 
