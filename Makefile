@@ -50,8 +50,8 @@ help:
 	@echo "make clean    remove .venv and everything that was built"
 
 install: $(VENV)/.package
-train: $(VENV)/.extra-train
-	$(BIN)/spectrain train $(ARGS)
+train: $(VENV)/.studies
+	$(BIN)/python -m studies train $(ARGS)
 
 doctor: $(VENV)/.package
 	$(BIN)/spectrain doctor $(ARGS)
@@ -71,6 +71,7 @@ lint: $(VENV)/.extra-lint $(VENV)/.package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict spectrain_ext
+	$(BIN)/mypy --strict studies
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES))
 
 # From inside tests/, so that neither pytest nor a process it starts can import the source tree instead of what was
@@ -78,13 +79,13 @@ lint: $(VENV)/.extra-lint $(VENV)/.package
 # pytest-benchmark would only warn that it does nothing under pytest-xdist.
 PYTEST := cd tests && SPECTRAIN_TEST_INSTALLED=1 $(abspath $(BIN))/pytest -p no:benchmark $(WORKERS)
 
-check: $(VENV)/.extra-test $(VENV)/.extra-train $(VENV)/.extra-examples
+check: $(VENV)/.extra-test $(VENV)/.studies $(VENV)/.extra-examples
 	$(PYTEST) -m 'not (nightly or processes or compiler)' $(ROOM) $(ARGS)
 
-pytest: $(VENV)/.extra-test $(VENV)/.extra-train $(VENV)/.extra-examples
+pytest: $(VENV)/.extra-test $(VENV)/.studies $(VENV)/.extra-examples
 	$(PYTEST) --durations 25 $(ROOM) $(ARGS)
 
-nightly: $(VENV)/.extra-test $(VENV)/.extra-train $(VENV)/.extra-examples
+nightly: $(VENV)/.extra-test $(VENV)/.studies $(VENV)/.extra-examples
 	SPECTRAIN_HYPOTHESIS_PROFILE=nightly; export SPECTRAIN_HYPOTHESIS_PROFILE; \
 		$(PYTEST) -m 'nightly or not nightly' --timeout 3600 $(ARGS)
 
@@ -173,6 +174,10 @@ $(VENV)/.package: $(VENV)/.torch $(VENV)/.build-tools $(VENV)/.sources $(PACKAGE
 
 $(VENV)/.extra-%: $(VENV)/.package pyproject.toml $(VENV)/constraints.txt
 	$(INSTALL) --quiet 'spectrain_ext[$*]'
+	@touch $@
+
+$(VENV)/.studies: $(VENV)/.package studies/requirements.txt $(VENV)/constraints.txt
+	$(INSTALL) --quiet -r studies/requirements.txt
 	@touch $@
 
 clean:

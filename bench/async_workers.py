@@ -18,13 +18,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import root  # noqa: F401  # finds studies
 import torch
 from rivals.machine import environment
 from torch import nn
 
-from spectrain_ext.experiments.data.digits import load_digits
-from spectrain_ext.experiments.models import residual_mlp
-from spectrain_ext.experiments.workers import RULES, Rule, Trained, train
+from studies.data.digits import load_digits
+from studies.models import residual_mlp
+from studies.workers import RULES, Rule, Trained, train
 
 #: Where the search begins; plain SGD takes ten times the step of one with momentum .9.
 START = {"asgd": 0.125}

@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 #: makes.
 _STEP = {"sgd": 5, "adamw": 7}
 _PREDICT = {"sgd": 3, "adamw": 4}
-_COPY, _SWAP = 2, 4
+_COPY = 2
 _NAMES = {
     **dict.fromkeys((Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD), "loads"),
     **dict.fromkeys((Kind.FORWARD, Kind.LOSS, Kind.BACKWARD), "compute"),
@@ -115,6 +115,14 @@ def memory(pipe: st.Pipeline, width: int) -> list[dict[str, int]]:
     others = [
         *(t for kept in state for t in kept),
         *(p.grad for p in weights if p.grad is not None),
+        # those that an update has just read, while streams are checked
+        *(
+            gradient
+            for stage in pipe._executor.stages
+            if stage._gradients_read is not None
+            for gradient in stage._gradients_read[1]
+            if gradient is not None
+        ),
     ]
     hidden = {t.untyped_storage().data_ptr() for t in others}
     alive = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors()}
@@ -175,9 +183,7 @@ class Moved(st.Observer):
 
             setattr(owner, name, call)
 
-        counted(storage, "keep", lambda content: _COPY)
-        counted(storage, "restore", lambda content: _COPY)
-        counted(storage, "swap", lambda content, held: _SWAP)
+        counted(storage, "move_true", lambda buffer: _COPY)
         counted(storage, "write", self._written)
         counted(weights.updater, "write_with_next_step", lambda sink, law=0: int(sink is not None))
         counted(weights.updater, "step", lambda: _STEP[self._optimizer])
@@ -195,7 +201,7 @@ class Moved(st.Observer):
 
         return {**handlers, Kind.UPDATE: updated}
 
-    def _written(self, content: Any) -> int:
+    def _written(self, content: Any, buffer: Any) -> int:
         return _COPY if content.law is None else _PREDICT[self._optimizer]
 
 

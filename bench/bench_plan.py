@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.experiments.links import measured_link
+from spectrain_ext.cli.links import measured_link
 from spectrain_ext.files import finite
 from spectrain_ext.method import find_method
 from spectrain_ext.partitioning import cut_at

@@ -20,21 +20,22 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import root  # noqa: F401  # finds studies
 import torch
 from rivals.machine import environment
 from torch import Tensor
 
 import spectrain_ext as st
-from spectrain_ext.experiments.contenders import WORKLOADS
-from spectrain_ext.experiments.data.batches import training_batches
-from spectrain_ext.experiments.settings import TrainSettings, settle
-from spectrain_ext.experiments.workload import build_pipeline, build_stages, load_data
-from spectrain_ext.experiments.world import World
 from spectrain_ext.method import find_method
 from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.stage import Handler, Stage
 from spectrain_ext.schedule import Kind
 from spectrain_ext.weights import StageWeights
+from studies.contenders import WORKLOADS
+from studies.data.batches import training_batches
+from studies.settings import TrainSettings, settle
+from studies.workload import build_pipeline, build_stages, load_data
+from studies.world import World
 
 HORIZONS = (1, 2, 3, 7, 15)
 #: What an optimizer's step can write. The second-order law is without its lead, which aims further.
@@ -46,7 +47,7 @@ STEPPED: dict[str, Callable[[int], Any]] = {
 LAWS = ("stale", *STEPPED, "difference")
 _OUTS = 8  # predictions of one step
 
-#: The residual MLP with SGD as `spectrain train` has it, the study's transformer with AdamW; the
+#: The residual MLP with SGD as `studies train` has it, the study's transformer with AdamW; the
 #: rates are constant, so that nothing but the gradients to come is unknown, and the text's is the
 #: best of eight stages with a microbatch each (docs/frontier.md): at twice that they are unstable.
 TRAINED: dict[str, dict[str, Any]] = {

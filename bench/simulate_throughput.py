@@ -20,12 +20,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import root  # noqa: F401  # finds studies
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import spectrain_ext as st
-from spectrain_ext.experiments.models import gpt, resnet, vgg
 from spectrain_ext.files import finite
 from spectrain_ext.method import find_method
 from spectrain_ext.partitioning import BlockProfile, Profile, cut
@@ -39,6 +39,7 @@ from spectrain_ext.planning import (
 )
 from spectrain_ext.planning.costs import Costs, Setting, Way
 from spectrain_ext.planning.search import Search
+from studies.models import gpt, resnet, vgg
 
 
 class Device(NamedTuple):

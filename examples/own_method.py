@@ -2,7 +2,7 @@
 
 python examples/own_method.py
 
-The command line knows it as well: spectrain train --method sync,spectrain,own_method:cautious
+Studies know it as well: python -m studies train --method sync,spectrain,own_method:cautious
 """
 
 import argparse

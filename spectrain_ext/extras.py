@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 
-def require(module: str, what: str, extra: str = "train") -> Any:
-    """Return a module that an extra brings.
+def require(module: str, what: str, remedy: str) -> Any:
+    """Return a module that not everyone has.
 
     Args:
         module: its name.
         what: needs which package; begins the message.
-        extra: of this package.
+        remedy: what installs it.
 
     Raises:
         ModuleNotFoundError: it is missing; the message names the remedy.
@@ -21,7 +21,6 @@ def require(module: str, what: str, extra: str = "train") -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        remedy = f"pip install 'spectrain_ext[{extra}]'"
         raise ModuleNotFoundError(
             f"{what}, which is not installed: {remedy}", name=error.name
         ) from error
@@ -29,7 +28,7 @@ def require(module: str, what: str, extra: str = "train") -> Any:
 
 def require_matplotlib() -> None:
     """Find out before there is something to draw."""
-    require("matplotlib", "the picture needs matplotlib")
+    require("matplotlib", "the picture needs matplotlib", "pip install 'spectrain_ext[pictures]'")
 
 
 @contextmanager
@@ -49,4 +48,8 @@ def picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
 
 def require_tensorboard() -> Any:
     """Return ``torch.utils.tensorboard``, or find out before there are figures."""
-    return require("torch.utils.tensorboard", "the curves need TensorBoard", "tensorboard")
+    return require(
+        "torch.utils.tensorboard",
+        "the curves need TensorBoard",
+        "pip install 'spectrain_ext[tensorboard]'",
+    )

@@ -6,6 +6,7 @@ import gc
 import multiprocessing.process
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import pytest
 import torch
 from helpers.campaign import Campaign
 from hypothesis import HealthCheck, settings
+
+# At the end: beside studies/ are the package's sources, and what is tested is installed.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 _SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)
 # "default" is derandomized: the same examples everywhere, so that a red run is red for everybody.

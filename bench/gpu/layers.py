@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from spectrain_ext.experiments.examples import blocks_and_batch
 from spectrain_ext.planning import measure_layers, write_layers
+from studies.examples import blocks_and_batch
 
 from .cases import Cases
 from .scale import Scale

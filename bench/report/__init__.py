@@ -8,6 +8,8 @@ Every module of `page.EVIDENCE` is a section of docs/results.md, from the JSON o
 
 from pathlib import Path
 
+import root  # noqa: F401  # finds studies
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "bench" / "results"

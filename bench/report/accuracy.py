@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from table import table
 
-from spectrain_ext.experiments.frontier import Interval
-from spectrain_ext.experiments.looks import looks
-from spectrain_ext.experiments.presets import preset
 from spectrain_ext.extras import picture
+from studies.frontier import Interval
+from studies.looks import looks
+from studies.presets import preset
 
 FOLDER = "2026-11-22-accuracy"
 PUBLISHED = "published/spectrain.json"
@@ -63,7 +63,7 @@ def read(results: Path, kind: str = "") -> dict[str, Model]:
 
 
 def read_study(path: Path) -> Model:
-    """What ``spectrain study`` wrote."""
+    """What ``python -m studies study`` wrote."""
     document = json.loads(path.read_text())
     runs = {
         row["contender"]: [
@@ -120,7 +120,7 @@ def _opening(models: Mapping[str, Model]) -> str:
         "paper's, and far from trained to the end: what they show is who keeps up with "
         "synchronous training, not how good a model can be. One thread of "
         f"{first['cpu'].split(',')[0]}, torch {first['versions']['torch']}, {first['date']}:\n\n"
-        "    spectrain study --data paper-vgg16 --data-dir cifar --seeds "
+        "    python -m studies study --data paper-vgg16 --data-dir cifar --seeds "
         f"{max(seeds)} --out runs/paper-vgg16"
     )
 
@@ -163,8 +163,9 @@ def _cut_down(models: Mapping[str, Model]) -> str:
             f"({_batches(models)} instead of 128); the texts, in place of IMDb. ResNet has 18 "
             "layers instead of 152 (`--depth 152` has them). Inception-v4 is "
             "pytorchcv's with all of its channels divided alike, and its images are resized from "
-            "32 to 75 pixels instead of 299. The full sizes are `spectrain train`'s without "
-            "`--quick`: `spectrain train --data cifar10 --data-dir cifar --model inception-v4 "
+            "32 to 75 pixels instead of 299. The full sizes are those without "
+            "`--quick`: `python -m studies train --data cifar10 --data-dir cifar "
+            "--model inception-v4 "
             "--stages 4 --microbatches 1`; they were not trained here.",
         ]
     )

@@ -10,8 +10,8 @@ from typing import Any
 
 from table import table
 
-from spectrain_ext.experiments.looks import looks
 from spectrain_ext.extras import picture
+from studies.looks import looks
 
 RUN = "2026-11-22-errors"
 PICTURE = "results-errors.png"

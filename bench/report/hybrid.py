@@ -10,7 +10,7 @@ from typing import Any
 
 from table import table
 
-from spectrain_ext.experiments.frontier import Interval
+from studies.frontier import Interval
 
 from .accuracy import Model, read_study
 
@@ -68,7 +68,7 @@ def section(results: Path) -> str:
         f"cosine. Seeds: {_numbers(seeds)}; test images: {settings['test_samples']}. The paper has "
         f"two stages, and deeper networks. {_first_look(results)}One thread of "
         f"{about['cpu'].split(',')[0]}, torch {about['versions']['torch']}, {about['date']}:\n\n"
-        "    spectrain study --data stale-resnet-20 --data-dir cifar --seeds "
+        "    python -m studies study --data stale-resnet-20 --data-dir cifar --seeds "
         f"{max(seeds)} --out runs/stale-resnet-20",
         "### Test accuracy of stale weights, %",
         "Mean over the seeds and half of its 95 % interval (Student's t).",

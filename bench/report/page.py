@@ -15,8 +15,8 @@ from . import DOCS
 #: Modules of this package in the order of their sections, with what makes their figures again, and
 #: how long it takes on two cores.
 EVIDENCE = {
-    "accuracy": ("`spectrain study`, as the section says", "an hour a model and more"),
-    "hybrid": ("`spectrain study`, as the section says", "two and a half hours"),
+    "accuracy": ("`python -m studies study`, as the section says", "an hour a model and more"),
+    "hybrid": ("`python -m studies study`, as the section says", "two and a half hours"),
     "errors": (
         "`python bench/prediction_errors.py --data-dir tinyshakespeare.txt --json FILE`",
         "minutes",
@@ -31,7 +31,10 @@ EVIDENCE = {
         "ten minutes each",
     ),
     "cost": ("`python bench/bench_cost.py --json FILE`", "five minutes"),
-    "quality": ("`spectrain study`, as [frontier](frontier.md#how-it-was-measured) says", "hours"),
+    "quality": (
+        "`python -m studies study`, as [frontier](frontier.md#how-it-was-measured) says",
+        "hours",
+    ),
     "workers": ("`python bench/async_workers.py --json FILE`", "half an hour"),
     "planner": ("`python bench/bench_plan.py --json FILE`", "six minutes"),
 }

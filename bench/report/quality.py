@@ -7,8 +7,8 @@ from pathlib import Path
 
 from table import table
 
-from spectrain_ext.experiments.looks import looks
 from spectrain_ext.extras import picture
+from studies.looks import looks
 
 from .races import METHODS, SHARES, Race, races
 

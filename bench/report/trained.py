@@ -1,4 +1,4 @@
-"""What committed runs of `spectrain train` ended with, as tables."""
+"""What committed runs of `python -m studies train` ended with, as tables."""
 
 from __future__ import annotations
 

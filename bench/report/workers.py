@@ -12,8 +12,8 @@ from typing import Any
 
 from table import table
 
-from spectrain_ext.experiments.frontier import Interval
 from spectrain_ext.extras import picture
+from studies.frontier import Interval
 
 FILE = "2026-11-22-workers/digits.json"
 _COLORS = ("tab:gray", "tab:orange", "tab:green", "tab:red", "tab:blue", "tab:purple")

@@ -1,5 +1,1 @@
-"""The command line: ``spectrain train``, ``timeline`` and ``doctor``."""
-
-from .group import main
-
-__all__ = ["main"]
+"""The command line: ``spectrain doctor``, ``plan`` and ``timeline``."""

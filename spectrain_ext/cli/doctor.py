@@ -170,12 +170,11 @@ def _torch_problems() -> Iterator[tuple[str, str]]:
 
 
 def _extra_problems() -> Iterator[tuple[str, str]]:
-    for module, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")):
-        if find_spec(module) is None:
-            yield (
-                f"{package} is not installed: 'spectrain train' needs it.",
-                "pip install 'spectrain_ext[train]'",
-            )
+    if find_spec("matplotlib") is None:
+        yield (
+            "matplotlib is not installed: the pictures of 'spectrain timeline' and 'plan' need it.",
+            "pip install 'spectrain_ext[pictures]'",
+        )
 
 
 def _has_nvidia_device() -> bool:

@@ -9,12 +9,10 @@ from spectrain_ext._C import build_info
 from .doctor import doctor
 from .options import printable
 from .plan import plan_command
-from .study import study
 from .timeline import timeline
-from .train import train
 
 
-class _Group(click.Group):
+class Group(click.Group):
     """Errors repeat what files say; a terminal is told no more than text."""
 
     def invoke(self, context: click.Context) -> Any:
@@ -26,14 +24,12 @@ class _Group(click.Group):
             raise
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(build_info()["version"], prog_name="spectrain")
 def main() -> None:
     """Asynchronous pipeline training with predicted weights."""
 
 
-main.add_command(train)
 main.add_command(doctor)
 main.add_command(timeline)
-main.add_command(study)
 main.add_command(plan_command)

@@ -1,11 +1,14 @@
-"""What runs here: versions of packages, and the processor's name."""
+"""What runs here: versions of packages, the processor's name, threads."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import torch
 
 
 def installed(*packages: str) -> dict[str, str]:
@@ -29,3 +32,14 @@ def cpu_name() -> str:
     if "cpu family" in fields:
         name += f", family {fields['cpu family']} model {fields.get('model', '?')}"
     return name
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Inside, torch computes with so many threads on the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

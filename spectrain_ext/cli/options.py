@@ -2,19 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
 POSITIVE = click.IntRange(min=1)
-
-data_dir = click.option(
-    "--data-dir",
-    type=click.Path(path_type=Path),
-    help="File or folder of cifar10 (torchvision's, or a tar of JPEG files) or text (.txt).",
-)
 
 
 def names(

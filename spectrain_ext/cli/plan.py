@@ -13,11 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from spectrain_ext.experiments.examples import blocks_and_batch
-from spectrain_ext.experiments.imported import imported, is_imported, method_of, own_failures
-from spectrain_ext.experiments.links import measured_link
-from spectrain_ext.experiments.presets import MODELS
-from spectrain_ext.experiments.workload import threads
 from spectrain_ext.extras import require_matplotlib
 from spectrain_ext.planning import (
     LINKS,
@@ -36,9 +31,11 @@ from spectrain_ext.planning import (
 from spectrain_ext.timelines.timeline import draw_timeline
 from spectrain_ext.transport import each
 
+from .imported import imported, is_imported, method_of, own_failures
+from .links import measured_link
+from .machine import threads
 from .options import POSITIVE, names, plain_console, printable
 
-_SAMPLES = 16  # of the microbatch that a built-in model is measured with
 _TABLE = 160  # columns that the table has
 _TOGETHER = 8  # processes that a link is measured with at most
 _MORE = click.FloatRange(min=0, min_open=True)
@@ -63,9 +60,9 @@ def _link(context: click.Context, parameter: click.Parameter, value: str) -> Lin
 )
 @click.option(
     "--model",
-    metavar="NAME",
-    help=f"What is trained: {', '.join(MODELS)}, each at its preset's size, or module:callable, "
-    "which returns (model, example input).",
+    metavar="MODULE:FUNCTION",
+    help="What is trained: a function that returns (model, example input); from a checkout, those "
+    "of studies.examples, such as studies.examples:vgg16.",
 )
 @click.option(
     "--profile",
@@ -148,7 +145,7 @@ def plan_command(
     """Find how to train a model on some devices: stages, replicas, microbatches, window, method.
 
     \b
-    spectrain plan --model vgg16 --devices 8 --link pcie3 --batch 256 --speed 100
+    spectrain plan --model studies.examples:vgg16 --devices 8 --link pcie3 --batch 256 --speed 100
     """
     if (model is None) == (profile is None):
         raise click.UsageError("expected --model, to be measured, or the --profile of one")
@@ -205,22 +202,16 @@ def _method(name: str) -> Any:
 def _measured(name: str | None, device: str) -> Layers:
     assert name is not None
     model: nn.Module | Sequence[nn.Module]
-    if is_imported(name):
-        try:
-            made = imported(name)()
-            model, example = made
-        except (ValueError, TypeError) as error:
-            raise click.BadParameter(
-                f"expected a function that returns (model, example input): {error}",
-                param_hint="'--model'",
-            ) from error
-    elif name in MODELS:
-        model, example = blocks_and_batch(name, _SAMPLES)
-    else:
+    if not is_imported(name):
+        raise click.BadParameter(f"expected module:function, got {name!r}", param_hint="'--model'")
+    try:
+        made = imported(name)()
+        model, example = made
+    except (ValueError, TypeError) as error:
         raise click.BadParameter(
-            f"unknown model {name!r}; expected {', '.join(MODELS)} or module:callable",
+            f"expected a function that returns (model, example input): {error}",
             param_hint="'--model'",
-        )
+        ) from error
     try:
         place = torch.device(device)
         for part in [model] if isinstance(model, nn.Module) else model:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
-from spectrain_ext.experiments.imported import is_imported, method_of, own_failures
-from spectrain_ext.method import Window, chunks_of, is_hybrid, methods, numbers_of
+from spectrain_ext.method import Method, Window, chunks_of, is_hybrid, methods, numbers_of
 from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
+from spectrain_ext.timelines.listing import instructions_of
 from spectrain_ext.timelines.method_timeline import devices_under, simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 
+from .imported import is_imported, method_of, own_failures
 from .options import POSITIVE, numbers, printable
 
 _TIME = click.FloatRange(min=0.0)
@@ -57,6 +58,12 @@ _SUFFIXES = (".svg", ".png", ".json")
 )
 @click.option("--versions", is_flag=True, help="Write the version of the weights into each block.")
 @click.option(
+    "--instructions",
+    is_flag=True,
+    help="Print what one stage does, line by line, instead of drawing what all do.",
+)
+@click.option("--stage", type=click.IntRange(min=0), default=0, help="Whose --instructions.")
+@click.option(
     "--out",
     "-o",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -76,12 +83,15 @@ def timeline(
     prediction: float,
     communication: float,
     versions: bool,
+    instructions: bool,
+    stage: int,
     out: Path,
 ) -> None:
     """Draw which stage does what when, simulated with the durations given.
 
     \b
     spectrain timeline --method pipedream --stages 4 --minibatches 8 -o t.svg
+    spectrain timeline --method auto --instructions --minibatches 3
     """
     if out.suffix not in _SUFFIXES:
         raise click.BadParameter(
@@ -96,6 +106,21 @@ def timeline(
         ) from error
     devices = None
     try:
+        if instructions:
+            if csv is not None:
+                raise ValueError("--instructions are those of a method, not of --csv")
+            with own_failures(method):
+                lines = instructions_of(
+                    _found(method),
+                    stages,
+                    stage,
+                    minibatches,
+                    microbatches=microbatches or "auto",
+                    window=window,
+                )
+                for line in lines:
+                    click.echo(line)
+            return
         if csv is not None:
             actions = read_csv(csv, microbatches=None if microbatches == 1 else microbatches)
             durations = Durations.of(
@@ -108,9 +133,7 @@ def timeline(
             )
             name, spans = printable(csv.name), list(simulate(actions, durations))
         else:
-            if not is_imported(method) and not is_hybrid(method) and method not in methods():
-                raise ValueError(f"there is no method {method!r}; there are {', '.join(methods())}")
-            chosen = method_of(method)
+            chosen = _found(method)
             name = f"{chosen.name}, {stages} stages"
             with own_failures(method):
                 chunks = chunks_of(chosen)
@@ -150,3 +173,9 @@ def timeline(
     click.echo(f"{name}: {summary.makespan:g} in all, {summary.period:g} per minibatch of stage 0")
     click.echo(f"idle, by {'stage' if devices is None else 'device'}: {idle}")
     click.echo(f"{'trace' if out.suffix == '.json' else 'picture'}: {printable(str(out))}")
+
+
+def _found(method: str) -> Method:
+    if not is_imported(method) and not is_hybrid(method) and method not in methods():
+        raise ValueError(f"there is no method {method!r}; there are {', '.join(methods())}")
+    return method_of(method)

@@ -1,5 +1,6 @@
 """Draws what ran when: measured and simulated, as a picture and as a trace."""
 
+from .listing import instructions_of
 from .merging import merge_traces
 from .method_timeline import draw_method_timelines, simulate_method
 from .timeline import draw_timeline, write_trace
@@ -7,6 +8,7 @@ from .timeline import draw_timeline, write_trace
 __all__ = [
     "draw_method_timelines",
     "draw_timeline",
+    "instructions_of",
     "merge_traces",
     "simulate_method",
     "write_trace",

@@ -11,12 +11,12 @@ from click.testing import CliRunner
 
 from spectrain_ext.cli.group import main
 from spectrain_ext.cli.options import printable
-from spectrain_ext.experiments.report import draw_losses
-from spectrain_ext.experiments.results import Run, RunStore, summarize
 from spectrain_ext.files import read_bounded, read_json
 from spectrain_ext.schedule import ScheduleError, read_csv
 from spectrain_ext.timelines.merging import main as merge
 from spectrain_ext.timelines.merging import merge_traces
+from studies.report import draw_losses
+from studies.results import Run, RunStore, summarize
 
 DEEP = "[" * 10**5
 

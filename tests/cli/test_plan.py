@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from torch import nn
 
 from spectrain_ext.cli.group import main
-from spectrain_ext.experiments.examples import blocks_and_batch
-from spectrain_ext.experiments.presets import MODELS
 from spectrain_ext.partitioning import BlockProfile, Profile
 from spectrain_ext.planning import Layers, write_layers
+from studies.examples import blocks_and_batch
+from studies.presets import MODELS
 
 pytest.importorskip("matplotlib")
 
@@ -59,10 +59,10 @@ def test_the_link_between_processes_is_measured(profile, tmp_path):
     assert link["busy"] >= 0 and 1e6 < link["busy_bandwidth"] < 1e12
 
 
-def test_a_builtin_model_is_measured_and_kept(tmp_path):
+def test_a_model_of_the_studies_is_measured_and_kept(tmp_path):
     path = tmp_path / "layers.json"
     asked = ("--devices", 2, "--batch", 8, "--method", "auto,1f1b")
-    found = run("--model", "residual-mlp", "--save-profile", path, *asked)
+    found = run("--model", "studies.examples:residual_mlp", "--save-profile", path, *asked)
     assert found.exit_code == 0, found.output
     again = run("--profile", path, *asked)
     assert again.output == found.output
@@ -82,15 +82,24 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch):
     assert "'--model': expected a function that returns (model, example input)" in wrong.output
 
 
+_SNN = ("--model", "studies.examples:snn")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--devices", 2), "expected --model, to be measured, or the --profile of one"),
         (("--devices", 0, "--model", "gpt"), "'--devices'"),
-        (("--devices", 2, "--model", "alexnet"), "'--model': unknown model 'alexnet'"),
+        (
+            ("--devices", 2, "--model", "alexnet"),
+            "'--model': expected module:function, got 'alexnet'",
+        ),
         (("--devices", 2, "--model", "gpt", "--link", "isa"), "'--link': expected pcie3"),
-        (("--devices", 2, "--model", "gpt", "--method", "no"), "'--method': method: there is no"),
-        (("--devices", 2, "--model", "gpt", "--device", "tpu7"), "'--device'"),
+        (
+            ("--devices", 2, "--model", "studies.examples:snn", "--method", "no"),
+            "'--method': method: there is no",
+        ),
+        (("--devices", 2, *_SNN, "--device", "tpu7"), "'--device'"),
         (("--devices", 2, "--model", "gpt", "--speed", 0), "'--speed'"),
         (("--devices", 2, "--model", "gpt", "--cores", 0), "'--cores'"),
     ],

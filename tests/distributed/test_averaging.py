@@ -9,7 +9,7 @@ from helpers.ranks import run_ranks
 from helpers.replica_programs import RUNS, data, mse, row, seat, sgd, stages, steps
 
 import spectrain_ext as st
-from spectrain_ext.pipeline.side_by_side import SideBySide
+from studies.side_by_side import SideBySide
 
 pytestmark = pytest.mark.processes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,15 +16,15 @@ from click.testing import CliRunner
 from helpers.rank_pipelines import Faulty, small
 from torch import nn
 
-from spectrain_ext.cli.group import main
-from spectrain_ext.cli.once import agreed
-from spectrain_ext.cli.once import joined as joined_quietly
-from spectrain_ext.experiments import compare
-from spectrain_ext.experiments.world import World
+from studies import compare
+from studies.__main__ import main
+from studies.once import agreed
+from studies.once import joined as joined_quietly
+from studies.world import World
 
 
 def train(rank, ranks, port, *arguments):
-    """Run ``spectrain train`` in the surroundings that torchrun makes; exit code and output."""
+    """Run ``studies train`` in the surroundings that torchrun makes; exit code and output."""
     dist.destroy_process_group()  # of the test: the command makes its own
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), **where)
@@ -94,7 +95,7 @@ def listening():
 
 
 def where_it_listens(rank, ranks, port):
-    """The addresses on which a rank of ``spectrain train`` listens when it can train."""
+    """The addresses on which a rank of ``python -m studies train`` listens when it can train."""
     dist.destroy_process_group()
     del os.environ["GLOO_SOCKET_IFNAME"]  # the command's own choice
     was = listening()
@@ -149,3 +150,12 @@ def talk_to_nobody(rank, ranks):
     except click.exceptions.Exit as end:
         return end.exit_code
     return None
+
+
+def free_port() -> int:
+    """A port that stays free: below those that outgoing connections are given meanwhile."""
+    while True:
+        port = 20000 + secrets.randbelow(12000)
+        with socket.socket() as listening, suppress(OSError):
+            listening.bind(("127.0.0.1", port))
+            return port

@@ -33,10 +33,10 @@ from spectrain_ext.checkpoint import documents, load, save
 from spectrain_ext.checkpoint.pickles import read_pickle
 from spectrain_ext.checkpoint.sampler import ShuffledSampler
 from spectrain_ext.errors import CheckpointError
-from spectrain_ext.experiments.data.cifar import load_cifar10
-from spectrain_ext.experiments.results import Run, RunStore
 from spectrain_ext.schedule import ScheduleError, read_csv
 from spectrain_ext.timelines.merging import merge_traces
+from studies.data.cifar import load_cifar10
+from studies.results import Run, RunStore
 
 MEMORY = 768 << 20  # bytes above what is mapped when it begins
 PATIENCE = 100  # seconds for one case, of which the machine may be busy with something else

@@ -9,8 +9,8 @@ import sys
 
 from torch import nn
 
-from spectrain_ext.cli.group import main
-from spectrain_ext.experiments import compare
+from studies import compare
+from studies.__main__ import main
 
 
 class Killed(nn.Module):

@@ -18,10 +18,10 @@ from helpers.pipeline_cases import (
 
 import spectrain_ext as st
 from spectrain_ext import laws
-from spectrain_ext.experiments.lockstep import Lockstep
 from spectrain_ext.method import Method, find_method, in_words, places_of, rules_at
 from spectrain_ext.schedule import GENERATORS, backward, flushes, forward, name_of
 from spectrain_ext.timelines.method_timeline import simulate_method
+from studies.lockstep import Lockstep
 
 
 def trained(method, optimizer=None, n=3, minibatches=9, **more):

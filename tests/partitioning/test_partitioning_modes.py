@@ -15,9 +15,9 @@ from helpers.ranks import run_ranks
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.experiments.models import resnet
 from spectrain_ext.partitioning import BlockProfile, Profile, TracedStage
 from spectrain_ext.partitioning.traced import split
+from studies.models import resnet
 
 LOSS = nn.functional.mse_loss
 

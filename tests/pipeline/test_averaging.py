@@ -12,8 +12,8 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.pipeline.averaging import Averaged
-from spectrain_ext.pipeline.side_by_side import SideBySide
 from spectrain_ext.transport import checked_streams
+from studies.side_by_side import SideBySide
 
 METHODS = [
     *("sync", "gpipe", "1f1b", "vanilla", "pipedream", "pipedream-2bw", "spectrain"),

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import spectrain_ext as st
 from spectrain_ext.checkpoint.random import process_states
-from spectrain_ext.experiments.models import resnet
 from spectrain_ext.rng import TURN, StageRandom
+from studies.models import resnet
 
 CPU = torch.device("cpu")
 

@@ -20,14 +20,13 @@ PACKAGE = ROOT / "spectrain_ext"
 
 #: Each imports only what lies below it; rooms on one floor never import each other.
 FLOORS = (
-    {"_C", "_interpreter", "errors", "extras", "files", "rng"},
+    {"_C", "_interpreter", "errors", "extras", "files", "interrupts", "rng"},
     {"operators", "schedule"},
     {"optim", "method", "transport"},
     {"weights", "timelines", "partitioning"},
     {"pipeline", "planning"},
     {"distributed", "observation"},
     {"checkpoint"},
-    {"experiments"},
     {"cli"},
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -66,7 +65,7 @@ def test_the_architecture_page_shows_this_house() -> None:
     named = set(re.findall(r"`([\w/]+\.(?:py|h|cpp))`", page))
     files = [
         str(path.relative_to(ROOT))
-        for top in ("spectrain_ext", "csrc", "tests")
+        for top in ("spectrain_ext", "studies", "csrc", "tests")
         for path in (ROOT / top).rglob("*.*")
     ]
     assert len(named) > 20
@@ -103,7 +102,7 @@ def test_no_circle_of_files() -> None:
 
 def test_process_groups_are_known_upstairs_only() -> None:
     """But for `partition`, which has all ranks cut alike."""
-    upstairs = ("distributed", "checkpoint", "experiments", "partitioning")
+    upstairs = ("distributed", "checkpoint", "cli", "partitioning")
     for path in MODULES:
         found = {name for name in imported(path) if name.startswith("torch.distributed")}
         assert not found or room_of(path) in upstairs, path
@@ -131,7 +130,7 @@ def test_an_import_loads_what_training_needs_and_nothing_else() -> None:
     loaded = done.stdout.decode().split()
     rooms = {name.split(".")[1] for name in loaded if name.startswith("spectrain_ext.")}
     needed = {"operators", "optim", "method", "schedule", "pipeline", "transport", "weights"}
-    assert rooms == needed | {"_C", "_interpreter", "errors", "files", "rng"}
+    assert rooms == needed | {"_C", "_interpreter", "errors", "files", "interrupts", "rng"}
     heavy = {"torch.distributed.checkpoint", "matplotlib", "sklearn", "click", "rich"}
     assert not heavy & set(loaded)
 

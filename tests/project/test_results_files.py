@@ -16,13 +16,13 @@ from rivals.workloads import Workload
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.cli.group import main
-from spectrain_ext.experiments import frontier
-from spectrain_ext.experiments.report import describe, versions
-from spectrain_ext.experiments.results import Run, RunStore, summarize, write_results
-from spectrain_ext.experiments.settings import TrainSettings, settle
-from spectrain_ext.experiments.workload import load_data
-from spectrain_ext.experiments.world import World
+from studies import frontier
+from studies.__main__ import main
+from studies.report import describe, versions
+from studies.results import Run, RunStore, summarize, write_results
+from studies.settings import TrainSettings, settle
+from studies.workload import load_data
+from studies.world import World
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RUN = Run("sync", 0, 0.5, 0.7, 100.0, 2048, (2.0, 1.0))

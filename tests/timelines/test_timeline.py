@@ -256,3 +256,41 @@ def test_methods_are_drawn_together(tmp_path):
 def test_a_picture_of_no_methods(tmp_path):
     with pytest.raises(ValueError, match="runs: expected at least one"):
         draw_timelines(tmp_path / "t.png", [], until=1.0, title="")
+
+
+def test_the_instructions_of_a_stage_are_printed():
+    asked = ["timeline", "-m", "spectrain", "--stages", "3", "--instructions", "--minibatches", "2"]
+    done = CliRunner().invoke(main, [*asked, "--stage", "0"])
+    assert done.exit_code == 0, done.output
+    lines = [" ".join(line.split()) for line in done.output.splitlines()]
+    forward = ["receive activation {}", "forward {}", "send activation {}"]
+    backward = ["receive gradient {}", "backward {}"]
+    assert lines == [
+        *("pull 0", "load forward weights 0 version 0, predicted 2 ahead"),
+        *(line.format(0) for line in forward),
+        *("pull 1", "load forward weights 1 version 0, predicted 2 ahead"),
+        *(line.format(1) for line in forward),
+        "load backward weights 0 version 0",
+        *(line.format(0) for line in backward),
+        "update 0 makes version 1",
+        "load backward weights 1 version 1",
+        *(line.format(1) for line in backward),
+        "update 1 makes version 2",
+    ]
+    last = CliRunner().invoke(main, [*asked, "--stage", "2", "--microbatches", "2"]).output
+    assert "loss                                 1.1" in last
+    assert "send gradient                        1.1" in last
+    assert "receive gradient" not in last
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--stage", "4"], "stage: expected one of 0 to 3, got 4"),
+        (["--method", "nothing"], "there is no method 'nothing'"),
+    ],
+)
+def test_instructions_of_what_there_is_not(more, said):
+    done = CliRunner().invoke(main, ["timeline", "--instructions", *more])
+    assert done.exit_code == 1
+    assert said in done.output

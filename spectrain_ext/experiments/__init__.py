@@ -1,1 +1,0 @@
-"""Trains methods side by side on real data: what ``spectrain train`` calls."""

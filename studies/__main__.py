@@ -1,0 +1,22 @@
+"""``python -m studies``: the group that holds the commands."""
+
+from __future__ import annotations
+
+import click
+
+from spectrain_ext.cli.group import Group
+
+from .study_command import study
+from .train_command import train
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Train methods side by side and compare them."""
+
+
+main.add_command(train)
+main.add_command(study)
+
+if __name__ == "__main__":
+    main(prog_name="python -m studies")

@@ -1,0 +1,306 @@
+"""Trains methods side by side: every method with every seed, each on from where it stopped."""
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+
+from spectrain_ext.cli.imported import method_of, source_of
+from spectrain_ext.cli.machine import threads
+from spectrain_ext.errors import CheckpointError
+from spectrain_ext.observation.metrics import Metrics
+from spectrain_ext.pipeline.losses import Result
+from spectrain_ext.pipeline.pipeline import Pipeline
+
+from .data.batches import count_batches, training_batches
+from .data.split import Split
+from .progress import Progress
+from .report import describe, versions
+from .results import Run, RunStore, as_json
+from .settings import TrainSettings, stages_of
+from .workload import build_pipeline, build_stages, make_scheduler, synchronize, tested
+from .world import World
+
+if TYPE_CHECKING:
+    from spectrain_ext.checkpoint import CheckpointManager
+
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
+# Minibatches from one measurement of prediction errors to the next, counted from each checkpoint.
+_ERRORS_EVERY = 10
+_KEPT = 2  # checkpoints: the newest, and one more should it be damaged
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Where metrics go, None: nowhere.
+
+    ``metrics`` is a file of JSON lines, ``tensorboard`` a folder that gets one folder per run.
+    """
+
+    metrics: Path | None = None
+    tensorboard: Path | None = None
+
+    def of(
+        self, pipe: Pipeline, method: str, seed: int, start: int
+    ) -> AbstractContextManager[Metrics | None]:
+        """Inside, what is to look on at a run; None where nobody asked for it.
+
+        ``method`` and ``seed`` are for the records, ``start`` minibatches were trained on before.
+        """
+        if self.metrics is None and self.tensorboard is None:
+            return nullcontext()
+        return Metrics(
+            pipe,
+            self.metrics,
+            tensorboard=self.tensorboard and self.tensorboard / f"{method}-seed{seed}",
+            errors_every=_ERRORS_EVERY,
+            start=start,
+            labels={"method": method, "seed": seed},
+        )
+
+
+def train_all(
+    settings: TrainSettings,
+    data: Split,
+    folder: Path,
+    console: Console,
+    world: World,
+    observation: Observation,
+) -> list[Run]:
+    """Train every method with every seed; finished runs are read from ``folder``, new ones kept.
+
+    Returns:
+        The runs on rank 0; on others none.
+
+    Raises:
+        StageError: training failed inside a stage; the runs before it are kept.
+        RankError: another rank failed; likewise.
+        CheckpointError: a checkpoint could not be read or written; likewise.
+    """
+    about = {**describe(settings, data, world), **versions()}
+    stores = {
+        name: RunStore(folder / "runs", {**about, **source_of(name)}) for name in settings.methods
+    }
+    per_run = count_updates(settings, data)
+    count = len(settings.seeds) * len(settings.methods)
+    runs = []
+    found = 0
+    with (
+        threads(settings.threads),
+        Progress.on(console, per_run, count, shown=world.first) as progress,
+    ):
+        # seeds outside: when it is interrupted or watched, the methods advance together
+        for number, seed in enumerate(settings.seeds, start=1):
+            for asked, store in stores.items():
+                method = method_of(asked).name
+                progress.begin(method, f"{number}/{len(settings.seeds)}")
+                run = store.find(method, seed) if world.first else None
+                checkpoints = folder / "checkpoints" / store.path(method, seed).stem
+                if world.tell(run is not None)[0]:
+                    found += 1
+                    progress.skip(per_run)
+                else:
+                    world.renew()
+                    checkpoints = Path(world.tell(str(checkpoints))[0])
+                    # with fewer stages than the settings say it has nothing for other ranks to do
+                    cut = stages_of(method_of(asked), settings) == settings.stages
+                    with world.part(cut, f"training with {method}") as part:
+                        if part is not None:
+                            run = train_once(
+                                settings,
+                                asked,
+                                seed,
+                                data,
+                                progress,
+                                part,
+                                observation,
+                                checkpoints,
+                            )
+                    if run is not None:
+                        store.save(run)
+                if run is not None:
+                    shutil.rmtree(checkpoints, ignore_errors=True)
+                    runs.append(run)
+    if found:
+        told = f"{found} of {len(runs)} runs were finished before and read from {folder}"
+        console.print(told)
+    return runs
+
+
+def count_updates(settings: TrainSettings, data: Split) -> int:
+    """Minibatches of one run."""
+    return count_batches(len(data.train_inputs), settings.batch_size, settings.epochs)
+
+
+def train_once(
+    settings: TrainSettings,
+    name: str,
+    seed: int,
+    data: Split,
+    progress: Progress,
+    world: World,
+    observation: Observation,
+    checkpoints: Path,
+) -> Run | None:
+    """Train the method ``name`` from the weights and in the batch order of ``seed``, then test it.
+
+    Weights and order depend on ``seed`` and ``settings`` alone, so methods can be compared. Where
+    ``world`` has several processes each trains its stage. ``checkpoints`` is the folder of this
+    run's, if the settings ask for any.
+
+    Returns:
+        The run on rank 0, None on others.
+
+    Raises:
+        StageError: training failed inside a stage.
+        RankError: another rank failed.
+        CheckpointError: a checkpoint could not be read or written.
+    """
+    torch.manual_seed(seed)
+    method = method_of(name)
+    count = stages_of(method, settings)
+    stages = build_stages(settings, count, seed, data)
+    total = count_updates(settings, data)
+    pipe = build_pipeline(
+        settings,
+        method,
+        stages,
+        devices=[world.device(name) for name in settings.devices[:count]],
+        scheduler=make_scheduler(settings, total),
+        stage=world.stage if world.together else None,
+    )
+    pipe.train()
+    log = _Log(pipe, world)
+    run: Callable[..., Iterator[Result]] = pipe.run
+    if settings.keeps_checkpoints:
+        manager = _manager(settings, checkpoints, pipe, world)
+        log.restore(manager)
+        run = partial(manager.run, extra=log.so_far)
+    begin = log.minibatches
+    progress.skip(begin)
+    batches: Iterable[object] = training_batches(
+        data,
+        batch_size=settings.batch_size,
+        epochs=settings.epochs,
+        seed=seed,
+        augmented=settings.augment,
+        begin=begin,
+    )
+    has_loss = world.stage == world.seats.stages - 1
+    # between the first and the last stage nobody looks at them
+    feeds = has_loss or world.stage == 0
+    with observation.of(pipe, method.name, seed, start=begin) as metrics:
+        for result in run(log.timed(batches) if feeds else (), trace=metrics):
+            log.add(result, has_loss)
+            progress.advance(result.loss if has_loss else None)
+            world.tell_others("training with", method.name, "after minibatch", log.minibatches)
+        log.so_far()
+    version_bytes = sum(world.tell(pipe.weight_version_bytes))
+    pipe.release()
+    world.collect(stages)
+    with world.alone("testing") as told:
+        if not world.first:
+            return None
+        device = pipe.devices[0]
+        model = nn.Sequential(*stages).to(device) if world.together else pipe
+        accuracy, loss = tested(model, data, device, told)
+    return Run(
+        method=method.name,
+        seed=seed,
+        test_accuracy=accuracy,
+        test_loss=loss,
+        minibatches_per_second=total / log.seconds,
+        weight_version_bytes=version_bytes,
+        losses=tuple(log.losses),
+    )
+
+
+def _manager(
+    settings: TrainSettings, folder: Path, pipe: Pipeline, world: World
+) -> "CheckpointManager":
+    from spectrain_ext.checkpoint import CheckpointManager  # takes as long to import as torch
+
+    group = None
+    if not world.together and dist.is_initialized():  # others wait for what this rank does
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return CheckpointManager(
+        folder,
+        pipe,
+        every_minibatches=settings.checkpoint_every,
+        every_seconds=settings.checkpoint_seconds,
+        keep=_KEPT,
+        process_group=group,
+    )
+
+
+class _Log:
+    """What is known of a run; its checkpoints have it, too.
+
+    Attributes:
+        minibatches: that are done.
+        losses: of these, as of the last time that ranks told each other.
+        seconds: that they took, without those for checkpoints.
+    """
+
+    def __init__(self, pipe: Pipeline, world: World) -> None:
+        self.minibatches = 0
+        self.losses: list[float] = []
+        self.seconds = 0.0
+        self._devices = pipe.devices
+        self._world = world
+        self._fresh: list[Tensor] = []
+        self._began: float | None = None
+
+    def restore(self, manager: "CheckpointManager") -> None:
+        """Go on from the newest checkpoint, if there is one.
+
+        Raises:
+            CheckpointError: it is damaged, or of something else.
+        """
+        loaded = manager.restore()
+        if loaded is None:
+            return
+        try:
+            self.losses = [float(loss) for loss in loaded.extra["losses"]]
+            self.seconds = float(loaded.extra["seconds"])
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
+            raise CheckpointError(
+                f"{manager.directory}: was not saved by this command: {error!r}"
+            ) from error
+        self.minibatches = loaded.minibatches
+        _logger.info("going on from minibatch %d", self.minibatches)
+
+    def timed(self, batches: Iterable[T]) -> Iterator[T]:
+        """Hand over batches; a run's first one starts the clock."""
+        for batch in batches:
+            if self._began is None:
+                self._began = time.perf_counter()
+            yield batch
+
+    def add(self, result: Result, has_loss: bool) -> None:
+        """Count a minibatch, and keep its loss where it is known."""
+        self.minibatches += 1
+        if has_loss:
+            self._fresh.append(result.loss)
+
+    def so_far(self) -> dict[str, Any]:
+        """Stop the clock, tell all ranks the losses, and return what a checkpoint has of it."""
+        synchronize(self._devices)
+        if self._began is not None:
+            self.seconds += time.perf_counter() - self._began
+            self._began = None
+        fresh = torch.stack(self._fresh).tolist() if self._fresh else []
+        self._fresh.clear()
+        self.losses += self._world.tell(fresh)[-1]
+        return {"losses": [as_json(loss) for loss in self.losses], "seconds": self.seconds}

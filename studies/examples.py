@@ -1,0 +1,54 @@
+"""Examples: the models of the presets, at their own sizes, as blocks with a batch of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from .presets import DATA_SETS, DEFAULT_MODEL, models_for, preset
+from .workload import build_model
+
+_CLASSES = {"digits": 10, "cifar10": 10, "text": 65}  # of text, tiny Shakespeare's characters
+_SAMPLE = {"digits": (64,), "cifar10": (3, 32, 32)}
+_LAYERS = {"vgg16": 16, "resnet": 10, "inception-v4": 21, "snn": 8}  # of others, two and the depth
+_DEPTH = 6
+_SAMPLES = 16  # of the microbatch that one is measured with
+
+
+def blocks_and_batch(model: str, samples: int) -> tuple[list[nn.Module], Tensor]:
+    """A model of ``presets.MODELS``, a block for every layer, and a batch that it takes.
+
+    A model of several data sets has the sizes of the one that it is the default of.
+    """
+    data = next(
+        (data for data, usual in DEFAULT_MODEL.items() if usual == model),
+        next(data for data in DATA_SETS if model in models_for(data)),
+    )
+    sizes = preset(data, model, quick=False)
+    sample = _SAMPLE.get(data, (sizes.context,))
+    blocks = build_model(
+        model,
+        _LAYERS.get(model, (sizes.depth or _DEPTH) + 2),
+        width=sizes.width,
+        depth=sizes.depth,
+        context=sizes.context,
+        features=math.prod(sample),
+        classes=_CLASSES[data],
+        images=data == "cifar10",
+    )
+    if data == "text":
+        return blocks, torch.randint(_CLASSES[data], (samples, *sample))
+    return blocks, torch.randn(samples, *sample)
+
+
+def _example(model: str) -> Callable[[], tuple[list[nn.Module], Tensor]]:
+    """For ``spectrain plan --model studies.examples:NAME``."""
+    return partial(blocks_and_batch, model, _SAMPLES)
+
+
+vgg16, resnet, inception_v4 = map(_example, ("vgg16", "resnet", "inception-v4"))
+residual_mlp, gpt, lstm, snn = map(_example, ("residual-mlp", "gpt", "lstm", "snn"))

@@ -1,0 +1,54 @@
+"""The residual MLP of ``studies train``: deep enough to cut, small enough for one core."""
+
+import torch
+from torch import Tensor, nn
+
+from .building import cut_evenly, seeded
+
+_BLOCKS = 6
+
+
+class ResidualBlock(nn.Module):
+    """``x + W2 relu(W1 LayerNorm(x))`` on ``(batch, width)``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, width)
+        self.project = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.expand(self.norm(x)))
+        return torch.add(x, self.project(hidden))
+
+
+def residual_mlp(
+    stages: int,
+    *,
+    features: int = 64,
+    width: int = 64,
+    depth: int | None = None,
+    classes: int = 10,
+    seed: int = 0,
+) -> list[nn.Module]:
+    """Return the model as a list of ``stages`` modules, to be called one after another.
+
+    Its layers are a Linear, ``depth`` residual blocks, and a LayerNorm with a Linear. Fewer stages
+    than layers cut the same model (with the same initial weights) into longer parts. Without a
+    ``depth`` there are six blocks, eight stages of one layer each; more stages add one block for
+    each.
+
+    The initial weights are torch's defaults, a function of ``seed`` and the sizes alone: torch's
+    global random state is left as it was.
+
+    Raises:
+        ValueError: no stage, or more stages than layers.
+    """
+    if stages < 1:
+        raise ValueError(f"stages must be at least 1, got {stages}")
+    blocks = max(_BLOCKS, stages - 2) if depth is None else depth
+    with seeded(seed):
+        layers: list[nn.Module] = [nn.Linear(features, width)]
+        layers += [ResidualBlock(width) for _ in range(blocks)]
+        layers.append(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes)))
+    return cut_evenly(layers, stages)

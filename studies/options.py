@@ -1,0 +1,13 @@
+"""Options that both commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+data_dir = click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path),
+    help="File or folder of cifar10 (torchvision's, or a tar of JPEG files) or text (.txt).",
+)

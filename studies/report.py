@@ -1,0 +1,191 @@
+"""What a comparison ends in: a table, a picture of the losses, timelines and numbers."""
+
+import dataclasses
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spectrain_ext._C import build_info
+from spectrain_ext.cli.imported import method_of
+from spectrain_ext.timelines.method_timeline import draw_method_timelines, draw_methods_together
+
+from .data.batches import count_batches
+from .data.split import Split
+from .judging import ACCURACY, PERPLEXITY, Metric, in_words
+from .looks import looks
+from .pictures import draw_losses, draw_losses_over_time
+from .results import MethodResult, Run, summarize, write_results
+from .settings import TrainSettings, stages_of
+from .times import relative_times
+from .world import World
+
+# A run knows its method and seed, and does not depend on where the data lay.
+_NOT_OF_A_RUN = ("methods", "seeds", "data_dir")
+
+
+def report(
+    folder: Path,
+    settings: TrainSettings,
+    data: Split,
+    runs: Sequence[Run],
+    left_out: Mapping[str, str],
+    console: Console,
+    world: World,
+) -> None:
+    """Write results.json, the pictures and the methods' timelines, and print the table."""
+    results = summarize(runs)
+    per_epoch = count_batches(len(data.train_inputs), settings.batch_size, 1)
+    seeds = len(settings.seeds)
+    metric = PERPLEXITY if data.kind == "text" else ACCURACY
+    about = describe(settings, data, world)
+    about |= {"methods": settings.methods, "seeds": settings.seeds}
+    if left_out:
+        about["left_out"] = dict(left_out)
+    devices = [world.device(name) for name in settings.devices]
+    times = relative_times(settings, data, devices)
+    write_results(
+        folder / "results.json", results, settings=about, versions=versions(), times=times
+    )
+    title = (
+        f"{data.name}, {settings.model} in {settings.stages} stages, batch {settings.batch_size}, "
+        f"{settings.optimizer}, lr {settings.lr:g}; "
+        f"{f'median and range of {seeds} seeds' if seeds > 1 else '1 seed'}"
+    )
+    window = max(1, per_epoch // 2)
+    draw_losses(folder / "losses.png", results, title=title, window=window, metric=metric)
+    draw_losses_over_time(
+        folder / "losses-over-time.png", results, times, title=title, window=window, metric=metric
+    )
+    # what trains the uncut model has no timeline of the pipeline
+    found = [method_of(name) for name in settings.methods]
+    drawn = [method for method in found if stages_of(method, settings) == settings.stages]
+    if drawn:
+        look = looks(method.name for method in found)
+        draw_methods_together(
+            folder / "timelines.png",
+            [(method, look[method.name].color) for method in drawn],
+            settings.stages,
+            microbatches=settings.microbatches,
+            window=settings.window,
+        )
+    draw_method_timelines(
+        folder / "timelines",
+        drawn,
+        settings.stages,
+        microbatches=settings.microbatches,
+        window=settings.window,
+    )
+    console.print(
+        comparison_table(
+            results,
+            test_samples=len(data.test_inputs),
+            metric=metric,
+            processes=world.seats.counts,
+        )
+    )
+    for told in (
+        f"losses: {folder / 'losses.png'}, {folder / 'losses-over-time.png'}",
+        f"timelines: {folder / 'timelines.png'}, {folder / 'timelines'}",
+        f"numbers: {folder / 'results.json'}",
+    ):
+        console.print(told, soft_wrap=True)
+
+
+def comparison_table(
+    results: Sequence[MethodResult],
+    *,
+    test_samples: int,
+    metric: Metric = ACCURACY,
+    processes: Sequence[int] = (),
+) -> Table:
+    """Return one row per method; with several seeds, mean and standard deviation.
+
+    ``test_samples`` says what a single test sample is worth in the accuracy column, ``processes``
+    how many each stage had; none: one had all of them.
+    """
+    seeds = len(results[0].runs) if results else 0
+    table = Table(
+        title=f"Same initial weights, minibatches and settings; {_plural(seeds)}",
+        title_justify="left",
+        caption=_caption(seeds, test_samples, metric, processes),
+        caption_justify="left",
+    )
+    table.add_column("method", style="bold", no_wrap=True)
+    # several lines each, so that five columns fit into a terminal of 80
+    unit = metric.loss_unit.replace(" per ", "\nper ")
+    for heading in (
+        metric.heading,
+        f"test loss\n{unit}",
+        "mini-\nbatches/s",
+        "weight versions\npeak KiB",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    best = metric.best(results)
+    for result in results:
+        table.add_row(
+            Text(result.method),
+            Text(
+                metric.text(result),
+                style="bold green" if metric.mean(result) == best else "",
+            ),
+            in_words(result, "test_loss", 3),
+            f"{result.mean('minibatches_per_second'):.0f}",
+            f"{result.weight_version_bytes / 1024:.0f}",
+        )
+    return table
+
+
+def _caption(seeds: int, test_samples: int, metric: Metric, processes: Sequence[int]) -> str:
+    share = "a stage each"
+    if max(processes, default=1) > 1:
+        share = f"{' + '.join(map(str, processes))} for the stages"
+    sentences = [
+        "One process runs all stages in turn, so minibatches/s is no throughput comparison: it is "
+        "what a method costs, not what its overlap gains on several devices."
+        if sum(processes) <= 1
+        else f"{sum(processes)} processes, {share}: minibatches/s is rank 0's. A method without "
+        "stages ran on rank 0 alone.",
+    ]
+    if metric is ACCURACY:
+        sentences.append(f"One test sample is {100 / test_samples:.1g} points of accuracy.")
+    sentences.append(
+        f"Mean ± standard deviation over {_plural(seeds)}."
+        if seeds > 1
+        else "A single seed says little: --seeds 5 shows the spread."
+    )
+    return " ".join(sentences)
+
+
+def _plural(seeds: int) -> str:
+    return f"{seeds} seed" if seeds == 1 else f"{seeds} seeds"
+
+
+def describe(settings: TrainSettings, data: Split, world: World) -> dict[str, object]:
+    """What a run depends on besides its method and seed: settings, data, number of processes.
+
+    The last is for its throughput; losses are the same.
+    """
+    values = dataclasses.asdict(settings)
+    return {
+        **{name: value for name, value in values.items() if name not in _NOT_OF_A_RUN},
+        "processes": world.size,
+        "data_name": data.name,
+        "data_sha256": data.fingerprint,
+        "train_samples": len(data.train_inputs),
+        "test_samples": len(data.test_inputs),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What else it depends on."""
+    return {
+        "spectrain_ext": build_info()["version"],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+    }

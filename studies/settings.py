@@ -1,0 +1,263 @@
+"""What a comparison is asked for, filled in and checked."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from spectrain_ext.cli.imported import is_imported, method_of
+from spectrain_ext.method import (
+    Method,
+    Window,
+    find_method,
+    is_hybrid,
+    methods,
+    microbatches_of,
+    numbers_of,
+    phases_of,
+)
+from spectrain_ext.schedule import Replicas, takes_window
+
+from .presets import DEFAULT_MODEL, models_for, preset
+from .world import World
+
+#: What is compared where no method is named: synchronous training, as it is and overlapped as far
+#: as it can be, one of each kind, the default.
+DEFAULT_METHODS = ("sync", "1f1b", "vanilla", "pipedream", "spectrain", "spectrain-stash", "auto")
+ALL = "all"
+AUTO = "auto"  # the method that says what it chose
+
+
+class OptionError(ValueError):
+    """An option that cannot be what it is; ``option`` is its name on the command line."""
+
+    def __init__(self, option: str, reason: str) -> None:
+        super().__init__(reason.removeprefix(f"{option}: "))  # which arguments' errors begin with
+        self.option = option
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """The same for every method and seed of one comparison.
+
+    ``methods`` are names, or ``module:NAME``. ``devices`` has one entry per stage; ``replicas``
+    too, and is None where all have one. With ``microbatches="auto"`` every method has what is usual
+    for it. ``depth`` None is the model's own, ``train_samples`` and ``test_samples`` None are all.
+    """
+
+    data: str = "digits"
+    data_dir: Path | None = None
+    model: str
+    methods: tuple[str, ...] = DEFAULT_METHODS
+    seeds: tuple[int, ...]
+    stages: int = 8
+    devices: tuple[str, ...]
+    epochs: int
+    batch_size: int
+    microbatches: int | Literal["auto"] = "auto"
+    window: Window = None
+    clip_norm: float | None = None
+    recompute: bool = False
+    width: int
+    depth: int | None
+    context: int
+    train_samples: int | None = None
+    test_samples: int | None = None
+    augment: bool = False
+    optimizer: str
+    lr: float
+    momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float
+    nesterov: bool = False
+    lr_schedule: str
+    warmup: int
+    threads: int = 1
+    checkpoint_every: int | None = None
+    checkpoint_seconds: float | None = None
+    replicas: tuple[int, ...] | None = None
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether a run can go on where it was interrupted."""
+        return self.checkpoint_every is not None or self.checkpoint_seconds is not None
+
+
+def settle(asked: Mapping[str, Any], world: World, *, quick: bool = False) -> TrainSettings:
+    """Fill in what was not asked for, and check how it goes together.
+
+    Args:
+        asked: fields of ``TrainSettings``; None, or missing: what is usual for data and model.
+            ``methods`` may have ``"all"``, ``devices`` fewer than stages, which take contiguous
+            runs of them each; ``seeds`` is their number or which ones, ``replicas`` a number for
+            all stages or one for each.
+        world: the processes that train; its seats become those of the replicas.
+        quick: sizes that take minutes at most, and one seed.
+
+    Raises:
+        OptionError: an option that cannot be, or that contradicts others.
+    """
+    options = {name: value for name, value in asked.items() if value is not None}
+    data = options.setdefault("data", "digits")
+    world.seats = _seats(options.get("replicas"), world)
+    options["replicas"] = world.seats.counts if world.seats.dealt else None
+    options["stages"] = stages = _stages(options.get("stages"), world)
+    try:  # of methods that have none to choose as well
+        numbers_of(options.get("window"), stages)
+    except ValueError as error:
+        raise OptionError("window", str(error)) from error
+    model = options["model"] = _model(data, options.get("model"))
+    _check_data_dir(data, options.get("data_dir"))
+    for name, value in dataclasses.asdict(preset(data, model, quick=quick)).items():
+        options.setdefault(name, value)
+    _check_effects(options)
+    seeds = options["seeds"]
+    options["seeds"] = tuple(dict.fromkeys(range(seeds) if isinstance(seeds, int) else seeds))
+    options["methods"] = choose_methods(options.get("methods") or DEFAULT_METHODS)
+    options["devices"] = choose_devices(options.get("devices", ["cpu"]), stages, world.local_rank)
+    return TrainSettings(**options)
+
+
+def _seats(given: int | Sequence[int] | None, world: World) -> Replicas:
+    try:
+        return Replicas.of(given, world.size)
+    except ValueError as error:
+        hint = "" if world.together else "; torchrun starts more: see docs/distributed.md"
+        raise OptionError("replicas", f"{error}{hint}") from error
+
+
+def _stages(given: int | None, world: World) -> int:
+    if not world.together:
+        return given or TrainSettings.stages
+    there = world.seats.stages
+    if given not in (None, there):
+        what = "one for each process that torchrun started"
+        if world.seats.dealt:
+            counts = ",".join(map(str, world.seats.counts))
+            what = f"for {world.size} processes and --replicas {counts}"
+        raise OptionError("stages", f"expected {there}, {what}, got {given}")
+    return there
+
+
+def _model(data: str, given: str | None) -> str:
+    if given is None:
+        return DEFAULT_MODEL[data]
+    if given not in models_for(data):
+        raise OptionError(
+            "model",
+            f"{given} cannot be trained on {data}; its models are {', '.join(models_for(data))}",
+        )
+    return given
+
+
+def _check_data_dir(data: str, path: Path | None) -> None:
+    if data == "digits" and path is not None:
+        raise OptionError(
+            "data-dir",
+            "the digits come with scikit-learn; --data cifar10 and text are read from files",
+        )
+    if data != "digits" and path is None:
+        raise OptionError(
+            "data-dir", f"--data {data} is read from files: --data-dir names their folder"
+        )
+
+
+def _check_effects(options: Mapping[str, Any]) -> None:
+    """Refuse options that the chosen data, model and optimizer would leave without effect."""
+    optimizer, data = options["optimizer"], options["data"]
+    if optimizer != "sgd":
+        for option in ("momentum", "nesterov"):
+            if option in options and options[option] is not False:
+                raise OptionError(
+                    option, f"is SGD's, and the optimizer is {optimizer}: --optimizer sgd"
+                )
+    if options["model"] == "inception-v4" and options["depth"] is not None:
+        raise OptionError("depth", "inception-v4 has the one that it has")
+    if options.get("augment") and data != "cifar10":
+        raise OptionError("augment", f"varies images, and --data {data} has none")
+
+
+def choose_devices(names: Sequence[str], stages: int, local_rank: int = 0) -> tuple[str, ...]:
+    """Return one device name per stage from at most ``stages`` names.
+
+    Fewer devices than stages take contiguous runs of stages each. ``local_rank`` is the number of
+    the CUDA device that is meant where none is given.
+
+    Raises:
+        OptionError: a name torch does not know, a device that is not there, or too many.
+    """
+    if not 1 <= len(names) <= stages:
+        raise OptionError(
+            "devices", f"expected 1 to {stages} devices for {stages} stages, got {len(names)}"
+        )
+    for position, name in enumerate(names):
+        where = f"entry {position} is {name!r}"
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            device = torch.device("meta")
+        if device.type not in ("cpu", "cuda"):
+            raise OptionError("devices", f"{where}, expected cpu, cuda or cuda:<number>")
+        index = local_rank if device.index is None else device.index
+        if device.type == "cuda" and index >= torch.cuda.device_count():
+            raise OptionError(
+                "devices",
+                f"{where}, but torch sees {torch.cuda.device_count()} CUDA devices ('spectrain "
+                "doctor' says why)",
+            )
+    return tuple(names[stage * len(names) // stages] for stage in range(stages))
+
+
+def choose_methods(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the methods that are named, each once; ``"all"`` is every one that has a name here.
+
+    Raises:
+        OptionError: a name that is no method, the message lists those that exist; or a module's
+            that cannot be had, or two of one name.
+    """
+    known = methods()
+    called: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        if is_imported(name):
+            try:
+                other = called.setdefault(method_of(name).name, name)
+            except ValueError as error:
+                raise OptionError("method", str(error)) from error
+            if other != name:
+                both = f"{other!r} and {name!r} are both called {method_of(name).name!r}"
+                raise OptionError("method", f"{both}; expected another name for each")
+        elif is_hybrid(name):
+            try:
+                called[find_method(name).name] = name
+            except ValueError as error:
+                raise OptionError("method", str(error)) from error
+        elif name not in (*known, ALL):
+            raise OptionError(
+                "method",
+                f"unknown method {name!r}; the methods are {', '.join(known)}, or {ALL}, or "
+                "module:NAME for one of your own",
+            )
+    return (*known, *called.values()) if ALL in names else tuple(dict.fromkeys(names))
+
+
+def stages_of(method: Method, settings: TrainSettings) -> int:
+    """Stages that a method trains the model in: those of the settings, or the most it can have."""
+    return min(settings.stages, method.max_stages or settings.stages)
+
+
+def microbatches_in(method: Method, settings: TrainSettings) -> int:
+    """The settings' microbatches, or what is usual for the method."""
+    if settings.microbatches != "auto":
+        return settings.microbatches
+    stages = stages_of(method, settings)
+    dealt = settings.replicas if stages == settings.stages else None
+    return microbatches_of(method, stages, None if dealt is None else Replicas(dealt))
+
+
+def window_of(method: Method, settings: TrainSettings) -> Window:
+    """The settings' window, where the method's schedule has one to choose."""
+    chosen = any(takes_window(phase.schedule) for phase in phases_of(method))
+    return settings.window if chosen else None

@@ -1,0 +1,303 @@
+"""Study: how well methods train at every depth and delay, each at its own best learning rate, or
+all at one.
+
+One JSON file per run, so that a study goes on where it stopped, and grows by asking for more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from spectrain_ext.cli.imported import source_of
+from spectrain_ext.files import read_json, replace_file
+from spectrain_ext.method import check, phases_of
+from spectrain_ext.schedule import flushes
+
+from .contenders import WORKLOADS, contender, make_contenders_optimizer
+from .data.batches import training_batches
+from .data.split import Split
+from .lockstep import Lockstep, Replicated
+from .settings import OptionError, TrainSettings, microbatches_in, settle
+from .workload import build_stages, factor_of, load_data, mean_loss, tested
+from .world import World
+
+_LARGEST = 1 << 24  # bytes of a run
+_POINTS = 20  # of a curve, per length of a synchronous run
+_SMOOTHED = 4  # of these
+_ENDLESS = 1000  # epochs; a run is as long as its cell says
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One contender at one depth and number of microbatches.
+
+    ``length`` is in synchronous runs, each of ``updates`` updates.
+    """
+
+    contender: str
+    settings: TrainSettings
+    updates: int
+    length: float
+
+    def with_rate(self, lr: float) -> TrainSettings:
+        return replace(self.settings, **contender(self.contender).changes, lr=lr)
+
+
+def cells_of(
+    data: str,
+    data_dir: Path | None,
+    stages: Iterable[int],
+    microbatches: Iterable[str],
+    contenders: Sequence[str],
+) -> list[Cell]:
+    """Every contender at every depth and number of microbatches that it is defined for.
+
+    Args:
+        data: a key of ``WORKLOADS``.
+        data_dir: its file or folder.
+        stages: numbers of stages.
+        microbatches: numbers, or ``"N"`` and ``"2N"`` of as many as stages, or twice that.
+        contenders: names; what flushes is trained once, whatever the microbatches, and what
+            has microbatches of its own with those.
+
+    Raises:
+        ValueError: an unknown name; or no contender is defined for what is asked.
+        OptionError: settings that cannot be.
+    """
+    work = WORKLOADS[data]
+    found: dict[tuple[str, int, int], Cell] = {}
+    why = ValueError("contenders: expected at least one")
+    for n in stages:
+        own = {"data": data, "lr_schedule": "constant", **work.settings}
+        if own["data"] == "text":
+            own.setdefault("depth", max(1, n - 2))  # a block for every stage
+        for text in microbatches:
+            m = _microbatches(text, n)
+            for name in contenders:
+                chosen = contender(name)
+                method, changes, replicas = chosen.method, chosen.changes, chosen.replicas
+                flushing = all(flushes(phase.schedule) for phase in phases_of(method))
+                parts = changes.get("microbatches", 1 if flushing else m)
+                asked = {**own, "data_dir": data_dir, "stages": n, "microbatches": parts}
+                asked |= {"methods": ["sync"], "devices": ["cpu"], "epochs": _ENDLESS}
+                settings = settle(asked, World.of_environment())
+                try:
+                    check(method, n, microbatches=parts // replicas)
+                except ValueError as error:
+                    why = error
+                    continue
+                # more than the updates that synchronous training makes, to see how many it takes
+                longer = work.judges > 0 and not flushing and n - 1 > parts
+                length = 1.5 if longer else 1.0
+                found[name, n, parts] = Cell(name, settings, work.updates, length)
+    if not found:
+        raise why
+    return list(found.values())
+
+
+def _microbatches(text: str, stages: int) -> int:
+    if text in ("N", "2N"):
+        return stages * len(text)
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise OptionError("microbatches", f"expected a number of at least 1, N or 2N, got {text!r}")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run: (updates, test loss, test accuracy) from time to time, and the seconds it took."""
+
+    points: tuple[tuple[int, float, float], ...]
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """At the end."""
+        return self.points[-1][1]
+
+
+def smoothed(curve: Curve) -> Curve:
+    """The same with trailing means: at a constant rate two tests differ by 1 % from noise alone."""
+    points = []
+    for end in range(1, len(curve.points) + 1):
+        last = curve.points[max(0, end - _SMOOTHED) : end]
+        loss, accuracy = (fmean(point[i] for point in last) for i in (1, 2))
+        points.append((last[-1][0], loss, accuracy))
+    return Curve(tuple(points), curve.seconds)
+
+
+def train(cell: Cell, lr: float, seed: int, data: Split) -> Curve:
+    """Train one cell with one learning rate and seed."""
+    settings = cell.with_rate(lr)
+    torch.manual_seed(seed)
+    asked = contender(cell.contender)
+    method, replicas = asked.over(cell.updates), asked.replicas
+    parts = microbatches_in(method, settings) // replicas
+
+    def made() -> Lockstep:
+        stages = build_stages(settings, settings.stages, seed, data)
+        # between the embedding and the head
+        hidden = {p for stage in stages[1:-1] for p in stage.parameters() if p.dim() == 2}
+        return Lockstep(
+            stages,
+            partial(make_contenders_optimizer, settings, method, hidden),
+            mean_loss,
+            method,
+            scheduler=partial(LambdaLR, lr_lambda=factor_of(settings, cell.updates)),
+            microbatches=parts,
+            clip_norm=settings.clip_norm,
+        )
+
+    lock: Lockstep | Replicated = made()
+    if asked.averaging is not None:
+        lock = Replicated([made() for _ in range(replicas)], asked.averaging)
+    batches = training_batches(
+        data,
+        batch_size=settings.batch_size,
+        epochs=settings.epochs,
+        seed=seed,
+        augmented=settings.augment,
+    )
+    total = round(cell.updates * cell.length)
+    every = max(1, cell.updates // _POINTS)
+    points = []
+    began = time.perf_counter()
+    for update, (value, target) in enumerate(islice(batches, total), start=1):
+        if not math.isfinite(lock.train_on(value, target)):
+            points.append((update, math.inf, 0.0))
+            break
+        if update % every == 0 or update == total:
+            with lock.true_weights() as model:
+                accuracy, loss = tested(model, data)
+            points.append((update, loss if math.isfinite(loss) else math.inf, accuracy))
+    return Curve(tuple(points), time.perf_counter() - began)
+
+
+class Curves:
+    """The finished runs of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _path(self, cell: Cell, lr: float, seed: int) -> tuple[Path, dict[str, Any]]:
+        settings = dataclasses.asdict(cell.with_rate(lr))
+        for name in ("data_dir", "methods", "seeds", "devices", "epochs", "threads"):
+            del settings[name]
+        asked = {
+            "contender": cell.contender,
+            "updates": cell.updates,
+            "length": cell.length,
+            "seed": seed,
+            "settings": settings,
+            **source_of(cell.contender),
+        }
+        asked = json.loads(json.dumps(asked, sort_keys=True))
+        key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+        s = cell.settings
+        folder = self._folder / f"{s.data}-N{s.stages}-M{s.microbatches}"
+        name = f"{cell.contender.replace(':', '.')}-lr{lr:g}-seed{seed}-{key}.json"
+        return folder / name, asked
+
+    def find(self, cell: Cell, lr: float, seed: int) -> Curve | None:
+        """The finished run, None if there is none, or its file is not what was written."""
+        path, asked = self._path(cell, lr, seed)
+        try:
+            document = read_json(path, _LARGEST)
+            if {key: document.get(key) for key in asked} != asked:
+                return None
+            points = tuple((int(u), float(loss), float(a)) for u, loss, a in document["points"])
+            return Curve(points, float(document["seconds"])) if points else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def save(self, cell: Cell, lr: float, seed: int, curve: Curve) -> None:
+        """Write a finished run."""
+        path, asked = self._path(cell, lr, seed)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        points = [(u, loss if math.isfinite(loss) else "inf", a) for u, loss, a in curve.points]
+        text = json.dumps({**asked, "points": points, "seconds": curve.seconds}, allow_nan=False)
+        replace_file(path, f"{text}\n".encode())
+
+
+@lru_cache(maxsize=1)
+def _loaded(settings: TrainSettings, folder: Path) -> Split:
+    return load_data(settings, folder / "data-cache")
+
+
+def data_of(settings: TrainSettings, folder: Path) -> Split:
+    """The data of a cell; decoded images are kept below the folder.
+
+    Raises:
+        FileNotFoundError, ValueError: a file is missing or not what it should be.
+    """
+    # the same for all cells, so that a process reads it once
+    alike = {"stages": 2, "devices": (), "methods": (), "microbatches": 1, "depth": None, "lr": 0.0}
+    return _loaded(replace(settings, **alike), folder)  # type: ignore[arg-type]
+
+
+def _one(folder: Path, cell: Cell, lr: float, seed: int) -> Curve:
+    curves = Curves(folder)
+    found = curves.find(cell, lr, seed)
+    if found is None:
+        torch.set_num_threads(1)
+        found = train(cell, lr, seed, data_of(cell.settings, folder))
+        curves.save(cell, lr, seed, found)
+    return found
+
+
+def search(folder: Path, cell: Cell, start: float, seeds: Sequence[int], first: int) -> float:
+    """The learning rate with the least loss, among ``start`` times powers of two, and its runs.
+
+    It goes downhill from the start until two rates on either side are worse, judged by the
+    ``first`` seeds, and then trains the others at the best. Without judges the start is the best.
+    With a neighbour on either side ``vanilla`` and ``pipemare-t2`` stopped short of lower losses on
+    digits, eight stages deep: losses over rates have more than one valley.
+    """
+
+    @cache
+    def judged(power: int) -> float:
+        runs = (_one(folder, cell, start * 2.0**power, seed) for seed in seeds[:first])
+        return fmean(smoothed(run).loss for run in runs)
+
+    best = 0
+    while first:
+        better = min((best, best + 1, best - 1, best + 2, best - 2), key=judged)
+        if better == best or abs(better) > 6:
+            break
+        best = better
+    for seed in seeds:
+        _one(folder, cell, start * 2.0**best, seed)
+    return start * 2.0**best
+
+
+def search_all(
+    folder: Path, cells: Sequence[Cell], seeds: Sequence[int], first: int, *, jobs: int = 1
+) -> Iterator[tuple[Cell, float]]:
+    """Search every cell, from its settings' learning rate on; yields each when it is done.
+
+    Several ``jobs`` are processes of their own, with one thread each.
+    """
+    if jobs == 1:
+        for cell in cells:
+            yield cell, search(folder, cell, cell.settings.lr, seeds, first)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        todo = {pool.submit(search, folder, c, c.settings.lr, seeds, first): c for c in cells}
+        for done in as_completed(todo):
+            yield todo[done], done.result()

@@ -1,0 +1,120 @@
+"""Times: how long a minibatch takes in a method's schedule, with its bubbles, as simulated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from spectrain_ext.cli.imported import method_of
+from spectrain_ext.cli.machine import threads
+from spectrain_ext.method import Method, Window
+from spectrain_ext.schedule import summarize
+from spectrain_ext.timelines.method_timeline import simulate_method
+
+from .data.split import Split
+from .settings import TrainSettings, microbatches_in, stages_of, window_of
+from .workload import build_stages, mean_loss, synchronize
+
+_TIMED = 9  # runs of a stage, of which the fastest counts: others may use the machine as well
+_ENOUGH = 1.0  # seconds for one stage
+_SIMULATED = 12  # minibatches
+
+
+class Work(NamedTuple):
+    """Seconds of each stage's forward and backward of a minibatch, by stage."""
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+
+    @property
+    def slowest(self) -> float:
+        """Of the stage that takes longest: a minibatch cannot take less in any schedule."""
+        return max(f + b for f, b in zip(self.forward, self.backward, strict=True))
+
+
+def measured_work(
+    settings: TrainSettings, data: Split, stages: int, devices: Sequence[str]
+) -> Work:
+    """What stages take for a minibatch here, one after the other, with the settings' threads."""
+    modules = build_stages(settings, stages, 0, data)
+    places = [torch.device(name) for name in devices]
+    batch = slice(settings.batch_size)
+    target = data.train_targets[batch].to(places[-1])
+    value = data.prepare(data.train_inputs[batch])
+    forward, backward = [], []
+    with threads(settings.threads):
+        for k, (module, place) in enumerate(zip(modules, places, strict=True)):
+            module.to(place)
+            value = value.detach().to(place)
+            ahead, back = [], []
+            for _ in range(_TIMED):
+                inputs = value.clone()
+                if inputs.is_floating_point():
+                    inputs.requires_grad_()
+                synchronize([place])
+                began = time.perf_counter()
+                output = module(inputs)
+                if k == stages - 1:
+                    output = mean_loss(output, target)
+                synchronize([place])
+                done = time.perf_counter()
+                output.backward(torch.ones_like(output))
+                synchronize([place])
+                ahead.append(done - began)
+                back.append(time.perf_counter() - done)
+                if sum(ahead) + sum(back) > _ENOUGH:
+                    break
+            value = output
+            forward.append(min(ahead))
+            backward.append(min(back))
+    return Work(forward, backward)
+
+
+def minibatch_time(method: Method, microbatches: int, work: Work, window: Window = None) -> float:
+    """Seconds of a minibatch in a method's schedule, every stage on a device of its own.
+
+    Or on as many devices fewer as the method has stages (``chunks``) on each.
+
+    A microbatch takes its share of a minibatch's work; updates, predictions and copies take no
+    time. ``window`` is as for ``Pipeline``.
+
+    Raises:
+        ValueError: the method is not defined for these.
+    """
+    stages = len(work.forward)
+    spans = simulate_method(
+        method,
+        stages,
+        _SIMULATED + 2 * stages // microbatches,
+        microbatches=microbatches,
+        window=window,
+        forward=[f / microbatches for f in work.forward],
+        backward=[b / microbatches for b in work.backward],
+    )
+    return summarize(spans).period
+
+
+def relative_times(
+    settings: TrainSettings, data: Split, devices: Sequence[str]
+) -> dict[str, float]:
+    """By method, the time of a minibatch over the slowest stage's work on it: 1 has no bubble.
+
+    Where a device has several stages, over that of as many.
+    """
+    works: dict[int, Work] = {}
+
+    def work_of(stages: int) -> Work:
+        if stages not in works:
+            works[stages] = measured_work(settings, data, stages, devices[:stages])
+        return works[stages]
+
+    slowest = work_of(settings.stages).slowest
+    found = {}
+    for method in map(method_of, settings.methods):
+        parts, window = microbatches_in(method, settings), window_of(method, settings)
+        work = work_of(stages_of(method, settings))
+        found[method.name] = minibatch_time(method, parts, work, window) / slowest / method.chunks
+    return found

@@ -1,0 +1,232 @@
+"""``python -m studies train``: several methods on the same data, then a table and a picture."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.text import Text
+
+from spectrain_ext.cli.options import POSITIVE, finite, names, numbers, plain_console
+from spectrain_ext.extras import require_matplotlib, require_tensorboard
+
+from .compare import Observation, train_all
+from .data.split import Split
+from .once import OnceToldCommand, agreed, joined, logged, told
+from .options import data_dir
+from .presets import DATA_SETS, MODELS
+from .report import report
+from .settings import ALL, AUTO, DEFAULT_METHODS, TrainSettings, settle
+from .workload import build_stages, choice, fitting, load_data
+from .world import World
+
+_COUNT = click.IntRange(min=0)
+_OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
+
+
+@click.command(
+    cls=OnceToldCommand,
+    context_settings={"show_default": True},
+    epilog="What has no default here depends on --data, --model and --quick; results.json has what "
+    "was used. Finished runs are kept in --out: the same command with the same --out goes on "
+    "where it was interrupted, and trains what more seeds or methods add.",
+)
+@click.option(
+    "--data",
+    type=click.Choice(DATA_SETS),
+    default="digits",
+    help="What is trained on; digits come with scikit-learn, the others are read from --data-dir.",
+)
+@data_dir
+@click.option(
+    "--model",
+    type=click.Choice(MODELS),
+    help="What is trained.  [default: residual-mlp for digits, resnet for cifar10, gpt for text]",
+)
+@click.option(
+    "--stages",
+    type=POSITIVE,
+    help="Parts the model is cut into; under torchrun as many as there are processes.  "
+    f"[default: {TrainSettings.stages}]",
+)
+@click.option(
+    "--method",
+    "-m",
+    "methods",
+    multiple=True,
+    metavar="NAME",
+    callback=names,
+    help="A method, or several with commas, or all; may be repeated. module:NAME is one of your "
+    "own, or a function that gives it, from the working directory or PYTHONPATH.  "
+    f"[default: {', '.join(DEFAULT_METHODS)}]",
+)
+@click.option(
+    "--devices",
+    default="cpu",
+    callback=names,
+    metavar="NAMES",
+    help="One device, or several with commas (cuda:0,cuda:1): each takes a run of stages. Under "
+    "torchrun cuda is the one of the process's local rank.",
+)
+@click.option("--seeds", type=POSITIVE, help="How many seeds, from 0 on.")
+@click.option("--seed", type=int, multiple=True, help="Exactly this seed; may be repeated.")
+@click.option("--epochs", type=POSITIVE, help="Passes over the training data.")
+@click.option("--batch-size", type=POSITIVE, help="Samples of a minibatch.")
+@click.option(
+    "--microbatches",
+    type=POSITIVE,
+    help="Parts of every minibatch.  [default: 1; one per stage for auto, pipedream-2bw, "
+    "error-feedback, gpipe, 1f1b]",
+)
+@click.option(
+    "--replicas",
+    metavar="NUMBERS",
+    callback=numbers(),
+    help="Processes of each stage under torchrun, one number or one per stage with commas, which "
+    "deal the microbatches out among themselves.  [default: 1]",
+)
+@click.option(
+    "--window",
+    metavar="WINDOW",
+    callback=numbers("classic", "wide"),
+    help="Microbatches in flight per stage: classic, wide, a number, or one per stage with "
+    "commas.  [default: the method's]",
+)
+@click.option(
+    "--clip-norm",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Largest norm of a stage's gradient.  [default: none, or the method's]",
+)
+@click.option(
+    "--recompute",
+    is_flag=True,
+    help="Keep only inputs, and run a stage's forward again before its backward.",
+)
+@click.option("--width", type=POSITIVE, help="Width of the model.")
+@click.option(
+    "--depth",
+    type=POSITIVE,
+    help="Blocks of the model; 11, 13, 16, 19 for vgg16, 18 or more for resnet, layers for snn.",
+)
+@click.option("--context", type=POSITIVE, help="Characters of text in a sequence.")
+@click.option("--train-samples", type=POSITIVE, help="Train on so many samples.")
+@click.option("--test-samples", type=POSITIVE, help="Test with so many samples.")
+@click.option("--augment", is_flag=True, help="Shift and mirror training images at random.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(_OPTIMIZERS),
+    help="What updates the weights.  [default: adamw for gpt, adam for inception-v4 with --quick, "
+    "else sgd]",
+)
+@click.option("--lr", type=float, callback=finite, help="Learning rate.")
+@click.option("--momentum", type=float, callback=finite, help="Momentum of SGD.  [default: 0.9]")
+@click.option(
+    "--weight-decay",
+    type=float,
+    callback=finite,
+    help="An L2 penalty, of adamw and nadam decoupled weight decay.",
+)
+@click.option("--nesterov", is_flag=True, help="Nesterov momentum, of SGD.")
+@click.option(
+    "--lr-schedule",
+    type=click.Choice(["constant", "cosine"]),
+    help="What the learning rate does after --warmup: stay, or fall as half a cosine to 0.",
+)
+@click.option("--warmup", type=_COUNT, help="Updates over which the learning rate rises.")
+@click.option("--threads", type=POSITIVE, default=1, help="CPU threads; small models want one.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for results.json, pictures and timelines.  [default: runs/train-<date>-<time>]",
+)
+@click.option(
+    "--cache-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for decoded images.  [default: data-cache beside --out]",
+)
+@click.option(
+    "--checkpoint-every",
+    type=POSITIVE,
+    metavar="MINIBATCHES",
+    help="Drain and save after so many; an interrupted run then goes on from there. Needs --out.",
+)
+@click.option(
+    "--checkpoint-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Drain and save after so many seconds; then the clock decides what is computed.",
+)
+@click.option("--metrics", is_flag=True, help="Write figures of every stage to metrics.jsonl.")
+@click.option(
+    "--tensorboard",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write the figures of --metrics for TensorBoard into this folder.",
+)
+@click.option("--verbose", "-v", is_flag=True, help="Show the log: what begins, ends, fails.")
+@click.option("--quick", is_flag=True, help="Sizes that take minutes at most, and one seed.")
+def train(
+    out: Path | None,
+    cache_dir: Path | None,
+    metrics: bool,
+    tensorboard: Path | None,
+    verbose: bool,
+    quick: bool,
+    seed: Sequence[int],
+    **asked: Any,
+) -> None:
+    """Train a pipeline with several methods and compare them.
+
+    All methods start from the same weights and see the same minibatches under the same settings.
+    """
+    world = World.of_environment()
+    console = plain_console(quiet=not world.first)
+    asked["seeds"] = seed or asked["seeds"]
+    cuda = any("cuda" in name for name in asked["devices"])
+    with logged(verbose, console, world), joined(world, cuda):
+        with agreed(world):
+            settings = settle(asked, world, quick=quick)
+            if settings.keeps_checkpoints and out is None:
+                raise click.UsageError(
+                    "checkpoints need --out: there the same command finds them again"
+                )
+            require_matplotlib()
+            if tensorboard is not None:
+                require_tensorboard()
+            settings, left_out = fitting(settings, leave_out=ALL in asked["methods"])
+        if AUTO in settings.methods:
+            console.print(choice(settings), soft_wrap=True)
+        given = str(out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S"))
+        folder = Path(world.tell(given)[0])
+        data = _load(settings, cache_dir or folder.parent / "data-cache", world)
+        for name, reason in left_out.items():
+            console.print(Text.assemble("Left out: ", (name, "bold"), f" ({reason})"))
+        with agreed(world):
+            if world.first:
+                _make_folder(folder)
+        observation = Observation(folder / "metrics.jsonl" if metrics else None, tensorboard)
+        with told(world, console, folder):
+            runs = train_all(settings, data, folder, console, world, observation)
+        if world.first:
+            report(folder, settings, data, runs, left_out, console, world)
+
+
+def _load(settings: TrainSettings, cache: Path, world: World) -> Split:
+    """Read the data on every rank, the first of a machine before others, and try the model."""
+    data = None
+    for turn in (True, False):
+        with agreed(world):
+            if (world.local_rank == 0) == turn:
+                data = load_data(settings, cache)
+                build_stages(settings, settings.stages, settings.seeds[0], data)
+    assert data is not None
+    return data
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder to write to; found out before training, not after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.BadParameter(
+            f"cannot make the folder {folder}: {error.strerror}", param_hint="'--out'"
+        ) from error

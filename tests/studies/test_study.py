@@ -1,0 +1,249 @@
+"""A study finds each contender's learning rate, goes on where it stopped, and compares by seed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from spectrain_ext.method import delay, find_method, places_of
+from spectrain_ext.schedule import Place
+from studies import contenders, study
+from studies.__main__ import main
+from studies.frontier import Interval, rows_of, write_frontier
+from studies.study import Cell, Curve, Curves, cells_of, search, smoothed
+
+SMALL = contenders.Workload({"batch_size": 64, "warmup": 0, "lr": 0.05, "width": 16}, 20)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(contenders.WORKLOADS, "digits", SMALL)
+
+
+def _cells(*names: str, microbatches: tuple[str, ...] = ("1", "N")) -> list[Cell]:
+    return cells_of("digits", None, [3], microbatches, names)
+
+
+def test_every_contender_where_it_is_defined() -> None:
+    cells = _cells("sync", "auto", "pipedream-2bw", "nesterov-async")
+    found = [(c.contender, c.settings.microbatches, c.length) for c in cells]
+    assert found == [
+        ("sync", 1, 1.0),
+        ("auto", 1, 1.5),
+        ("nesterov-async", 1, 1.5),
+        ("auto", 3, 1.0),
+        ("pipedream-2bw", 3, 1.0),
+        ("nesterov-async", 3, 1.0),
+    ]
+    assert cells[2].with_rate(0.5).optimizer == "nadam"
+    assert [c.settings.microbatches for c in _cells("auto", microbatches=("2N",))] == [6]
+    with pytest.raises(ValueError, match="there is no 'nope'"):
+        _cells("nope")
+    with pytest.raises(ValueError, match="at least 3 microbatches for 3 stages, got 1"):
+        _cells("pipedream-2bw", microbatches=("1",))
+
+
+@pytest.mark.parametrize(("best", "runs"), [(0.05, 12), (0.2, 16), (0.025, 14)])
+def test_the_rate_is_sought_downhill(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, best: float, runs: int
+) -> None:
+    asked = []
+
+    def train(cell: Cell, lr: float, seed: int, data: object) -> Curve:
+        asked.append((lr, seed))
+        loss = abs(math.log(lr / best)) + 0.01 * seed
+        return Curve(((20, loss if lr < 0.5 else math.inf, 0.5),), 1.0)
+
+    monkeypatch.setattr(study, "train", train)
+    (cell,) = _cells("vanilla", microbatches=("1",))
+    assert search(tmp_path, cell, 0.05, range(4), first=2) == pytest.approx(best)
+    assert len(asked) == len(set(asked)) == runs  # two seeds for each rate, four for the best
+    assert {seed for lr, seed in asked if lr == pytest.approx(best)} == {0, 1, 2, 3}
+    before = len(asked)
+    assert search(tmp_path, cell, 0.05, range(4), first=2) == pytest.approx(best)
+    assert len(asked) == before, "finished runs are read"
+    search(tmp_path, cell, 0.05, range(5), first=2)
+    assert asked[before:] == [(pytest.approx(best), 4)]
+
+
+def test_the_rate_is_sought_over_a_hill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    losses = {0.025: 0.6, 0.0125: 0.3}  # of a late method on digits
+
+    def train(cell: Cell, lr: float, seed: int, data: object) -> Curve:
+        return Curve(((20, losses.get(lr, 0.5 if lr == 0.05 else 0.9), 0.5),), 1.0)
+
+    monkeypatch.setattr(study, "train", train)
+    (cell,) = _cells("vanilla", microbatches=("1",))
+    assert search(tmp_path, cell, 0.05, range(2), first=2) == pytest.approx(0.0125)
+
+
+def test_without_judges_all_have_the_settings_rate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    alike = SMALL._replace(judges=0)
+    monkeypatch.setitem(contenders.WORKLOADS, "digits", alike)
+    asked = []
+
+    def train(cell: Cell, lr: float, seed: int, data: object) -> Curve:
+        asked.append((cell.contender, cell.with_rate(lr).microbatches, lr, seed))
+        return Curve(((20, 1.0 / lr, 0.5),), 1.0)
+
+    monkeypatch.setattr(study, "train", train)
+    cells = _cells("sync", "data-parallel-4", "vanilla", "auto-4", microbatches=("1",))
+    assert [cell.length for cell in cells] == [1.0] * 4, "no longer than synchronous training"
+    found = dict(study.search_all(tmp_path, cells, range(2), alike.judges))
+    assert set(found.values()) == {0.05}
+    names = {"sync": 1, "data-parallel-4": 4, "vanilla": 1, "auto-4": 4}
+    assert asked == [(name, m, 0.05, seed) for name, m in names.items() for seed in (0, 1)]
+    folders = {path.parent.name for path in tmp_path.glob("*/*.json")}
+    assert folders == {"digits-N3-M1", "digits-N3-M4"}
+
+
+def test_the_papers_models_have_its_settings() -> None:
+    names = [name for name in contenders.WORKLOADS if name.startswith("paper-")]
+    assert len(names) == 6
+    for name in names:
+        work = contenders.WORKLOADS[name]
+        cells = cells_of(name, Path(), work.stages, work.microbatches, work.contenders)
+        rates = {cell.with_rate(cell.settings.lr).lr for cell in cells}
+        assert (work.judges, len(rates), {c.settings.stages for c in cells}) == (0, 1, {4})
+        late = {c.contender: c.settings.microbatches for c in cells}
+        parts = {m for contender, m in late.items() if not contender.endswith("-4")}
+        assert (parts, late["auto-4"]) == ({1}, 4)
+        images = work.settings["model"] in ("vgg16", "resnet", "inception-v4")
+        assert ("data-parallel-4" in late) == images, "only BatchNorm tells it from sync"
+        assert {cell.length for cell in cells} == {1.0}
+
+
+def test_hybrids_change_after_their_share_of_the_updates() -> None:
+    sync, hybrid, mare = _cells("sync", "hybrid", "pipemare-all", microbatches=("1",))
+    for cell, share in ((hybrid, 0.5), (mare, 0.1)):
+        made = contenders.contender(cell.contender).over(cell.updates)
+        assert made.then is not None
+        assert (made.then.after, made.then.gap) == (round(share * cell.updates), None)
+        assert cell.length > sync.length
+    rates = made.then.method.rates
+    assert rates is not None and made.rates is None, "only the asynchronous phase has T1"
+    assert rates(Place(0, 4, 4), 0) == 1 / 3
+    assert contenders.contender("sync").over(20) is find_method("sync")
+    places = places_of(contenders.contender("stale").method, 3, 1)
+    assert [delay(place) for place in places] == [4, 2, 0]
+
+
+def test_the_stale_models_have_their_papers_settings() -> None:
+    names = [name for name in contenders.WORKLOADS if name.startswith("stale-")]
+    for name in names:
+        work = contenders.WORKLOADS[name]
+        for cell in cells_of(name, Path(), work.stages, work.microbatches, work.contenders):
+            settings = cell.with_rate(cell.settings.lr)
+            assert (settings.optimizer, settings.lr, settings.momentum) == ("sgd", 0.1, 0.9)
+            assert settings.weight_decay == 1e-4
+            assert settings.microbatches == 1
+    assert len(names) == 3
+
+
+def test_a_run_is_found_again_and_nothing_else(tmp_path: Path) -> None:
+    (cell,) = _cells("auto", microbatches=("N",))
+    curve = Curve(((10, 2.0, 0.25), (20, math.inf, 0.0)), 1.5)
+    curves = Curves(tmp_path)
+    assert curves.find(cell, 0.1, 3) is None
+    curves.save(cell, 0.1, 3, curve)
+    assert curves.find(cell, 0.1, 3) == curve
+    for other in ((cell, 0.2, 3), (cell, 0.1, 4), (_cells("vanilla")[0], 0.1, 3)):
+        assert curves.find(*other) is None
+    (path,) = tmp_path.glob("*/*.json")
+    for content in (b"", b"[]", b'{"points": []}', path.read_bytes()[:-20]):
+        path.write_bytes(content)
+        assert curves.find(cell, 0.1, 3) is None
+
+
+def test_rows_compare_by_seed(tmp_path: Path) -> None:
+    cells = _cells("sync", "vanilla", microbatches=("1",))
+    curves = Curves(tmp_path)
+    for seed in (0, 1):
+        sync = tuple((u, 4.0 - u / 10 + seed, 0.5) for u in range(1, 21))
+        late = tuple((u, (4.0 - u / 15 + seed), 0.4) for u in range(1, 31))
+        curves.save(cells[0], 0.1, seed, Curve(sync, 1.0))
+        curves.save(cells[1], 0.2, seed, Curve(late, 1.0))
+    data = study.data_of(cells[0].settings, tmp_path)
+    first, second = rows_of(tmp_path, {cells[0]: 0.1, cells[1]: 0.2}, range(2), data)
+    assert (first.contender, first.delay, first.gap) == ("sync", 0, Interval(0.0, 0.0, 0.0))
+    assert first.updates == pytest.approx({0.5: 1.0, 0.75: 1.0, 1.0: 1.0})
+    assert (second.contender, second.delay, second.lr) == ("vanilla", 2, 0.2)
+    # means of the last four tests: 1.5 updates late on either
+    assert first.losses == pytest.approx((2.15, 3.15))
+    assert second.losses == pytest.approx((4.0 - 18.5 / 15, 5.0 - 18.5 / 15))
+    assert second.updates[0.5] == pytest.approx((1.5 * 8.5 + 1.5) / 10)
+    assert second.gap.mean == pytest.approx((2.76667 / 2.15 + 3.76667 / 3.15) / 2 - 1, rel=1e-4)
+    assert second.gap.low < second.gap.mean < second.gap.high
+    assert first.time > second.time, "a flush has its bubble"
+    write_frontier(tmp_path / "f.json", [first, second], {"data": "digits"})
+    document = json.loads((tmp_path / "f.json").read_text())
+    assert document["rows"][1]["updates"]["1.0"] == pytest.approx(second.updates[1.0])
+
+
+def test_one_seed_has_no_interval_and_a_diverged_run_no_gap() -> None:
+    assert Interval.of([0.5]) == Interval(0.5, -math.inf, math.inf)
+    assert Interval.of([0.5, math.inf]).mean == math.inf
+    assert Interval.of([1.0, 1.0, 4.0]).low == pytest.approx(2.0 - 4.303 * math.sqrt(1.0), abs=1e-3)
+    assert smoothed(Curve(((1, 4.0, 0.0), (2, 2.0, 1.0)), 0.0)).points[-1] == (2, 3.0, 0.5)
+
+
+def test_the_command_on_real_digits(tmp_path: Path) -> None:
+    arguments = ["study", "--stages", "3", "-m", "vanilla,auto", "--seeds", "2"]
+    done = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    document = json.loads((tmp_path / "frontier.json").read_text())
+    rows = {(row["contender"], row["microbatches"]): row for row in document["rows"]}
+    assert set(rows) == {("sync", 1), ("vanilla", 1), ("auto", 1), ("vanilla", 3), ("auto", 3)}
+    assert all(0 < row["losses"][0] < 2.3 for row in rows.values())
+    assert document["command"] == (
+        "python -m studies study --data digits --stages 3 --microbatches 1,N "
+        "--method sync,vanilla,auto --seeds 2"
+    )
+    assert list(document["parameters"]) == ["3"]
+    assert len(document["parameters"]["3"]) == 3
+    for name in ("gaps.png", "time-3.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert "auto, 3 stages, M = 3: lr" in done.output
+    for bad, said in (
+        (["--stages", "x"], "numbers of at least 1"),
+        (["--data", "text"], "--data-dir"),
+        (["-m", "nope"], "there is no 'nope'"),
+        (["--microbatches", "some"], "--microbatches"),
+        (["--data", "paper-vgg16"], "--data-dir"),
+    ):
+        refused = CliRunner().invoke(main, ["study", *bad, "--out", str(tmp_path)])
+        assert refused.exit_code != 0
+        assert said in " ".join(refused.output.split())
+
+
+def test_t1_begins_with_the_rate_over_the_delay() -> None:
+    """PipeMare's: lr/D^(1 - min(t/T, 1)), here over half of a synchronous run."""
+    rates = contenders.contender("pipedream-t1").over(20).rates
+    assert rates is not None
+    for late in (0, 4):
+        found = [rates(Place(0, 8, late + 1), t) for t in range(15)]
+        assert found == pytest.approx([max(1.0, late) ** -(1 - min(t / 10, 1)) for t in range(15)])
+    assert contenders.contender("pipedream").over(20).rates is None
+
+
+@pytest.mark.parametrize("name", ["auto-muon", "pipedream-2bw-muon", "sync-muon"])
+def test_hidden_matrices_are_muons(name: str) -> None:
+    (cell,) = _cells(name, microbatches=("N",))
+    stages = study.build_stages(cell.settings, 3, 0, study.data_of(cell.settings, Path()))
+    hidden = {p for p in stages[1].parameters() if p.dim() == 2}
+    settings = cell.with_rate(0.01)
+    made = contenders.make_contenders_optimizer(
+        settings, contenders.contender(name).method, hidden, list(stages[1].parameters())
+    )
+    assert isinstance(made, contenders.Together)
+    assert {p for p in made.param_groups[0]["params"]} == hidden
+    assert len(made.param_groups[1]["params"]) == len(list(stages[1].parameters())) - len(hidden)
+    curve = study.train(cell, 0.01, 0, study.data_of(cell.settings, Path()))
+    assert curve.points[-1][0] == 20
+    assert curve.loss < curve.points[0][1]
