@@ -15,6 +15,7 @@ from spectrain_ext.method import Method, check, in_words, places_of
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Replicas
 
+from .errors import OptionError
 from .optimizers import make_optimizer
 from .own import own
 from .settings import AUTO, TrainSettings, microbatches_in, stages_of, window_of
@@ -108,6 +109,8 @@ def _why_not(name: str, settings: TrainSettings) -> str | None:
                 replicas=settings.replicas if count == settings.stages else None,
                 optimizer=_an_optimizer(settings, method),
             )
+    except OptionError:  # the workload's, whatever the method
+        raise
     except ValueError as error:
         return str(error)
     return None

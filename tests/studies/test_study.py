@@ -18,7 +18,9 @@ from studies.optimizers import Together
 from studies.study import Cell, Curve, Curves, cells_of, search, smoothed
 from studies.workload import stages_in
 
-SMALL = contenders.Workload({"batch_size": 64, "warmup": 0, "lr": 0.05, "width": 16}, 20)
+SMALL = contenders.Study(
+    {"data": "digits", "batch_size": 64, "warmup": 0, "lr": 0.05, "width": 16}, 20
+)
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +173,7 @@ def test_rows_compare_by_seed(tmp_path: Path) -> None:
         late = tuple((u, (4.0 - u / 15 + seed), 0.4) for u in range(1, 31))
         curves.save(cells[0], 0.1, seed, Curve(sync, 1.0))
         curves.save(cells[1], 0.2, seed, Curve(late, 1.0))
-    data = study.data_of(cells[0].settings, tmp_path)
+    data = study.maker_in(cells[0].settings, tmp_path)
     first, second = rows_of(tmp_path, {cells[0]: 0.1, cells[1]: 0.2}, range(2), data)
     assert (first.contender, first.delay, first.gap) == ("sync", 0, Interval(0.0, 0.0, 0.0))
     assert first.updates == pytest.approx({0.5: 1.0, 0.75: 1.0, 1.0: 1.0})
