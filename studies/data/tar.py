@@ -30,7 +30,7 @@ def tar_files(
         with tarfile.open(path) as archive:
             for member in archive:
                 _check_end(member.offset_data + member.size)
-                if member.isfile() and wanted(member.name):
+                if member.isfile() and not member.issparse() and wanted(member.name):
                     if member.size > largest:
                         raise tarfile.ReadError(
                             f"{member.name!r} has {member.size} bytes, more than {largest}"
