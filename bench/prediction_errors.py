@@ -31,10 +31,11 @@ from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.stage import Handler, Stage
 from spectrain_ext.schedule import Kind
 from spectrain_ext.weights import StageWeights
-from studies.contenders import WORKLOADS
-from studies.data.batches import training_batches
+from studies.builtin import maker_of
+from studies.contenders import STUDIES
+from studies.pipelines import build_pipeline
 from studies.settings import TrainSettings, settle
-from studies.workload import build_pipeline, build_stages, load_data
+from studies.workload import epochs_of, stages_in
 from studies.world import World
 
 HORIZONS = (1, 2, 3, 7, 15)
@@ -51,8 +52,8 @@ _OUTS = 8  # predictions of one step
 #: rates are constant, so that nothing but the gradients to come is unknown, and the text's is the
 #: best of eight stages with a microbatch each (docs/frontier.md): at twice that they are unstable.
 TRAINED: dict[str, dict[str, Any]] = {
-    "digits": {**WORKLOADS["digits"].settings, "lr": 0.05},
-    "text": {**WORKLOADS["text"].settings, "warmup": 0, "lr": 0.0005},
+    "digits": {**STUDIES["digits"].settings, "lr": 0.05},
+    "text": {**STUDIES["text"].settings, "warmup": 0, "lr": 0.0005},
 }
 #: (method, microbatches by stages)
 METHODS: dict[str, Callable[[int], int]] = {"spectrain": lambda n: 1, "auto": lambda n: n}
@@ -194,13 +195,12 @@ def settings_of(data: str, data_dir: Path | None, method: str, stages: int) -> T
 def trained(settings: TrainSettings, seed: int, updates: int, every: int) -> Errors:
     """Train a pipeline, and measure."""
     torch.manual_seed(seed)
-    data = load_data(settings, Path("."))
-    modules = build_stages(settings, settings.stages, seed, data)
-    pipe = build_pipeline(settings, find_method(settings.methods[0]), modules)
+    method = find_method(settings.methods[0])
+    workload = maker_of(settings, Path("."))(settings, method, settings.stages, seed)
+    modules = stages_in(workload, settings.stages)
+    pipe = build_pipeline(settings, method, workload, modules)
     errors = Errors(every=every)
-    batches = training_batches(
-        data, batch_size=settings.batch_size, epochs=settings.epochs, seed=seed
-    )
+    batches = epochs_of(workload.train, settings.epochs)
     for _ in pipe.run(islice(batches, updates), trace=errors):
         pass
     pipe.release()

@@ -19,3 +19,7 @@ if not any((_SOURCES / f"_C{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
 
 #: What installs what most studies need.
 REMEDY = "pip install -r studies/requirements.txt"
+
+from .workload import Workload  # noqa: E402  after the path is right
+
+__all__ = ["REMEDY", "Workload"]

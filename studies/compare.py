@@ -22,13 +22,12 @@ from spectrain_ext.observation.metrics import Metrics
 from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.pipeline import Pipeline
 
-from .data.batches import count_batches, training_batches
-from .data.split import Split
+from .pipelines import build_pipeline, synchronize
 from .progress import Progress
 from .report import describe, versions
 from .results import Run, RunStore, as_json
 from .settings import TrainSettings, stages_of
-from .workload import build_pipeline, build_stages, make_scheduler, synchronize, tested
+from .workload import Maker, Workload, epochs_of, stages_in, tested
 from .world import World
 
 if TYPE_CHECKING:
@@ -72,13 +71,23 @@ class Observation:
 
 def train_all(
     settings: TrainSettings,
-    data: Split,
+    make: Maker,
+    first: Workload,
     folder: Path,
     console: Console,
     world: World,
     observation: Observation,
 ) -> list[Run]:
     """Train every method with every seed; finished runs are read from ``folder``, new ones kept.
+
+    Args:
+        settings: of all runs.
+        make: makes the workload of each.
+        first: one that it made.
+        folder: for the runs.
+        console: for the progress.
+        world: the processes.
+        observation: of every run.
 
     Returns:
         The runs on rank 0; on others none.
@@ -88,11 +97,11 @@ def train_all(
         RankError: another rank failed; likewise.
         CheckpointError: a checkpoint could not be read or written; likewise.
     """
-    about = {**describe(settings, data, world), **versions()}
+    about = {**describe(settings, first, world), **versions()}
     stores = {
         name: RunStore(folder / "runs", {**about, **source_of(name)}) for name in settings.methods
     }
-    per_run = count_updates(settings, data)
+    per_run = settings.epochs * len(first.train)
     count = len(settings.seeds) * len(settings.methods)
     runs = []
     found = 0
@@ -121,7 +130,7 @@ def train_all(
                                 settings,
                                 asked,
                                 seed,
-                                data,
+                                make,
                                 progress,
                                 part,
                                 observation,
@@ -138,16 +147,11 @@ def train_all(
     return runs
 
 
-def count_updates(settings: TrainSettings, data: Split) -> int:
-    """Minibatches of one run."""
-    return count_batches(len(data.train_inputs), settings.batch_size, settings.epochs)
-
-
 def train_once(
     settings: TrainSettings,
     name: str,
     seed: int,
-    data: Split,
+    make: Maker,
     progress: Progress,
     world: World,
     observation: Observation,
@@ -170,14 +174,15 @@ def train_once(
     torch.manual_seed(seed)
     method = method_of(name)
     count = stages_of(method, settings)
-    stages = build_stages(settings, count, seed, data)
-    total = count_updates(settings, data)
+    workload = make(settings, method, count, seed)
+    stages = stages_in(workload, count)
+    total = settings.epochs * len(workload.train)
     pipe = build_pipeline(
         settings,
         method,
+        workload,
         stages,
         devices=[world.device(name) for name in settings.devices[:count]],
-        scheduler=make_scheduler(settings, total),
         stage=world.stage if world.together else None,
     )
     pipe.train()
@@ -189,14 +194,7 @@ def train_once(
         run = partial(manager.run, extra=log.so_far)
     begin = log.minibatches
     progress.skip(begin)
-    batches: Iterable[object] = training_batches(
-        data,
-        batch_size=settings.batch_size,
-        epochs=settings.epochs,
-        seed=seed,
-        augmented=settings.augment,
-        begin=begin,
-    )
+    batches = epochs_of(workload.train, settings.epochs, begin)
     has_loss = world.stage == world.seats.stages - 1
     # between the first and the last stage nobody looks at them
     feeds = has_loss or world.stage == 0
@@ -214,7 +212,7 @@ def train_once(
             return None
         device = pipe.devices[0]
         model = nn.Sequential(*stages).to(device) if world.together else pipe
-        accuracy, loss = tested(model, data, device, told)
+        accuracy, loss = tested(model, workload.test, workload.loss, device, told)
     return Run(
         method=method.name,
         seed=seed,

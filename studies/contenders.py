@@ -6,18 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-
 from spectrain_ext.cli.imported import method_of
-from spectrain_ext.extras import require
 from spectrain_ext.method import Method, delay, find_method, hybrid, recipe_clip, second_order
 from spectrain_ext.method.formulas import RatesByDelay, none, rest_of_delay
 from spectrain_ext.operators.averaging import Averaging, Elastic, Sparse
 from spectrain_ext.schedule import Law, Place
-
-from .settings import TrainSettings
-from .workload import make_optimizer
 
 
 class Contender(NamedTuple):
@@ -163,47 +156,6 @@ _EXTRA = {
 }
 
 
-class Together(torch.optim.Optimizer):
-    """Several optimizers as one: the groups of all."""
-
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        self._parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        groups = iter(self.param_groups)
-        for part in parts:
-            part.param_groups = [next(groups) for _ in part.param_groups]
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for part in self._parts:
-            part.step()
-
-
-def make_contenders_optimizer(
-    settings: TrainSettings, method: Method, hidden: set[nn.Parameter], params: list[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """The settings' optimizer; muon and soap are for hidden matrices, AdamW for the rest."""
-    if settings.optimizer not in ("muon", "soap"):
-        return make_optimizer(settings, method, params)
-    matrices = [p for p in params if p in hidden]
-    rest = [p for p in params if p not in hidden]
-    made: list[torch.optim.Optimizer] = []
-    if matrices and settings.optimizer == "muon":
-        decay = settings.weight_decay
-        made += [torch.optim.Muon(matrices, settings.lr, decay, adjust_lr_fn="match_rms_adamw")]
-    elif matrices:
-        require(
-            "pytorch_optimizer",
-            "SOAP comes with pytorch-optimizer",
-            "pip install pytorch-optimizer",
-        )
-        from pytorch_optimizer import SOAP  # type: ignore[import-not-found]
-
-        made += [SOAP(matrices, lr=settings.lr, weight_decay=settings.weight_decay)]
-    if rest:
-        made += [torch.optim.AdamW(rest, lr=settings.lr, weight_decay=settings.weight_decay)]
-    return Together(*made)
-
-
 #: What is compared where nothing else is asked for.
 USUAL = (
     *("sync", "vanilla", "pipedream", "pipedream-2bw"),
@@ -211,8 +163,8 @@ USUAL = (
 )
 
 
-class Workload(NamedTuple):
-    """What a study trains.
+class Study(NamedTuple):
+    """What a study trains, and how.
 
     Attributes:
         settings: fields of ``TrainSettings``; learning rates are sought from its ``lr`` on.
@@ -243,7 +195,7 @@ _TEXT = {
 }
 
 
-def _paper(model: str, updates: int, *, normalized: bool = False, **settings: Any) -> Workload:
+def _paper(model: str, updates: int, *, normalized: bool = False, **settings: Any) -> Study:
     """A model of the paper's table: four stages, a microbatch, the same learning rate for all.
 
     Without BatchNorm data parallelism makes the updates of ``sync``, up to the order of sums.
@@ -251,19 +203,19 @@ def _paper(model: str, updates: int, *, normalized: bool = False, **settings: An
     usual = _TEXT if model in ("gpt", "lstm") else _IMAGES
     alike = ("sync", "data-parallel-4") if normalized else ("sync",)
     asked = {**usual, "model": model, **settings}
-    return Workload(asked, updates, 0, (4,), ("1",), (*alike, *_PIPELINED))
+    return Study(asked, updates, 0, (4,), ("1",), (*alike, *_PIPELINED))
 
 
-def _stale(depth: int) -> Workload:
+def _stale(depth: int) -> Study:
     """A model of the table of arXiv 1912.12675, with its learning rate, momentum and decay."""
     settings = {"model": "resnet", "depth": depth, "width": 4, "lr": 0.1, "weight_decay": 1e-4}
     asked = {**_IMAGES, **settings, "batch_size": 64, "test_samples": 1000}
-    return Workload(asked, 960, 0, (4,), ("1",), _HYBRID)
+    return Study(asked, 960, 0, (4,), ("1",), _HYBRID)
 
 
-WORKLOADS = {
+STUDIES = {
     # nanoGPT's small setting for characters, whose published validation loss is 1.88
-    "nanogpt": Workload(
+    "nanogpt": Study(
         {
             **{"data": "text", "width": 128, "context": 64, "batch_size": 12, "test_samples": 512},
             **{"weight_decay": 0.1, "betas": (0.9, 0.99), "clip_norm": 1.0, "warmup": 100},
@@ -271,19 +223,19 @@ WORKLOADS = {
         },
         2000,
     ),
-    "text": Workload(
+    "text": Study(
         {
-            **{"width": 32, "context": 32, "batch_size": 32, "weight_decay": 0.01, "warmup": 30},
-            **{"lr": 0.004, "test_samples": 256},
+            **{"data": "text", "width": 32, "context": 32, "batch_size": 32},
+            **{"weight_decay": 0.01, "warmup": 30, "lr": 0.004, "test_samples": 256},
         },
         400,
     ),
     # of 360 test images: with two judges synchronous training's rate was .05 instead of .003
-    "digits": Workload({"batch_size": 16, "warmup": 0, "lr": 0.0125}, 360, judges=8),
-    "cifar10": Workload(
+    "digits": Study({"data": "digits", "batch_size": 16, "warmup": 0, "lr": 0.0125}, 360, judges=8),
+    "cifar10": Study(
         {
-            **{"width": 8, "batch_size": 32, "weight_decay": 5e-4, "warmup": 30, "lr": 0.02},
-            **{"train_samples": 3072, "test_samples": 1000},
+            **{"data": "cifar10", "width": 8, "batch_size": 32, "weight_decay": 5e-4},
+            **{"warmup": 30, "lr": 0.02, "train_samples": 3072, "test_samples": 1000},
         },
         192,
     ),

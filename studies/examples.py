@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from .builtin import build_model
 from .presets import DATA_SETS, DEFAULT_MODEL, models_for, preset
-from .workload import build_model
 
 _CLASSES = {"digits": 10, "cifar10": 10, "text": 65}  # of text, tiny Shakespeare's characters
 _SAMPLE = {"digits": (64,), "cifar10": (3, 32, 32)}

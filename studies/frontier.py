@@ -20,10 +20,10 @@ from spectrain_ext.method import Method, delay_under, phase_places, phases_of
 from spectrain_ext.schedule import flushes
 
 from .contenders import contender
-from .data.split import Split
 from .looks import looks
 from .study import Cell, Curve, Curves, smoothed
 from .times import Work, measured_work, minibatch_time
+from .workload import Maker
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,7 +82,7 @@ class Row:
 
 
 def rows_of(
-    folder: Path, found: Mapping[Cell, float], seeds: Sequence[int], data: Split
+    folder: Path, found: Mapping[Cell, float], seeds: Sequence[int], make: Maker
 ) -> list[Row]:
     """Compare what was found, the best learning rate of every cell, by the seeds that there are.
 
@@ -105,7 +105,7 @@ def rows_of(
         if n not in reference:
             raise ValueError(f"contenders: {n} stages have no 'sync' to be compared with")
         if n not in work:
-            work[n] = measured_work(cell.settings, data, n, ["cpu"] * n)
+            work[n] = measured_work(cell.settings, make, n, ["cpu"] * n)
         mine, sync = runs(cell), reference[n]
         ends = [_at(curve, cell.updates) for curve in mine.values()]
         pairs = [(curve, sync[seed]) for seed, curve in mine.items() if seed in sync]

@@ -76,3 +76,14 @@ PERPLEXITY = Metric(
     higher_is_better=False,
     loss_unit="nats per character",
 )
+LOSS = Metric(
+    figure="test_loss",
+    scale=1,
+    heading="mean\ntest loss",
+    unit="",
+    digits=3,
+    higher_is_better=False,
+    loss_unit="of the workload",
+)
+#: By what a workload says that it is judged by.
+METRICS = {"accuracy": ACCURACY, "perplexity": PERPLEXITY, "loss": LOSS}

@@ -14,14 +14,13 @@ from spectrain_ext._C import build_info
 from spectrain_ext.cli.imported import method_of
 from spectrain_ext.timelines.method_timeline import draw_method_timelines, draw_methods_together
 
-from .data.batches import count_batches
-from .data.split import Split
-from .judging import ACCURACY, PERPLEXITY, Metric, in_words
+from .judging import ACCURACY, METRICS, Metric, in_words
 from .looks import looks
 from .pictures import draw_losses, draw_losses_over_time
 from .results import MethodResult, Run, summarize, write_results
 from .settings import TrainSettings, stages_of
 from .times import relative_times
+from .workload import Maker, Workload
 from .world import World
 
 # A run knows its method and seed, and does not depend on where the data lay.
@@ -31,7 +30,8 @@ _NOT_OF_A_RUN = ("methods", "seeds", "data_dir")
 def report(
     folder: Path,
     settings: TrainSettings,
-    data: Split,
+    make: Maker,
+    first: Workload,
     runs: Sequence[Run],
     left_out: Mapping[str, str],
     console: Console,
@@ -39,24 +39,22 @@ def report(
 ) -> None:
     """Write results.json, the pictures and the methods' timelines, and print the table."""
     results = summarize(runs)
-    per_epoch = count_batches(len(data.train_inputs), settings.batch_size, 1)
     seeds = len(settings.seeds)
-    metric = PERPLEXITY if data.kind == "text" else ACCURACY
-    about = describe(settings, data, world)
+    metric = METRICS[first.judged]
+    about = describe(settings, first, world)
     about |= {"methods": settings.methods, "seeds": settings.seeds}
     if left_out:
         about["left_out"] = dict(left_out)
     devices = [world.device(name) for name in settings.devices]
-    times = relative_times(settings, data, devices)
+    times = relative_times(settings, make, devices)
     write_results(
         folder / "results.json", results, settings=about, versions=versions(), times=times
     )
     title = (
-        f"{data.name}, {settings.model} in {settings.stages} stages, batch {settings.batch_size}, "
-        f"{settings.optimizer}, lr {settings.lr:g}; "
+        f"{first.name}, {_setting(settings)}; "
         f"{f'median and range of {seeds} seeds' if seeds > 1 else '1 seed'}"
     )
-    window = max(1, per_epoch // 2)
+    window = max(1, len(first.train) // 2)
     draw_losses(folder / "losses.png", results, title=title, window=window, metric=metric)
     draw_losses_over_time(
         folder / "losses-over-time.png", results, times, title=title, window=window, metric=metric
@@ -83,7 +81,7 @@ def report(
     console.print(
         comparison_table(
             results,
-            test_samples=len(data.test_inputs),
+            test_samples=first.about.get("test_samples"),
             metric=metric,
             processes=world.seats.counts,
         )
@@ -96,16 +94,25 @@ def report(
         console.print(told, soft_wrap=True)
 
 
+def _setting(settings: TrainSettings) -> str:
+    if settings.workload is not None:
+        return f"{settings.workload} in {settings.stages} stages"
+    return (
+        f"{settings.model} in {settings.stages} stages, batch {settings.batch_size}, "
+        f"{settings.optimizer}, lr {settings.lr:g}"
+    )
+
+
 def comparison_table(
     results: Sequence[MethodResult],
     *,
-    test_samples: int,
+    test_samples: int | None,
     metric: Metric = ACCURACY,
     processes: Sequence[int] = (),
 ) -> Table:
     """Return one row per method; with several seeds, mean and standard deviation.
 
-    ``test_samples`` says what a single test sample is worth in the accuracy column, ``processes``
+    ``test_samples``, if known, says what one is worth in the accuracy column, ``processes``
     how many each stage had; none: one had all of them.
     """
     seeds = len(results[0].runs) if results else 0
@@ -140,7 +147,7 @@ def comparison_table(
     return table
 
 
-def _caption(seeds: int, test_samples: int, metric: Metric, processes: Sequence[int]) -> str:
+def _caption(seeds: int, test_samples: int | None, metric: Metric, processes: Sequence[int]) -> str:
     share = "a stage each"
     if max(processes, default=1) > 1:
         share = f"{' + '.join(map(str, processes))} for the stages"
@@ -151,7 +158,7 @@ def _caption(seeds: int, test_samples: int, metric: Metric, processes: Sequence[
         else f"{sum(processes)} processes, {share}: minibatches/s is rank 0's. A method without "
         "stages ran on rank 0 alone.",
     ]
-    if metric is ACCURACY:
+    if metric is ACCURACY and test_samples is not None:
         sentences.append(f"One test sample is {100 / test_samples:.1g} points of accuracy.")
     sentences.append(
         f"Mean ± standard deviation over {_plural(seeds)}."
@@ -165,7 +172,7 @@ def _plural(seeds: int) -> str:
     return f"{seeds} seed" if seeds == 1 else f"{seeds} seeds"
 
 
-def describe(settings: TrainSettings, data: Split, world: World) -> dict[str, object]:
+def describe(settings: TrainSettings, workload: Workload, world: World) -> dict[str, object]:
     """What a run depends on besides its method and seed: settings, data, number of processes.
 
     The last is for its throughput; losses are the same.
@@ -174,10 +181,7 @@ def describe(settings: TrainSettings, data: Split, world: World) -> dict[str, ob
     return {
         **{name: value for name, value in values.items() if name not in _NOT_OF_A_RUN},
         "processes": world.size,
-        "data_name": data.name,
-        "data_sha256": data.fingerprint,
-        "train_samples": len(data.train_inputs),
-        "test_samples": len(data.test_inputs),
+        **workload.about,
     }
 
 

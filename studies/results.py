@@ -21,7 +21,7 @@ class Run:
     """One method trained with one seed.
 
     ``test_accuracy`` is the fraction of targets (classes or next characters) that were found, from
-    0 to 1, ``test_loss`` the mean cross entropy in nats, ``losses`` the training loss of every
+    0 to 1, ``test_loss`` the workload's mean loss, ``losses`` the training loss of every
     minibatch in order, ``weight_version_bytes`` the pipeline's property of that name.
     """
 
@@ -155,7 +155,7 @@ class RunStore:
             return None
         same = document.get("settings") == self._settings
         sound = (
-            0 <= run.test_accuracy <= 1
+            (0 <= run.test_accuracy <= 1 or math.isnan(run.test_accuracy))
             and 0 <= run.minibatches_per_second < math.inf
             and run.weight_version_bytes >= 0
         )
@@ -166,7 +166,7 @@ class RunStore:
         self._folder.mkdir(parents=True, exist_ok=True)
         values = dataclasses.asdict(run)
         values["losses"] = [as_json(loss) for loss in run.losses]
-        values["test_loss"] = as_json(run.test_loss)
+        values |= {name: as_json(values[name]) for name in ("test_loss", "test_accuracy")}
         text = json.dumps({"settings": self._settings, "run": values}, indent=1, allow_nan=False)
         replace_file(self.path(run.method, run.seed), f"{text}\n".encode())
 

@@ -21,6 +21,8 @@ from spectrain_ext.method import (
 )
 from spectrain_ext.schedule import Replicas, takes_window
 
+from .errors import OptionError
+from .function import OFFERED, parameters_of, start_rate
 from .presets import DEFAULT_MODEL, models_for, preset
 from .world import World
 
@@ -31,14 +33,6 @@ ALL = "all"
 AUTO = "auto"  # the method that says what it chose
 
 
-class OptionError(ValueError):
-    """An option that cannot be what it is; ``option`` is its name on the command line."""
-
-    def __init__(self, option: str, reason: str) -> None:
-        super().__init__(reason.removeprefix(f"{option}: "))  # which arguments' errors begin with
-        self.option = option
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """The same for every method and seed of one comparison.
@@ -46,8 +40,13 @@ class TrainSettings:
     ``methods`` are names, or ``module:NAME``. ``devices`` has one entry per stage; ``replicas``
     too, and is None where all have one. With ``microbatches="auto"`` every method has what is usual
     for it. ``depth`` None is the model's own, ``train_samples`` and ``test_samples`` None are all.
+    ``workload`` is None, or ``module:function``, which is called with what was ``given`` as well;
+    what such a workload decides by itself is empty or 0. ``updates`` None: so many as the epochs
+    have.
     """
 
+    workload: str | None = None
+    given: tuple[tuple[str, Any], ...] = ()
     data: str = "digits"
     data_dir: Path | None = None
     model: str
@@ -79,6 +78,7 @@ class TrainSettings:
     checkpoint_every: int | None = None
     checkpoint_seconds: float | None = None
     replicas: tuple[int, ...] | None = None
+    updates: int | None = None
 
     @property
     def keeps_checkpoints(self) -> bool:
@@ -101,7 +101,6 @@ def settle(asked: Mapping[str, Any], world: World, *, quick: bool = False) -> Tr
         OptionError: an option that cannot be, or that contradicts others.
     """
     options = {name: value for name, value in asked.items() if value is not None}
-    data = options.setdefault("data", "digits")
     world.seats = _seats(options.get("replicas"), world)
     options["replicas"] = world.seats.counts if world.seats.dealt else None
     options["stages"] = stages = _stages(options.get("stages"), world)
@@ -109,16 +108,53 @@ def settle(asked: Mapping[str, Any], world: World, *, quick: bool = False) -> Tr
         numbers_of(options.get("window"), stages)
     except ValueError as error:
         raise OptionError("window", str(error)) from error
-    model = options["model"] = _model(data, options.get("model"))
-    _check_data_dir(data, options.get("data_dir"))
-    for name, value in dataclasses.asdict(preset(data, model, quick=quick)).items():
-        options.setdefault(name, value)
-    _check_effects(options)
+    if "workload" in options:
+        _fill_own(options, quick)
+    else:
+        _fill_preset(options, quick)
     seeds = options["seeds"]
     options["seeds"] = tuple(dict.fromkeys(range(seeds) if isinstance(seeds, int) else seeds))
     options["methods"] = choose_methods(options.get("methods") or DEFAULT_METHODS)
     options["devices"] = choose_devices(options.get("devices", ["cpu"]), stages, world.local_rank)
     return TrainSettings(**options)
+
+
+def _fill_preset(options: dict[str, Any], quick: bool) -> None:
+    data = options.setdefault("data", "digits")
+    model = options["model"] = _model(data, options.get("model"))
+    _check_data_dir(data, options.get("data_dir"))
+    for name, value in dataclasses.asdict(preset(data, model, quick=quick)).items():
+        options.setdefault(name, value)
+    _check_effects(options)
+
+
+def _fill_own(options: dict[str, Any], quick: bool) -> None:
+    """What was asked for goes to the function, or is refused; the rest it decides by itself."""
+    name = options["workload"]
+    known = parameters_of(name)
+    for option in ("data", "model"):
+        if option in options:
+            raise OptionError(option, "is of the built-in workloads, and --workload has another")
+    given = {key: options.pop(key) for key in OFFERED if key in options}
+    given = {key: value for key, value in given.items() if value is not False}
+    asked = [*given, *(["lr"] if "lr" in options else [])]
+    for key in asked:
+        if key not in known:
+            option = key.replace("_", "-")
+            raise OptionError(option, f"{name} has no parameter {key!r} to get it by")
+    options.setdefault("lr", start_rate(name))
+    if options["lr"] is None:
+        if "lr" in known:
+            raise OptionError("lr", f"{name} has a parameter 'lr' without a default: expected --lr")
+        options["lr"] = 0.0
+    options.setdefault("epochs", 1)
+    options.setdefault("seeds", 1 if quick else 3)
+    options["given"] = tuple(
+        (key, str(value) if isinstance(value, Path) else value) for key, value in given.items()
+    )
+    options |= {"data": "", "model": "", "optimizer": "", "lr_schedule": "constant"}
+    options |= {"batch_size": 0, "width": 0, "depth": None, "context": 0}
+    options |= {"weight_decay": 0.0, "warmup": 0}
 
 
 def _seats(given: int | Sequence[int] | None, world: World) -> Replicas:

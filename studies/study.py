@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,19 +22,21 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from spectrain_ext.cli.imported import source_of
 from spectrain_ext.files import read_json, replace_file
-from spectrain_ext.method import check, phases_of
+from spectrain_ext.method import check, find_method, phases_of
 from spectrain_ext.schedule import flushes
 
-from .contenders import WORKLOADS, contender, make_contenders_optimizer
-from .data.batches import training_batches
-from .data.split import Split
+from .builtin import maker_of
+from .contenders import Study, contender
+from .errors import OptionError
+from .function import source_of_function, start_rate
 from .lockstep import Lockstep, Replicated
-from .settings import OptionError, TrainSettings, microbatches_in, settle
-from .workload import build_stages, factor_of, load_data, mean_loss, tested
+from .own import own
+from .results import as_json
+from .settings import TrainSettings, microbatches_in, settle
+from .workload import Maker, epochs_of, stages_in, tested
 from .world import World
 
 _LARGEST = 1 << 24  # bytes of a run
@@ -56,11 +58,12 @@ class Cell:
     length: float
 
     def with_rate(self, lr: float) -> TrainSettings:
-        return replace(self.settings, **contender(self.contender).changes, lr=lr)
+        changes = contender(self.contender).changes
+        return replace(self.settings, **changes, lr=lr, updates=self.updates)
 
 
 def cells_of(
-    data: str,
+    work: Study,
     data_dir: Path | None,
     stages: Iterable[int],
     microbatches: Iterable[str],
@@ -69,7 +72,7 @@ def cells_of(
     """Every contender at every depth and number of microbatches that it is defined for.
 
     Args:
-        data: a key of ``WORKLOADS``.
+        work: what is trained.
         data_dir: its file or folder.
         stages: numbers of stages.
         microbatches: numbers, or ``"N"`` and ``"2N"`` of as many as stages, or twice that.
@@ -80,22 +83,27 @@ def cells_of(
         ValueError: an unknown name; or no contender is defined for what is asked.
         OptionError: settings that cannot be.
     """
-    work = WORKLOADS[data]
     found: dict[tuple[str, int, int], Cell] = {}
     why = ValueError("contenders: expected at least one")
     for n in stages:
-        own = {"data": data, "lr_schedule": "constant", **work.settings}
-        if own["data"] == "text":
-            own.setdefault("depth", max(1, n - 2))  # a block for every stage
+        usual = dict(work.settings)
+        if "workload" not in usual:
+            usual = {"lr_schedule": "constant", "epochs": _ENDLESS, **usual}
+            if usual["data"] == "text":
+                usual.setdefault("depth", max(1, n - 2))  # a block for every stage
         for text in microbatches:
             m = _microbatches(text, n)
             for name in contenders:
                 chosen = contender(name)
+                if "workload" in usual and not chosen.changes.keys() <= {"microbatches"}:
+                    raise OptionError(
+                        "method", f"{name} changes the optimizer, which is --workload's own"
+                    )
                 method, changes, replicas = chosen.method, chosen.changes, chosen.replicas
                 flushing = all(flushes(phase.schedule) for phase in phases_of(method))
                 parts = changes.get("microbatches", 1 if flushing else m)
-                asked = {**own, "data_dir": data_dir, "stages": n, "microbatches": parts}
-                asked |= {"methods": ["sync"], "devices": ["cpu"], "epochs": _ENDLESS}
+                asked = {**usual, "data_dir": data_dir, "stages": n, "microbatches": parts}
+                asked |= {"methods": ["sync"], "devices": ["cpu"]}
                 settings = settle(asked, World.of_environment())
                 try:
                     check(method, n, microbatches=parts // replicas)
@@ -142,51 +150,48 @@ def smoothed(curve: Curve) -> Curve:
     return Curve(tuple(points), curve.seconds)
 
 
-def train(cell: Cell, lr: float, seed: int, data: Split) -> Curve:
+def train(cell: Cell, lr: float, seed: int, make: Maker) -> Curve:
     """Train one cell with one learning rate and seed."""
     settings = cell.with_rate(lr)
     torch.manual_seed(seed)
     asked = contender(cell.contender)
     method, replicas = asked.over(cell.updates), asked.replicas
     parts = microbatches_in(method, settings) // replicas
-
-    def made() -> Lockstep:
-        stages = build_stages(settings, settings.stages, seed, data)
-        # between the embedding and the head
-        hidden = {p for stage in stages[1:-1] for p in stage.parameters() if p.dim() == 2}
-        return Lockstep(
-            stages,
-            partial(make_contenders_optimizer, settings, method, hidden),
-            mean_loss,
+    workloads = [make(settings, method, settings.stages, seed) for _ in range(replicas)]
+    locks = [
+        Lockstep(
+            stages_in(workload, settings.stages),
+            workload.optimizer,
+            workload.loss,
             method,
-            scheduler=partial(LambdaLR, lr_lambda=factor_of(settings, cell.updates)),
+            scheduler=workload.scheduler,
             microbatches=parts,
             clip_norm=settings.clip_norm,
         )
-
-    lock: Lockstep | Replicated = made()
+        for workload in workloads
+    ]
+    lock: Lockstep | Replicated = locks[0]
     if asked.averaging is not None:
-        lock = Replicated([made() for _ in range(replicas)], asked.averaging)
-    batches = training_batches(
-        data,
-        batch_size=settings.batch_size,
-        epochs=settings.epochs,
-        seed=seed,
-        augmented=settings.augment,
-    )
+        lock = Replicated(locks, asked.averaging)
+    workload = workloads[0]
     total = round(cell.updates * cell.length)
     every = max(1, cell.updates // _POINTS)
     points = []
     began = time.perf_counter()
-    for update, (value, target) in enumerate(islice(batches, total), start=1):
+    batches = islice(epochs_of(workload.train, _ENDLESS), total)
+    for update, (value, target) in enumerate(batches, start=1):
         if not math.isfinite(lock.train_on(value, target)):
             points.append((update, math.inf, 0.0))
             break
         if update % every == 0 or update == total:
             with lock.true_weights() as model:
-                accuracy, loss = tested(model, data)
+                accuracy, loss = tested(model, workload.test, workload.loss)
             points.append((update, loss if math.isfinite(loss) else math.inf, accuracy))
     return Curve(tuple(points), time.perf_counter() - began)
+
+
+def _source_of_own(workload: str | None) -> dict[str, str]:
+    return {} if workload is None else {"workload_sha256": source_of_function(workload)}
 
 
 class Curves:
@@ -197,7 +202,7 @@ class Curves:
 
     def _path(self, cell: Cell, lr: float, seed: int) -> tuple[Path, dict[str, Any]]:
         settings = dataclasses.asdict(cell.with_rate(lr))
-        for name in ("data_dir", "methods", "seeds", "devices", "epochs", "threads"):
+        for name in ("data_dir", "methods", "seeds", "devices", "epochs", "threads", "updates"):
             del settings[name]
         asked = {
             "contender": cell.contender,
@@ -206,11 +211,12 @@ class Curves:
             "seed": seed,
             "settings": settings,
             **source_of(cell.contender),
+            **_source_of_own(cell.settings.workload),
         }
         asked = json.loads(json.dumps(asked, sort_keys=True))
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
         s = cell.settings
-        folder = self._folder / f"{s.data}-N{s.stages}-M{s.microbatches}"
+        folder = self._folder / f"{s.data or 'own'}-N{s.stages}-M{s.microbatches}"
         name = f"{cell.contender.replace(':', '.')}-lr{lr:g}-seed{seed}-{key}.json"
         return folder / name, asked
 
@@ -230,18 +236,18 @@ class Curves:
         """Write a finished run."""
         path, asked = self._path(cell, lr, seed)
         path.parent.mkdir(parents=True, exist_ok=True)
-        points = [(u, loss if math.isfinite(loss) else "inf", a) for u, loss, a in curve.points]
+        points = [(u, as_json(loss), as_json(a)) for u, loss, a in curve.points]
         text = json.dumps({**asked, "points": points, "seconds": curve.seconds}, allow_nan=False)
         replace_file(path, f"{text}\n".encode())
 
 
 @lru_cache(maxsize=1)
-def _loaded(settings: TrainSettings, folder: Path) -> Split:
-    return load_data(settings, folder / "data-cache")
+def _loaded(settings: TrainSettings, folder: Path) -> Maker:
+    return maker_of(settings, folder / "data-cache")
 
 
-def data_of(settings: TrainSettings, folder: Path) -> Split:
-    """The data of a cell; decoded images are kept below the folder.
+def maker_in(settings: TrainSettings, folder: Path) -> Maker:
+    """What makes the workloads of a cell; decoded images are kept below the folder.
 
     Raises:
         FileNotFoundError, ValueError: a file is missing or not what it should be.
@@ -251,12 +257,31 @@ def data_of(settings: TrainSettings, folder: Path) -> Split:
     return _loaded(replace(settings, **alike), folder)  # type: ignore[arg-type]
 
 
+def own_study(workload: str, epochs: int) -> Study:
+    """The study of a workload that ``module:function`` makes.
+
+    Raises:
+        OptionError: it cannot be had, or its function has no learning rate to begin with.
+        ValueError: what it has to train with cannot be counted.
+    """
+    if start_rate(workload) is None:
+        raise OptionError(
+            "workload",
+            f"{workload}: expected a parameter 'lr' with a default: the best rate is sought from "
+            "there on",
+        )
+    asked = {"workload": workload, "epochs": epochs}
+    settings = settle({**asked, "stages": 1, "methods": ["sync"]}, World())
+    first = own(settings, find_method("sync"), 1, 0)
+    return Study(asked, epochs * len(first.train), stages=(4,))
+
+
 def _one(folder: Path, cell: Cell, lr: float, seed: int) -> Curve:
     curves = Curves(folder)
     found = curves.find(cell, lr, seed)
     if found is None:
         torch.set_num_threads(1)
-        found = train(cell, lr, seed, data_of(cell.settings, folder))
+        found = train(cell, lr, seed, maker_in(cell.settings, folder))
         curves.save(cell, lr, seed, found)
     return found
 

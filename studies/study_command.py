@@ -15,8 +15,8 @@ from spectrain_ext.cli.options import POSITIVE, names, numbers_listed, plain_con
 from spectrain_ext.extras import require, require_matplotlib
 
 from . import REMEDY
-from .contenders import USUAL, WORKLOADS
-from .data.split import Split
+from .contenders import STUDIES, USUAL, Study, contender
+from .errors import OptionError
 from .frontier import (
     draw_gaps,
     draw_times,
@@ -24,13 +24,14 @@ from .frontier import (
     rows_of,
     write_frontier,
 )
-from .options import data_dir
+from .options import data_dir, workload
 from .report import versions
-from .settings import OptionError, TrainSettings
-from .study import Curves, cells_of, data_of, search_all
-from .workload import build_stages
+from .study import Cell, Curves, cells_of, maker_in, own_study, search_all
+from .workload import Maker, Workload, stages_in
 
 _TABLE = 120  # columns that the table has
+_DATA = "digits"
+_EPOCHS = 3
 
 
 @click.command(
@@ -44,16 +45,23 @@ _TABLE = 120  # columns that the table has
 )
 @click.option(
     "--data",
-    type=click.Choice(tuple(WORKLOADS)),
-    default="digits",
-    help="What is trained, each with a small model; what is not digits is read from --data-dir.",
+    type=click.Choice(tuple(STUDIES)),
+    help="What is trained, each with a small model; what is not digits is read from --data-dir.  "
+    "[default: digits]",
 )
 @data_dir
+@workload
+@click.option(
+    "--epochs",
+    type=POSITIVE,
+    help="Passes over the training data of --workload.  [default: 3; of --data as many updates as "
+    "docs/frontier.md says]",
+)
 @click.option(
     "--stages",
     metavar="NUMBERS",
     callback=numbers_listed,
-    help="Numbers of stages, with commas.  [default: 4,8; of paper-* 4]",
+    help="Numbers of stages, with commas.  [default: 4,8; of paper-* and --workload 4]",
 )
 @click.option(
     "--microbatches",
@@ -78,11 +86,14 @@ _TABLE = 120  # columns that the table has
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the runs, frontier.json and pictures.  [default: runs/study-<data>]",
+    help="Folder for the runs, frontier.json and pictures.  [default: runs/study- and what is "
+    "trained]",
 )
 def study(
-    data: str,
+    data: str | None,
     data_dir: Path | None,
+    workload: str | None,
+    epochs: int | None,
     stages: Sequence[int] | None,
     microbatches: Sequence[str],
     methods: Sequence[str],
@@ -96,24 +107,29 @@ def study(
     """
     require_matplotlib()
     require("scipy", "confidence intervals come from SciPy", REMEDY)
-    folder = out or Path("runs") / f"study-{data}"
+    label = workload.rpartition(":")[2] if workload else data or _DATA
+    folder = out or Path("runs") / f"study-{label}"
     console = plain_console()
-    work = WORKLOADS[data]
     try:
+        work = _work(data, workload, epochs)
         wanted = dict.fromkeys(("sync", *(methods or work.contenders)))
-        with own_failures(*wanted):
+        with own_failures(*wanted, *([workload] if workload else [])):
             cells = cells_of(
-                data,
+                work,
                 data_dir,
                 stages or work.stages,
                 microbatches or work.microbatches,
                 tuple(wanted),
             )
-        split = data_of(cells[0].settings, folder)
+        make = maker_in(cells[0].settings, folder)
+        examples = {cell.settings.stages: _workload(cell, make) for cell in cells}
+        sizes = {n: _sizes(example, n) for n, example in examples.items()}
     except OptionError as error:
         raise click.BadParameter(str(error), param_hint=f"'--{error.option}'") from error
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
+    name = next(iter(examples.values())).name
+    del examples
     began = time.monotonic()
     found = {}
     for cell, lr in search_all(folder, cells, range(seeds), work.judges, jobs=jobs):
@@ -123,10 +139,10 @@ def study(
             f"{len(found)}/{len(cells)} {cell.contender}, {s.stages} stages, M = {s.microbatches}: "
             f"lr {lr:.3g}, {time.monotonic() - began:.0f} s"
         )
-    rows = rows_of(folder, found, range(seeds), split)
-    sizes = {cell.settings.stages: cell.settings for cell in cells}
+    rows = rows_of(folder, found, range(seeds), make)
     asked = {
-        "data": data,
+        **({"workload": workload, "epochs": work.settings["epochs"]} if workload else {}),
+        **({} if workload else {"data": data or _DATA}),
         "stages": ",".join(map(str, sizes)),
         "microbatches": ",".join(microbatches or work.microbatches),
         "method": ",".join(wanted),
@@ -134,17 +150,17 @@ def study(
     }
     about: dict[str, Any] = {
         "command": " ".join(["python -m studies study", *(f"--{k} {v}" for k, v in asked.items())]),
-        "data": data,
+        "data": workload or data or _DATA,
         "seeds": seeds,
         "updates": cells[0].updates,
         "settings": dict(work.settings),
-        "parameters": {n: _sizes(settings, split) for n, settings in sizes.items()},
+        "parameters": sizes,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "cpu": cpu_name(),
         "versions": versions(),
     }
     write_frontier(folder / "frontier.json", rows, about)
-    draw_gaps(folder / "gaps.png", rows, f"{split.name}, {seeds} seeds")
+    draw_gaps(folder / "gaps.png", rows, f"{name}, {seeds} seeds")
     curves = Curves(folder)
     for n in dict.fromkeys(row.stages for row in rows):
         runs = {
@@ -155,12 +171,26 @@ def study(
             if c.settings.stages == n
         }
         mine = [row for row in rows if row.stages == n]
-        draw_times(folder / f"time-{n}.png", mine, runs, f"{split.name}, {n} stages, {seeds} seeds")
+        draw_times(folder / f"time-{n}.png", mine, runs, f"{name}, {n} stages, {seeds} seeds")
     plain_console(width=max(console.width, _TABLE)).print(frontier_table(rows))
     console.print(f"numbers and pictures: {folder}", soft_wrap=True)
 
 
-def _sizes(settings: TrainSettings, data: Split) -> list[int]:
+def _work(data: str | None, workload: str | None, epochs: int | None) -> Study:
+    if workload is None:
+        if epochs is not None:
+            raise OptionError("epochs", "is of --workload; a study of --data has its own length")
+        return STUDIES[data or _DATA]
+    if data is not None:
+        raise OptionError("data", "is of the built-in workloads, and --workload has another")
+    with own_failures(workload):
+        return own_study(workload, epochs or _EPOCHS)
+
+
+def _workload(cell: Cell, make: Maker) -> Workload:
+    return make(cell.settings, contender(cell.contender).method, cell.settings.stages, 0)
+
+
+def _sizes(workload: Workload, stages: int) -> list[int]:
     """Parameters of each stage."""
-    stages = build_stages(settings, settings.stages, 0, data)
-    return [sum(p.numel() for p in stage.parameters()) for stage in stages]
+    return [sum(p.numel() for p in stage.parameters()) for stage in stages_in(workload, stages)]

@@ -10,13 +10,14 @@ import torch
 
 from spectrain_ext.cli.imported import method_of
 from spectrain_ext.cli.machine import threads
-from spectrain_ext.method import Method, Window
+from spectrain_ext.method import Method, Window, find_method
 from spectrain_ext.schedule import summarize
 from spectrain_ext.timelines.method_timeline import simulate_method
 
-from .data.split import Split
+from .looks import REFERENCE
+from .pipelines import synchronize
 from .settings import TrainSettings, microbatches_in, stages_of, window_of
-from .workload import build_stages, mean_loss, synchronize
+from .workload import Maker, stages_in
 
 _TIMED = 9  # runs of a stage, of which the fastest counts: others may use the machine as well
 _ENOUGH = 1.0  # seconds for one stage
@@ -36,14 +37,14 @@ class Work(NamedTuple):
 
 
 def measured_work(
-    settings: TrainSettings, data: Split, stages: int, devices: Sequence[str]
+    settings: TrainSettings, make: Maker, stages: int, devices: Sequence[str]
 ) -> Work:
     """What stages take for a minibatch here, one after the other, with the settings' threads."""
-    modules = build_stages(settings, stages, 0, data)
+    workload = make(settings, find_method(REFERENCE), stages, 0)
+    modules = stages_in(workload, stages)
     places = [torch.device(name) for name in devices]
-    batch = slice(settings.batch_size)
-    target = data.train_targets[batch].to(places[-1])
-    value = data.prepare(data.train_inputs[batch])
+    value, target = next(iter(workload.train))
+    target = target.to(places[-1])
     forward, backward = [], []
     with threads(settings.threads):
         for k, (module, place) in enumerate(zip(modules, places, strict=True)):
@@ -58,7 +59,7 @@ def measured_work(
                 began = time.perf_counter()
                 output = module(inputs)
                 if k == stages - 1:
-                    output = mean_loss(output, target)
+                    output = workload.loss(output, target)
                 synchronize([place])
                 done = time.perf_counter()
                 output.backward(torch.ones_like(output))
@@ -98,7 +99,7 @@ def minibatch_time(method: Method, microbatches: int, work: Work, window: Window
 
 
 def relative_times(
-    settings: TrainSettings, data: Split, devices: Sequence[str]
+    settings: TrainSettings, make: Maker, devices: Sequence[str]
 ) -> dict[str, float]:
     """By method, the time of a minibatch over the slowest stage's work on it: 1 has no bubble.
 
@@ -108,7 +109,7 @@ def relative_times(
 
     def work_of(stages: int) -> Work:
         if stages not in works:
-            works[stages] = measured_work(settings, data, stages, devices[:stages])
+            works[stages] = measured_work(settings, make, stages, devices[:stages])
         return works[stages]
 
     slowest = work_of(settings.stages).slowest

@@ -8,17 +8,21 @@ from typing import Any
 import click
 from rich.text import Text
 
+from spectrain_ext.cli.imported import own_failures
 from spectrain_ext.cli.options import POSITIVE, finite, names, numbers, plain_console
 from spectrain_ext.extras import require_matplotlib, require_tensorboard
+from spectrain_ext.method import find_method
 
+from .builtin import maker_of
 from .compare import Observation, train_all
-from .data.split import Split
+from .looks import REFERENCE
 from .once import OnceToldCommand, agreed, joined, logged, told
-from .options import data_dir
+from .options import data_dir, workload
+from .pipelines import choice, fitting
 from .presets import DATA_SETS, MODELS
 from .report import report
 from .settings import ALL, AUTO, DEFAULT_METHODS, TrainSettings, settle
-from .workload import build_stages, choice, fitting, load_data
+from .workload import Maker, Workload, stages_in
 from .world import World
 
 _COUNT = click.IntRange(min=0)
@@ -35,10 +39,11 @@ _OPTIMIZERS = ("sgd", "adam", "adamw", "nadam")
 @click.option(
     "--data",
     type=click.Choice(DATA_SETS),
-    default="digits",
-    help="What is trained on; digits come with scikit-learn, the others are read from --data-dir.",
+    help="What is trained on; digits come with scikit-learn, the others are read from --data-dir.  "
+    "[default: digits]",
 )
 @data_dir
+@workload
 @click.option(
     "--model",
     type=click.Choice(MODELS),
@@ -192,12 +197,13 @@ def train(
             require_matplotlib()
             if tensorboard is not None:
                 require_tensorboard()
-            settings, left_out = fitting(settings, leave_out=ALL in asked["methods"])
+            with own_failures(*([settings.workload] if settings.workload else [])):
+                settings, left_out = fitting(settings, leave_out=ALL in asked["methods"])
         if AUTO in settings.methods:
             console.print(choice(settings), soft_wrap=True)
         given = str(out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S"))
         folder = Path(world.tell(given)[0])
-        data = _load(settings, cache_dir or folder.parent / "data-cache", world)
+        make, first = _load(settings, cache_dir or folder.parent / "data-cache", world)
         for name, reason in left_out.items():
             console.print(Text.assemble("Left out: ", (name, "bold"), f" ({reason})"))
         with agreed(world):
@@ -205,21 +211,23 @@ def train(
                 _make_folder(folder)
         observation = Observation(folder / "metrics.jsonl" if metrics else None, tensorboard)
         with told(world, console, folder):
-            runs = train_all(settings, data, folder, console, world, observation)
+            runs = train_all(settings, make, first, folder, console, world, observation)
         if world.first:
-            report(folder, settings, data, runs, left_out, console, world)
+            report(folder, settings, make, first, runs, left_out, console, world)
 
 
-def _load(settings: TrainSettings, cache: Path, world: World) -> Split:
+def _load(settings: TrainSettings, cache: Path, world: World) -> tuple[Maker, Workload]:
     """Read the data on every rank, the first of a machine before others, and try the model."""
-    data = None
+    found = None
     for turn in (True, False):
         with agreed(world):
             if (world.local_rank == 0) == turn:
-                data = load_data(settings, cache)
-                build_stages(settings, settings.stages, settings.seeds[0], data)
-    assert data is not None
-    return data
+                make = maker_of(settings, cache)
+                first = make(settings, find_method(REFERENCE), settings.stages, settings.seeds[0])
+                stages_in(first, settings.stages)
+                found = make, first
+    assert found is not None
+    return found
 
 
 def _make_folder(folder: Path) -> None:

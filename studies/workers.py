@@ -294,6 +294,6 @@ def train(
     if not theta.isfinite().all():
         return None
     computed.copy_(theta)
-    accuracy, loss = tested(model, data)
+    accuracy, loss = tested(model, data.tests())
     lags, gaps = zip(*seen, strict=True)
     return Trained(accuracy, loss, sum(lags) / updates, sum(gaps) / updates)

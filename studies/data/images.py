@@ -16,12 +16,6 @@ def normalize(images: Tensor) -> Tensor:
     return images.float().div_(255).sub_(mean).div_(deviation)
 
 
-def draw_variations(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Shifts in pixels from 0, ``(2, batch, 1)``, and which images to mirror, ``(batch, 1)``."""
-    shifts = torch.randint(2 * _PADDING + 1, (2, batch, 1), generator=generator)
-    return shifts, torch.rand(batch, 1, generator=generator) < 0.5
-
-
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     """Shift every image by up to 4 pixels each way, black coming in, and mirror every second one.
 
@@ -29,7 +23,8 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     """
     batch, _, rows, columns = images.shape
     padded = torch.nn.functional.pad(images, (_PADDING,) * 4)
-    (down, right), mirrored = draw_variations(batch, generator)
+    down, right = torch.randint(2 * _PADDING + 1, (2, batch, 1), generator=generator)
+    mirrored = torch.rand(batch, 1, generator=generator) < 0.5
     row = down + torch.arange(rows)
     column = right + torch.arange(columns)
     column = torch.where(mirrored, column.flip(1), column)

@@ -1,11 +1,15 @@
 """A data set cut into a part to train on and a part to test with."""
 
+from __future__ import annotations
+
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+
+_TEST_BATCH = 256
 
 Kind = Literal["features", "images", "text"]
 
@@ -44,7 +48,7 @@ class Split:
     def features(self) -> int:
         return self.train_inputs[0].numel()
 
-    def first(self, train_samples: int | None, test_samples: int | None) -> "Split":
+    def first(self, train_samples: int | None, test_samples: int | None) -> Split:
         """The same with at most so many samples, the first ones; None: all."""
         return dataclasses.replace(
             self,
@@ -53,3 +57,22 @@ class Split:
             test_inputs=self.test_inputs[:test_samples],
             test_targets=self.test_targets[:test_samples],
         )
+
+    def tests(self) -> Tests:
+        """The minibatches to test with."""
+        return Tests(self)
+
+
+class Tests:
+    """Minibatches of the test part in its order, prepared for a model."""
+
+    def __init__(self, data: Split) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        data = self._data
+        parts = zip(
+            data.test_inputs.split(_TEST_BATCH), data.test_targets.split(_TEST_BATCH), strict=True
+        )
+        for inputs, targets in parts:
+            yield data.prepare(inputs), targets

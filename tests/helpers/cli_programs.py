@@ -36,14 +36,14 @@ def train(rank, ranks, port, *arguments):
 
 def train_failing(rank, ranks, port, culprit, *arguments):
     """The same with a stage that raises in its fourth forward; the output is that of the error."""
-    build = compare.build_stages
+    build = compare.stages_in
 
     def faulty(*given):
         stages = build(*given)
         stages[culprit] = Faulty(stages[culprit], "exception", "forward", 3)
         return stages
 
-    compare.build_stages = faulty
+    compare.stages_in = faulty
     # not returned: the groups would be left in order, and what is in flight waited for
     raise Told(*train(rank, ranks, port, *arguments))
 

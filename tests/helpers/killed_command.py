@@ -30,7 +30,7 @@ class Killed(nn.Module):
 
 if __name__ == "__main__":
     rank, forward = int(sys.argv.pop(1)), int(sys.argv.pop(1))
-    build = compare.build_stages
+    build = compare.stages_in
 
     def build_faulty(*given: object) -> list[nn.Module]:
         stages = build(*given)  # type: ignore[arg-type]
@@ -40,5 +40,5 @@ if __name__ == "__main__":
         return stages
 
     if int(os.environ["RANK"]) == rank:
-        compare.build_stages = build_faulty
+        compare.stages_in = build_faulty
     main(prog_name="spectrain")

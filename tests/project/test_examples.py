@@ -19,6 +19,7 @@ TINY = {
     "llama.py": "--steps 4 --layers 2 --width 16 --context 16",
     "own_method.py": "--epochs 1",
     "own_optimizer.py": "--epochs 1",
+    "own_workload.py": "--epochs 1 --stages 2 --seeds 1 --microbatches 1 -m vanilla",
     "resnet18.py": "--steps 3 --width 4",
     "torchrun.py": "--epochs 1",
 }
@@ -35,6 +36,12 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     needs = set(re.findall(r"^(?:import|from) (accelerate|lightning|transformers)\b", text, re.M))
     if missing := [need for need in needs if find_spec(need) is None]:
         pytest.skip(f"needs {missing}: pip install 'spectrain_ext[examples]'")
+    studied = re.search(
+        rf"^ *python (-m studies \w+ --workload examples\.{name[:-3]}:\w+)", text, re.M
+    )
+    if studied is not None:
+        _check_studied(studied[1], TINY[name], tmp_path)
+        return
     said = re.search(rf"^(.*) examples/{re.escape(name)}", text, re.M)
     assert said is not None, "its docstring says how it is started"
     program, *options = shlex.split(said.group(1))
@@ -49,3 +56,17 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert re.search(r"\d\.\d", ran.stdout), ran.stdout[-2000:]
+
+
+def _check_studied(command: str, tiny: str, folder: Path) -> None:
+    """From the repository's root, where the package's sources are not what is imported."""
+    ran = subprocess.run(
+        [sys.executable, *command.split(), *tiny.split(), "--out", str(folder)],
+        cwd=EXAMPLES.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert "gap %" in ran.stdout and (folder / "frontier.json").exists()

@@ -16,12 +16,13 @@ from rivals.workloads import Workload
 from torch import nn
 
 import spectrain_ext as st
+from spectrain_ext.method import find_method
 from studies import frontier
 from studies.__main__ import main
+from studies.builtin import maker_of
 from studies.report import describe, versions
 from studies.results import Run, RunStore, summarize, write_results
 from studies.settings import TrainSettings, settle
-from studies.workload import load_data
 from studies.world import World
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -53,7 +54,8 @@ def opening(document: str, heading: str) -> str:
 def about(tmp_path: Path) -> dict[str, object]:
     pytest.importorskip("sklearn")
     settings = settle({"methods": ["sync"]}, World(), quick=True)
-    return describe(settings, load_data(settings, tmp_path), World())
+    workload = maker_of(settings, tmp_path)(settings, find_method("sync"), 1, 0)
+    return describe(settings, workload, World())
 
 
 def test_results(tmp_path: Path, about: dict[str, Any]) -> None:

@@ -16,8 +16,9 @@ from torch import nn
 
 from studies import compare
 from studies.__main__ import main
-from studies.data.batches import count_batches, training_batches
+from studies.data.batches import Batches, count_batches
 from studies.data.split import Split
+from studies.workload import epochs_of
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -64,14 +65,14 @@ def test_an_interrupted_run_goes_on_to_the_bit(
     arguments = (*KEEP, "-m", method, "--lr-schedule", "cosine", "--metrics")
     straight = _train(tmp_path / "straight", *arguments)
     assert straight.exit_code == 0, straight.output
-    build = compare.build_stages
+    build = compare.stages_in
 
     def train(interrupted_at: int) -> tuple[Result, int]:
         seen = [0]
         with monkeypatch.context() as patch:
             patch.setattr(
                 compare,
-                "build_stages",
+                "stages_in",
                 lambda *given: (
                     [_Interrupting(stage, interrupted_at, seen) for stage in build(*given)][:1]
                     + build(*given)[1:]
@@ -147,11 +148,11 @@ def test_checkpoints_need_a_place(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build = compare.build_stages
+    build = compare.stages_in
     with monkeypatch.context() as patch:
         patch.setattr(
             compare,
-            "build_stages",
+            "stages_in",
             lambda *given: [_Interrupting(stage, 5, [0]) for stage in build(*given)],
         )
         assert _train(tmp_path, *KEEP, "-m", "vanilla").exit_code == 1
@@ -179,10 +180,13 @@ def test_the_order_can_be_entered_anywhere(begin: int, augmented: bool) -> None:
         classes=7,
         fingerprint="",
     )
-    order = {"batch_size": 3, "epochs": 2, "seed": 4, "augmented": augmented}
-    everything = list(training_batches(data, **order))
+
+    def batches(begin: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(epochs_of(Batches(data, batch_size=3, seed=4, augmented=augmented), 2, begin))
+
+    everything = batches(0)
     assert len(everything) == count_batches(7, 3, 2)
-    rest = list(training_batches(data, **order, begin=begin))
+    rest = batches(begin)
     assert len(rest) == len(everything) - begin
     for (a, b), (c, d) in zip(rest, everything[begin:], strict=True):
         assert torch.equal(a, c)

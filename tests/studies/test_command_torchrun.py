@@ -19,7 +19,8 @@ from helpers.ranks import Ranks, run_ranks
 
 from studies import world as world_module
 from studies.__main__ import main
-from studies.settings import OptionError, settle
+from studies.errors import OptionError
+from studies.settings import settle
 from studies.world import World
 
 pytest.importorskip("sklearn")

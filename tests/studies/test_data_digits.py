@@ -5,8 +5,14 @@ import sys
 import pytest
 import torch
 
-from studies.data.batches import count_batches, shuffled_batches
+from studies.data.batches import Batches, count_batches
 from studies.data.digits import load_digits
+from studies.data.split import Split
+from studies.workload import epochs_of
+
+
+def _split(inputs: torch.Tensor, targets: torch.Tensor) -> Split:
+    return Split("t", "features", inputs, targets, inputs, targets, classes=len(targets))
 
 
 def test_digits_are_scaled_and_split_once_and_for_all() -> None:
@@ -42,7 +48,9 @@ def test_a_missing_scikit_learn_names_the_remedy(monkeypatch: pytest.MonkeyPatch
 
 def test_every_epoch_visits_every_sample_once() -> None:
     inputs, targets = torch.arange(23.0).unsqueeze(1), torch.arange(23)
-    batches = list(shuffled_batches(inputs, targets, batch_size=5, epochs=3, seed=0))
+    train = Batches(_split(inputs, targets), batch_size=5, seed=0)
+    assert len(train) == 5
+    batches = list(epochs_of(train, 3))
     assert len(batches) == count_batches(23, 5, 3) == 15
     assert [len(x) for x, _ in batches] == [5, 5, 5, 5, 3] * 3
     orders = [torch.cat([y for _, y in batches[start : start + 5]]) for start in (0, 5, 10)]
@@ -56,7 +64,7 @@ def test_the_order_is_a_function_of_the_seed() -> None:
     inputs, targets = torch.randn(20, 2), torch.arange(20)
 
     def order(seed: int) -> list[int]:
-        batches = shuffled_batches(inputs, targets, batch_size=7, epochs=2, seed=seed)
+        batches = epochs_of(Batches(_split(inputs, targets), batch_size=7, seed=seed), 2)
         return torch.cat([y for _, y in batches]).tolist()
 
     state = torch.random.get_rng_state()

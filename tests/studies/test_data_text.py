@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from studies.data.batches import training_batches
+from studies.data.batches import Batches
 from studies.data.text import load_text
 
 TEXT = "".join("abcdefghij"[n * n % 7] for n in range(95)) + "\u00e4\u20ac\n" + 102 * "x"
@@ -45,10 +45,10 @@ def test_batches_keep_inputs_and_targets_together(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_text(TEXT)
     data = load_text(path, context=5)
-    for inputs, targets in training_batches(data, batch_size=7, epochs=2, seed=1):
+    for inputs, targets in Batches(data, batch_size=7, seed=1):
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
     with pytest.raises(ValueError, match="t has no images, but text"):
-        next(training_batches(data, batch_size=7, epochs=1, seed=0, augmented=True))
+        Batches(data, batch_size=7, seed=0, augmented=True)
 
 
 def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:

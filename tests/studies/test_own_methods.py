@@ -151,10 +151,10 @@ def test_a_correction_of_ones_own(module: str, profile: str, name: str, said: st
 
 
 def test_a_study_finds_it_by_its_module(module: str) -> None:
-    from studies.contenders import contender
+    from studies.contenders import STUDIES, contender
     from studies.study import Curves, cells_of
 
-    (cell,) = cells_of("digits", None, [2], ["1"], [f"{module}:mine"])
+    (cell,) = cells_of(STUDIES["digits"], None, [2], ["1"], [f"{module}:mine"])
     assert contender(cell.contender).method.name == "mine"
     path, asked = Curves(Path())._path(cell, 0.1, 0)
     assert ":" not in path.name

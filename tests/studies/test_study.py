@@ -14,18 +14,22 @@ from spectrain_ext.schedule import Place
 from studies import contenders, study
 from studies.__main__ import main
 from studies.frontier import Interval, rows_of, write_frontier
+from studies.optimizers import Together
 from studies.study import Cell, Curve, Curves, cells_of, search, smoothed
+from studies.workload import stages_in
 
-SMALL = contenders.Workload({"batch_size": 64, "warmup": 0, "lr": 0.05, "width": 16}, 20)
+SMALL = contenders.Study(
+    {"data": "digits", "batch_size": 64, "warmup": 0, "lr": 0.05, "width": 16}, 20
+)
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(contenders.WORKLOADS, "digits", SMALL)
+    monkeypatch.setitem(contenders.STUDIES, "digits", SMALL)
 
 
 def _cells(*names: str, microbatches: tuple[str, ...] = ("1", "N")) -> list[Cell]:
-    return cells_of("digits", None, [3], microbatches, names)
+    return cells_of(contenders.STUDIES["digits"], None, [3], microbatches, names)
 
 
 def test_every_contender_where_it_is_defined() -> None:
@@ -85,7 +89,7 @@ def test_without_judges_all_have_the_settings_rate(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     alike = SMALL._replace(judges=0)
-    monkeypatch.setitem(contenders.WORKLOADS, "digits", alike)
+    monkeypatch.setitem(contenders.STUDIES, "digits", alike)
     asked = []
 
     def train(cell: Cell, lr: float, seed: int, data: object) -> Curve:
@@ -104,11 +108,11 @@ def test_without_judges_all_have_the_settings_rate(
 
 
 def test_the_papers_models_have_its_settings() -> None:
-    names = [name for name in contenders.WORKLOADS if name.startswith("paper-")]
+    names = [name for name in contenders.STUDIES if name.startswith("paper-")]
     assert len(names) == 6
     for name in names:
-        work = contenders.WORKLOADS[name]
-        cells = cells_of(name, Path(), work.stages, work.microbatches, work.contenders)
+        work = contenders.STUDIES[name]
+        cells = cells_of(work, Path(), work.stages, work.microbatches, work.contenders)
         rates = {cell.with_rate(cell.settings.lr).lr for cell in cells}
         assert (work.judges, len(rates), {c.settings.stages for c in cells}) == (0, 1, {4})
         late = {c.contender: c.settings.microbatches for c in cells}
@@ -135,10 +139,10 @@ def test_hybrids_change_after_their_share_of_the_updates() -> None:
 
 
 def test_the_stale_models_have_their_papers_settings() -> None:
-    names = [name for name in contenders.WORKLOADS if name.startswith("stale-")]
+    names = [name for name in contenders.STUDIES if name.startswith("stale-")]
     for name in names:
-        work = contenders.WORKLOADS[name]
-        for cell in cells_of(name, Path(), work.stages, work.microbatches, work.contenders):
+        work = contenders.STUDIES[name]
+        for cell in cells_of(work, Path(), work.stages, work.microbatches, work.contenders):
             settings = cell.with_rate(cell.settings.lr)
             assert (settings.optimizer, settings.lr, settings.momentum) == ("sgd", 0.1, 0.9)
             assert settings.weight_decay == 1e-4
@@ -169,7 +173,7 @@ def test_rows_compare_by_seed(tmp_path: Path) -> None:
         late = tuple((u, (4.0 - u / 15 + seed), 0.4) for u in range(1, 31))
         curves.save(cells[0], 0.1, seed, Curve(sync, 1.0))
         curves.save(cells[1], 0.2, seed, Curve(late, 1.0))
-    data = study.data_of(cells[0].settings, tmp_path)
+    data = study.maker_in(cells[0].settings, tmp_path)
     first, second = rows_of(tmp_path, {cells[0]: 0.1, cells[1]: 0.2}, range(2), data)
     assert (first.contender, first.delay, first.gap) == ("sync", 0, Interval(0.0, 0.0, 0.0))
     assert first.updates == pytest.approx({0.5: 1.0, 0.75: 1.0, 1.0: 1.0})
@@ -235,15 +239,15 @@ def test_t1_begins_with_the_rate_over_the_delay() -> None:
 @pytest.mark.parametrize("name", ["auto-muon", "pipedream-2bw-muon", "sync-muon"])
 def test_hidden_matrices_are_muons(name: str) -> None:
     (cell,) = _cells(name, microbatches=("N",))
-    stages = study.build_stages(cell.settings, 3, 0, study.data_of(cell.settings, Path()))
+    make = study.maker_in(cell.settings, Path())
+    settings, method = cell.with_rate(0.01), contenders.contender(name).method
+    workload = make(settings, method, 3, 0)
+    stages = stages_in(workload, 3)
     hidden = {p for p in stages[1].parameters() if p.dim() == 2}
-    settings = cell.with_rate(0.01)
-    made = contenders.make_contenders_optimizer(
-        settings, contenders.contender(name).method, hidden, list(stages[1].parameters())
-    )
-    assert isinstance(made, contenders.Together)
+    made = workload.optimizer(list(stages[1].parameters()))
+    assert isinstance(made, Together)
     assert {p for p in made.param_groups[0]["params"]} == hidden
     assert len(made.param_groups[1]["params"]) == len(list(stages[1].parameters())) - len(hidden)
-    curve = study.train(cell, 0.01, 0, study.data_of(cell.settings, Path()))
+    curve = study.train(cell, 0.01, 0, make)
     assert curve.points[-1][0] == 20
     assert curve.loss < curve.points[0][1]

@@ -6,9 +6,9 @@ import pytest
 
 from spectrain_ext.method import find_method
 from studies import times
+from studies.builtin import maker_of
 from studies.settings import settle
 from studies.times import Work, measured_work, minibatch_time, relative_times
-from studies.workload import load_data
 from studies.world import World
 
 pytest.importorskip("sklearn")
@@ -44,14 +44,14 @@ def test_the_slowest_stage_decides():
 def test_methods_are_compared_in_one_unit(monkeypatch, tmp_path):
     asked: list[int] = []
 
-    def given(settings, data, stages, devices):
+    def given(settings, make, stages, devices):
         asked.append(stages)
         assert len(devices) == stages
         return Work([1.0] * stages, [2.0] * stages) if stages > 1 else Work([3.0], [6.0])
 
     monkeypatch.setattr(times, "measured_work", given)
     settings = settings_for("xgrad", "sync", "1f1b", "auto", stages=4)
-    found = relative_times(settings, load_data(settings, tmp_path), ["cpu"] * 4)
+    found = relative_times(settings, maker_of(settings, tmp_path), ["cpu"] * 4)
     # the uncut model on one device has no bubbles, and all the work
     assert found == pytest.approx({"xgrad": 3.0, "sync": 4.0, "1f1b": 7 / 4, "auto": 1.0})
     assert sorted(asked) == [1, 4]
@@ -59,7 +59,7 @@ def test_methods_are_compared_in_one_unit(monkeypatch, tmp_path):
 
 def test_stages_are_measured(tmp_path):
     settings = settings_for("sync", stages=3, width=256)
-    work = measured_work(settings, load_data(settings, tmp_path), 3, ["cpu"] * 3)
+    work = measured_work(settings, maker_of(settings, tmp_path), 3, ["cpu"] * 3)
     assert len(work.forward) == len(work.backward) == 3
     assert all(0 < seconds < 1 for seconds in (*work.forward, *work.backward))
     assert work.slowest < sum(work.forward) + sum(work.backward)

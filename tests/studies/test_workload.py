@@ -12,11 +12,14 @@ from torch import nn
 
 import spectrain_ext as st
 from spectrain_ext.method import find_method, methods
+from studies.builtin import build_stages, builtin
 from studies.data.split import Split
+from studies.errors import OptionError
+from studies.optimizers import make_optimizer, make_scheduler
+from studies.pipelines import build_pipeline, fitting
 from studies.presets import DATA_SETS, DEFAULT_MODEL, models_for, preset
 from studies.settings import (
     DEFAULT_METHODS,
-    OptionError,
     TrainSettings,
     choose_methods,
     microbatches_in,
@@ -24,14 +27,7 @@ from studies.settings import (
     stages_of,
     window_of,
 )
-from studies.workload import (
-    build_pipeline,
-    build_stages,
-    fitting,
-    make_optimizer,
-    make_scheduler,
-    mean_loss,
-)
+from studies.workload import mean_loss
 from studies.world import World
 
 SETTINGS = TrainSettings(
@@ -290,7 +286,9 @@ def test_settings_reach_the_pipeline() -> None:
         settings = _with(clip_norm=clip_norm, recompute=True, weight_decay=0.0, microbatches=2)
         layer = nn.Linear(3, 5)
         before = layer.weight.detach().clone()
-        pipe = build_pipeline(settings, find_method("vanilla"), [layer])
+        method = find_method("vanilla")
+        workload = builtin(_split("features"), settings, method, 1, 0)
+        pipe = build_pipeline(settings, method, workload, [layer])
         list(pipe.run([(torch.randn(4, 3), torch.tensor([0, 1, 2, 3]))]))
         pipe.release()
         moved.append((layer.weight.detach() - before).abs().max().item())

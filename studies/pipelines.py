@@ -1,0 +1,116 @@
+"""The pipeline of a run, and which methods work with the settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from spectrain_ext.cli.imported import method_of, own_failures
+from spectrain_ext.distributed import DistributedPipeline
+from spectrain_ext.method import Method, check, in_words, places_of
+from spectrain_ext.pipeline.pipeline import Pipeline
+from spectrain_ext.schedule import Replicas
+
+from .errors import OptionError
+from .optimizers import make_optimizer
+from .own import own
+from .settings import AUTO, TrainSettings, microbatches_in, stages_of, window_of
+from .workload import Workload
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait for CUDA devices, so that the clock sees work and not its launch."""
+    for device in set(devices):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def build_pipeline(
+    settings: TrainSettings,
+    method: Method,
+    workload: Workload,
+    stages: Sequence[nn.Module],
+    *,
+    devices: Sequence[str] | None = None,
+    stage: int | None = None,
+) -> Pipeline:
+    """Return the pipeline of a method, with everything that the settings say of it.
+
+    Args:
+        stages: of the workload, all of them.
+        devices: one per stage; None: where the stages are.
+        stage: the one that is this process's; None: it has all of them.
+
+    Raises:
+        ValueError: the method does not work with the settings.
+    """
+    more: dict[str, Any] = {
+        "scheduler": workload.scheduler,
+        "microbatches": microbatches_in(method, settings),
+        "window": window_of(method, settings),
+        "clip_norm": settings.clip_norm,
+        "clip_scope": "stage",  # under every method, so that they differ in nothing else
+        "recompute": settings.recompute,
+    }
+    made = workload.optimizer, workload.loss, method
+    if stage is None:
+        return Pipeline(list(stages), *made, devices, **more)
+    more |= {"replicas": settings.replicas, "device": None if devices is None else devices[stage]}
+    return DistributedPipeline(stages[stage], *made, **more)
+
+
+def _an_optimizer(settings: TrainSettings, method: Method) -> torch.optim.Optimizer:
+    """Such an optimizer as a stage's, of a parameter that is in no model."""
+    lone = [nn.Parameter(torch.zeros(1))]
+    if settings.workload is None:
+        return make_optimizer(settings, method, lone)
+    return own(settings, method, stages_of(method, settings), settings.seeds[0]).optimizer(lone)
+
+
+def fitting(settings: TrainSettings, *, leave_out: bool) -> tuple[TrainSettings, dict[str, str]]:
+    """Return the settings with the methods that work with them, and why others do not.
+
+    Raises:
+        ValueError: a method does not work and is not to be left out; or none is left.
+    """
+    reasons = {name: _why_not(name, settings) for name in settings.methods}
+    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
+    for name, reason in left_out.items():
+        if not leave_out or len(left_out) == len(reasons):
+            raise ValueError(f"method {name}: {reason}")
+    kept = tuple(name for name in settings.methods if name not in left_out)
+    return dataclasses.replace(settings, methods=kept), left_out
+
+
+def choice(settings: TrainSettings) -> str:
+    """What the method ``auto`` does with these settings, in a line."""
+    method = method_of(AUTO)
+    parts = microbatches_in(method, settings)
+    replicas = None if settings.replicas is None else Replicas(settings.replicas)
+    places = places_of(method, settings.stages, parts, settings.window, replicas)
+    return in_words(method, places, _an_optimizer(settings, method))
+
+
+def _why_not(name: str, settings: TrainSettings) -> str | None:
+    """What keeps a method from working with these settings, None if nothing does."""
+    method = method_of(name)
+    count = stages_of(method, settings)
+    try:
+        with own_failures(name):
+            check(
+                method,
+                count,
+                microbatches=microbatches_in(method, settings),
+                window=window_of(method, settings),
+                replicas=settings.replicas if count == settings.stages else None,
+                optimizer=_an_optimizer(settings, method),
+            )
+    except OptionError:  # the workload's, whatever the method
+        raise
+    except ValueError as error:
+        return str(error)
+    return None
