@@ -46,30 +46,31 @@ class Cursor:
     Args:
         actions: the endless stream.
         extent: the run.
+
+    Attributes:
+        instructions: the rest of the stream.
+        upcoming: what comes before that, be it a part of the run or not.
     """
 
     def __init__(self, actions: Iterator[Instruction], extent: Extent) -> None:
-        self._actions = actions
+        self.instructions = actions
         self._extent = extent
-        self._head: Instruction | None = None
-        self.advance()
+        self.upcoming = next(actions, None)
 
     def head(self) -> Instruction | None:
         """The action to run next; None when the stage has finished."""
         extent = self._extent
-        while self._head is not None:
-            kind, i, j = self._head
+        while self.upcoming is not None:
+            kind, i, j = self.upcoming
             # As far as is known now; a call for it takes as long again, for every action.
             if (extent.minibatches is None or i < extent.minibatches) and (
                 j == 0 or j < len(extent.shares[i])
             ):
                 break
             # Updates come in the order of minibatches: nothing follows a dropped one.
-            if kind is Kind.UPDATE:
-                self._head = None
-            else:
-                self.advance()
-        return self._head
+            self.upcoming = None if kind is Kind.UPDATE else next(self.instructions, None)
+        return self.upcoming
 
     def advance(self) -> None:
-        self._head = next(self._actions, None)
+        """Go on to the next; the loop that runs instructions does the same without a call."""
+        self.upcoming = next(self.instructions, None)

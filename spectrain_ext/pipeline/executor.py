@@ -288,7 +288,7 @@ class Executor:
             if ready is not None and not ready(i, j):
                 # A new head: the run has turned out to be shorter.
                 return progress or cursor.head() is not action
-            cursor.advance()
+            cursor.upcoming = next(cursor.instructions, None)
             progress = True
             self._act(stage, handler, action)
             action = cursor.head()

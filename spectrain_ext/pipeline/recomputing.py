@@ -52,7 +52,8 @@ class RecomputingStage(Stage):
                 for t in output.tensors
             )
             tape.message = output._replace(differentiable=differentiable)
-        self._has_computed()
+        if not self._immediate:
+            self._has_computed()
         self._keep(i, j, tape)
         self._states[i, j] = states
 

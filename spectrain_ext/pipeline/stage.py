@@ -102,6 +102,8 @@ class Stage:
         self._shared: tuple[Buffer, ...] = (self.module_buffers,)
         self._no_weights = Buffer(f"weights of stage {index}, which has none")
         self._gradients_read: tuple[Event, list[Tensor | None]] | None = None
+        # On the CPU alone: what has been issued has been done.
+        self._immediate = self.compute.immediate and self.predict.immediate
         self.random = StageRandom(index, device)
         self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
         self.guard = SaveGuard(
@@ -373,7 +375,8 @@ class Stage:
             tape.leaves, tape.output = self._run(message)
         if self.to_next is not None:
             tape.message = activation(tape.output)
-        self._has_computed()
+        if not self._immediate:
+            self._has_computed()
         self._keep(i, j, tape)
 
     def _run(self, message: Message) -> tuple[list[Tensor | None], Any]:
@@ -458,7 +461,8 @@ class Stage:
         tape = self._tapes[i, j]
         tape.gradient = tape.target if self.gradients is None else self._received
         tape.rest = self._differentiate(i, j, tape, tape.gradient, halves=True)
-        self._has_computed()
+        if not self._immediate:
+            self._has_computed()
 
     def backward_weights(self, i: int, j: int) -> None:
         """The gradients that ``backward_input`` has left."""
@@ -473,7 +477,8 @@ class Stage:
     def _finish(self, tape: Tape, arrived: Slot) -> None:
         """A backward has ended: let go of what it needed."""
         self.compute.writes(tape.buffer)  # freed
-        self._has_computed()
+        if not self._immediate:
+            self._has_computed()
         self.inputs.free(tape.slot)
         if self.gradients is not None:
             self.gradients.free(arrived)
@@ -487,7 +492,8 @@ class Stage:
 
         With ``halves`` only that of the inputs; the other half is returned, if there is one.
         """
-        self._free_gradients()
+        if self._gradients_read is not None:
+            self._free_gradients()
         outgoing = Buffer("gradients of the input")
         reads = (self.working, tape.buffer, tape.slot.buffer, arrived.buffer)
         # torch.utils.checkpoint runs layers again, and puts other random numbers there.
