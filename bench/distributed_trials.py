@@ -26,8 +26,7 @@ from heap import keep_freed_memory
 from torch import Tensor, nn
 
 import spectrain_ext as st
-from spectrain_ext.distributed import neighbourhood, surroundings
-from spectrain_ext.distributed.fingerprint import Fingerprint
+from spectrain_ext.distributed import neighbourhood
 from spectrain_ext.distributed.links import Links, open_links
 from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
 
@@ -142,17 +141,6 @@ def beside_idle_groups(blocks: int, batch: int) -> bench.Measure:
     return bench.ours("spectrain", blocks, batch)
 
 
-def without_fingerprints(blocks: int, batch: int) -> bench.Measure:
-    """spectrain whose ranks do not compare their batches."""
-    measure = bench.ours("spectrain", blocks, batch)
-
-    def measured(count: int) -> float:
-        with patch.object(surroundings.Fingerprint, "of", lambda *_: Fingerprint()):
-            return measure(count)
-
-    return measured
-
-
 def sent_by_threads(blocks: int, batch: int) -> bench.Measure:
     """spectrain whose messages a thread beside the rank's own sends, after one copy more."""
 
@@ -187,7 +175,6 @@ def trial_candidates(rank: int, blocks: int, batch: int) -> Candidates:
         "split backward": partial(split_backward, blocks, batch, True),
         "split backward, all at once": partial(split_backward, blocks, batch, False),
         "messages sent by a thread": partial(sent_by_threads, blocks, batch),
-        "batches not compared": partial(without_fingerprints, blocks, batch),
     }
 
 

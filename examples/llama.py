@@ -40,7 +40,6 @@ pipe = st.DistributedPipeline(
     optimizer=lambda parameters: st.optim.AdamW(parameters, lr=3e-3),
     loss_fn=parts.loss_fn,
     device=f"cuda:{rank}" if torch.cuda.device_count() >= ranks else None,
-    targets_from="first",
     share_loss=True,
 )
 

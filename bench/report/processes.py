@@ -38,7 +38,7 @@ _TRIED = {
     "split backward": "the gradient of the input sent before those of the weights",
     "split backward, all at once": "the same functions, nothing sent earlier: its control",
     "messages sent by a thread": "messages sent by a thread, after one copy more",
-    "batches not compared": "no fingerprints of batches",
+    "batches not compared": "batches of two loaders not compared, as they were then",
 }
 
 Figures = dict[str, list[float]]

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import partial, read_bounded, remove, replace_file
-from spectrain_ext.pipeline.cursor import LEFT
 from spectrain_ext.pipeline.loops import told_of
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
@@ -250,18 +249,17 @@ class CheckpointManager:
         return ended
 
     def _rewind(self) -> None:
-        """Let the sampler say how far training is: no loader asks those of ranks in the middle."""
+        """Let the sampler say how far training is: rank 0's loader alone asks its own."""
         if isinstance(self.sampler, ShuffledSampler):
             self.sampler.position = self._offset + self.minibatches
 
-    def _segment(self, source: _Source) -> Generator[object, None, object]:
+    def _segment(self, source: _Source) -> Iterator[object]:
         """Hand over batches until a save is due."""
         for batch in source:
             self.minibatches += 1
             yield batch
             if self._peers.rank == 0 and self._due():
-                return LEFT
-        return None
+                return
 
     def _due(self) -> bool:
         minibatches, moment = self._last

@@ -9,20 +9,18 @@ from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.tie_ends import depth_of
 from spectrain_ext.schedule import Place, Replicas
-from spectrain_ext.transport import Buffer, Message
 
 from .board import Board
 from .inlet import Inlet
 from .links import Link, Links, Traffic
 from .outlet import Outlet
-from .wire import Header
 
 _Part = TypeVar("_Part")
 
 _TOO_MANY = {
     Traffic.ACTIVATIONS: "the previous rank sends a microbatch that nothing here takes",
     Traffic.GRADIENTS: "the next rank sends a gradient that nothing here waits for",
-    Traffic.TARGETS: "the first stage sends a target that nothing here takes",
+    Traffic.TARGETS: "rank 0 sends a target that nothing here takes",
     Traffic.TIED_WEIGHTS: "tied weights come that nothing here takes",
     Traffic.TIED_GRADIENTS: "gradients of tied weights come that nothing here waits for",
 }
@@ -39,7 +37,6 @@ class Arrangement(NamedTuple):
         links: the groups that the rank's edges go by.
         board: what the ranks know of each other.
         apart: whether each replica trains on a minibatch of its own.
-        compares: whether ranks compare their batches.
         share_loss: whether every rank gets the losses.
         evaluates: whether this is for an evaluation.
     """
@@ -51,7 +48,6 @@ class Arrangement(NamedTuple):
     links: Links
     board: Board
     apart: bool
-    compares: bool
     share_loss: bool
     evaluates: bool = False
 
@@ -90,14 +86,16 @@ class DistributedEdges:
         def depth(what: Traffic, link: Link) -> int:
             """A window and one, as between stages of one process.
 
-            To one of several replicas goes a part of what the stage has in flight. Targets of a
-            batch are sent as a whole; one is used to the end of its backward.
+            To one of several replicas goes a part of what the stage has in flight. Rank 0 sends
+            inputs and targets of a whole minibatch when it begins it, and the receiver uses one to
+            the end of its backward: so there are those of stage 0's window and of one more.
             """
             earlier, receiver = min(link.stages), max(link.stages)
             if what.tied:
                 return depth_of(places[earlier], later[receiver])
-            if what is Traffic.TARGETS:
-                return places[0].window + places[0].microbatches + later[receiver]
+            if what in (Traffic.INPUTS, Traffic.TARGETS):
+                minibatches = -(-places[0].window // places[0].microbatches) + 1
+                return minibatches * places[receiver].microbatches + later[receiver]
             more = later[receiver] if what is Traffic.ACTIVATIONS else 1
             return places[earlier].window + more
 
@@ -131,7 +129,7 @@ class DistributedEdges:
         into, out = self.into, self.out
         return Ends(
             into[Traffic.ACTIVATIONS].get(runs(k - 1, n)) if k else None,
-            into[Traffic.TARGETS].get(runs(0, n)),
+            into[Traffic.TARGETS].get(0),
             into[Traffic.GRADIENTS].get(runs(k + 1, n)) if out[Traffic.ACTIVATIONS] else None,
             out[Traffic.ACTIVATIONS].get(runs(k + 1, n)) if out[Traffic.ACTIVATIONS] else None,
             out[Traffic.GRADIENTS].get(runs(k - 1, n)) if k else None,
@@ -156,26 +154,11 @@ class DistributedEdges:
         """Those of a minibatch's parts that are this rank's."""
         return parts[self._replica :: self._count]
 
-    def target_outlet(self, j: int) -> Outlet | None:
-        """Where the target of the j-th microbatch goes; None: it stays here, or is not wanted."""
-        last, number = self._seats.stages - 1, self._replica + j * self._count
-        return self.out[Traffic.TARGETS].get(self._seats.runs(last, number))
-
-    # What rank 0 says to the other replicas of stage 0.
-
-    def hear_of_batch(self) -> Header | None:
-        """The next batch, or that there is none; None on a rank that nobody tells."""
-        for inlet in self.into[Traffic.BATCHES].values():
-            header = inlet.wait()
-            if not header.end:
-                inlet.free(inlet.receive())
-            return header
-        return None
-
-    def tell_of_batch(self, known: Header) -> None:
-        for outlet in self.out[Traffic.BATCHES].values():
-            outlet.label(known)
-            outlet.send(Message((), False), Buffer("nothing"), self._stage.computed)
+    def outlets_of_batch(self, n: int) -> tuple[Outlet | None, Outlet | None]:
+        """Where rank 0 sends input and target of microbatch n of all; None: it stays here."""
+        runs, last = self._seats.runs, self._seats.stages - 1
+        inputs, targets = self.out[Traffic.INPUTS], self.out[Traffic.TARGETS]
+        return inputs.get(runs(0, n)), targets.get(runs(last, n))
 
     # A run.
 
@@ -183,11 +166,11 @@ class DistributedEdges:
         for inlet in self.inlets():
             inlet.begin()
 
-    def end(self, *traffic: Traffic, asked: int = 0) -> None:
-        """Tell who receives this that there is no more; asked: see ``Extent``."""
+    def end(self, *traffic: Traffic) -> None:
+        """Tell who receives this that there is no more."""
         for what in traffic:
             for outlet in self.out[what].values():
-                outlet.end(asked)
+                outlet.end()
 
     def close(self, heard: Inlet | None) -> None:
         """Hear that all has been sent, and say so to the previous stage.

@@ -136,7 +136,7 @@ class Inlet:
         if kind == END:
             if slot is not None:
                 self._recycle(slot)
-            return _Next(Header(label[0], end=True))
+            return _Next(Header(0, end=True))
         header = Header.read(*label)
         if length:
             text = torch.empty(length, dtype=torch.uint8)

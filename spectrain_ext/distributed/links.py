@@ -26,8 +26,8 @@ class Traffic(Enum):
 
     ACTIVATIONS = "activations"  # to the next stage
     GRADIENTS = "gradients"  # to the previous stage
-    BATCHES = "batches"  # what is known of them, from rank 0 to the other replicas of stage 0
-    TARGETS = "targets"  # from the first stage to the last, where the caller asks for that
+    INPUTS = "inputs"  # from rank 0 to the other replicas of stage 0
+    TARGETS = "targets"  # from rank 0 to the last stage
     TIED_WEIGHTS = "tied weights"  # to a stage that has copies of them
     TIED_GRADIENTS = "tied gradients"  # of these, to the stage that owns them
 
@@ -156,7 +156,6 @@ def open_links(
     board: Board,
     dynamic: bool,
     replicas: Replicas | None = None,
-    targets: bool = False,
     bodies: str = "gloo",
     ties: Sequence[tuple[int, int, bool]] = (),
 ) -> Links:
@@ -176,7 +175,6 @@ def open_links(
         board: names a failure, and keeps deadlines.
         dynamic: whether later messages may be larger than the first.
         replicas: of every stage; None: one each.
-        targets: whether the first stage sends them to the last.
         bodies: what they go by, the same on all ranks: ``"nccl"``, which leaves them on the GPU, or
             ``"gloo"``.
         ties: pairs of seats, of which the second has copies of weights of the first; and whether
@@ -208,8 +206,8 @@ def open_links(
             else:
                 dist.recv(torch.zeros(1, device=on), ranks[sender], group=made)
 
-        of = f" of {what.value}" if what.tied or what is Traffic.TARGETS else ""
-        name = f"edge {a} -> {b}{of}"
+        plain = what in (Traffic.ACTIVATIONS, Traffic.GRADIENTS)
+        name = f"edge {a} -> {b}" if plain else f"edge {a} -> {b} of {what.value}"
         two = groups(name, (sender, receiver), message)
         if two is None:
             return
@@ -228,12 +226,10 @@ def open_links(
     for a, b in seats.edges():
         link(a, b, Traffic.ACTIVATIONS)
         link(b, a, Traffic.GRADIENTS)
-    first, *others = seats.ranks_of(0)
-    for other in others:
-        link(first, other, Traffic.BATCHES)
-    if targets and seats.stages > 1:
-        for a, b in seats.pairs(0, seats.stages - 1):
-            link(a, b, Traffic.TARGETS)
+    for seat in seats.seats_of(0):
+        link(0, seat, Traffic.INPUTS)
+    for seat in seats.seats_of(seats.stages - 1):
+        link(0, seat, Traffic.TARGETS)
     for n, (a, b, trained) in enumerate(ties):
         link(a, b, Traffic.TIED_WEIGHTS, n)
         if trained:

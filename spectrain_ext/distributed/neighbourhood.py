@@ -62,7 +62,6 @@ class DistributedNeighbourhood:
         seats: the replicas of all stages, and the ranks that have them.
         dynamic_shapes: whether later messages may be larger than the first.
         share_loss: whether every rank gets the losses.
-        targets_from: where the last stage's ranks take targets from.
         clip_norm, clip_scope: what gradients are clipped to, and whose as one.
         averaging: replicas do not add up gradients, but average weights by this.
         split_dim: along which dimensions minibatches are cut.
@@ -80,7 +79,6 @@ class DistributedNeighbourhood:
         seats: Replicas,
         dynamic_shapes: bool,
         share_loss: bool,
-        targets_from: str,
         clip_norm: float | None,
         clip_scope: str,
         averaging: Averaging | None = None,
@@ -95,7 +93,6 @@ class DistributedNeighbourhood:
         self._settings = {
             "dynamic_shapes": dynamic_shapes,
             "share_loss": share_loss,
-            "targets_from": targets_from,
             "clip_scope": clip_scope,
             "averaging": repr(averaging),
             "split_dim": repr(split_dim),
@@ -145,7 +142,6 @@ class DistributedNeighbourhood:
             optimizer = None if first.weights is None else first.weights.optimizer
             check_equal_start(board, seats, first.module, optimizer)
             first.random = StageRandom(first.index, first.device, self.replica)
-        targets_first = self._settings["targets_from"] == "first"
         bodies = backend_of_bodies(board, first.device)
         with board.run(starts=True):
             links = open_links(
@@ -154,7 +150,6 @@ class DistributedNeighbourhood:
                 board,
                 bool(self._settings["dynamic_shapes"]),
                 seats,
-                targets_first,
                 bodies,
                 [seats_of(tie, seats) for tie in ties],
             )
@@ -169,8 +164,6 @@ class DistributedNeighbourhood:
             params = [] if first.weights is None else first.weights.params
             total = GradientSum(params, links.circle, board, first.compute, first.weight_gradients)
         self._tied = ties, copies
-        # where another rank's part of a batch comes from a batch of its own
-        compares = seats.counts[0] > 1 or (seats.stages > 1 and not targets_first)
         arranged = Arrangement(
             places=places,
             split_dim=self.split_dim,
@@ -179,7 +172,6 @@ class DistributedNeighbourhood:
             links=links,
             board=board,
             apart=self._averaging is not None,
-            compares=compares,
             share_loss=bool(self._settings["share_loss"]),
         )
         self._surround(stages, arranged, loss_fn, total)
@@ -276,8 +268,6 @@ class DistributedNeighbourhood:
             each.say_end()
 
     def close(self) -> None:
-        for each in self._around:
-            each.exhaust()
         self._board.doing("ending the run")
         self._ties.close()
         # From the last stage to the first, as the word goes that all gradients have been sent.

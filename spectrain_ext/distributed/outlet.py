@@ -94,7 +94,7 @@ class Outlet:
         self._last: _Kind | None = None
         self._first: Layout | None = None
         self._capacity = 0
-        self._label = 1, 0, 0, 0
+        self._label = 1, 0
 
     def label(self, header: Header) -> None:
         """What to say of the messages that follow."""
@@ -177,9 +177,9 @@ class Outlet:
             )
         return self._capacity
 
-    def end(self, asked: int = 0) -> None:
+    def end(self) -> None:
         slot = self._slot()
-        header = (self._sent, END, asked, *[0] * (HEADER - 3))
+        header = (self._sent, END, *[0] * (HEADER - 2))
         self._sent += 1
         if self.link.framed and self._first is not None:
             slot.fit(self._capacity, _CPU, self._pinned)

@@ -83,10 +83,6 @@ class DistributedPipeline(Pipeline):
             an uneven last minibatch, need no permission.
         share_loss: whether every rank gets the losses, as float64; on CUDA that makes the last
             rank's host wait for every loss.
-        targets_from: where the last stage's ranks take targets from: ``"last"``, their own batches,
-            which are checked against rank 0's; ``"first"``, the first stage's batches: sent along
-            for every minibatch, and no other rank needs batches. The target of a batch that is a
-            mapping is all of it.
 
     Attributes:
         rank: this process's rank in the group.
@@ -124,7 +120,6 @@ class DistributedPipeline(Pipeline):
         timeout: float = 300.0,
         dynamic_shapes: bool = False,
         share_loss: bool = False,
-        targets_from: Literal["first", "last"] = "last",
         split_dim: SplitDim = 0,
     ) -> None:
         if not dist.is_initialized():
@@ -134,8 +129,6 @@ class DistributedPipeline(Pipeline):
             )
         if not timeout > 0:
             raise ValueError(f"timeout: expected a positive number of seconds, got {timeout}")
-        if targets_from not in ("first", "last"):
-            raise ValueError(f"targets_from: expected 'first' or 'last', got {targets_from!r}")
         members = tuple(dist.get_process_group_ranks(group))
         if len(members) != dist.get_world_size():
             raise ValueError(
@@ -147,7 +140,6 @@ class DistributedPipeline(Pipeline):
         self.timeout = timeout
         self._group = group
         self._peers: Peers | None = None  # opened when they first tell one another something
-        self._targets_from = targets_from
         self._averages = averaging is not None
         # All ranks make their pipelines in one order: the count names this one.
         prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
@@ -162,7 +154,7 @@ class DistributedPipeline(Pipeline):
                 check_averaged(find_method(method))
                 clip_scope = "stage"
             self._around = around = DistributedNeighbourhood(
-                *(group, board, seats, dynamic_shapes, share_loss, targets_from),
+                *(group, board, seats, dynamic_shapes, share_loss),
                 *(clip_norm, clip_scope, averaging, split_dim, window),
             )
             self.replicas, self.replica = seats.counts, around.replica
@@ -195,10 +187,9 @@ class DistributedPipeline(Pipeline):
         """Train on every batch; every rank calls it, and every rank yields every minibatch.
 
         Args:
-            batches: as for ``Pipeline``: the same ones in the same order, and as many, on the ranks
-                of stage 0, which use the inputs, and on those of the last stage, which use the
-                targets, unless these come from the first. Replicas take their microbatches out of
-                them. Other ranks need none, and ignore them.
+            batches: as for ``Pipeline``, on rank 0: whole minibatches, of which it sends inputs to
+                the other replicas of stage 0 and targets to the last stage. Of a batch that is a
+                mapping both are all of it. Other ranks need none, and ignore them.
             trace: records when this rank's actions run, or measures them.
             keep: as for ``Pipeline``; results carry it on the ranks of the last stage, with
                 replicas there each that of its own microbatches. It is shared with nobody.
@@ -214,8 +205,7 @@ class DistributedPipeline(Pipeline):
             RankError: another rank has failed, or one has let this one wait for too long. Every
                 rank ends, with the same first cause. A rank that is stuck is ended by its own
                 watchdog, with the report on stderr and exit code 1.
-            ValueError: the batch is not the one that rank 0 has there, which names the minibatch,
-                or there are more or fewer of them; or the loader gives every process a part of the
+            ValueError: rank 0 has no batches; or its loader gives every process a part of the
                 samples, which names its sampler.
             StageError and others, as for ``Pipeline``: on the rank that has failed.
 
@@ -224,15 +214,13 @@ class DistributedPipeline(Pipeline):
         return super().run(self._fed(batches), trace=trace, keep=keep)
 
     def _fed(self, batches: Iterable[object] | None) -> Iterable[object]:
-        last = len(self.replicas) - 1 if self._targets_from == "last" else 0
-        if not any(place.stage in (0, last) for place in self.places):
+        if self.rank:
             return ()
         if batches is None:
-            first = "the first" if last == 0 else "the first and the last"
-            raise ValueError(f"batches: the ranks of {first} stage need them, got None")
+            raise ValueError("batches: rank 0 needs them, got None")
         share = share_of(batches) if self.ranks > 1 else None
         if share is not None:
-            raise ValueError(_needs_all(*share, max(self.replicas) > 1))
+            raise ValueError(_needs_all(*share))
         return batches
 
     def _tell(self, make: Callable[[], Any], doing: str) -> list[Any]:
@@ -295,7 +283,7 @@ class DistributedPipeline(Pipeline):
         Every rank calls it, in whatever mode its stage is, and without a graph.
 
         Args:
-            value: the input, on the ranks of the first stage; others need none.
+            value: the input, on rank 0; others need none.
 
         Returns:
             The output on the ranks of the last stage, None on all others.
@@ -307,10 +295,10 @@ class DistributedPipeline(Pipeline):
         """
         self.check_drained("calling the pipeline")
         nothing = torch.zeros(1)
-        first, last = self.first_stage == 0, self.places[-1].stage == len(self.replicas) - 1
-        if first and value is None:
-            raise ValueError("value: the ranks of the first stage need the input, got None")
-        batch = (value if first else nothing, nothing)
+        last = self.places[-1].stage == len(self.replicas) - 1
+        if self.rank == 0 and value is None:
+            raise ValueError("value: rank 0 needs the input, got None")
+        batch = (nothing if self.rank else value, nothing)
         outputs: list[Any] = []
         seats = self._executor._around.seats
         # Replicas deal batches out: each gets this one.
@@ -334,16 +322,14 @@ def _seats_of(stages: int, replicas: int | Sequence[int] | None, ranks: int) -> 
     return Replicas((1,) * (stages * ranks), ranks)
 
 
-def _needs_all(what: str, name: str, count: int, replicated: bool) -> str:
+def _needs_all(what: str, name: str, count: int) -> str:
     remedy = "give it num_replicas=1 and rank=0"
     if name != "num_replicas":
         remedy = "give the loader that Accelerate has not prepared"
-    if replicated:
-        remedy += "; replicas take their microbatches out of them themselves"
     return (
         f"batches: a {what} with {name}={count} gives this process a part of the samples, and "
-        "nobody would take the rest, as all ranks of a pipeline go through the same batches; "
-        f"{remedy}"
+        "nobody would take the rest, as rank 0 has the only loader of a pipeline, and deals "
+        f"microbatches out to replicas; {remedy}"
     )
 
 

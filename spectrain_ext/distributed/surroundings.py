@@ -18,7 +18,7 @@ from spectrain_ext.pipeline.batch import (
     sizes_of,
     split,
 )
-from spectrain_ext.pipeline.cursor import LEFT, Extent
+from spectrain_ext.pipeline.cursor import Extent
 from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result
 from spectrain_ext.pipeline.neighbourhood import Ready, Work
 from spectrain_ext.pipeline.observer import Observer, watched
@@ -29,7 +29,6 @@ from spectrain_ext.transport import Buffer, Edge
 
 from .collectives import GradientSum
 from .edges import Arrangement, DistributedEdges
-from .fingerprint import Fingerprint
 from .inlet import Inlet
 from .links import Traffic
 from .wire import Header
@@ -44,8 +43,8 @@ class Surroundings:
 
     The schedule of a replica counts its own microbatches.
 
-    What rank 0 knows of a batch goes along with its activations, from stage to stage: whoever takes
-    targets, or other microbatches, out of a batch of its own can tell whether it is the same one.
+    Rank 0 alone has batches. It sends inputs to stage 0's other replicas, and targets to the last
+    stage; the samples and parts of a minibatch go along with all messages of its forwards.
 
     Args:
         stage: the stage.
@@ -88,7 +87,10 @@ class Surroundings:
         depth = place.window + place.microbatches
         self._inputs = self._targets = None
         into = self.edges.into
-        if not into[Traffic.ACTIVATIONS]:
+        self._dealt_in = next(iter(into[Traffic.INPUTS].values()), None)
+        if self._dealt_in is not None:
+            stage.inputs = self._dealt_in
+        elif not into[Traffic.ACTIVATIONS]:
             name = "edge batch -> 0"
             self._inputs = Edge(name, None, stage.device, stage.compute, depth)
             stage.inputs = self._inputs
@@ -108,13 +110,11 @@ class Surroundings:
 
     def begin(self, batches: Iterator[object], extent: Extent, keep: Keep | None) -> None:
         self._batches, self._extent = batches, extent
-        self._asked = 0  # for a batch
         self._losses.begin(extent, keep)
         self._forwarded = 0  # minibatches whose forwards have all been sent
         self._said_end = self._told_end = False
         self.heard_end: Inlet | None = None
         self._known: dict[int, Header] = {}  # of each minibatch what goes along with it
-        self._batch_of: dict[tuple[int, int], Fingerprint] = {}  # microbatch -> its minibatch's
         self._loss_of: dict[int, float] = {}  # minibatch -> its loss, as far as it is known
         self._part_of: dict[tuple[int, int], float] = {}  # microbatch -> its part of the loss
         self._own_losses.clear()
@@ -184,47 +184,21 @@ class Surroundings:
     # Batches, and what is heard of them.
 
     def _pull(self, i: int, j: int) -> None:
-        parts: list[Microbatch] = []
-        while not parts and self._extent.minibatches is None:
-            told = self.edges.hear_of_batch()
-            if told is not None and told.end:
-                self._extent.stop(told.parts)
-                return
-            parts = self._take_batch(i, told)
-            i += 1  # of what is evaluated this replica may have nothing
-        for n, part in enumerate(parts):
-            hand_in(self._inputs, part.input, self._batch)
-            hand_in(self.edges.target_outlet(n) or self._targets, part.target, self._batch)
-
-    def _pulled(self, i: int, j: int) -> None:
-        if self._extent.minibatches is not None:
-            self._ended()
-
-    def _take_batch(self, i: int, told: Header | None) -> list[Microbatch]:
-        """Take this rank's microbatches of the caller's next batch; empty: there is none.
-
-        Args:
-            i: the minibatch.
-            told: what rank 0 says of it; None on rank 0.
-        """
-        self._asked += 1
+        """Begin a minibatch: with the caller's batch on rank 0, elsewhere with what it has sent."""
+        if self._dealt_in is not None:
+            header = self._dealt_in.wait()
+            if header.end:
+                self._extent.stop()
+            else:
+                self._deal(i, header)
+            return
         try:
             with callers():
                 batch = next(self._batches)
-        except StopIteration as end:
-            if told is not None:
-                raise ValueError(
-                    f"batches: they ended after {i} minibatches, rank 0 has more; every rank must "
-                    "be given the same"
-                ) from None
-            self._extent.stop(0 if end.value is LEFT else self._asked)
-            return []
-        parts, looks = self._split(batch, i)
-        if told is not None and len(parts) != told.parts:
-            raise ValueError(
-                f"batches[{i}]: it makes {len(parts)} microbatches here and {told.parts} on rank "
-                "0; every rank must be given the same"
-            )
+        except StopIteration:
+            self._extent.stop()
+            return
+        parts = self._split(batch, i)
         for k, count in enumerate(self.seats.counts):
             if len(parts) < count and not self._arranged.evaluates:
                 raise ValueError(
@@ -233,47 +207,27 @@ class Surroundings:
                     "larger"
                 )
         known = Header(len(parts), 0.0 if self._arranged.evaluates else samples_of(parts))
-        if looks is not None:
-            known = known._replace(batch=looks)
-            if told is not None:
-                _check_batch(i, known.batch, told.batch)
         self._deal(i, known)
-        self.edges.tell_of_batch(known)
-        return self.edges.dealt(parts)
+        for n, part in enumerate(parts):
+            inputs, targets = self.edges.outlets_of_batch(n)
+            if inputs is not None:
+                inputs.label(known)
+            hand_in(inputs or self._inputs, part.input, self._batch)
+            hand_in(targets or self._targets, part.target, self._batch)
 
-    def exhaust(self) -> None:
-        """Ask for batches as often as rank 0 has, in vain at last: a loader may then draw numbers.
+    def _pulled(self, i: int, j: int) -> None:
+        if self._extent.minibatches is not None:
+            self._ended()
 
-        A replica may have no part in some batches of an evaluation, and goes through them here.
-        """
-        asked = self._extent.asked
-        while self.own and self._asked < asked:
-            self._board.doing("asking for the rest of the batches")
-            self._asked += 1
-            if (next(self._batches, None) is None) != (self._asked == asked):
-                raise ValueError(
-                    f"batches: rank 0's ended after {asked - 1} minibatches, rank "
-                    f"{self._board.rank} has {'more' if self._asked == asked else 'fewer'}; every "
-                    "rank must be given the same"
-                )
-
-    def _split(self, batch: object, i: int) -> tuple[list[Microbatch], Fingerprint | None]:
-        """The parts of a batch, and what it looks like, if that is compared.
-
-        Replicas that evaluate get a tuple of batches, which are the parts.
-        """
+    def _split(self, batch: object, i: int) -> list[Microbatch]:
+        """The parts of a batch; for replicas that evaluate, batches are the parts of a tuple."""
         if not (self._arranged.evaluates and self.seats.dealt):
-            parts = split(batch, i, self._microbatches, self._arranged.split_dim)
-            return parts, Fingerprint.of(i, batch) if self._arranged.compares else None
+            return split(batch, i, self._microbatches, self._arranged.split_dim)
         assert isinstance(batch, tuple)
-        parts = [split(one, n, 1)[0] for n, one in enumerate(batch, i * len(batch))]
-        if not self._arranged.compares:
-            return parts, None
-        looks = [Fingerprint.of(n, one) for n, one in enumerate(batch, i * len(batch))]
-        inputs, targets = (hash(side) for side in zip(*looks, strict=True))  # of int64: the same
-        return parts, Fingerprint(inputs, targets)
+        return [split(one, n, 1)[0] for n, one in enumerate(batch, i * len(batch))]
 
     def _deal(self, i: int, known: Header) -> None:
+        """The run is one minibatch longer, if this rank has a part in it."""
         samples = int(known.value)
         mine = self.edges.dealt(shares_of(samples, known.parts))
         if self._arranged.apart:  # a minibatch of its own
@@ -292,26 +246,18 @@ class Surroundings:
         header = inlet.wait()
         if header.end:
             self.heard_end = inlet
-            self._extent.stop(header.parts)
+            self._extent.stop()
             self._ended()
             return False
         if j == 0:
-            if self._targets is None:
-                self._deal(i, header)
-            else:
-                for part in self._take_batch(i, header):
-                    hand_in(self._targets, part.target, self._batch)
-        if self.edges.now.to_next is not None:
-            self._batch_of[i, j] = header.batch
-        elif self._targets is not None:  # each microbatch: replicas of the first stage may differ
-            _check_batch(i, self._known[i].batch, header.batch)
+            self._deal(i, header)
         return True
 
     def _label_activation(self, i: int, j: int) -> bool:
         """Tell the next rank along with the tensors."""
-        known, outlet = self._known[i], self.edges.now.to_next
+        outlet = self.edges.now.to_next
         assert outlet is not None
-        outlet.label(known._replace(batch=self._batch_of.pop((i, j), known.batch)))
+        outlet.label(self._known[i])
         return True
 
     def _sent_activation(self, i: int, j: int) -> None:
@@ -323,10 +269,10 @@ class Surroundings:
         if self._extent.minibatches is None:
             return
         if not self._told_end:
-            self.edges.end(Traffic.BATCHES, Traffic.TARGETS, asked=self._extent.asked)
+            self.edges.end(Traffic.INPUTS, Traffic.TARGETS)
             self._told_end = True
         if not self._said_end and self._extent.minibatches == self._forwarded:
-            self.edges.end(Traffic.ACTIVATIONS, asked=self._extent.asked)
+            self.edges.end(Traffic.ACTIVATIONS)
             self._said_end = True
 
     # Losses. Without replicas the minibatch's goes along with its last gradient, as it is. With
@@ -335,7 +281,7 @@ class Surroundings:
     def _expect_target(self, i: int, j: int) -> bool:
         inlet = self.edges.now.targets
         if inlet is not None and inlet.wait().end:
-            raise RuntimeError("the first stage has ended its run, and this one misses a target")
+            raise RuntimeError("rank 0 has ended its run, and this one misses a target")
         return True
 
     def _computed_loss(self, i: int, j: int) -> None:
@@ -435,14 +381,3 @@ def _followed(handler: Handler, after: Handler | None) -> Handler:
         after(i, j)
 
     return both
-
-
-def _check_batch(i: int, here: Fingerprint, there: Fingerprint) -> None:
-    if not here.matches(there):
-        raise ValueError(
-            f"batches[{i}]: this is the first one that is not rank 0's, neither by its input "
-            "nor by its target; every rank must go through the same batches in the same order: "
-            "seed the sampler alike on all of them, as by DataLoader(..., shuffle=True, "
-            "generator=torch.Generator().manual_seed(0)), or have the last stage get its "
-            "targets from the first, by DistributedPipeline(..., targets_from='first')"
-        )

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from spectrain_ext.transport.local import Message
 
-from .fingerprint import Fingerprint
-
 # A header, as int64: sequence number, its kind, parts of the minibatch, the bits of a float64 that
-# travels along, the two of the batch's fingerprint, number of the layout, its bytes as text (0 if
-# it has been announced), bytes of the body.
-HEADER = 9
+# travels along, number of the layout, its bytes as text (0 if it has been announced), bytes of the
+# body.
+HEADER = 7
 # Bytes before a body that travels in one piece with its header: whole alignment units.
 HEAD = 256
 DATA, END = 1, 2
@@ -36,24 +34,22 @@ class Header(NamedTuple):
     """What precedes a message.
 
     Attributes:
-        parts: microbatches of its minibatch; of an end, see ``Extent.asked``.
+        parts: microbatches of its minibatch.
         value: a number that travels along.
-        batch: what minibatch it is of; not with gradients.
         end: there is no message: the run has no more of them.
     """
 
     parts: int
     value: float = 0.0
-    batch: Fingerprint = Fingerprint()
     end: bool = False
 
-    def numbers(self) -> tuple[int, int, int, int]:
+    def numbers(self) -> tuple[int, int]:
         """As they travel."""
-        return self.parts, int(np.float64(self.value).view(np.int64)), *self.batch
+        return self.parts, int(np.float64(self.value).view(np.int64))
 
     @staticmethod
-    def read(parts: int, value: int, given: int, target: int) -> Header:
-        return Header(parts, float(np.int64(value).view(np.float64)), Fingerprint(given, target))
+    def read(parts: int, value: int) -> Header:
+        return Header(parts, float(np.int64(value).view(np.float64)))
 
 
 class TensorLayout(NamedTuple):

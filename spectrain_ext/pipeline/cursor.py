@@ -6,9 +6,6 @@ from collections.abc import Iterator
 
 from spectrain_ext.schedule.instructions import Instruction, Kind
 
-#: The value of the StopIteration of an iterator that keeps the rest of its batches for another run.
-LEFT = object()
-
 
 class Extent:
     """How long a run is, shared by the cursors of all its stages.
@@ -19,7 +16,6 @@ class Extent:
     Attributes:
         minibatches: their number, None while it is not known.
         added: minibatches so far.
-        asked: how often rank 0 has asked for a batch, if the last time there was none; else 0.
         shares: per minibatch in flight, the share of its samples that each microbatch has.
     """
 
@@ -28,7 +24,7 @@ class Extent:
         self.shares: dict[int, list[float]] = {}
         # A stage may come to the end of a minibatch when stage 0 has a window of others in flight.
         self._remembered = 2 * in_flight
-        self.added = self.asked = 0
+        self.added = 0
 
     def add(self, shares: list[float]) -> None:
         """There is one more minibatch; a small one has fewer microbatches than the schedule."""
@@ -36,10 +32,9 @@ class Extent:
         self.shares.pop(self.added - self._remembered, None)
         self.added += 1
 
-    def stop(self, asked: int = 0) -> None:
+    def stop(self) -> None:
         """There are no more minibatches than those added."""
         self.minibatches = self.added
-        self.asked = asked or self.asked
 
 
 class Cursor:

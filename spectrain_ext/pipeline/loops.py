@@ -85,7 +85,7 @@ class Loops(nn.Module):
         ``microbatches`` is, and batches of any sizes may follow one another.
 
         Args:
-            batches: as for ``run``. Of several processes the same ones give them.
+            batches: as for ``run``. Of several processes rank 0 gives them.
             metrics: by name functions ``(output, target) -> mean over the batch's samples``, a 0-d
                 tensor or a number; or objects with ``update(output, target)`` and ``compute()``,
                 as torchmetrics has them, which are ``reset()`` first if they can be. None: the loss
@@ -112,9 +112,10 @@ class Loops(nn.Module):
         around = self._executor._around
         chosen = {"loss": around.loss_fn} if metrics is None else metrics
         measures = Measures(chosen, around.seats.seats > len(self.devices), around.split_dim)
+        fed = self._fed(batches)
         alone = self._one_replica_works(measures.stateful, what)
         with undisturbed(self.devices):
-            self._forward_all(minibatches(self._fed(batches), around.seats, alone), measures)
+            self._forward_all(minibatches(fed, around.seats, alone), measures)
         told = self._tell(lambda: list(measures.told()), "sharing the metrics of an evaluation")
         return mean_of(chosen, [Measured(*one) for one in told])
 

@@ -16,7 +16,6 @@ from spectrain_ext.schedule import Kind, Place, Rules, count_stage
 from spectrain_ext.weights import StageMemory, StageWeights, paced
 
 from .arguments import make_optimizer, make_scheduler
-from .cursor import LEFT
 from .observer import Observer
 from .stage import Handler, Stage
 
@@ -166,7 +165,7 @@ class Until:
     def __next__(self) -> object:
         self.cut = self.over
         if self.cut:
-            raise StopIteration(LEFT)
+            raise StopIteration
         batch = next(self._batches)
         self._minibatches += 1
         return batch

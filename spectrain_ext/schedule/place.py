@@ -107,6 +107,10 @@ class Replicas:
         first = self._first[stage] % self.ranks
         return range(first, first + self.counts[stage])
 
+    def seats_of(self, stage: int) -> range:
+        """The seats of a stage's replicas."""
+        return range(self._first[stage], self._first[stage + 1])
+
     def runs(self, stage: int, microbatch: int) -> int:
         """The seat that runs a microbatch of every minibatch on a stage."""
         return self._first[stage] + microbatch % self.counts[stage]

@@ -58,7 +58,7 @@ def opened(monkeypatch):
     A use: what is done, and the group that it is done in.
     """
 
-    def open_all(counts, bodies="nccl", targets=False):
+    def open_all(counts, bodies="nccl"):
         replicas = Replicas(counts)
         all_ranks = list(range(replicas.ranks))
         monkeypatch.setattr(dist, "ProcessGroup", Group)
@@ -80,9 +80,7 @@ def opened(monkeypatch):
             monkeypatch.setattr(dist, "new_group", new_group)
             for what in ("send", "recv", "all_reduce"):
                 monkeypatch.setattr(dist, what, use(what))
-            links = links_module.open_links(
-                None, CPU, unwatched(rank), False, replicas, targets, bodies
-            )
+            links = links_module.open_links(None, CPU, unwatched(rank), False, replicas, bodies)
             found.append((links, uses))
         return found
 
@@ -91,8 +89,13 @@ def opened(monkeypatch):
 
 @pytest.mark.parametrize("bodies", ["gloo", "nccl"])
 def test_a_group_is_first_used_as_it_will_be(opened, bodies):
-    for counts, targets in itertools.product([(1, 1), (2, 3), (2, 1, 4)], [False, True]):
-        for rank, (links, uses) in enumerate(opened(counts, bodies, targets)):
+    for counts in [(2,), (1, 1), (2, 3), (2, 1, 4)]:
+        all_opened = opened(counts, bodies)
+        last = Replicas(counts).seats_of(len(counts) - 1)
+        from_rank_0 = {seat for seat in last if seat}
+        assert set(all_opened[0][0].out[Traffic.TARGETS]) == from_rank_0
+        assert set(all_opened[0][0].out[Traffic.INPUTS]) == set(range(1, counts[0]))
+        for rank, (links, uses) in enumerate(all_opened):
             expected = []
             for ends in (*links.into.values(), *links.out.values()):
                 for link in ends.values():

@@ -11,15 +11,15 @@ pytestmark = pytest.mark.processes
 
 CASES = {
     2: [
-        ([1, 1], "spectrain", 2, {"targets_from": "first"}),
+        ([1, 1], "spectrain", 2, {}),
         ([1, 1], "gpipe", 4, {"share_loss": True}),
     ],
     3: [
         ([1, 1, 1], "auto", 2, {}),
         ([1, 2], "sync", 2, {}),
-        ([2, 1], "sync", 2, {"targets_from": "first", "share_loss": True}),
+        ([2, 1], "sync", 2, {"share_loss": True}),
     ],
-    5: [([2, 3], "vanilla", 6, {}), ([1, 3, 1], "vanilla", 3, {"targets_from": "first"})],
+    5: [([2, 3], "vanilla", 6, {}), ([1, 3, 1], "vanilla", 3, {})],
 }
 
 
@@ -67,21 +67,21 @@ def check(ranks, found):
 EPOCHS = {
     2: [
         ([1, 1], "spectrain", {}),
-        ([1, 1], "gpipe", {"targets_from": "first", "microbatches": 2}),
+        ([1, 1], "gpipe", {"microbatches": 2}),
         ([1, 1, 1, 1], "vanilla", {}),
         ([2], "sync", {"microbatches": 2}),
     ],
     3: [
         ([1, 1, 1], "pipedream+vanilla@6", {}),
-        ([1, 1, 1], "vanilla", {"targets_from": "first"}),
+        ([1, 1, 1], "vanilla", {}),
         ([1, 2], "sync", {"microbatches": 2}),
-        ([2, 1], "sync", {"microbatches": 2, "targets_from": "first"}),
+        ([2, 1], "sync", {"microbatches": 2}),
     ],
 }
 
 
 @pytest.mark.parametrize("ranks", EPOCHS)
-def test_loaders_of_one_seed_stay_together_over_epochs(ranks):
+def test_one_loader_feeds_all_ranks_over_epochs(ranks):
     torch.set_num_threads(1)
     found = run_ranks(loop_programs.epochs_apart, ranks, EPOCHS[ranks])
     for number, (counts, method, more) in enumerate(EPOCHS[ranks]):
@@ -139,10 +139,9 @@ def test_what_is_refused_leaves_the_pipeline_as_it_was():
 def test_a_loader_of_a_part_of_the_samples_is_refused():
     said = (
         "batches: a DistributedSampler with num_replicas=2 gives this process a part of the "
-        "samples, and nobody would take the rest, as all ranks of a pipeline go through the same "
-        "batches; give it num_replicas=1 and rank=0"
+        "samples, and nobody would take the rest, as rank 0 has the only loader of a pipeline, and "
+        "deals microbatches out to replicas; give it num_replicas=1 and rank=0"
     )
-    dealt = f"{said}; replicas take their microbatches out of them themselves"
     first, last = run_ranks(loop_programs.sharded, 2)
-    assert first == [*[said] * 3, 6, *[dealt] * 3, 6]
-    assert last == [6, *[dealt] * 3, 6]
+    assert first == [*[said] * 3, 6, *[said] * 3, 6]
+    assert last == [6, 6]

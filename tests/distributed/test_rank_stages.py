@@ -121,7 +121,7 @@ def test_shapes_that_grow_are_allowed_on_request():
     assert run_ranks(rank_pipelines.growing, 2, True, 2)[1] == [2, 5, 3, 9]
     first, last = Ranks(rank_pipelines.growing, 2, False, 2).join()
     assert (first.code, last.code) == (1, 1)
-    assert "edge 0 -> 1 was opened for" in last.error
+    assert "edge 0 -> 3 of targets was opened for" in last.error
 
 
 def test_what_is_refused():
@@ -155,7 +155,7 @@ def test_stages_of_a_cut_have_an_order_over_ranks(method, order, what):
 def test_the_stages_of_a_rank_are_on_one_device():
     seats = Replicas((1,) * 4, 2)
     around = DistributedNeighbourhood(
-        *(None, SimpleNamespace(rank=0), seats, False, False, "last"),
+        *(None, SimpleNamespace(rank=0), seats, False, False),
         clip_norm=None,
         clip_scope="stage",
     )

@@ -46,15 +46,15 @@ CASES = {
         ([2, 1], "vanilla", {"microbatches": 4, "share_loss": True, "window": "wide"}),
         ([1, 2], "vanilla", {"microbatches": 2, "share_loss": True, "window": [5, 3]}),
         ([1, 2], "spectrain", {"microbatches": 2, "dynamic_shapes": True}),
-        ([1, 2], "spectrain", {"microbatches": 4, "targets_from": "first"}),
+        ([1, 2], "spectrain", {"microbatches": 4}),
     ],
     4: [
         *cases([2, 2], 4, [*SYNCHRONOUS, *ASYNCHRONOUS, *SOME]),
         *cases([1, 2, 1], 4, [*SYNCHRONOUS, "vanilla", "pipedream", "spectrain"]),
         *cases([1, 2, 1], 6, ["pipedream-2bw", "spectrain-stash"]),
         ([2, 2], "sync", {"microbatches": 4, "share_loss": True}),
-        ([2, 2], "pipedream", {"microbatches": 4, "targets_from": "first", "recompute": True}),
-        ([2, 1, 1], "gpipe", {"microbatches": 4, "targets_from": "first"}),
+        ([2, 2], "pipedream", {"microbatches": 4, "recompute": True}),
+        ([2, 1, 1], "gpipe", {"microbatches": 4}),
         ([1, 2, 1], "vanilla", {"microbatches": 4, "share_loss": True}),
     ],
 }
@@ -87,7 +87,7 @@ def check(ranks, chosen, way=None):
     for number, (counts, method, settings) in enumerate(chosen):
         where = f"{counts} {method} {settings}"
         mine = [rank[number] for rank in found]
-        only_apart = ("share_loss", "dynamic_shapes", "targets_from")
+        only_apart = ("share_loss", "dynamic_shapes")
         more = {k: v for k, v in settings.items() if k not in only_apart}
         optimizer = of_torch(AveragingSGD, ema=True) if method == "spectrain-ema" else of_torch()
         if isinstance(more.get("window"), int):
@@ -188,37 +188,11 @@ def test_what_does_not_fit():
         )
 
 
-@pytest.mark.parametrize(
-    ("program", "ranks", "told"),
-    [
-        (
-            replica_programs.too_small,
-            3,
-            "batches[2]: it makes 1 microbatches, and stage 1 has 2 replicas, each of which needs",
-        ),
-        (replica_programs.short, 2, "they ended after 2 minibatches, rank 0 has more"),
-    ],
-    ids=["too small", "short"],
-)
-def test_batches_that_do_not_fit_end_the_run(program, ranks, told):
-    for end in Ranks(program, ranks).join():
+def test_a_batch_of_too_few_samples_ends_the_run():
+    told = "batches[2]: it makes 1 microbatches, and stage 1 has 2 replicas, each of which needs"
+    for end in Ranks(replica_programs.too_small, 3).join():
         assert end.code == 1, end.error
         assert told in end.error
-
-
-# The last stage hears of every microbatch what batch it is of.
-@pytest.mark.parametrize(("culprit", "same"), [(1, 2), (3, 1)])
-def test_another_batch_on_one_replica_ends_the_run(culprit, same):
-    *others, last = Ranks(replica_programs.feeding, 4, culprit, same).join()
-    said = f"batches[{same}]: this is the first one that is not rank 0's"
-    assert last.code == 1 and f"ValueError: {said}" in last.error
-    for end in others:
-        assert end.code == 1 and said in end.error
-        assert "first cause: rank 3, receive activation" in end.error
-
-
-def test_replicas_of_the_first_stage_need_no_targets():
-    run_ranks(replica_programs.feeding, 4, None, 4)
 
 
 @pytest.mark.parametrize(

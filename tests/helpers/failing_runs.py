@@ -24,7 +24,6 @@ def trial(seed):
         "method": draw.choice(["vanilla", "pipedream", "spectrain", "1f1b", "gpipe"]),
         "timeout": TIMEOUT,
         "keeper": draw.random() < 0.5,
-        "targets_from": draw.choice(["first", "last"]),
     }
 
 
@@ -43,7 +42,6 @@ def replica_trial(seed):
         "method": draw.choice(["vanilla", "pipedream", "spectrain", "1f1b", "gpipe", "sync"]),
         "timeout": TIMEOUT,
         "keeper": draw.random() < 0.5,
-        "targets_from": draw.choice(["first", "last"]),
     }
 
 
@@ -63,7 +61,6 @@ def stages_trial(seed):
         "method": draw.choice(["vanilla", "spectrain", "gpipe", "interleaved", "wpipe"]),
         "timeout": TIMEOUT,
         "keeper": draw.random() < 0.5,
-        "targets_from": draw.choice(["first", "last"]),
     }
 
 

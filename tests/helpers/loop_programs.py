@@ -124,8 +124,7 @@ def apart(rank, ranks, cases):
             replicas=counts,
             **more,
         )
-        last = 0 if more.get("targets_from") == "first" else len(counts) - 1
-        found.append(program(pipe, k in (0, last)))
+        found.append(program(pipe, rank == 0))
     return found
 
 
@@ -269,8 +268,7 @@ def epochs_apart(rank, ranks, cases):
         torch.manual_seed(5)
         given = {"timeout": 30.0, **({} if n > ranks else {"replicas": counts}), **more}
         pipe = st.DistributedPipeline(mine, sgd, nn.functional.cross_entropy, method, **given)
-        last = 0 if more.get("targets_from") == "first" else min(n, ranks) - 1
-        found.append(epochs(pipe, k in (0, last)))
+        found.append(epochs(pipe, rank == 0))
     return found
 
 
@@ -278,13 +276,13 @@ def sharded(rank, ranks):
     """What is said of loaders that give a rank a part of the samples, and what one rank's gives."""
     dataset = TensorDataset(*data([24])[0])
     found = []
-    for stage, more in ((rank, {"targets_from": "first"}), (0, {"replicas": 2})):
+    for stage, more in ((rank, {}), (0, {"replicas": 2})):
         loss_fn, given = nn.functional.cross_entropy, {"microbatches": 2, "timeout": 20.0, **more}
         pipe = st.DistributedPipeline(stages(2)[stage], sgd, loss_fn, **given)
         whole = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 1, 0))
         part = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, ranks, rank))
         calls = (pipe.run, pipe.fit, pipe.evaluate)
-        for call in calls if stage == 0 else ():  # others take no batches
+        for call in () if rank else calls:  # others take no batches
             try:
                 call(part)
             except ValueError as error:

@@ -89,10 +89,6 @@ def scheduler(opt):
     return torch.optim.lr_scheduler.StepLR(opt, step_size=4, gamma=0.7)
 
 
-# Their targets come from rank 0, one at a time and as several microbatches.
-FROM_FIRST = ("vanilla", "gpipe")
-
-
 def settings_of(method, n):
     """What a method needs to be asked for."""
     parts = 2 if method in ("gpipe", "1f1b", "xpipe", "zb-h1-async") else 1
@@ -140,13 +136,11 @@ def apart(rank, ranks, methods, runs, foreign=None, places=(), chunks=1):
             method,
             timeout=30.0,
             share_loss=method == "vanilla",
-            targets_from="first" if method in FROM_FIRST else "last",
             **settings_of(method, chunks * ranks),
         )
-        feeds = rank == 0 or (rank == ranks - 1 and method not in FROM_FIRST)
         losses = []
         for run in runs:
-            results = list(pipe.run(data(*run) if feeds else None))
+            results = list(pipe.run(None if rank else data(*run)))
             assert [result.index for result in results] == list(range(run[0]))
             if rank == ranks - 1 or method == "vanilla":
                 losses.append([result.loss for result in results])
@@ -291,7 +285,7 @@ def missing(rank, ranks, culprit, late):
 def leaving_early(rank, ranks):
     """Rank 0, which keeps the store, has ended when the others come."""
     if rank == 0:
-        small(rank, ranks, targets_from="nowhere")
+        small(rank, ranks, timeout=-1.0)
     with suppress(RuntimeError):
         while True:
             _get_default_store().check(["anything"])
@@ -376,11 +370,6 @@ def of_a_cut(rank, ranks, method, order):
     return ""
 
 
-def given_others(rank, ranks, counts):
-    """The ranks are given so many batches."""
-    list(small(rank, ranks).run(data(counts[rank])))
-
-
 def shuffled(seed, samples=40, batch=8):
     """A loader whose order a seed makes; the targets tell of the inputs."""
     g = torch.Generator().manual_seed(11)
@@ -396,37 +385,13 @@ class Untouched:
         raise AssertionError("these batches are not wanted")
 
 
-def feeding_others(rank, ranks, how):
-    """The last rank goes through other batches."""
-    plain = data(6)
-    last = rank == ranks - 1
-    x, y = plain[2]
-    batches = {
-        "unseeded": shuffled(None),
-        "swapped": [plain[i] for i in [0, 1, 2, 4, 3, 5]] if last else plain,
-        "turned": [*plain[:2], (x.flip(0), y.flip(0)), *plain[3:]] if last else plain,
-        "shorter": [(x[: 8 - last], y[: 8 - last]) for x, y in plain],
-    }
-    pipe = small(rank, ranks, microbatches=2 if how == "swapped" else 1)
-    torch.manual_seed(rank)  # nobody has seeded what the loaders draw from
-    list(pipe.run(batches[how]))
-
-
 def feeding(rank, ranks):
-    """The losses with batches of the same samples on all ranks, or with targets of the first."""
+    """The losses where other ranks than the first have batches that nobody wants, or none."""
     found = {}
-
-    def attempt(name, batches, **settings):
-        results = list(small(rank, ranks, **settings).run(batches))
-        found[name] = [result.loss for result in results] if rank == ranks - 1 else len(results)
-
-    last = rank == ranks - 1
-    plain = data(6)
-    attempt("seeded", shuffled(7))
-    attempt("augmented", [(x + rank * torch.rand_like(x), y) for x, y in plain])
-    attempt("no targets", [(x, y if last else y[:0]) for x, y in plain])
-    attempt("first", shuffled(7) if rank == 0 else Untouched(), targets_from="first")
-    attempt("first alone", shuffled(7) if rank == 0 else None, targets_from="first")
+    for name, others in (("ignored", Untouched()), ("none", None)):
+        results = list(small(rank, ranks).run(others if rank else shuffled(7)))
+        last = rank == ranks - 1
+        found[name] = [result.loss for result in results] if last else len(results)
     if last:
         alone = st.Pipeline(stages(ranks), optimizer, nn.functional.mse_loss, "vanilla")
         found["alone"] = [result.loss for result in alone.run(shuffled(7))]
@@ -492,7 +457,6 @@ def failing(rank, ranks, trial):
         nn.functional.mse_loss,
         method,
         timeout=trial["timeout"],
-        targets_from=trial["targets_from"],
         **settings_of(method, chunks * ranks),
     )
     for _ in pipe.run(cycle(data(16))):

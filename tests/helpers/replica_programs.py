@@ -71,11 +71,9 @@ def trained(rank, ranks, cases):
     for counts, method, settings in cases:
         optimizer = averaging if method == "spectrain-ema" else sgd
         pipe = make(rank, counts, method, optimizer, scheduler=steps, **settings)
-        last = 0 if settings.get("targets_from") == "first" else len(counts) - 1
-        feeds = seat(counts, rank)[0] in (0, last)
         losses = []
         for run in RUNS:
-            results = list(pipe.run(data(*run) if feeds else None))
+            results = list(pipe.run(None if rank else data(*run)))
             assert [result.index for result in results] == list(range(run[0]))
             with contextlib.suppress(RuntimeError):
                 losses.append([result.loss.item() for result in results])
@@ -170,21 +168,6 @@ def too_small(rank, ranks):
     list(make(rank, [1, 2], microbatches=2).run(data(3, 8, 1)))
 
 
-def short(rank, ranks):
-    """A replica is given fewer batches than rank 0."""
-    list(make(rank, [2], microbatches=2).run(data(2 if rank else 5)))
-
-
-def feeding(rank, ranks, culprit, same):
-    """One of two replicas of two stages goes through other batches, the first ones apart."""
-    batches = data(4)
-    if rank < 2:  # the first stage uses no targets
-        batches = [(x, y[:, :0]) for x, y in batches]
-    if rank == culprit:
-        batches[same:] = batches[same:][::-1]
-    list(make(rank, [2, 2], microbatches=2).run(batches))
-
-
 class Faulty(nn.Module):
     """Fails in one of its forwards or backwards."""
 
@@ -214,7 +197,6 @@ def failing(rank, ranks, trial):
     else:  # the same names everywhere
         part = Faulty(part, None, "forward", -1)
     settings = {"microbatches": 6, "timeout": trial["timeout"]}
-    settings["targets_from"] = trial.get("targets_from", "last")
     pipe = make(rank, counts, trial["method"], part=part, **settings)
     for _ in pipe.run(itertools.cycle(data(16))):
         pass

@@ -120,19 +120,9 @@ def apart(rank, ranks, sizes, cases, drop=0.2):
         pipe = st.DistributedPipeline(
             part, sgd, loss_fn("dict", end), timeout=30.0, share_loss=True, **settings
         )
-        feeds = k == 0 or (k == len(counts) - 1 and settings.get("targets_from") != "first")
-        results = list(pipe.run(data(sizes, "dict") if feeds else None))
+        results = list(pipe.run(None if rank else data(sizes, "dict")))
         found.append(([result.loss.item() for result in results], part.state_dict()))
     return found
-
-
-def feeding_others(rank, ranks):
-    """The last rank's batches have other integers."""
-    batches = data([8] * 4, "dict")
-    if rank == ranks - 1:
-        batches[2]["ids"] = batches[2]["ids"].flip(0)
-    part = stages(ranks, "dict")[rank]
-    list(st.DistributedPipeline(part, sgd, loss_fn("dict"), timeout=20.0).run(batches))
 
 
 class Recurrent(nn.Module):
