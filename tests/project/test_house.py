@@ -155,3 +155,30 @@ def test_whatever_users_are_given_is_documented() -> None:
     }
     assert len(checked) > 100
     assert [name for name, text in checked.items() if not text] == []
+
+
+#: What studies use of rooms below their faces: replicas in one process and lockstep are made of
+#: the engine's parts, and processes of a comparison hear of each other as a pipeline's ranks do.
+BEHIND_FACES = {
+    *("checkpoint.pickles", "distributed.board", "distributed.exchange", "distributed.store"),
+    *("method.formulas", "observation.metrics", "operators.averaging", "optim.foreign"),
+    *("pipeline.averaging", "pipeline.batch", "pipeline.clipping", "pipeline.losses"),
+    *("pipeline.pipeline", "timelines.method_timeline", "weights.storage", "weights.versions"),
+}
+
+
+def test_studies_use_no_more_behind_the_rooms_faces_than_is_listed() -> None:
+    found: set[str] = set()
+    for path in (ROOT / "studies").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                package, _, below = (node.module or "").partition(".")
+                room, _, file = below.partition(".")
+                if package == "spectrain_ext" and file and room != "cli":
+                    found.add(below)
+    assert found == BEHIND_FACES
+
+
+def test_the_package_knows_nothing_of_studies() -> None:
+    for path in MODULES:
+        assert not [name for name in imported(path) if name.split(".")[0] == "studies"], path
