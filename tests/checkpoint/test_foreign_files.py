@@ -45,7 +45,7 @@ def test_only_plain_files_of_some_size(tmp_path):
         lambda d: d["run"].update(losses=[10**400]),
         lambda d: d["run"].update(losses=3),
         lambda d: d["run"].update(test_accuracy=7),
-        lambda d: d["run"].update(test_accuracy="nan"),
+        lambda d: d["run"].update(test_accuracy="inf"),
         lambda d: d["run"].update(minibatches_per_second="nan"),
         lambda d: d["run"].update(minibatches_per_second="inf"),
         lambda d: d["run"].update(weight_version_bytes=-1),

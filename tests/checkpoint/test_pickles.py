@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import spectrain_ext
+import studies
 from spectrain_ext.checkpoint.pickles import Call, Elsewhere, Name, read_pickle
 
 plain = some.recursive(
@@ -102,7 +103,7 @@ def test_memory_and_stack_are_bounded(content):
 
 ALLOWED = {
     # arrays of the package's own, and of numbers only
-    ("experiments/data/cifar.py", "np.load(allow_pickle=False)"),
+    ("studies/data/cifar.py", "np.load(allow_pickle=False)"),
 }
 NEVER = frozenset(
     [
@@ -147,10 +148,11 @@ def found_in(path: Path) -> set[str]:
 
 
 def test_no_file_is_run():
-    package = Path(spectrain_ext.__file__).parent
+    folders = [Path(spectrain_ext.__file__).parent, Path(studies.__file__).parent]
     found = {
-        (path.relative_to(package).as_posix(), what)
-        for path in package.rglob("*.py")
+        (path.relative_to(folder.parent).as_posix(), what)
+        for folder in folders
+        for path in folder.rglob("*.py")
         for what in found_in(path)
     }
     assert found == ALLOWED

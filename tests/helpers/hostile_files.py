@@ -35,6 +35,9 @@ from spectrain_ext.checkpoint.sampler import ShuffledSampler
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.schedule import ScheduleError, read_csv
 from spectrain_ext.timelines.merging import merge_traces
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # studies, after what is installed
+
 from studies.data.cifar import load_cifar10
 from studies.results import Run, RunStore
 

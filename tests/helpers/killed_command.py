@@ -6,8 +6,11 @@ Its first argument is the rank, the second the forward, counted from 0, the rest
 import os
 import signal
 import sys
+from pathlib import Path
 
 from torch import nn
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # studies, after what is installed
 
 from studies import compare
 from studies.__main__ import main

@@ -60,7 +60,14 @@ def test_torchrun_gives_the_results_of_one_process(tmp_path: Path) -> None:
         *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
         *("-m", "studies", "train", *methods, "--out", str(together)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
     for once in ("Same initial weights", "2 processes, a stage each", "numbers: "):
