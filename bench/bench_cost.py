@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 import spectrain_ext as st
 from spectrain_ext.method import rules_at
-from spectrain_ext.pipeline.stage import Handler, Stage
+from spectrain_ext.pipeline.loads import Handler
+from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.schedule import Kind, streams, validate
 from spectrain_ext.weights.flat import ALIGNMENT
 

@@ -26,7 +26,7 @@ from heap import keep_freed_memory
 from torch import Tensor, nn
 
 import spectrain_ext as st
-from spectrain_ext.distributed import neighbourhood
+from spectrain_ext.distributed import connections
 from spectrain_ext.distributed.links import Links, open_links
 from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
 
@@ -155,7 +155,7 @@ def sent_by_threads(blocks: int, batch: int) -> bench.Measure:
         )
         return made._replace(into=into, out=out)
 
-    with patch.object(neighbourhood, "open_links", links):
+    with patch.object(connections, "open_links", links):
         return bench.ours("spectrain", blocks, batch)
 
 

@@ -69,8 +69,9 @@ def boundary() -> None:
 class deferred:
     """Inside, a Ctrl-C waits for ``boundary``, or for the end; may be entered again inside."""
 
-    __slots__ = ("_outer",)
+    __slots__ = ("_outer", "_waits")
     _outer: int | None
+    _waits: bool
 
     def __enter__(self) -> None:
         self._outer = STATE.depth if _in_main_thread() else None
@@ -78,10 +79,11 @@ class deferred:
             if self._outer == 0:
                 STATE.install()
             STATE.depth = self._outer + 1
+            self._waits, STATE.waits = STATE.waits, False
 
     def __exit__(self, *_: object) -> None:
         if self._outer is not None:
-            STATE.depth = self._outer
+            STATE.depth, STATE.waits = self._outer, self._waits
             if self._outer == 0:
                 STATE.remove()
                 boundary()

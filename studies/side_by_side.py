@@ -50,7 +50,7 @@ class SideBySide:
                 if stage.weights is not None:
                     exchange = meeting.exchange(replica, stage.index)
                     found[stage.index] = Averaged(stage, averaging, exchange)
-            pipe._executor._around.averaged = found
+            pipe._executor.connections.averaged = found
 
     # Training.
 
@@ -72,7 +72,7 @@ class SideBySide:
         if meeting.failure is not None:
             raise RuntimeError("run: an earlier run failed") from meeting.failure
         counts = [pipe.places[0].microbatches for pipe in self.pipes]
-        dealer = _Dealer(batches, counts, self.pipes[0]._executor._around.split_dim)
+        dealer = _Dealer(batches, counts, self.pipes[0]._executor.connections.split_dim)
         results: list[deque[Result]] = [deque() for _ in self.pipes]
         running = set(range(len(self.pipes)))
 
@@ -118,7 +118,7 @@ class SideBySide:
         """
         for pipe in self.pipes:
             pipe.check_drained("averaged")
-        each = [one for pipe in self.pipes for one in pipe._executor._around.averaged.values()]
+        each = [one for pipe in self.pipes for one in pipe._executor.connections.averaged.values()]
         begun = [averaged.average() for averaged in each]
         found = [average() for average in begun]
         with ExitStack() as held:

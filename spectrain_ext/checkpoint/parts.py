@@ -129,7 +129,7 @@ def parts_of(
     ahead = 0 if first_stage is None else first_stage - target.first_stage
     masters = target.masters(bind)
     replica, replicas = 0, 1
-    averaged = target._executor._around.averaged
+    averaged = target._executor.connections.averaged
     if averaged and not isinstance(target, DistributedPipeline):
         raise ValueError(
             "a pipeline that is averaged side by side with others has a part of the state; "

@@ -1,21 +1,19 @@
-"""DistributedEdges: the edges of one stage, of which a microbatch has one of each traffic."""
+"""LinkEnds: the ends of one stage's edges to other ranks, by what goes there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
 
-from spectrain_ext.pipeline.batch import SplitDim
+from spectrain_ext.pipeline.edges import StageEdges
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.tie_ends import depth_of
 from spectrain_ext.schedule import Place, Replicas
+from spectrain_ext.transport import Receiver
 
 from .board import Board
 from .inlet import Inlet
 from .links import Link, Links, Traffic
 from .outlet import Outlet
-
-_Part = TypeVar("_Part")
 
 _TOO_MANY = {
     Traffic.ACTIVATIONS: "the previous rank sends a microbatch that nothing here takes",
@@ -26,62 +24,31 @@ _TOO_MANY = {
 }
 
 
-class Arrangement(NamedTuple):
-    """What all stages of a rank have in common.
-
-    Attributes:
-        places: of all stages' replicas.
-        split_dim: along which dimensions minibatches are cut.
-        later: of every stage, by how many microbatches it puts backwards off (``put_off_by``).
-        seats: the replicas of all stages.
-        links: the groups that the rank's edges go by.
-        board: what the ranks know of each other.
-        apart: whether each replica trains on a minibatch of its own.
-        share_loss: whether every rank gets the losses.
-        evaluates: whether this is for an evaluation.
-    """
-
-    places: list[Place]
-    split_dim: SplitDim
-    later: Sequence[int]
-    seats: Replicas
-    links: Links
-    board: Board
-    apart: bool
-    share_loss: bool
-    evaluates: bool = False
-
-
-class Ends(NamedTuple):
-    """The ends that one microbatch uses; None where there is no neighbour."""
-
-    inputs: Inlet | None
-    targets: Inlet | None
-    gradients: Inlet | None
-    to_next: Outlet | None
-    to_previous: Outlet | None
-
-
-class DistributedEdges:
-    """A stage's ends of its edges, by what goes there and the seat at the other end, or the tie.
-
-    Its l-th microbatch here of a minibatch is microbatch replica + l * replicas of all.
+class LinkEnds:
+    """A stage's ends of its links, by what goes there and the seat at the other end, or the tie.
 
     Args:
         stage: one of the rank's stages.
-        arranged: what they have in common.
+        places: of all stages' replicas.
+        later: of every stage, by how many microbatches it puts backwards off (``put_off_by``).
+        replicas: of all stages.
+        links: the groups that the rank's edges go by.
+        board: what the ranks know of each other.
 
     Attributes:
         into, out: the ends.
-        now: those of the microbatch whose turn it is; the stage uses them.
     """
 
-    def __init__(self, stage: Stage, arranged: Arrangement) -> None:
-        places, later, board = arranged.places, arranged.later, arranged.board
-        self._stage = stage
-        self._seats = arranged.seats
-        self._replica = arranged.seats.seat(board.rank)[1]
-        self._count = arranged.seats.counts[stage.index]
+    def __init__(
+        self,
+        stage: Stage,
+        places: Sequence[Place],
+        later: Sequence[int],
+        replicas: Replicas,
+        links: Links,
+        board: Board,
+    ) -> None:
+        self._stage, self._replicas = stage, replicas
 
         def depth(what: Traffic, link: Link) -> int:
             """A window and one, as between stages of one process.
@@ -105,7 +72,7 @@ class DistributedEdges:
                 for at, link in into.items()
                 if link.stages[1] == stage.index
             }
-            for what, into in arranged.links.into.items()
+            for what, into in links.into.items()
         }
         self.out = {
             what: {
@@ -113,52 +80,34 @@ class DistributedEdges:
                 for at, link in out.items()
                 if link.stages[0] == stage.index
             }
-            for what, out in arranged.links.out.items()
+            for what, out in links.out.items()
         }
-        self._ends = [self._at(j) for j in range(places[stage.index].microbatches)]
-        self._use(self._ends[0])
 
     def inlets(self) -> Iterator[Inlet]:
         for inlets in self.into.values():
             yield from inlets.values()
 
-    # Whose turn it is: the neighbour that runs the same microbatch.
+    def edges(self, replica: int, microbatches: int, apart: bool) -> StageEdges:
+        """What goes by links, for so many microbatches of this replica's: those of its neighbours.
 
-    def _at(self, j: int) -> Ends:
-        runs, k, n = self._seats.runs, self._stage.index, self._replica + j * self._count
+        Its l-th microbatch here of a minibatch is microbatch replica + l * replicas of all.
+        """
+        runs, k = self._replicas.runs, self._stage.index
         into, out = self.into, self.out
-        return Ends(
-            into[Traffic.ACTIVATIONS].get(runs(k - 1, n)) if k else None,
-            into[Traffic.TARGETS].get(0),
-            into[Traffic.GRADIENTS].get(runs(k + 1, n)) if out[Traffic.ACTIVATIONS] else None,
-            out[Traffic.ACTIVATIONS].get(runs(k + 1, n)) if out[Traffic.ACTIVATIONS] else None,
-            out[Traffic.GRADIENTS].get(runs(k - 1, n)) if k else None,
-        )
-
-    def turn(self, j: int) -> int:
-        """Have the stage use the edges of its j-th microbatch; returns which of all that is."""
-        if self._seats.dealt:
-            self._use(self._ends[j])
-        return self._replica + j * self._count
-
-    def _use(self, ends: Ends) -> None:
-        stage, self.now = self._stage, ends
-        if ends.inputs is not None:
-            stage.inputs = ends.inputs
-        if ends.targets is not None:
-            stage.targets = ends.targets
-        stage.gradients = ends.gradients
-        stage.to_next, stage.to_previous = ends.to_next, ends.to_previous
-
-    def dealt(self, parts: list[_Part]) -> list[_Part]:
-        """Those of a minibatch's parts that are this rank's."""
-        return parts[self._replica :: self._count]
-
-    def outlets_of_batch(self, n: int) -> tuple[Outlet | None, Outlet | None]:
-        """Where rank 0 sends input and target of microbatch n of all; None: it stays here."""
-        runs, last = self._seats.runs, self._seats.stages - 1
-        inputs, targets = self.out[Traffic.INPUTS], self.out[Traffic.TARGETS]
-        return inputs.get(runs(0, n)), targets.get(runs(last, n))
+        count = self._replicas.counts[k]
+        mine = [replica + j * count for j in range(microbatches)]
+        made = StageEdges(replica=replica, count=count, apart=apart)
+        if k:
+            made.inputs = [into[Traffic.ACTIVATIONS][runs(k - 1, n)] for n in mine]
+            made.to_previous = [out[Traffic.GRADIENTS][runs(k - 1, n)] for n in mine]
+        elif into[Traffic.INPUTS]:
+            made.inputs = [*into[Traffic.INPUTS].values()] * microbatches
+        if k < self._replicas.stages - 1:
+            made.to_next = [out[Traffic.ACTIVATIONS][runs(k + 1, n)] for n in mine]
+            made.gradients = [into[Traffic.GRADIENTS][runs(k + 1, n)] for n in mine]
+        else:
+            made.targets = [*into[Traffic.TARGETS].values()] * microbatches
+        return made
 
     # A run.
 
@@ -172,7 +121,7 @@ class DistributedEdges:
             for outlet in self.out[what].values():
                 outlet.end()
 
-    def close(self, heard: Inlet | None) -> None:
+    def close(self, heard: Receiver | None) -> None:
         """Hear that all has been sent, and say so to the previous stage.
 
         Args:
@@ -180,7 +129,7 @@ class DistributedEdges:
         """
         for what, said in _TOO_MANY.items():
             for inlet in self.into[what].values():
-                if inlet is not heard and not inlet.wait().end:
+                if inlet is not heard and inlet.receive() is not None:
                     raise RuntimeError(said)
         self.end(Traffic.GRADIENTS)
 

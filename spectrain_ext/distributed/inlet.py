@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spectrain_ext.errors import OrderingError
-from spectrain_ext.transport.local import Slot
+from spectrain_ext.transport.local import Header, Slot
 from spectrain_ext.transport.streams import Buffer, Stream, callers_stream, new_stream
 
 from .board import Board
@@ -26,8 +26,8 @@ from .wire import (
     TAG_HEADER,
     TAG_LAYOUT,
     FlatMemory,
-    Header,
     Layout,
+    header_of,
 )
 
 _CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ class Arrived(Slot):
 
 
 class _Next(NamedTuple):
-    header: Header
+    header: Header | None  # None: the end
     layout: Layout | None = None
     nbytes: int = 0
     slot: Arrived | None = None
@@ -74,6 +74,8 @@ class Inlet:
         depth: messages that may be under way or in use at once.
         board: names a failure, and keeps deadlines.
     """
+
+    blocks = True
 
     def __init__(
         self, link: Link, device: torch.device, receiver: Stream, depth: int, board: Board
@@ -110,7 +112,7 @@ class Inlet:
                     with self._board.changed:
                         self._arrived.append(item)
                         self._board.changed.notify_all()
-                    if item.header.end:
+                    if item.header is None:
                         return
         except BaseException as error:
             with self._board.changed:
@@ -136,8 +138,8 @@ class Inlet:
         if kind == END:
             if slot is not None:
                 self._recycle(slot)
-            return _Next(Header(0, end=True))
-        header = Header.read(*label)
+            return _Next(None)
+        header = header_of(*label)
         if length:
             text = torch.empty(length, dtype=torch.uint8)
             self._fill(text, TAG_LAYOUT)
@@ -210,12 +212,12 @@ class Inlet:
 
     # The rank's own thread.
 
-    def has(self, i: int = 0, j: int = 0) -> bool:
+    def has(self) -> bool:
         """Whether the next message, or the end, has arrived."""
         return bool(self._arrived)
 
-    def wait(self) -> Header:
-        """Wait for the next message, or the end; ``receive`` then takes the message.
+    def _wait(self) -> None:
+        """Wait for the next message, or the end.
 
         Raises:
             RankError: a rank has failed, or the deadline has passed.
@@ -229,17 +231,15 @@ class Inlet:
             if isinstance(error, ValueError):
                 raise ValueError(f"{self.link.name}: {error}") from error
             self._board.lost(self.link.sender, self.link.name, error)
-        if self._arrived[0].header.end:
-            return self._arrived.popleft().header
-        return self._arrived[0].header
 
     def _ready(self) -> bool:
         return bool(self._arrived) or self._error is not None
 
-    def receive(self) -> Arrived:
-        if self.wait().end:
-            raise RuntimeError(f"{self.link.name}: it has ended, and this rank misses a message")
-        _, layout, nbytes, slot = self._arrived.popleft()
+    def receive(self) -> Arrived | None:
+        self._wait()
+        header, layout, nbytes, slot = self._arrived.popleft()
+        if header is None:
+            return None
         assert layout is not None
         copy = self.stream
         if slot is None:
@@ -255,7 +255,7 @@ class Inlet:
         if not self.link.staged:
             copy.record(slot.arrived)
         self._receiver.wait(slot.arrived)
-        slot.message = layout.message(slot.memory.views(layout))
+        slot.message, slot.header = layout.message(slot.memory.views(layout)), header
         return slot
 
     def _receive_on_device(self, into: Tensor) -> None:

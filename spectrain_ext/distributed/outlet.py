@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spectrain_ext.errors import OrderingError
-from spectrain_ext.transport.local import Message
+from spectrain_ext.transport.local import NO_HEADER, Header, Message
 from spectrain_ext.transport.streams import Buffer, Event, Stream, callers_stream, new_stream
 
 from .board import Board
@@ -25,8 +25,8 @@ from .wire import (
     TAG_HEADER,
     TAG_LAYOUT,
     FlatMemory,
-    Header,
     Layout,
+    numbers_of,
 )
 
 _CPU = torch.device("cpu")
@@ -94,13 +94,10 @@ class Outlet:
         self._last: _Kind | None = None
         self._first: Layout | None = None
         self._capacity = 0
-        self._label = 1, 0
 
-    def label(self, header: Header) -> None:
-        """What to say of the messages that follow."""
-        self._label = header.numbers()
-
-    def send(self, message: Message, source: Buffer, *ready: Event) -> Event:
+    def send(
+        self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
+    ) -> Event:
         opens = self._first is None
         kind, text = self._kind_of(message)
         _, layout, number, nbytes = kind
@@ -120,13 +117,13 @@ class Outlet:
                 slot.fit(nbytes, _CPU, self._pinned)
                 slot.bytes[:nbytes].copy_(packed.bytes[:nbytes], non_blocking=True)
         copy.record(slot.read)
-        header = (self._sent, DATA, *self._label, number, len(text), nbytes)
+        fields = (self._sent, DATA, *numbers_of(header), number, len(text), nbytes)
         self._sent += 1
         pieces: _Pieces = []
         if opens or not self.link.framed:
-            pieces.append((torch.tensor(header), TAG_HEADER))
+            pieces.append((torch.tensor(fields), TAG_HEADER))
         if self.link.framed:
-            slot.header[:] = header
+            slot.header[:] = fields
             pieces.append((slot.frame, TAG_BODY))
         if text:
             pieces.append((torch.frombuffer(bytearray(text), dtype=torch.uint8), TAG_LAYOUT))

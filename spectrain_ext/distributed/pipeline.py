@@ -25,9 +25,9 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Replicas
 
 from .board import Board
+from .connections import RankConnections
 from .exchange import Peers
 from .links import open_host_group
-from .neighbourhood import DistributedNeighbourhood
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -153,7 +153,7 @@ class DistributedPipeline(Pipeline):
                 _check_averaging(seats, clip_scope)
                 check_averaged(find_method(method))
                 clip_scope = "stage"
-            self._around = around = DistributedNeighbourhood(
+            self._connections = around = RankConnections(
                 *(group, board, seats, dynamic_shapes, share_loss),
                 *(clip_norm, clip_scope, averaging, split_dim, window),
             )
@@ -244,7 +244,7 @@ class DistributedPipeline(Pipeline):
             RuntimeError: a run has not ended, or an earlier one failed.
             RankError: another rank has failed.
         """
-        around = self._executor._around
+        around = self._executor.connections
         with ExitStack() as held, self._executor.callers_turn():
             what = "averaging the replicas"
             with self.together(what), self.busy(what):
@@ -300,7 +300,7 @@ class DistributedPipeline(Pipeline):
             raise ValueError("value: rank 0 needs the input, got None")
         batch = (nothing if self.rank else value, nothing)
         outputs: list[Any] = []
-        seats = self._executor._around.seats
+        seats = self._executor.connections.replicas
         # Replicas deal batches out: each gets this one.
         batches = minibatches([batch] * lcm(*seats.counts), seats, alone=False)
         self._forward_all(batches, lambda output, _: outputs.append(output), evaluates=False)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spectrain_ext.transport.local import Message
+from spectrain_ext.transport.local import Header, Message
 
 # A header, as int64: sequence number, its kind, parts of the minibatch, the bits of a float64 that
 # travels along, number of the layout, its bytes as text (0 if it has been announced), bytes of the
@@ -30,26 +30,14 @@ ENDLESS = timedelta(days=365)
 _ALIGNMENT = 256
 
 
-class Header(NamedTuple):
-    """What precedes a message.
+def numbers_of(header: Header) -> tuple[int, int]:
+    """A header as it travels."""
+    return header.parts, int(np.float64(header.value).view(np.int64))
 
-    Attributes:
-        parts: microbatches of its minibatch.
-        value: a number that travels along.
-        end: there is no message: the run has no more of them.
-    """
 
-    parts: int
-    value: float = 0.0
-    end: bool = False
-
-    def numbers(self) -> tuple[int, int]:
-        """As they travel."""
-        return self.parts, int(np.float64(self.value).view(np.int64))
-
-    @staticmethod
-    def read(parts: int, value: int) -> Header:
-        return Header(parts, float(np.int64(value).view(np.float64)))
+def header_of(parts: int, value: int) -> Header:
+    """It, as it has arrived."""
+    return Header(parts, float(np.int64(value).view(np.float64)))
 
 
 class TensorLayout(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spectrain_ext.pipeline.stage import Handler
+from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.schedule import Kind, Lane
 from spectrain_ext.transport import CudaStream, Stream
 
@@ -46,10 +46,11 @@ def marked(
 
 
 def _marked(stage: Stage, kind: Kind, handler: Handler, records: list[Record]) -> Handler:
-    edge = {Kind.SEND_ACTIVATION: stage.to_next, Kind.SEND_GRADIENT: stage.to_previous}.get(kind)
+    edges = stage.edges
+    sends = {Kind.SEND_ACTIVATION: edges.to_next, Kind.SEND_GRADIENT: edges.to_previous}.get(kind)
     loads = WORK[kind][1] in ("predict", "update")
     own = stage.predict if loads else stage.compute
-    stream = own if edge is None else edge.stream
+    stream = sends[0].stream if sends else own
     k = stage.index
 
     def run(i: int, j: int) -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from spectrain_ext.pipeline.stage import Handler, Stage
+from spectrain_ext.pipeline.loads import Handler
+from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.schedule import Kind
 
 from .marks import WORK, Mark, Record, marked, seconds_between

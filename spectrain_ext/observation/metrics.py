@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from spectrain_ext.method import delay_under
+from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
-from spectrain_ext.pipeline.stage import Handler, Stage
+from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.schedule import Kind, Place, Rules, flushes
 from spectrain_ext.weights import rates_of
 
@@ -120,7 +121,7 @@ class Metrics(Observer):
 
     def result(self, result: Result) -> None:
         for meter in self._meters.values():
-            if meter.stage.targets is not None:
+            if meter.stage.edges.targets:
                 meter.loss(result.loss)
 
     def end(self) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.pipeline.observer import Observer
-from spectrain_ext.pipeline.stage import Handler
 from spectrain_ext.schedule import (
     Entries,
     Instruction,

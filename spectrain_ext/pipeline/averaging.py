@@ -20,10 +20,9 @@ from spectrain_ext.operators.averaging import (
     in_a_row,
     taken_apart,
 )
-from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Buffer, Event, callers_stream
 
-from .stage import Handler, Stage
+from .stage import Stage
 
 
 def check_averaged(method: Method, tied: bool = False) -> None:
@@ -151,25 +150,24 @@ class Averaged:
     def _made(self, weights: Tensor) -> Averager:
         return self._asked.begin(weights, self._exchange, self._stage.index)
 
-    def around(self, handlers: Mapping[Kind, Handler]) -> dict[Kind, Handler]:
-        """A stage's handlers, of which that of updates averages as well."""
-        update, stage = handlers[Kind.UPDATE], self._stage
+    def send(self, i: int, j: int) -> None:
+        """Before an update: what the other replicas need of these weights goes off."""
+        kept, stage = self._kept, self._stage
+        assert kept is not None
+        with stage.predict.using(reads=stage.memory):
+            kept.before(self._row())
 
-        def averaging_update(i: int, j: int) -> None:
-            kept = self._kept
-            assert kept is not None
-            with stage.predict.using(reads=stage.memory):
-                kept.before(self._row())
-            update(i, j)
-            with stage.predict.using(writes=stage.memory):
-                weights = self._row()
-                kept.made(weights)
-                moved = kept.after(weights)
-                if moved is not None:
-                    self._weights.move(taken_apart(moved, self._weights.params))
-            stage._weights_written()
-
-        return {**handlers, Kind.UPDATE: averaging_update}
+    def average_in(self, i: int, j: int) -> None:
+        """After it: the weights become what the others' make of them."""
+        kept, stage = self._kept, self._stage
+        assert kept is not None
+        with stage.predict.using(writes=stage.memory):
+            weights = self._row()
+            kept.made(weights)
+            moved = kept.after(weights)
+            if moved is not None:
+                self._weights.move(taken_apart(moved, self._weights.params))
+        stage.weights_written()
 
     # Between runs.
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.transport import (
+    NO_HEADER,
     Buffer,
+    Header,
     Sender,
     Value,
     as_value,
@@ -162,10 +164,8 @@ def samples_of(parts: list[Microbatch]) -> int:
     return sum(part.samples for part in parts)
 
 
-def hand_in(edge: Sender | None, value: Value, batch: Buffer) -> None:
-    """Send a side of the caller's batch where it is used, if that is in this process."""
-    if edge is None:
-        return
+def hand_in(edge: Sender, value: Value, batch: Buffer, header: Header = NO_HEADER) -> None:
+    """Send a side of the caller's batch where it is used."""
     tensors = (value,) if isinstance(value, Tensor) else tensors_of(value)
     callers = {tensor.device: callers_stream(tensor.device) for tensor in tensors}
     given = []
@@ -173,7 +173,8 @@ def hand_in(edge: Sender | None, value: Value, batch: Buffer) -> None:
         caller.writes(batch)
         given.append(caller.event())
         caller.record(given[-1])
-    read = edge.send(activation(value).without_gradient(), batch, *given)
+    message = activation(value).with_gradient(False)
+    read = edge.send(message, batch, *given, header=header)
     # From host to device nobody waits: the call has read pageable memory when it returns, and
     # torch's allocator keeps pinned memory until it has been read.
     for device, caller in callers.items():

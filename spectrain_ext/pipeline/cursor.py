@@ -1,76 +1,80 @@
-"""Cursor: where a stage stands in its actions, in a run whose length shows only as it goes."""
+"""Cursor: where a stage stands in its schedule, in a run whose length shows only as it goes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from spectrain_ext.schedule.instructions import Instruction, Kind
+from spectrain_ext.transport import Header
 
 
-class Extent:
-    """How long a run is, shared by the cursors of all its stages.
+class Cursor:
+    """The compute instructions of one stage, without those that the run turns out not to have.
+
+    A stage hears of a minibatch, and of the end of the run, with the messages of its forwards. The
+    microbatches of a minibatch are known before the stage comes to its second one.
 
     Args:
-        in_flight: minibatches that may be in flight at once.
+        instructions: the schedule's, without an end.
 
     Attributes:
-        minibatches: their number, None while it is not known.
+        minibatches: the length of the run; None while it is not known.
         added: minibatches so far.
-        shares: per minibatch in flight, the share of its samples that each microbatch has.
+        shares: of each minibatch in flight, the share of its samples that each microbatch has.
+        headers: of each, what came with its first microbatch.
+        current: the instruction that is being run, None between two of them.
+        step: how many of the steps that it consists of have been made.
     """
 
-    def __init__(self, in_flight: int) -> None:
+    def __init__(self, instructions: Iterator[Instruction]) -> None:
+        self._instructions = instructions
+        self._upcoming = next(instructions, None)
         self.minibatches: int | None = None
-        self.shares: dict[int, list[float]] = {}
-        # A stage may come to the end of a minibatch when stage 0 has a window of others in flight.
-        self._remembered = 2 * in_flight
         self.added = 0
+        self.shares: dict[int, list[float]] = {}
+        self.headers: dict[int, Header] = {}
+        self.current: Instruction | None = None
+        self.step = 0
 
-    def add(self, shares: list[float]) -> None:
+    def add(self, shares: list[float], header: Header) -> None:
         """There is one more minibatch; a small one has fewer microbatches than the schedule."""
         self.shares[self.added] = shares
-        self.shares.pop(self.added - self._remembered, None)
+        self.headers[self.added] = header
         self.added += 1
 
     def stop(self) -> None:
         """There are no more minibatches than those added."""
         self.minibatches = self.added
 
-
-class Cursor:
-    """The head of one stage's stream, without the actions that the run turned out not to have.
-
-    The microbatches of a minibatch are known before a stage reaches its second one: the stage has
-    received the first, or pulled the minibatch.
-
-    Args:
-        actions: the endless stream.
-        extent: the run.
-
-    Attributes:
-        instructions: the rest of the stream.
-        upcoming: what comes before that, be it a part of the run or not.
-    """
-
-    def __init__(self, actions: Iterator[Instruction], extent: Extent) -> None:
-        self.instructions = actions
-        self._extent = extent
-        self.upcoming = next(actions, None)
-
-    def head(self) -> Instruction | None:
-        """The action to run next; None when the stage has finished."""
-        extent = self._extent
-        while self.upcoming is not None:
-            kind, i, j = self.upcoming
-            # As far as is known now; a call for it takes as long again, for every action.
-            if (extent.minibatches is None or i < extent.minibatches) and (
-                j == 0 or j < len(extent.shares[i])
+    def peek(self) -> Instruction | None:
+        """What follows the current instruction, as far as is known now; None: nothing."""
+        following = self._upcoming
+        while following is not None:
+            kind, i, j = following
+            if (self.minibatches is None or i < self.minibatches) and (
+                j == 0 or j < len(self.shares[i])
             ):
                 break
-            # Updates come in the order of minibatches: nothing follows a dropped one.
-            self.upcoming = None if kind is Kind.UPDATE else next(self.instructions, None)
-        return self.upcoming
+            # Updates come in the order of minibatches: nothing follows one that is left out.
+            following = None if kind is Kind.UPDATE else next(self._instructions, None)
+            self._upcoming = following
+        return following
 
-    def advance(self) -> None:
-        """Go on to the next; the loop that runs instructions does the same without a call."""
-        self.upcoming = next(self.instructions, None)
+    def take(self) -> Instruction | None:
+        """Make what follows the current instruction; None: the stage has finished."""
+        self.current, self.step = self.peek(), 0
+        if self.current is not None:
+            self._upcoming = next(self._instructions, None)
+        return self.current
+
+    def done(self) -> None:
+        """The current instruction has been run."""
+        if self.current is not None and self.current.kind is Kind.UPDATE:
+            self.shares.pop(self.current.minibatch, None)
+            self.headers.pop(self.current.minibatch, None)
+        self.current = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the stage has nothing left to do."""
+        return self.current is None and self.peek() is None

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import islice
 from math import fsum, lcm
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from spectrain_ext.errors import placed
-from spectrain_ext.rng import TURN
 from spectrain_ext.schedule import Place, Replicas
-from spectrain_ext.transport import Buffer, Message, tensors_in
 
 from .batch import SplitDim, samples_in, sides_of
-from .cursor import Cursor, Extent
 from .executor import Executor
-from .stage import Stage
-from .tape import Tape, activation, value_of
 
 
 @runtime_checkable
@@ -180,153 +173,34 @@ def _number(value: object) -> Tensor | float:
     raise TypeError(f"expected a 0-d tensor or a number, got {type(value).__name__}")
 
 
-# The stages.
+# A run of the stages.
 
 
-class EvaluatingStage(Stage):
-    """A stage that only goes forward, with the weights that the module holds, and without a graph.
-
-    Between its begin and its end the module is in evaluation; then all of its modes are as before.
-    Streams, edges, random numbers and buffers are others than those of training.
-
-    Args:
-        stage: the one that trains.
-        evaluates: whether the module is in evaluation meanwhile; where not, it keeps its mode, and
-            draws from the caller's random numbers.
-    """
-
-    def __init__(self, stage: Stage, evaluates: bool) -> None:
-        super().__init__(stage.index, stage.module, stage.device, None)
-        self._no_weights, self.module_buffers = stage.working, stage.module_buffers
-        self._evaluates = evaluates
-        self._modes: list[tuple[nn.Module, bool]] = []
-        self._switched = False
-        self._numbers: AbstractContextManager[object] = self.random if evaluates else nullcontext()
-
-    def begin(self, cursor: Cursor, extent: Extent) -> None:
-        super().begin(cursor, extent)
-        if self._evaluates:
-            self._modes = [(module, module.training) for module in self.module.modules()]
-            if any(training for _, training in self._modes):
-                self.module.eval()
-                self._switched = True
-
-    def end(self) -> None:
-        try:
-            if self._switched and self._modes[0][1]:
-                self.module.train()  # which may do more than to set what follows
-            self._switched = False
-        finally:
-            for module, training in self._modes:
-                if module.training != training:
-                    module.training = training
-            super().end()
-
-    def forward(self, i: int, j: int) -> None:
-        """Compute the output; the receive buffer of the input is then free."""
-        slot = self._received
-        message = slot.message
-        assert message is not None
-        tape, compute = Tape(slot), self.compute
-        writes = (slot.buffer, self.module_buffers, tape.buffer)  # an in-place layer, running sums
-        with (
-            compute.using(reads=(self.working,), writes=writes),
-            torch.no_grad(),
-            TURN,
-            self._numbers,
-        ):
-            tape.output = _apart(self.module(value_of(message)), message)
-        compute.record(self.computed)
-        self.inputs.free(slot)
-        self._tapes[i, j] = tape
-
-    def send_activation(self, i: int, j: int) -> None:
-        """Copy the output to the next stage, and let go of it."""
-        assert self.to_next is not None
-        tape = self._tapes.pop((i, j))
-        message = activation(tape.output)
-        read = self.to_next.send(message, tape.buffer, self.computed)
-        self._in_transit.hold(read, tape.buffer, message)
-
-    def loss(self, i: int, j: int, loss_fn: Callable[..., Any]) -> Tensor:
-        """Have the output measured, which is no loss."""
-        tape, target = self._with_target(i, j)
-        message, compute = tape.target.message, self.compute
-        assert message is not None
-        assert self.targets is not None
-        writes = tape.target.buffer, tape.buffer
-        with compute.using(writes=writes), torch.no_grad(), TURN, self._numbers:
-            loss_fn(tape.output, _apart(target, message))
-            nothing = torch.zeros((), device=self.device)
-        compute.record(self.computed)
-        self.targets.free(tape.target)
-        compute.writes(self._tapes.pop((i, j)).buffer)  # freed
-        return nothing
-
-    # What comes back says that a batch is through, and is empty.
-
-    def receive_gradient(self, i: int, j: int) -> None:
-        assert self.gradients is not None
-        self.gradients.free(self.gradients.receive())
-
-    def send_gradient(self, i: int, j: int) -> None:
-        assert self.to_previous is not None
-        self.to_previous.send(Message((), False), Buffer("nothing"), self.computed)
-
-
-def _apart(value: Any, message: Message) -> Any:
-    """A value that does not lie in a receive buffer: copies of its tensors that do."""
-    lent = {t.untyped_storage().data_ptr() for t in message.tensors if t is not None}
-
-    def lies_there(tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in lent
-
-    def apart(tensor: Tensor) -> Tensor:
-        return tensor.clone() if lies_there(tensor) else tensor
-
-    if isinstance(value, Tensor):
-        return apart(value)
-    value = tree_map_only(Tensor, apart, value)
-    if any(map(lies_there, tensors_in(value))):  # in a dataclass, which torch does not look into
-        value = copy.deepcopy(value)
-    return value
-
-
-# A run of them.
-
-
-def evaluating(executor: Executor, measure: Callable[..., Any], evaluates: bool = True) -> Executor:
-    """What goes forward with the stages of a pipeline, once.
-
-    Args:
-        executor: of the pipeline; it does not run.
-        measure: is given the output and the target of every batch, where the last stage is.
-        evaluates: see ``EvaluatingStage``.
-    """
-    around, seats = executor._around, executor._around.seats
-    stages: list[Stage] = [EvaluatingStage(stage, evaluates) for stage in executor.stages]
-    parts = [lcm(*seats.counts) // count for count in seats.counts]
+def evaluator(executor: Executor) -> Executor:
+    """What goes forward with the stages of a pipeline: by edges of their own, on their streams."""
+    replicas = executor.connections.replicas
+    parts = [lcm(*replicas.counts) // count for count in replicas.counts]
     # Two minibatches more than the next stage has, which hides the way there and back; a replica
     # without a part in the last one hears of that before anybody misses its word.
     places = [
-        Place(k, seats.stages, (2 * (seats.stages - k) - 1) * part, part)
+        Place(k, replicas.stages, (2 * (replicas.stages - k) - 1) * part, part)
         for k, part in enumerate(parts)
     ]
     # No stage gets ahead of the last one by more than its window: what comes back is the word that
     # a batch is through, with memory for as many messages.
-    around = around.evaluating(stages, places, measure)
-    return Executor(stages, places, "1f1b-async", around, evaluates=True)
+    connections = executor.connections.evaluating(places)
+    return Executor(executor.stages, places, "1f1b-async", connections)
 
 
-def minibatches(batches: Iterable[object], seats: Replicas, alone: bool) -> Iterator[object]:
+def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> Iterator[object]:
     """What an evaluation takes for minibatches: the caller's batches, one by one.
 
     Replicas get tuples of batches, to deal them out; ``alone``: of one, for the first replicas.
     """
     given = iter(batches)
-    if not seats.dealt:
+    if not replicas.dealt:
         return given
-    each = 1 if alone else lcm(*seats.counts)
+    each = 1 if alone else lcm(*replicas.counts)
     return iter(lambda: tuple(islice(given, each)), ())
 
 

@@ -5,23 +5,24 @@ They run as their inputs arrive, or in an order in which each may wait for its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import GEN_CLOSED, getgeneratorstate
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 from weakref import ref
 
 from spectrain_ext.errors import RankError, StageError, make_all, noted_on
 from spectrain_ext.interrupts import STATE, boundary, callers, deferred
 from spectrain_ext.schedule import Generator as Schedule
-from spectrain_ext.schedule import Instruction, Kind, Place, find_generator, lower
+from spectrain_ext.schedule import Instruction, Kind, Place, find_generator, tables
 from spectrain_ext.transport import Stream, callers_stream, captured
 
-from .cursor import Cursor, Extent
+from .connections import Connections, Ready
+from .cursor import Cursor
+from .loads import Handler
 from .losses import Keep, Result
-from .neighbourhood import Neighbourhood, Work
-from .observer import Observer
-from .stage import Handler, Stage
+from .observer import Observer, watched
+from .stage import Stage
 
 _Run: TypeAlias = Generator[Result, None, None]
 
@@ -30,18 +31,47 @@ def _no_run() -> None:
     """No run has begun."""
 
 
-# A turn is one forward, or one backward or half of one, with the update that may follow; these
-# begin the next.
-_BEGINS_TURN = frozenset(
-    (Kind.PULL, Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD, Kind.LOAD_BACKWARD_INPUT)
-)
-# What a forward's turn is made of, where turns come in an order and an update is one of its own.
-_FORWARDS = frozenset(
-    (
-        *(Kind.PULL, Kind.LOAD_FORWARD, Kind.RECEIVE_ACTIVATION),
-        *(Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.LOSS),
-    )
-)
+class _Step(NamedTuple):
+    """One instruction of the lowered stream, for any microbatch, with what runs it.
+
+    Attributes:
+        kind: the instruction's.
+        ready: whether what it waits for has come; None: it waits for nothing, or blocks.
+        run: runs it.
+    """
+
+    kind: Kind
+    ready: Ready | None
+    run: Handler
+
+
+class _Program:
+    """What each compute instruction of a stage consists of, as steps.
+
+    Args:
+        stage: whose.
+        place: its place.
+        around: what joins it to the others.
+        trace: looks on.
+    """
+
+    def __init__(
+        self, stage: Stage, place: Place, around: Connections, trace: Observer | None
+    ) -> None:
+        self.stage = stage
+        handlers = watched(trace, stage, around.handlers(stage))
+        ready = around.ready(stage)
+        self.announce = around.announce(stage)
+        # What an instruction takes with it, in the same turn: an update, or the word that a batch
+        # is through.
+        self.takes = (Kind.UPDATE, Kind.BACKWARD) if around.evaluates else (Kind.UPDATE,)
+        self.first, self.later = (
+            {
+                kind: [_Step(each, ready.get(each), handlers[each]) for each in to]
+                for kind, to in table.items()
+            }
+            for table in tables(place, around.duties(stage))
+        )
 
 
 class Executor:
@@ -51,11 +81,10 @@ class Executor:
         stages: the stages of this process.
         places: the places of all stages of the pipeline.
         schedule: the order in which they act, by name, or its generator.
-        around: what the stages are connected to.
-        evaluates: whether the stages only go forward.
+        connections: what joins the stages to one another and to the caller.
 
     Attributes:
-        places, stages: as given.
+        places, stages, connections: as given.
 
     Whatever exception ends a run, the true weights are put back: at once, or, if the end did not
     come to its end, by the next ``mend``. All that an end does may be repeated.
@@ -66,14 +95,13 @@ class Executor:
         stages: list[Stage],
         places: list[Place],
         schedule: str | Schedule,
-        around: Neighbourhood,
-        evaluates: bool = False,
+        connections: Connections,
     ) -> None:
-        self._evaluates = evaluates
         self._run: Callable[[], _Run | None] = _no_run
         self._ended = True
         self.stages = stages
-        self._around = around
+        self.connections = connections
+        self._counts: Cursor | None = None  # of the last run
         self.change(places, schedule)
 
     def change(self, places: list[Place], schedule: str | Schedule) -> None:
@@ -93,7 +121,7 @@ class Executor:
 
         Closing the generator finishes the minibatches in flight and takes no further batch.
         """
-        self._extent = Extent(0)
+        self._counts = None
         itself: list[Callable[[], _Run | None]] = []
         run = self._results_of(batches, trace, keep, itself)
         itself.append(ref(run))
@@ -106,7 +134,7 @@ class Executor:
         keep: Keep | None,
         itself: list[Callable[[], _Run | None]],
     ) -> _Run:
-        with deferred(), self._around.run():
+        with deferred(), self.connections.run():
             self._check()
             if self._captured():
                 raise RuntimeError("run: a pipeline's run cannot become part of a CUDA graph")
@@ -118,11 +146,12 @@ class Executor:
                     for result in self._steps(trace):
                         if trace is not None:
                             trace.result(result)
+                        self.connections.yields(result)
                         with callers():
                             yield result
                         self._check_storage()
                 except GeneratorExit:
-                    self._around.leave()
+                    self.connections.leave()
                     self._check_storage()
                     for _ in self._steps(trace):
                         pass
@@ -136,7 +165,7 @@ class Executor:
     @property
     def begun(self) -> int:
         """The minibatches that the last run has begun."""
-        return self._extent.added
+        return 0 if self._counts is None else self._counts.added
 
     @property
     def running(self) -> bool:
@@ -158,16 +187,14 @@ class Executor:
             make_all((self._drop, self._end))
 
     def _begin(self, batches: Iterator[object], keep: Keep | None) -> None:
-        in_flight = max(place.window // place.microbatches for place in self.places) + 2
-        self._extent = Extent(in_flight)
         self.follow_caller()
+        around = self.connections
         for stage in self.stages:
-            place = self.places[stage.index]
-            instructions = lower(self._schedule(place), place, self._evaluates)
-            stage.begin(Cursor(instructions, self._extent), self._extent)
-        self._order = self._around.order(self._schedule, self.places)
-        self._late: list[tuple[Stage, Instruction]] = []
-        self._around.begin(batches, self._extent, keep)
+            cursor = Cursor(self._schedule(self.places[stage.index]))
+            stage.begin(cursor, around.edges[stage.index], around.mode)
+        self._counts = self.stages[0].cursor
+        self._order = around.order(self._schedule, self.places)
+        around.begin(batches, keep)
 
     def _check(self) -> None:
         """Raise an error if a parameter is not where, or not what, it was when stages were made."""
@@ -183,7 +210,7 @@ class Executor:
     def _end(self) -> None:
         """Put the true weights back, and let the caller's work follow all of this."""
         ends = [stage.end for stage in self.stages]
-        make_all((*ends, self._around.end, self.let_caller_follow))
+        make_all((*ends, self.connections.end, self.let_caller_follow))
         self._ended = True
 
     def _drop(self) -> None:
@@ -197,19 +224,19 @@ class Executor:
             stream.leave()
         waits = (stream.synchronize for stream in streams)
         forgets = (stage.forget for stage in self.stages)
-        resets = (edge.reset for edge in self._around.edges())
+        resets = (edge.reset for edge in self.connections.receivers())
         make_all((*waits, *forgets, *resets, self.follow_caller))
 
     def free_rings(self) -> None:
         """Free all receive buffers; a run makes new ones as it needs them."""
-        for edge in self._around.edges():
+        for edge in self.connections.receivers():
             edge.free_storage()
 
     def _streams(self) -> Iterator[Stream]:
         for stage in self.stages:
             yield stage.compute
             yield stage.predict
-        for edge in self._around.edges():
+        for edge in self.connections.receivers():
             yield edge.stream
 
     # The caller's stream is the one that is current at the call: it may be another one each time.
@@ -254,101 +281,105 @@ class Executor:
         yield
         self.follow_caller()
 
-    # The loop.
+    # The loop. Stage k of N runs a compute instruction, as far as its input has come, then stage
+    # k + 1 one of its own, and so on, until all have finished. Of a 1F1B schedule (F: forward, B:
+    # backward with the update that may follow) that comes to
+    #
+    #     stage 0   F0 F1 F2 B0 F3 B1 F4 B2 ...
+    #     stage 1      F0 F1 B0 F2 B1 F3 B2 ...
+    #     stage 2         F0 B0 F1 B1 F2 B2 ...
+    #
+    # and each of these is made of steps, as ``schedule/lowering.py`` says: for F3 on stage 1 load
+    # forward weights, receive activation, forward, send activation.
 
     def _steps(self, trace: Observer | None) -> Iterator[Result]:
         """Give the stages their turns until all have finished."""
-        around, results = self._around, self._around.results
+        around, results = self.connections, self.connections.results
         # Made per run: kept, these methods would make a cycle that holds all buffers until a
         # garbage collection.
-        unfinished = [(stage, around.work_of(stage, trace)) for stage in self.stages]
+        programs = [_Program(s, self.places[s.index], around, trace) for s in self.stages]
         if self._order is not None:
-            yield from self._in_order(self._order, {pair[0].index: pair for pair in unfinished})
-            unfinished = []
-        while unfinished:
+            yield from self._in_order(self._order, {p.stage.index: p for p in programs})
+            programs = []
+        while programs:
             progress = False
-            for stage, work in unfinished:
-                progress |= self._turn(stage, work)
+            for program in programs:
+                progress |= self._turn(program)
                 while results:
                     yield results.popleft()
-            unfinished = [pair for pair in unfinished if pair[0].cursor.head() is not None]
-            if unfinished and not progress:
-                heads = ", ".join(f"stage {s.index} at {s.cursor.head()}" for s, _ in unfinished)
-                raise RuntimeError(f"no stage can go on: {heads}")
+            programs = [each for each in programs if not each.stage.cursor.finished]
+            if programs and not progress:
+                raise _stuck(programs)
         around.close()
 
-    def _turn(self, stage: Stage, work: Work) -> bool:
-        """Run a stage's actions to the end of a turn, or to an input that has not arrived."""
-        cursor = stage.cursor
-        action = cursor.head()
-        progress = False
-        while action is not None:
-            kind, i, j = action
-            ready, handler = work[kind]
-            if ready is not None and not ready(i, j):
-                # A new head: the run has turned out to be shorter.
-                return progress or cursor.head() is not action
-            cursor.upcoming = next(cursor.instructions, None)
-            progress = True
-            self._act(stage, handler, action)
-            action = cursor.head()
-            if action is not None and action.kind in _BEGINS_TURN and kind is not Kind.PULL:
-                break
-        return progress
+    def _turn(self, program: _Program) -> bool:
+        """Run a stage's instruction, and the update that may follow, or as much of it as can be."""
+        cursor = program.stage.cursor
+        if cursor.current is None and cursor.take() is None:
+            return False
+        step = cursor.step
+        while self._went_through(program):
+            following = cursor.peek()
+            if following is None or following.kind not in program.takes:
+                return True
+            cursor.take()
+            step = -1
+        return cursor.step > step
 
     def _in_order(
-        self, order: Iterator[tuple[int, Instruction]], of: dict[int, tuple[Stage, Work]]
+        self, order: Iterator[tuple[int, Instruction]], of: Mapping[int, _Program]
     ) -> Iterator[Result]:
-        """Give the stages their turns in an order, which goes on after the end of the run.
+        """Run instructions in an order, which goes on after the end of the run.
 
         Updates may have to wait for what comes after them: for the norm of another stage's
         gradients. They are late, and keep only their own stage.
         """
-        extent, results = self._extent, self._around.results
-        while extent.minibatches is None or any(s.cursor.head() for s, _ in of.values()):
-            k, turn = next(order)
-            stage = of[k][0]
-            if any(s is stage for s, _ in self._late):
-                raise RuntimeError(f"no stage can go on: stage {k} at {stage.cursor.head()}")
-            self._late.append((stage, turn))
-            self._late = [(s, t) for s, t in self._late if not self._took(s, of[s.index][1], t)]
+        results = self.connections.results
+        late = [program for program in of.values() if program.stage.cursor.current is not None]
+        while any(not program.stage.cursor.finished for program in of.values()):
+            k, instruction = next(order)
+            cursor = of[k].stage.cursor
+            if cursor.current is not None:
+                raise _stuck([of[k]])
+            if cursor.peek() == instruction:  # else the run does not have it
+                cursor.take()
+                late.append(of[k])
+            late = [program for program in late if not self._went_through(program)]
             while results:
                 yield results.popleft()
 
-    def _took(self, stage: Stage, work: Work, turn: Instruction) -> bool:
-        """Run a turn, or what the run has of it; whether it has ended."""
-        cursor = stage.cursor
-        kind, i, j = turn
-        action = cursor.head()
-        while action is not None and action[1:] == (i, j) and _same_turn(kind, action.kind):
-            ready, handler = work[action.kind]
-            if ready is None or ready(i, j):
-                cursor.advance()
-                self._act(stage, handler, action)
-            elif cursor.head() is action:
+    def _went_through(self, program: _Program) -> bool:
+        """Run the steps of a stage's instruction; False: one waits."""
+        cursor, announce = program.stage.cursor, program.announce
+        assert cursor.current is not None
+        computes, i, j = cursor.current
+        steps = (program.later if j else program.first)[computes]
+        while cursor.step < len(steps):
+            kind, ready, run = steps[cursor.step]
+            if ready is not None and not ready(i, j):
                 return False
-            action = cursor.head()
+            if STATE.pending is not None:
+                boundary()
+            if announce is not None:
+                announce(kind, i, j)
+            cursor.step += 1
+            try:
+                run(i, j)
+            except RankError:
+                raise
+            except Exception as error:
+                if kind is Kind.PULL:  # the caller's own iterator, or what came out of it
+                    raise
+                notes = getattr(error, "__notes__", ())
+                reason = "; ".join((f"{type(error).__name__}: {error}", *notes))
+                raise StageError(program.stage.index, i, kind.value, reason) from error
+            if cursor.minibatches is not None and i >= cursor.minibatches:
+                break  # the stage has heard that the run has ended before
+        cursor.done()
         return True
 
-    def _act(self, stage: Stage, handler: Handler, action: Instruction) -> None:
-        """Run an action; its exception becomes the stage's."""
-        kind, i, j = action
-        if STATE.pending is not None:
-            boundary()
-        try:
-            handler(i, j)
-        except RankError:
-            raise
-        except Exception as error:
-            if kind is Kind.PULL:  # the caller's own iterator, or what came out of it
-                raise
-            notes = getattr(error, "__notes__", ())
-            reason = "; ".join((f"{type(error).__name__}: {error}", *notes))
-            raise StageError(stage.index, i, kind.value, reason) from error
 
-
-def _same_turn(turn: Kind, kind: Kind) -> bool:
-    """Whether an action of the same microbatch belongs to this forward, backward or update."""
-    if turn is Kind.UPDATE or kind is Kind.UPDATE:
-        return turn is kind
-    return (turn is Kind.FORWARD) == (kind in _FORWARDS)
+def _stuck(programs: Iterable[_Program]) -> RuntimeError:
+    cursors = [(p.stage.index, p.stage.cursor) for p in programs]
+    heads = ", ".join(f"stage {k} at {c.current or c.peek()}" for k, c in cursors)
+    return RuntimeError(f"no stage can go on: {heads}")

@@ -18,7 +18,7 @@ from .evaluation import (
     Measured,
     Measures,
     digest_of_buffers,
-    evaluating,
+    evaluator,
     mean_of,
     minibatches,
     undisturbed,
@@ -26,6 +26,7 @@ from .evaluation import (
 from .executor import Executor
 from .losses import Keep, Result
 from .observer import Observer
+from .stage import Mode
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -42,7 +43,7 @@ class Loops(nn.Module):
     """The base of a pipeline, which says how it runs; here is what is made of runs."""
 
     _executor: Executor
-    _evaluating: Executor | None = None  # while one goes on, or until its end has been made up for
+    _evaluator: Executor | None = None  # once there has been an evaluation; its edges stay
     devices: tuple[torch.device, ...]
 
     # What a pipeline of several processes does otherwise.
@@ -109,13 +110,13 @@ class Loops(nn.Module):
         """
         what = "evaluate"
         self.check_drained(what)
-        around = self._executor._around
+        around = self._executor.connections
         chosen = {"loss": around.loss_fn} if metrics is None else metrics
-        measures = Measures(chosen, around.seats.seats > len(self.devices), around.split_dim)
+        measures = Measures(chosen, around.replicas.seats > len(self.devices), around.split_dim)
         fed = self._fed(batches)
         alone = self._one_replica_works(measures.stateful, what)
         with undisturbed(self.devices):
-            self._forward_all(minibatches(fed, around.seats, alone), measures)
+            self._forward_all(minibatches(fed, around.replicas, alone), measures)
         told = self._tell(lambda: list(measures.told()), "sharing the metrics of an evaluation")
         return mean_of(chosen, [Measured(*one) for one in told])
 
@@ -125,7 +126,7 @@ class Loops(nn.Module):
         It does where a metric with a state has to see all batches, and where replicas have other
         module buffers than it has, such as running statistics: its own are the model's.
         """
-        stages, seats = self._executor.stages, self._executor._around.seats
+        stages, seats = self._executor.stages, self._executor.connections.replicas
         if not seats.dealt:
             return False
         told = self._tell(lambda: [(s.index, digest_of_buffers(s.module)) for s in stages], what)
@@ -140,10 +141,16 @@ class Loops(nn.Module):
         evaluates: bool = True,
     ) -> None:
         """Bring all batches through the stages."""
-        self._evaluating = evaluating(self._executor, measure, evaluates)
-        for _ in self._evaluating.run(batches):
-            pass
-        self._evaluating = None
+        if self._evaluator is None:
+            self._evaluator = evaluator(self._executor)
+        connections = self._evaluator.connections
+        connections.mode = Mode.EVALUATE if evaluates else Mode.CALL
+        connections.measure = measure
+        try:
+            for _ in self._evaluator.run(batches):
+                pass
+        finally:
+            del connections.measure
 
     # Training.
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spectrain_ext.errors import placed
 from spectrain_ext.transport import Buffer, Transit, callers_stream
 
-from .cursor import Extent
+from .edges import SharedLosses
 from .stage import Stage
 
 LossFn = Callable[..., Tensor]
@@ -73,76 +73,75 @@ class Losses:
         last: the last stage.
         loss_fn: ``(output, target) -> 0-d tensor``.
         depth: results whose memory the caller may still be reading.
-        held: where losses wait for those of the stage's other replicas; None: there are none.
+        results: where they wait.
+        shared: tells them the other ranks; None: they are told nothing.
+        held: whether losses wait for those of the stage's other replicas.
 
     Attributes:
-        results: in order.
-        part: the last microbatch's loss, times its share of the minibatch.
-        kept: what the results of minibatches whose losses are held will carry.
+        own: minibatch -> this replica's loss, where they wait; and what its result will carry.
     """
 
-    part: Tensor
     _sum: Tensor  # of the minibatch's parts so far
     _buffer: Buffer  # the memory of these
-    _extent: Extent
 
     def __init__(
         self,
         last: Stage,
         loss_fn: LossFn,
         depth: int,
-        held: dict[int, Tensor] | None = None,
+        results: deque[Result],
+        shared: SharedLosses | None = None,
+        held: bool = False,
     ) -> None:
-        self.results: deque[Result] = deque()
+        self._results = results
         self._last = last
         self._loss_fn = loss_fn
         self._out = Transit(last.compute, depth)
-        self._held = held
-        self.kept: dict[int, Any] = {}
+        self._shared, self._held = shared, held
+        self.own: dict[int, tuple[Tensor, Any]] = {}
         self._keeper: _Keeper | None = None
 
-    def begin(self, extent: Extent, keep: Keep | None = None) -> None:
-        self._extent = extent
+    def begin(self, keep: Keep | None = None) -> None:
         self._keeper = None if keep is None else _Keeper(keep, self._loss_fn)
         self._now = self._keeper or self._loss_fn
 
     def loss(self, i: int, j: int) -> None:
         """Compute a microbatch's loss; with the last one's the minibatch has its result."""
-        keeper = self._keeper
+        keeper, shares = self._keeper, self._last.cursor.shares[i]
         if keeper is not None:
             keeper.asked = True
         loss = self._last.loss(i, j, self._now)
-        shares = self._extent.shares[i]
         if j == 0:
             self._buffer = Buffer("loss")
         with self._last.compute.using(writes=(self._buffer,)):
-            self.part = loss if shares[j] == 1.0 else loss * shares[j]
-            self._sum = self.part if j == 0 else self._sum + self.part
-        if j < len(shares) - 1:
+            part = loss if shares[j] == 1.0 else loss * shares[j]
+            self._sum = part if j == 0 else self._sum + part
+        last = j == len(shares) - 1
+        if self._shared is not None:
+            self._shared.computed(i, j, part, self._sum if last else None)
+        if not last:
             return
-        if keeper is not None:
-            self.kept[i] = keeper.take(shares, self._last)
-        if self._held is None:
-            self._hand_out(i, self._sum)
+        kept = None if keeper is None else keeper.take(shares, self._last)
+        if self._held:
+            self.own[i] = self._sum, kept
         else:
-            self._held[i] = self._sum
+            self._hand_out(i, self._sum, kept)
 
-    def _hand_out(self, i: int, loss: Tensor) -> None:
+    def _hand_out(self, i: int, loss: Tensor, kept: Any) -> None:
         """Give the caller a loss in memory of its own stream."""
         last, buffer = self._last, self._buffer
         last.compute.record(last.computed)
         caller = callers_stream(last.device)
         caller.wait(last.computed)
         caller.reads(buffer)
-        self.results.append(Result(i, loss.clone(), self.kept.pop(i, None)))
+        self._results.append(Result(i, loss.clone(), kept))
         read = caller.event()
         caller.record(read)
         self._out.hold(read, buffer, loss)
 
     def end(self) -> None:
         """Forget the results that nobody has taken; may be repeated."""
-        self.results.clear()
-        self.kept.clear()
+        self.own.clear()
         self._out.reset()
 
 

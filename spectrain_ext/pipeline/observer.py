@@ -12,8 +12,9 @@ from spectrain_ext.errors import make_all
 from spectrain_ext.schedule import Kind, Rules
 
 if TYPE_CHECKING:
+    from .loads import Handler
     from .losses import Result
-    from .stage import Handler, Stage
+from .stage import Stage
 
 _RANGES: dict[Kind, str] = {
     Kind.LOAD_FORWARD: "predict",

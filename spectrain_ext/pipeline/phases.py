@@ -16,8 +16,9 @@ from spectrain_ext.schedule import Kind, Place, Rules, count_stage
 from spectrain_ext.weights import StageMemory, StageWeights, paced
 
 from .arguments import make_optimizer, make_scheduler
+from .loads import Handler
 from .observer import Observer
-from .stage import Handler, Stage
+from .stage import Stage
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler

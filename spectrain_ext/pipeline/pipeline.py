@@ -43,14 +43,13 @@ from .arguments import (
     max_norms_of,
 )
 from .batch import SplitDim, first_dim, sides_of
+from .connections import Connections
 from .executor import Executor
 from .loops import Loops, told_of
 from .losses import Keep, Result
 from .names import Loading, give_names
-from .neighbourhood import LocalNeighbourhood, Neighbourhood
 from .observer import Observer, observer_of
 from .phases import Gap, Regime, Trained, Until, widest
-from .recomputing import RecomputingStage
 from .stage import Stage
 from .ties import Copy, copies_of
 
@@ -156,7 +155,7 @@ class Pipeline(Loops):
     they use the keys of ``nn.Sequential(*stages)``. Optimizers have their own pair.
     """
 
-    _around: Neighbourhood | None = None  # of the stages; None: one another, all of them are here
+    _connections: Connections | None = None  # of the stages; None: all of them are here
     _loading: Loading
     _warned = False  # of stages in evaluation mode
 
@@ -181,8 +180,8 @@ class Pipeline(Loops):
             # Everything is checked before anything is moved.
             modules = checked_stages(stages)
             chosen = find_method(method)
-            around = self._around or LocalNeighbourhood(len(modules), split_dim)
-            indices, seats = around.indices, around.seats
+            around = self._connections or Connections(len(modules), split_dim)
+            indices, seats = around.indices, around.replicas
             if len(indices) == seats.stages:
                 check_order([cut_place(module) for module in modules])
             self._copies = copies_of(modules, indices)
@@ -250,15 +249,14 @@ class Pipeline(Loops):
                     _logger.info("gradients are clipped by the norm of %s", ", then ".join(scopes))
                 if any(place.type == "cpu" for place in places):
                     warn_of_threads()
-                kind = RecomputingStage if recompute else Stage
+                norm = around.norm if globally[0] else None
+                own_dim = first_dim(split_dim)
                 own = [
-                    kind(k, module, place, held, max_norm, around.norm if globally[0] else None)
+                    Stage(k, module, place, held, max_norm, norm, recompute, own_dim)
                     for k, module, place, held, max_norm in zip(
                         indices, modules, places, weights, max_norms[0], strict=True
                     )
                 ]
-                for stage in own:
-                    stage.split_dim = first_dim(split_dim)
                 # Not here, lest a loss function that is a module becomes a part of the model.
                 around.connect(own, all_places, chosen, loss_fn, self._copies)
                 self._executor = Executor(own, regimes[0].places, chosen.schedule, around)
@@ -457,8 +455,8 @@ class Pipeline(Loops):
             copy.bind()
         if before is not regime:
             self._executor.change(regime.places, regime.method.schedule)
-            self._executor._around.change(regime.method, regime.places)
-            norm = self._executor._around.norm if regime.globally else None
+            self._executor.connections.change(regime.method, regime.places)
+            norm = self._executor.connections.norm if regime.globally else None
             stages = zip(self._executor.stages, regime.weights, regime.max_norms, strict=True)
             for stage, weights, max_norm in stages:
                 stage.train_by(weights, max_norm, norm)
@@ -516,10 +514,9 @@ class Pipeline(Loops):
                 nobody sees: that takes as long as to copy them.
         """
         self._executor.mend()
-        if self._evaluating is not None and not self._evaluating.running:
-            self._evaluating.mend()
-            self._evaluating = None
-        if not self._executor.running and self._evaluating is None:
+        if self._evaluator is not None:
+            self._evaluator.mend()
+        if not self._executor.running and not self._evaluates:
             self._executor.let_caller_follow()
             for copy in self._copies:
                 copy.follow(changed)
@@ -544,9 +541,14 @@ class Pipeline(Loops):
         self._mend()
         return super().named_children()
 
+    @property
+    def _evaluates(self) -> bool:
+        """Whether an evaluation goes on."""
+        return self._evaluator is not None and self._evaluator.running
+
     def _refuse_in_run(self, what: str, changed: bool = False) -> None:
         self._mend(changed)
-        if self._evaluating is not None:
+        if self._evaluates:
             raise RuntimeError(f"{what}: an evaluation of this pipeline has not ended")
         if self._executor.running:
             raise RuntimeError(
@@ -657,7 +659,9 @@ class Pipeline(Loops):
                         weights.unbind()
             for copy in self._copies:
                 copy.unbind()
-            self._executor.free_rings()
+            for executor in (self._executor, self._evaluator):
+                if executor is not None:
+                    executor.free_rings()
             self._executor.follow_caller()
 
     def __reduce__(self) -> NoReturn:
@@ -734,7 +738,7 @@ def _end_load(pipe: Pipeline, incompatible: Any) -> None:
 def _follow_load(pipe: Pipeline, *_: object) -> None:
     for copy in pipe._copies:
         copy.follow(changed=True)
-    for averaged in pipe._executor._around.averaged.values():
+    for averaged in pipe._executor.connections.averaged.values():
         averaged.forget()  # a centre of other weights
     pipe._executor.follow_caller()
 

@@ -1,83 +1,75 @@
-"""Stage: what one stage does in each action, on its own streams."""
+"""Stage: what one stage computes in each instruction, and what it receives and sends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.optim.guard import SaveGuard
 from spectrain_ext.rng import TURN, StageRandom
 from spectrain_ext.schedule import Kind
-from spectrain_ext.transport import (
-    Buffer,
-    Event,
-    Message,
-    Receiver,
-    Sender,
-    Slot,
-    Transit,
-    new_stream,
-    tensors_of,
-)
+from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
 from spectrain_ext.weights import StageWeights
-from spectrain_ext.weights.saved import SavedWeights
-from spectrain_ext.weights.storage import Content, VersionBuffer
 
 from .batch import samples_in
-from .clipping import GlobalNorm, clip, gradient_norm
-from .cursor import Cursor, Extent
+from .clipping import GlobalNorm
+from .cursor import Cursor
+from .edges import SharedLosses, StageEdges
 from .halves import differentiate_inputs
-from .names import bare
+from .loads import NOTHING, Handler, Loads
 from .tape import (
-    Entry,
+    ModuleBuffers,
+    ModuleModes,
     Tape,
     activation,
+    apart,
     check_dependence,
     check_loss,
     differentiate,
     packed,
+    run_on,
+    seeded,
     value_of,
 )
 
-#: What runs an action of a stage, for minibatch i and microbatch j.
-Handler = Callable[[int, int], None]
+
+class Mode(Enum):
+    """What a run of the stages is for."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"  # forwards only, of modules in evaluation, with random numbers of its own
+    CALL = "call"  # forwards only, of modules in the mode that they are in
 
 
-class Stage:
-    """A module with all that it needs to run: weights, random numbers, streams, edges, tapes.
+class Stage(Loads):
+    """One stage: its module, weights, random numbers, streams and edges; and what it has in flight.
 
-    Computation is issued to one stream, whatever writes weights (loads and updates) to another,
-    and events order the two. Methods named like a schedule's action run it, for minibatch ``i`` and
-    microbatch ``j``.
+    Methods named like an instruction run it, for minibatch ``i`` and microbatch ``j``.
+
+    With ``recomputes`` a forward keeps its inputs, the module's buffers and the state of the random
+    numbers, and no graph; before its backward the whole forward is run again, with the weights that
+    the backward is to meet. Where these are not the forward's, this is another method: all of the
+    gradient is then one of the backward's weights, activations included. Buffers, such as a
+    spectral norm's vectors or running statistics, are what the first forward found, and updated by
+    that one only; so are those of a loss that is a module.
 
     Args:
-        index: its index, counted from 0.
-        module: computes the stage's output.
-        device: where it does.
-        weights: None if it has no trainable parameters.
-        max_norm: what its gradient is clipped to, None: not at all.
-        global_norm: where the norm is that of all stages; None: it is the stage's own.
+        index, module, device, weights, max_norm, global_norm: see ``Loads``.
+        recomputes: whether to keep inputs only.
+        split_dim: the dimension of the samples, of the input's first tensor.
 
     Attributes:
         peak: the most microbatches that were in flight here at once.
-        guard: has whoever saves a module in a run hear of it.
-        inputs: the edge that the forward's input comes in by.
-        gradients: the edge that the backward's gradient comes in by, None for the last stage.
-        targets: the edge that the loss's target comes in by, None for all but the last stage.
-        to_next: the next stage's ``inputs``, None for the last stage.
-        to_previous: the previous stage's ``gradients``, None for the first stage.
+        edges: of the run.
+        losses: what goes back with gradients, where losses are shared; None: nothing.
     """
 
-    inputs: Receiver
-    gradients: Receiver | None = None
-    targets: Receiver | None = None
-    to_next: Sender | None = None
-    to_previous: Sender | None = None
-    cursor: Cursor
+    edges: StageEdges
+    losses: SharedLosses | None = None
 
     def __init__(
         self,
@@ -87,78 +79,25 @@ class Stage:
         weights: StageWeights | None,
         max_norm: float | None = None,
         global_norm: GlobalNorm | None = None,
+        recomputes: bool = False,
+        split_dim: int = 0,
     ) -> None:
-        self.index = index
-        self.module = module
-        self.device = device
-        self.compute = new_stream(f"compute stream of stage {index}", device)
-        self.predict = new_stream(f"prediction stream of stage {index}", device)
-        self.computed = self.compute.event()
-        self.loaded = self.predict.event()
-        # What the two streams and the caller use in turn, for the streams that check that.
-        self.weight_gradients = Buffer(f"weight gradients of stage {index}")
-        self.optimizer_state = Buffer(f"optimizer state of stage {index}")
-        self.module_buffers = Buffer(f"module buffers of stage {index}")
-        self._shared: tuple[Buffer, ...] = (self.module_buffers,)
-        self._no_weights = Buffer(f"weights of stage {index}, which has none")
-        self._gradients_read: tuple[Event, list[Tensor | None]] | None = None
-        # On the CPU alone: what has been issued has been done.
-        self._immediate = self.compute.immediate and self.predict.immediate
+        super().__init__(index, module, device, weights, max_norm, global_norm)
         self.random = StageRandom(index, device)
-        self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
-        self.guard = SaveGuard(
-            "a run of this pipeline has not ended, and its stages may hold predicted weights; take "
-            "the pipeline's own state_dict(), which has the true ones, or save after the loop"
-        )
-        self._guarded: list[nn.Parameter] = []
+        self.recomputes = recomputes
+        self.split_dim = split_dim
         self.peak = 0
-        self.split_dim = 0  # of the inputs' first tensor, and of what stages hand on
-        self.train_by(weights, max_norm, global_norm)
+        self._mode = Mode.TRAIN
+        self._modes: ModuleModes | None = None
         self._received: Slot
         self._in_place: bool | None = None  # whether the module works in place on its input
-        self._in_transit = Transit(self.compute, 1)
-        self._extent: Extent
+        self._before: Sequence[ModuleBuffers] = ()  # while a recomputed graph is used
+        self._in_transit = Transit(self.compute, 1)  # gradients
+        self._sent = Transit(self.compute, 1)  # activations that no tape holds
         self.forget()
 
-    def train_by(
-        self,
-        weights: StageWeights | None,
-        max_norm: float | None,
-        global_norm: GlobalNorm | None,
-    ) -> None:
-        """Compute with other versions of the weights, and clip otherwise, from the next run on."""
-        self.weights = weights
-        self._max_norm, self.global_norm = max_norm, global_norm
-        self._follows: AbstractContextManager[object] = _NOTHING
-
-    @property
-    def working(self) -> Buffer:
-        """What stands for the memory of the weights that the module has now."""
-        weights = self.weights
-        if weights is None or weights.storage is None:
-            return self._no_weights
-        return weights.storage.bound.memory
-
-    @property
-    def memory(self) -> tuple[Buffer, ...]:
-        """All versions of the weights, and the optimizer's state."""
-        weights = self.weights
-        if weights is None or weights.storage is None:
-            return (self.optimizer_state,)
-        versions = weights.storage.version_buffers()
-        return (self.optimizer_state, *(version.memory for version in versions))
-
-    @property
-    def shared(self) -> tuple[Buffer, ...]:
-        """What the caller may use between two instructions."""
-        return (*self.memory, *self._shared)
-
-    def share(self, buffer: Buffer) -> None:
-        """The caller may use this as well."""
-        self._shared = (*self._shared, buffer)
-
     def handlers(self) -> dict[Kind, Handler]:
-        """What runs each kind of action; of ``PULL`` and ``LOSS`` the neighbourhood knows."""
+        """What runs each kind of instruction that a stage sees to by itself."""
         return {
             Kind.LOAD_FORWARD: self.load_forward,
             Kind.RECEIVE_ACTIVATION: self.receive_activation,
@@ -166,189 +105,76 @@ class Stage:
             Kind.SEND_ACTIVATION: self.send_activation,
             Kind.LOAD_BACKWARD: self.load_backward,
             Kind.RECEIVE_GRADIENT: self.receive_gradient,
+            Kind.RECOMPUTE: self.recompute,
             Kind.BACKWARD: self.backward,
             Kind.LOAD_BACKWARD_INPUT: self.load_backward_input,
             Kind.BACKWARD_INPUT: self.backward_input,
             Kind.BACKWARD_WEIGHTS: self.backward_weights,
             Kind.SEND_GRADIENT: self.send_gradient,
+            Kind.SEND_NORM: self.send_norm,
+            Kind.CLIP: self.clip,
             Kind.UPDATE: self.update,
+            Kind.RECEIVE_WORD: self.receive_word,
+            Kind.SEND_WORD: self.send_word,
         }
 
     # A run.
 
-    def check(self) -> None:
-        """Refuse parameters that left their buffer, or that are trainable and nobody trains."""
-        if self.weights is not None:
-            self.weights.check(self.index)
-        for name, p in self.module.named_parameters():
-            if p.requires_grad and name not in self._trained:
-                raise ValueError(
-                    f"stages[{self.index}]: parameter {bare(name)!r} has become trainable since "
-                    "the pipeline was made, whose optimizer does not hold it; release() the "
-                    "pipeline and make another one of the stages"
-                )
-
-    def begin(self, cursor: Cursor, extent: Extent) -> None:
+    def begin(self, cursor: Cursor, edges: StageEdges, mode: Mode) -> None:
         """Start a run with the weights that the module holds."""
-        self.cursor = cursor
-        self._extent = extent
+        self.cursor, self.edges, self._mode = cursor, edges, mode
         self.forget()
-        if self.weights is not None:
-            for stream in (self.compute, self.predict):
-                stream.lend(self.weights.buffers())
-            with self.predict.using(writes=self.memory):
-                self.weights.begin()
-            self._weights_written()
-            self._follow_weights()
-            self._guarded = [p for p in self.module.parameters() if p.requires_grad]
-            self.guard.put(self._guarded)
+        self._numbers: AbstractContextManager[object] = self.random
+        self._keeps_graph = mode is Mode.TRAIN and not self.recomputes
+        if mode is Mode.TRAIN:
+            self.begin_weights()
+            return
+        self._numbers, self._modes = NOTHING, None
+        if mode is Mode.EVALUATE:
+            self._numbers = StageRandom(self.index, self.device)
+            self._modes = ModuleModes(self.module)
+            self._modes.evaluate()
 
     def end(self) -> None:
-        """Put the true weights back into the module; may be repeated, or done without a begin."""
-        self.random.leave()
-        if self.weights is not None:
-            self._gradients_read = None
-            with self.predict.using(writes=self.memory):
-                self.weights.end()
-            self.predict.record(self.loaded)
-            self.guard.take(self._guarded)
+        """Put back what a run has changed; may be repeated, or done without a begin."""
+        if self._mode is not Mode.TRAIN:
+            if isinstance(self._numbers, StageRandom):
+                self._numbers.leave()
+            if self._modes is not None:
+                self._modes.restore()
+        else:
+            try:
+                self._restore_buffers()
+                self.compute.record(self.computed)
+            finally:
+                self.random.leave()
+                self.end_weights()
         self._in_transit.reset()
+        self._sent.reset()
 
     def forget(self) -> None:
         self._tapes: dict[tuple[int, int], Tape] = {}
         # The gradients of the input, and what stands for their memory.
         self._outgoing: tuple[tuple[Tensor | None, ...], Buffer] | None = None
-        self._gave: int | None = None  # minibatch whose norm the other stages know
-
-    # Weights.
-
-    def load_forward(self, i: int, j: int) -> None:
-        if self.weights is not None:
-            self._load(self.weights, self.weights.versions.for_forward(i, j))
-
-    def load_backward(self, i: int, j: int) -> None:
-        if self.weights is not None:
-            self._load(self.weights, self.weights.versions.for_backward(i, j))
-
-    def load_backward_input(self, i: int, j: int) -> None:
-        if self.weights is not None:
-            self._load(self.weights, self.weights.versions.for_backward(i, j, ends=False))
-
-    def _load(self, weights: StageWeights, content: Content) -> None:
-        """Compute with these weights from here on, which are written unless a buffer has them."""
-        versions, storage = weights.versions, weights.storage
-        assert storage is not None
-        buffer = versions.find(content)
-        if buffer is None:
-            buffer = versions.room(content)
-            predict = self.predict
-            if buffer.read is not None:
-                predict.wait(buffer.read)
-            reads = self.optimizer_state, storage.true.memory
-            with predict.using(reads=reads, writes=(buffer.memory,)):
-                storage.write(content, buffer)
-            self._written(buffer)
-        if not buffer.followed:
-            assert buffer.written is not None
-            self.compute.wait(buffer.written)
-            buffer.followed = True
-        if buffer is not storage.bound:
-            storage.point(buffer)
-        versions.settle()
-
-    def _written(self, *buffers: VersionBuffer) -> None:
-        """Something has been written to these on the prediction stream."""
-        for buffer in buffers:
-            if buffer.written is None:
-                buffer.written = self.predict.event()
-            self.predict.record(buffer.written)
-            buffer.followed = False
-        self.predict.record(self.loaded)
-
-    def _has_computed(self) -> None:
-        """Something has been computed, with the weights that are bound."""
-        compute = self.compute
-        compute.record(self.computed)
-        if self.weights is not None and self.weights.storage is not None:
-            buffer = self.weights.storage.bound
-            if buffer.read is None:
-                buffer.read = compute.event()
-            compute.record(buffer.read)
-
-    def _weights_written(self) -> None:
-        """What is computed from here on follows all weights just written."""
-        self.predict.record(self.loaded)
-        self.compute.wait(self.loaded)
-
-    def _follow_weights(self) -> None:
-        """A forward's graph finds the weights that its backward is to meet, if they are others."""
-        weights = self.weights
-        self._follows = _NOTHING
-        if weights is not None and weights.meets_others and weights.storage is not None:
-            self._follows = SavedWeights(weights.storage)
-
-    @contextmanager
-    def looking(self) -> Iterator[None]:
-        """Inside, an observer reads the weights, ordered with all that writes them.
-
-        On the stream that does: no other stage and no communication is waited for.
-        """
-        with self.predict.using(reads=self.memory), torch.no_grad():
-            yield
-
-    def give_norm(self, i: int) -> None:
-        """Tell the other stages the norm of this one's gradient, once."""
-        assert self.global_norm is not None
-        if self._gave == i:
-            return
-        predict, buffer = self.predict, Buffer(f"gradient norm of stage {self.index}")
-        predict.wait(self.computed)
-        params = () if self.weights is None else self.weights.params
-        with predict.using(reads=(self.weight_gradients,), writes=(buffer,)):
-            norm = gradient_norm(params, self.device)
-        self.global_norm.give(i, self.index, norm, buffer, predict)
-        self._gave = i
-
-    def update(self, i: int, j: int) -> None:
-        weights = self.weights
-        if weights is None:
-            return
-        upcoming = self.cursor.head()
-        forward = None
-        if upcoming is not None and upcoming.kind in _STARTS_FORWARD:
-            forward = upcoming.minibatch, upcoming.microbatch
-        predict = self.predict
-        predict.wait(self.computed)
-        if self._max_norm is not None:
-            self._clip(weights, self._max_norm, i)
-        update, storage = weights.begin_update(forward), weights.storage
-        assert storage is not None
-        changed = {storage.true, update.kept or storage.true, update.room or storage.true}
-        gradients = [p.grad for p in weights.params]
-        reads = [self.weight_gradients]
-        if update.stale is not None and update.stale not in changed:
-            reads.append(update.stale.memory)
-        writes = [self.optimizer_state, *(buffer.memory for buffer in changed)]
-        with predict.using(reads=reads, writes=writes), TURN:
-            weights.make(update)  # a hook may draw
-        self._written(*changed)
-        # Held until the compute stream has waited for the step: it would use their memory again.
-        self._gradients_read = self.loaded, gradients
-        if predict.immediate:
-            self._free_gradients()
-
-    def _clip(self, weights: StageWeights, max_norm: float, i: int) -> None:
-        if self.global_norm is not None:
-            norm = self.global_norm.take(i, self.predict, self.device)
-        with self.predict.using(writes=(self.weight_gradients,)):
-            if self.global_norm is None:
-                norm = gradient_norm(weights.params, self.device)
-            clip(weights.params, max_norm, norm)
 
     # Forward.
 
     def receive_activation(self, i: int, j: int) -> None:
-        self._received = self.inputs.receive()
+        """Take the next microbatch, or hear that there is none, and tell the next stage."""
+        edges = self.edges
+        slot = edges.inputs[j].receive()
+        if slot is None:
+            edges.heard_end = edges.inputs[j]
+            self.hear_end()
+            return
+        if j == 0:
+            self.cursor.add(edges.shares(slot.header), slot.header)
+        self._received = slot
+
+    def hear_end(self) -> None:
+        """There are no more minibatches: tell the next stage."""
+        self.cursor.stop()
+        self.edges.end()
 
     @property
     def samples(self) -> int:
@@ -362,22 +188,38 @@ class Stage:
         message = slot.message
         assert message is not None
         tape = Tape(slot)
+        graph = self._keeps_graph
         # An in-place first layer writes the slot.
         writes = (slot.buffer, self.module_buffers, tape.buffer)
-        compute = self.compute
         with (
-            compute.using(reads=(self.working,), writes=writes),
-            _grad_enabled(),
+            self.compute.using(reads=(self.working,), writes=writes),
+            _grad(graph),
             TURN,
-            self.random,
+            self._numbers,
             self._follows,
         ):
-            tape.leaves, tape.output = self._run(message)
-        if self.to_next is not None:
+            if graph:
+                tape.leaves, tape.output = self._run(message)
+            elif self._mode is Mode.TRAIN:
+                tape.states = self.random.states()
+                tape.found = [ModuleBuffers(self.module)]
+                # An in-place first layer must leave the inputs for the second time.
+                copies = [None if t is None else t.clone() for t in message.tensors]
+                tape.output = self.module(packed(message, copies))
+            else:
+                tape.output = apart(self.module(value_of(message)), message)
+        if self.edges.to_next:
             tape.message = activation(tape.output)
+            if not graph and self._mode is Mode.TRAIN:
+                learns = self.weights is not None or any(message.differentiable)
+                tape.message = tape.message.with_gradient(learns)
         if not self._immediate:
             self._has_computed()
-        self._keep(i, j, tape)
+        self._tapes[i, j] = tape
+        if self._mode is Mode.TRAIN:
+            self.peak = max(self.peak, len(self._tapes))
+        else:
+            self.edges.inputs[j].free(slot)
 
     def _run(self, message: Message) -> tuple[list[Tensor | None], Any]:
         """The module's output, and the leaves that it depends on.
@@ -388,79 +230,123 @@ class Stage:
         """
         if self._in_place is not False:
             before = _versions(message)
-            found = self._run_on(message, entry=True)
+            found = run_on(self.module, message, entry=True)
             self._in_place = self._in_place or _versions(message) != before
             return found
         try:
-            return self._run_on(message, entry=False)
+            return run_on(self.module, message, entry=False)
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):
                 raise
         self._in_place = True
         self.random.rewind()
-        return self._run_on(message, entry=True)
-
-    def _run_on(self, message: Message, entry: bool) -> tuple[list[Tensor | None], Any]:
-        leaves: list[Tensor | None] = []
-        values: list[Tensor] = []
-        for tensor, differentiable in zip(message.tensors, message.differentiable, strict=True):
-            assert tensor is not None
-            value = tensor.detach()
-            leaf = None
-            if differentiable:
-                leaf = value.requires_grad_()
-                if entry:
-                    value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
-            leaves.append(leaf)
-            values.append(value)
-        return leaves, self.module(values[0] if message.single else packed(message, values))
-
-    def _keep(self, i: int, j: int, tape: Tape) -> None:
-        self._tapes[i, j] = tape
-        self.peak = max(self.peak, len(self._tapes))
+        return run_on(self.module, message, entry=True)
 
     def send_activation(self, i: int, j: int) -> None:
-        assert self.to_next is not None
-        tape = self._tapes[i, j]
-        self.to_next.send(tape.message, tape.buffer, self.computed)
+        tape, header = self._tapes[i, j], self.cursor.headers[i]
+        to = self.edges.to_next[j]
+        read = to.send(tape.message, tape.buffer, self.computed, header=header)
+        if self._keeps_graph:
+            return
+        # Without a graph nothing here needs the output any more.
+        self._sent.hold(read, tape.buffer, tape.message)
+        tape.output, tape.message = (), Message(())
+        tape.buffer = Buffer("activations")  # of the second time
+        if self._mode is not Mode.TRAIN:
+            del self._tapes[i, j]
+
+    # The loss, on the last stage.
 
     def loss(self, i: int, j: int, loss_fn: Callable[..., Tensor]) -> Tensor:
-        """Compute the loss of a microbatch on the last stage; returns it detached."""
+        """Compute the loss of a microbatch; returns it detached."""
         tape, target = self._with_target(i, j)
-        compute = self.compute
+        graph, compute = self._keeps_graph, self.compute
         writes = (tape.target.buffer, tape.buffer)
-        with compute.using(writes=writes), _grad_enabled(), TURN, self.random, self._follows:
+        with compute.using(writes=writes), _grad(graph), TURN, self.random, self._follows:
+            if not graph:
+                tape.found.append(ModuleBuffers(loss_fn))
+                tape.loss_fn = loss_fn
             loss = loss_fn(tape.output, target)
         check_loss(loss)
-        check_dependence(loss, tape.output)
-        tape.output = loss
+        if graph:
+            check_dependence(loss, tape.output)
+            tape.output = loss
         compute.record(self.computed)
         return loss.detach()
 
+    def measure(self, i: int, j: int, measure: Callable[..., Any]) -> None:
+        """Have the output of an evaluation measured."""
+        tape, target = self._with_target(i, j)
+        message, compute = tape.target.message, self.compute
+        assert message is not None
+        writes = tape.target.buffer, tape.buffer
+        with compute.using(writes=writes), torch.no_grad(), TURN, self._numbers:
+            measure(tape.output, apart(target, message))
+        compute.record(self.computed)
+        self.edges.targets[j].free(tape.target)
+        compute.writes(self._tapes.pop((i, j)).buffer)  # freed
+
     def _with_target(self, i: int, j: int) -> tuple[Tape, Any]:
-        assert self.targets is not None
-        tape = self._tapes[i, j]
-        tape.target = slot = self.targets.receive()
+        tape, slot = self._tapes[i, j], self.edges.targets[j].receive()
+        if slot is None:
+            raise RuntimeError("the run has ended where batches come in, and a target is missing")
         assert slot.message is not None
+        tape.target = slot
         return tape, value_of(slot.message)
 
     # Backward.
 
     def receive_gradient(self, i: int, j: int) -> None:
-        assert self.gradients is not None
-        self._received = self.gradients.receive()
+        slot = self.edges.gradients[j].receive()
+        if slot is None:
+            raise RuntimeError("the next stage has ended its run, and a gradient is missing")
+        self._received = slot
+        if self.losses is not None:
+            self.losses.came_back(i, j, slot.header.value)
+
+    def recompute(self, i: int, j: int) -> None:
+        """Compute the output again, now with a graph."""
+        tape = self._tapes[i, j]
+        message = tape.slot.message
+        assert message is not None
+        writes = [tape.slot.buffer, tape.buffer, self.module_buffers]
+        if self.edges.targets:
+            writes.append(tape.target.buffer)
+        with self.compute.using(reads=(self.working,), writes=writes), torch.enable_grad():
+            self._before = [ModuleBuffers(self.module), ModuleBuffers(tape.loss_fn)]
+            with torch.no_grad():
+                for found in reversed(tape.found):  # a loss may have the module in it
+                    found.restore()
+            with self.random.at(tape.states):
+                tape.leaves, tape.output = self._run(message)
+                if tape.loss_fn is not None:
+                    assert tape.target.message is not None
+                    loss = tape.loss_fn(tape.output, value_of(tape.target.message))
+                    check_dependence(loss, tape.output)
+                    tape.output = loss
+
+    def _restore_buffers(self) -> None:
+        """Have the module buffers of before a recomputation, whose graph is of no more use."""
+        if self._before:
+            with self.compute.using(writes=(self.module_buffers,)), torch.no_grad():
+                for before in self._before:
+                    before.restore()
+            self._before = ()
 
     def backward(self, i: int, j: int) -> None:
         tape = self._tapes.pop((i, j))
-        arrived = tape.target if self.gradients is None else self._received
+        arrived = self._received if self.edges.gradients else tape.target
         self._differentiate(i, j, tape, arrived)
-        self._finish(tape, arrived)
+        self._finish(j, tape, arrived)
 
     def backward_input(self, i: int, j: int) -> None:
-        """The gradients of the input, and what else cannot be put off."""
+        """The gradients of the input, and what else cannot be put off.
+
+        Of a recomputed graph all: to put one half off would be to keep what was not to be kept.
+        """
         tape = self._tapes[i, j]
-        tape.gradient = tape.target if self.gradients is None else self._received
-        tape.rest = self._differentiate(i, j, tape, tape.gradient, halves=True)
+        tape.gradient = self._received if self.edges.gradients else tape.target
+        tape.rest = self._differentiate(i, j, tape, tape.gradient, halves=not self.recomputes)
         if not self._immediate:
             self._has_computed()
 
@@ -472,18 +358,16 @@ class Stage:
             writes = (self.weight_gradients, self.module_buffers)
             with self.compute.using(reads=reads, writes=writes), TURN:
                 tape.rest()
-        self._finish(tape, tape.gradient)
+        self._finish(j, tape, tape.gradient)
 
-    def _finish(self, tape: Tape, arrived: Slot) -> None:
+    def _finish(self, j: int, tape: Tape, arrived: Slot) -> None:
         """A backward has ended: let go of what it needed."""
-        self.compute.writes(tape.buffer)  # freed
         if not self._immediate:
+            self.compute.writes(tape.buffer)  # freed
             self._has_computed()
-        self.inputs.free(tape.slot)
-        if self.gradients is not None:
-            self.gradients.free(arrived)
-        elif self.targets is not None:
-            self.targets.free(arrived)
+        edges = self.edges
+        edges.inputs[j].free(tape.slot)
+        (edges.gradients or edges.targets)[j].free(arrived)
 
     def _differentiate(
         self, i: int, j: int, tape: Tape, arrived: Slot, halves: bool = False
@@ -499,58 +383,52 @@ class Stage:
         # torch.utils.checkpoint runs layers again, and puts other random numbers there.
         writes = (self.weight_gradients, self.module_buffers, outgoing)
         with self.compute.using(reads=reads, writes=writes), TURN:  # a hook may draw
-            if self.gradients is None:
-                loss, share = tape.output, self._extent.shares[i][j]
-                assert isinstance(loss, Tensor)
-                pairs: list[tuple[Tensor, Tensor]] = []
-                if loss.requires_grad:
-                    pairs = [(loss, torch.full_like(loss, share))]
+            if self.edges.gradients:
+                assert arrived.message is not None
+                pairs = seeded(tape.output, arrived.message.tensors)
             else:
-                message = arrived.message
-                assert message is not None
-                found = tape.output
-                outputs = (found,) if isinstance(found, Tensor) else tensors_of(found)
-                # No gradient comes back for what does not require one or nothing depends on.
-                pairs = [
-                    (output, seed)
-                    for output, seed in zip(outputs, message.tensors, strict=True)
-                    if seed is not None and output.requires_grad
-                ]
+                loss = tape.output
+                assert isinstance(loss, Tensor)
+                share = self.cursor.shares[i][j]
+                pairs = [(loss, torch.full_like(loss, share))] if loss.requires_grad else []
             rest = None
             if halves:
                 rest = differentiate_inputs(pairs, tape.leaves)
             else:
                 differentiate(pairs)
+        if self._before:
+            self._restore_buffers()
         gradients = tuple(None if leaf is None else leaf.grad for leaf in tape.leaves)
         self._outgoing = gradients, outgoing
         return rest
 
-    def _free_gradients(self) -> None:
-        """Let the compute stream have the memory of gradients that an update has read."""
-        if self._gradients_read is not None:
-            stepped, _ = self._gradients_read
-            self.compute.wait(stepped)
-            self.compute.writes(self.weight_gradients)
-            self._gradients_read = None
-
     def send_gradient(self, i: int, j: int) -> None:
-        assert self.to_previous is not None
         assert self._outgoing is not None
         gradients, buffer = self._outgoing
         self._outgoing = None
-        read = self.to_previous.send(Message(gradients), buffer, self.computed)
+        header = NO_HEADER if self.losses is None else self.losses.header(i, j)
+        to = self.edges.to_previous[j]
+        read = to.send(Message(gradients), buffer, self.computed, header=header)
         self._in_transit.hold(read, buffer, gradients)
 
+    # In an evaluation: the word that a batch is through, which is an empty message.
 
-_STARTS_FORWARD = (Kind.PULL, Kind.LOAD_FORWARD)
+    def receive_word(self, i: int, j: int) -> None:
+        edge = self.edges.gradients[j]
+        slot = edge.receive()
+        if slot is None:
+            raise RuntimeError("the next stage has ended its run, and its word is missing")
+        edge.free(slot)
+
+    def send_word(self, i: int, j: int) -> None:
+        self.edges.to_previous[j].send(Message((), False), Buffer("nothing"), self.computed)
 
 
-_NOTHING = nullcontext()
-
-
-def _grad_enabled() -> AbstractContextManager[object]:
-    """``torch.enable_grad()``, and nothing where that is how it is."""
-    return _NOTHING if torch.is_grad_enabled() else torch.enable_grad()
+def _grad(enabled: bool) -> AbstractContextManager[object]:
+    """``torch.enable_grad()``, and nothing where that is how it is; or ``torch.no_grad()``."""
+    if not enabled:
+        return torch.no_grad()
+    return NOTHING if torch.is_grad_enabled() else torch.enable_grad()
 
 
 def _versions(message: Message) -> list[int]:

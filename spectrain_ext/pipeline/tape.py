@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_map_only
 
-from spectrain_ext.transport import VALUES, Buffer, Message, Slot, tensors_in
+from spectrain_ext.rng import States
+from spectrain_ext.transport import VALUES, Buffer, Message, Slot, tensors_in, tensors_of
 
 
 class Entry(torch.autograd.Function):
@@ -36,19 +39,117 @@ class Tape:
         target: the receive buffer of the loss's target, on the last stage.
         gradient: the receive buffer that the backward began with, between its halves.
         rest: what its second half does, if anything.
+        states: of the random numbers, where the forward is to be run again.
+        found: the module's buffers and the loss's, likewise.
+        loss_fn: likewise, on the last stage.
     """
 
-    __slots__ = ("buffer", "gradient", "leaves", "message", "output", "rest", "slot", "target")
+    __slots__ = (
+        *("buffer", "found", "gradient", "leaves", "loss_fn", "message", "output", "rest", "slot"),
+        *("states", "target"),
+    )
     leaves: Sequence[Tensor | None]
     output: Any
     message: Message
     target: Slot
     gradient: Slot
     rest: Callable[[], None] | None
+    states: States
+    found: list[ModuleBuffers]
+    loss_fn: Callable[..., Tensor] | None
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self.buffer = Buffer("activations")
+        self.loss_fn = None
+
+
+class ModuleBuffers:
+    """A module's buffers as they are now; what is no module has none."""
+
+    def __init__(self, module: object) -> None:
+        # Copies of all: ``.data`` and kernels of torch's norms write what autograd does not see.
+        self._kept = [
+            (owner, name, tensor, tensor.detach().clone())
+            for owner in (module.modules() if isinstance(module, nn.Module) else ())
+            for name, tensor in owner._buffers.items()
+            if tensor is not None
+        ]
+
+    def restore(self) -> None:
+        """Put them back; a graph that needs them has been used."""
+        for owner, name, tensor, value in self._kept:
+            owner._buffers[name] = tensor
+            tensor.copy_(value)
+
+
+class ModuleModes:
+    """Which parts of a module are in training."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._modes = [(part, part.training) for part in module.modules()]
+        self._switched = False
+
+    def evaluate(self) -> None:
+        if any(training for _, training in self._modes):
+            self._module.eval()
+            self._switched = True
+
+    def restore(self) -> None:
+        """Put all of it into the mode that it was in; may be repeated."""
+        try:
+            if self._switched and self._modes[0][1]:
+                self._module.train()  # which may do more than to set what follows
+            self._switched = False
+        finally:
+            for part, training in self._modes:
+                if part.training != training:
+                    part.training = training
+
+
+# A forward.
+
+
+def run_on(module: nn.Module, message: Message, entry: bool) -> tuple[list[Tensor | None], Any]:
+    """The leaves that a module's output depends on, and the output.
+
+    Args:
+        module: of the stage.
+        message: its input.
+        entry: whether layers may work in place on what it gets.
+    """
+    leaves: list[Tensor | None] = []
+    values: list[Tensor] = []
+    for tensor, differentiable in zip(message.tensors, message.differentiable, strict=True):
+        assert tensor is not None
+        value = tensor.detach()
+        leaf = None
+        if differentiable:
+            leaf = value.requires_grad_()
+            if entry:
+                value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
+        leaves.append(leaf)
+        values.append(value)
+    return leaves, module(values[0] if message.single else packed(message, values))
+
+
+def apart(value: Any, message: Message) -> Any:
+    """A value that does not lie in a receive buffer: copies of its tensors that do."""
+    lent = {t.untyped_storage().data_ptr() for t in message.tensors if t is not None}
+
+    def lies_there(tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in lent
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.clone() if lies_there(tensor) else tensor
+
+    if isinstance(value, Tensor):
+        return moved(value)
+    value = tree_map_only(Tensor, moved, value)
+    if any(map(lies_there, tensors_in(value))):  # in a dataclass, which torch does not look into
+        value = copy.deepcopy(value)
+    return value
 
 
 def activation(value: object) -> Message:
@@ -107,6 +208,19 @@ _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 #: Where a backward starts, with the gradients that came there.
 Pairs = Sequence[tuple[Tensor | GradientEdge, Tensor]]
+
+
+def seeded(output: Any, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of an output that a backward starts with, each with the gradient that it got.
+
+    No gradient comes back for what does not require one or nothing depends on.
+    """
+    outputs = (output,) if isinstance(output, Tensor) else tensors_of(output)
+    return [
+        (tensor, seed)
+        for tensor, seed in zip(outputs, gradients, strict=True)
+        if seed is not None and tensor.requires_grad
+    ]
 
 
 def differentiate(pairs: Pairs, leaves: Sequence[Tensor] = (), keep: bool = False) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,10 @@ from spectrain_ext.schedule import Kind, Place, find_generator
 from spectrain_ext.schedule.reading import Entries
 from spectrain_ext.transport import Buffer, Edge, Message, Receiver, Sender, Slot, Transit
 
-from .cursor import Extent
+from .loads import Handler
 from .names import found_as
-from .stage import Handler, Stage
-from .ties import Copy, Tie, ties_of
+from .stage import Stage
+from .ties import Copy, Tie
 
 
 class Turns:
@@ -77,33 +78,7 @@ def _refuse_hooks(stage: Stage, named: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
-class End:
-    """One end of a tie: what its stage does beside its own actions."""
-
-    def begin(self, extent: Extent) -> None:
-        """A run begins; ValueError if a gradient hook would see a part of a gradient."""
-
-    def before_forward(self, i: int, j: int) -> None: ...
-
-    def after_forward(self, i: int, j: int) -> None: ...
-
-    def before_backward(self, i: int, j: int) -> None: ...
-
-    def after_backward(self, i: int, j: int, ends: bool) -> None:
-        """``ends``: False after its first half."""
-
-    def ready(self, i: int) -> bool:
-        """Whether the update has nothing to wait for: a copy may put off its weights' gradients."""
-        return True
-
-    def before_update(self, i: int) -> None:
-        """May be called again before the update."""
-
-    def end(self) -> None:
-        """The run has ended, or failed; may be repeated."""
-
-
-class Home(End):
+class Home:
     """The end that owns the parameters: sends what its forwards read, and adds up gradients.
 
     Args:
@@ -126,30 +101,31 @@ class Home(End):
         self.stage = stage
         self.params = [known[found_as(name, known)] for name, _ in tie.names]
         self._trained = [p for p, learns in zip(self.params, tie.trained, strict=True) if learns]
-        self._weights, self._gradients, self._turns = weights, gradients, turns
+        self.weights, self.gradients, self.turns = weights, gradients, turns
         self._names = [name for name, _ in tie.names]
-        self._added: int | None = None
 
-    def begin(self, extent: Extent) -> None:
+    def begin(self) -> None:
+        """Start a run; ValueError if a gradient hook would see a part of a gradient."""
         _refuse_hooks(self.stage, zip(self._names, self.params, strict=True))
-        self._turns.begin()
-        self._added = None
+        self.turns.begin()
 
-    def before_forward(self, i: int, j: int) -> None:
-        if self._turns.reads_others(i, j):
+    def send_weights(self, i: int, j: int) -> None:
+        """Before a forward: what it reads, if that is something else than before."""
+        if self.turns.reads_others(i, j):
             self._send([p.detach() for p in self.params], self.stage.working)
 
     def _send(self, tensors: Sequence[Tensor], source: Buffer) -> None:
         """Nothing writes weights before they have been read."""
         stage = self.stage
-        read = self._weights.send(Message(tuple(tensors), False), source, stage.loaded)
+        read = self.weights.send(Message(tuple(tensors), False), source, stage.loaded)
         stage.predict.wait(read)
         stage.predict.record(stage.loaded)
 
     def send_true(self) -> None:
         """After the last update, or outside of a run: send the true weights."""
         stage = self.stage
-        true = {} if stage.weights is None else stage.weights.true_weights()
+        weights = stage.weights
+        true = weights.true_weights() if weights is not None and weights.bound else {}
         sent = Buffer(f"true weights of stage {stage.index} that others have as well")
         stage.predict.wait(stage.computed)
         with stage.predict.using(reads=stage.memory, writes=(sent,)):
@@ -157,14 +133,13 @@ class Home(End):
         stage.predict.record(stage.loaded)
         self._send(tensors, sent)
 
-    def ready(self, i: int) -> bool:
-        return self._gradients is None or self._added == i or self._gradients.has()
-
-    def before_update(self, i: int) -> None:
-        """Add the copies' gradient of the minibatch to this stage's own."""
-        if self._gradients is None or self._added == i:
+    def add_gradients(self, i: int, j: int) -> None:
+        """Before an update: add the copies' gradient of the minibatch to this stage's own."""
+        if self.gradients is None:
             return
-        stage, slot = self.stage, self._gradients.receive()
+        stage, slot = self.stage, self.gradients.receive()
+        if slot is None:
+            raise RuntimeError("gradients of tied weights are missing at the end of the run")
         assert slot.message is not None
         with stage.compute.using(reads=(slot.buffer,), writes=(stage.weight_gradients,)):
             for p, gradient in zip(self._trained, slot.message.tensors, strict=True):
@@ -177,11 +152,10 @@ class Home(End):
                 else:
                     p.grad.add_(gradient)
         stage.compute.record(stage.computed)
-        self._gradients.free(slot)
-        self._added = i
+        self.gradients.free(slot)
 
 
-class Away(End):
+class Away:
     """The end with the copies: computes with what the home sent, and sends gradients back.
 
     A forward and its backward compute with what the home's forward of the microbatch read. That is
@@ -194,7 +168,7 @@ class Away(End):
         weights: where their weights come from; received on the compute stream.
         gradients: where gradients go, if any do.
         turns: which forwards of the home read other weights.
-        keeps: whether to end with what arrived last, as nobody else sees to it.
+        home: the other end, where that is in this process.
     """
 
     def __init__(
@@ -205,16 +179,14 @@ class Away(End):
         weights: Receiver,
         gradients: Sender | None,
         turns: Turns,
-        keeps: bool,
+        home: Home | None = None,
     ) -> None:
         known = {each.names[0]: each for each in copies if each.stage == stage.index}
         self.stage, self.copies = stage, [known[name] for _, name in tie.names]
         self._trained = [c for c, learns in zip(self.copies, tie.trained, strict=True) if learns]
         self.memory = Buffer(f"copies of others' weights in stage {stage.index}")
         stage.share(self.memory)
-        self._weights, self._gradients, self._turns = weights, gradients, turns
-        self._keeps = keeps
-        self._extent: Extent
+        self.weights, self.gradients, self.turns, self.home = weights, gradients, turns, home
         self._own: list[Tensor] = []  # memory between runs
         self._forget()
 
@@ -224,7 +196,7 @@ class Away(End):
         self._of: dict[tuple[int, int], Slot] = {}
         self._in_transit = Transit(self.stage.compute, 1)
 
-    def begin(self, extent: Extent) -> None:
+    def begin(self) -> None:
         """Start a run.
 
         Raises:
@@ -232,8 +204,7 @@ class Away(End):
             ValueError: one has a gradient hook.
         """
         _refuse_hooks(self.stage, ((each.names[0], each.held) for each in self.copies))
-        self._extent = extent
-        self._turns.begin()
+        self.turns.begin()
         self._own = self._memory()
         self._forget()
         self._drop_gradients()
@@ -267,8 +238,9 @@ class Away(End):
             assert tensor is not None
             each.held.data = tensor
 
-    def before_forward(self, i: int, j: int) -> None:
-        if self._turns.reads_others(i, j):
+    def receive_weights(self, i: int, j: int) -> None:
+        """Before a forward: what its home's forward has read."""
+        if self.turns.reads_others(i, j):
             self._take()
         slot = self._now
         assert slot is not None
@@ -277,32 +249,31 @@ class Away(End):
         self._compute_with(slot)
 
     def _take(self) -> None:
-        before, self._now = self._now, self._weights.receive()
+        before, self._now = self._now, self.weights.receive()
+        if self._now is None:
+            raise RuntimeError("tied weights are missing at the end of the run")
         self._uses[self._now] = 0
         if before is not None and not self._uses[before]:
             del self._uses[before]
-            self._weights.free(before)
+            self.weights.free(before)
 
-    def after_forward(self, i: int, j: int) -> None:
-        self.stage.compute.reads(self._of[i, j].buffer)
-
-    def before_backward(self, i: int, j: int) -> None:
+    def load_weights(self, i: int, j: int) -> None:
+        """Before a backward, or half of one: what its forward had."""
         self._compute_with(self._of[i, j])
 
-    def after_backward(self, i: int, j: int, ends: bool) -> None:
-        stage, slot = self.stage, self._of[i, j]
-        stage.compute.reads(slot.buffer)
-        if not ends:
-            return
-        del self._of[i, j]
+    def free_weights(self, i: int, j: int) -> None:
+        """A backward has ended."""
+        slot = self._of.pop((i, j))
+        self.stage.compute.reads(slot.buffer)
         self._uses[slot] -= 1
         if not self._uses[slot] and slot is not self._now:
             del self._uses[slot]
-            self._weights.free(slot)
-        if self._gradients is not None and j == len(self._extent.shares[i]) - 1:
-            self._send_gradients(self._gradients)
+            self.weights.free(slot)
 
-    def _send_gradients(self, to: Sender) -> None:
+    def send_gradients(self, i: int, j: int) -> None:
+        """Before the update of the minibatch."""
+        if self.gradients is None:
+            return
         stage = self.stage
         gradients = (each.held.grad for each in self._trained)
         found = tuple(g.to_dense() if g is not None and g.is_sparse else g for g in gradients)
@@ -310,7 +281,7 @@ class Away(End):
         sent = Buffer(f"gradients of others' weights in stage {stage.index}")
         stage.compute.writes(sent)
         stage.compute.record(stage.computed)
-        read = to.send(Message(found, False), sent, stage.computed)
+        read = self.gradients.send(Message(found, False), sent, stage.computed)
         self._in_transit.hold(read, sent, found)
 
     def take_true(self) -> None:
@@ -329,127 +300,183 @@ class Away(End):
                 assert tensor is not None
                 own.copy_(tensor)
         stage.compute.record(stage.computed)
-        self._weights.free(slot)
+        self.weights.free(slot)
         self._now = None
 
     def end(self) -> None:
-        if self._keeps:
+        """The run has ended, or failed; may be repeated."""
+        if self.home is None:  # what arrived last: nobody here has more
             self._end_with_last()
         elif self._now is not None:
-            self._weights.free(self._now)
+            self.weights.free(self._now)
         for each, own in zip(self.copies, self._own, strict=False):
             each.held.data = own
         self._drop_gradients()
         self._in_transit.reset()
         self._forget()
         self._own = []
+        if self.home is not None:
+            self._copy_from(self.home)
+
+    def _copy_from(self, home: Home) -> None:
+        """Take the true weights, which the home has again by now."""
+        a, b, copy_stream = home.stage, self.stage, self.weights.stream
+        for event in (a.loaded, b.computed):
+            copy_stream.wait(event)
+        with copy_stream.using(reads=(a.working,), writes=(self.memory,)), torch.no_grad():
+            for p, each in zip(home.params, self.copies, strict=True):
+                each.held.data.copy_(p.detach(), non_blocking=True)
+        done = copy_stream.event()
+        copy_stream.record(done)
+        for stage in (a, b):
+            stage.predict.wait(done)
+            stage.predict.record(stage.loaded)
+        for each in self.copies:
+            each.followed()
 
 
-class LocalTies:
-    """The ties between stages of one process.
+class Ties:
+    """The ends of ties that the stages of this process have.
 
     Args:
-        copies: that stages have.
-        stages: all of them.
-        places: theirs, with the largest window that each will have.
-        later: of each, by how many microbatches it puts backwards off (``put_off_by``).
-        method: what they train by, with all of its phases.
+        ties: of all stages.
+        copies: that stages of this process have.
+        stages: those, by index.
+        depth: of a tie, the versions that may be under way or in use at once.
+        remote: the edges of the n-th tie to a stage of another process, for weights and, if there
+            are any, for gradients.
 
     Attributes:
-        edges: between the ends.
-        ends: of every stage that has any.
+        edges: between two stages of this process.
     """
 
     def __init__(
         self,
+        ties: Sequence[Tie],
         copies: Sequence[Copy],
-        stages: Sequence[Stage],
-        places: Sequence[Place],
-        later: Sequence[int],
-        method: Method,
+        stages: Mapping[int, Stage],
+        depth: Callable[[Tie], int],
+        remote: Callable[[int], tuple[Any, Any]],
     ) -> None:
         self.edges: list[Edge] = []
-        self.ends: dict[int, list[End]] = {}
-        self._pairs: list[tuple[Home, Away, Edge]] = []
-        self._turns: list[Turns] = []
+        self._homes: dict[int, list[Home]] = {}
+        self._away: dict[int, list[Away]] = {}
+        for n, tie in enumerate(ties):
+            a, b = stages.get(tie.home), stages.get(tie.copy)
+            if a is not None and b is not None:
+                weights = self._edge(a, b, "weights", depth(tie))
+                gradients = None
+                if any(tie.trained):
+                    gradients = self._edge(b, a, "gradients", depth(tie))
+            elif a is not None or b is not None:
+                weights, gradients = remote(n)
+            home = None
+            if a is not None:
+                home = Home(a, tie, weights, gradients, Turns(tie.home))
+                self._homes.setdefault(tie.home, []).append(home)
+            if b is not None:
+                away = Away(b, tie, copies, weights, gradients, Turns(tie.home), home)
+                self._away.setdefault(tie.copy, []).append(away)
 
-        def edge(a: Stage, b: Stage, what: str, depth: int) -> Edge:
-            name = f"edge {a.index} -> {b.index} of tied {what}"
-            self.edges.append(Edge(name, a.device, b.device, b.compute, depth))
-            return self.edges[-1]
+    def _edge(self, a: Stage, b: Stage, what: str, depth: int) -> Edge:
+        name = f"edge {a.index} -> {b.index} of tied {what}"
+        self.edges.append(Edge(name, a.device, b.device, b.compute, depth))
+        return self.edges[-1]
 
-        counted = any(phase.forward_horizon == "counted" for phase in phases_of(method))
-        for tie in ties_of(each.member for each in copies):
-            a, b, place = stages[tie.home], stages[tie.copy], places[tie.home]
-            depth = depth_of(place, later[tie.copy], counted)
-            there = edge(a, b, "weights", depth)
-            back = edge(b, a, "gradients", depth) if any(tie.trained) else None
-            home, away = Turns(tie.home), Turns(tie.home)
-            self._turns += home, away
-            pair = (
-                Home(a, tie, there, back, home),
-                Away(b, tie, copies, there, back, away, keeps=False),
-            )
-            self._pairs.append((*pair, there))
-            for end, stage in zip(pair, (a, b), strict=True):
-                self.ends.setdefault(stage.index, []).append(end)
+    def _all(self) -> Iterator[Home | Away]:
+        for homes in self._homes.values():
+            yield from homes
+        for away in self._away.values():
+            yield from away
+
+    def lends(self, stage: int) -> bool:
+        """Whether other stages have copies of a stage's weights."""
+        return stage in self._homes
+
+    def borrows(self, stage: int) -> bool:
+        """Whether a stage has copies of others' weights."""
+        return stage in self._away
+
+    def handlers(self, stage: int) -> dict[Kind, Handler]:
+        """What runs a stage's instructions of ties."""
+        homes, away = self._homes.get(stage, ()), self._away.get(stage, ())
+        return {
+            Kind.SEND_TIED_WEIGHTS: _each([end.send_weights for end in homes]),
+            Kind.RECEIVE_TIED_WEIGHTS: _each([end.receive_weights for end in away]),
+            Kind.LOAD_TIED_WEIGHTS: _each([end.load_weights for end in away]),
+            Kind.FREE_TIED_WEIGHTS: _each([end.free_weights for end in away]),
+            Kind.SEND_TIED_GRADIENTS: _each([end.send_gradients for end in away]),
+            Kind.ADD_TIED_GRADIENTS: _each([end.add_gradients for end in homes]),
+        }
+
+    def gradients_are_there(self, stage: int) -> bool:
+        """Whether a stage's update has all gradients: a copy may put off those of its weights."""
+        edges = [home.gradients for home in self._homes.get(stage, ())]
+        return all(edge is None or edge.blocks or edge.has() for edge in edges)
+
+    # A run.
 
     def change(self, method: Method, places: Sequence[Place]) -> None:
         """Say what all stages train by, from the next run on, and where each is."""
-        for turns in self._turns:
-            turns.change(method, places)
+        for end in self._all():
+            end.turns.change(method, places)
 
-    def begin(self, extent: Extent) -> None:
-        for ends in self.ends.values():
+    def begin(self) -> None:
+        for end in self._all():
+            end.begin()
+
+    def follow(self) -> None:
+        """Outside of a run: copies get what their homes in other processes have now."""
+        self._send_true()
+        for end in self._borrowed():
+            end.follow()
+
+    def close(self) -> None:
+        """The stages have finished: copies in other processes get the true weights."""
+        for end in self._borrowed():
+            if end.gradients is not None:
+                end.gradients.end()
+        self._send_true()
+        for end in self._borrowed():
+            end.take_true()
+
+    def _borrowed(self) -> list[Away]:
+        """The copies whose homes are in other processes."""
+        return [end for ends in self._away.values() for end in ends if end.home is None]
+
+    def _send_true(self) -> None:
+        for ends in self._homes.values():
             for end in ends:
-                end.begin(extent)
+                if end.weights not in self.edges:
+                    end.send_true()
+                    end.weights.end()
 
     def end(self) -> None:
-        """Give the copies the true weights, which the homes have again by now."""
-        for ends in self.ends.values():
-            for end in ends:
-                end.end()
-        for home, away, edge in self._pairs:
-            a, b, copy_stream = home.stage, away.stage, edge.stream
-            for event in (a.loaded, b.computed):
-                copy_stream.wait(event)
-            with copy_stream.using(reads=(a.working,), writes=(away.memory,)), torch.no_grad():
-                for p, each in zip(home.params, away.copies, strict=True):
-                    each.held.data.copy_(p.detach(), non_blocking=True)
-            done = copy_stream.event()
-            copy_stream.record(done)
-            for stage in (a, b):
-                stage.predict.wait(done)
-                stage.predict.record(stage.loaded)
-            for each in away.copies:
-                each.followed()
+        """Forget the run; may be repeated."""
+        for end in (end for ends in self._away.values() for end in ends):
+            end.end()
 
 
-def tied(handlers: dict[Kind, Handler], ends: Sequence[End]) -> dict[Kind, Handler]:
-    """A stage's handlers, which see to the ends that it has as well."""
-    if not ends:
-        return handlers
-    forward = handlers[Kind.FORWARD]
+def _each(handlers: Sequence[Handler]) -> Handler:
+    if len(handlers) == 1:
+        return handlers[0]
 
-    def both_forward(i: int, j: int) -> None:
-        for end in ends:
-            end.before_forward(i, j)
-        forward(i, j)
-        for end in ends:
-            end.after_forward(i, j)
+    def run_all(i: int, j: int) -> None:
+        for handler in handlers:
+            handler(i, j)
 
-    def both(kind: Kind) -> Handler:
-        """With the ends' part of a backward, or of half of one."""
-        backward = handlers[kind]
+    return run_all
 
-        def both_backward(i: int, j: int) -> None:
-            for end in ends:
-                end.before_backward(i, j)
-            backward(i, j)
-            for end in ends:
-                end.after_backward(i, j, kind is not Kind.BACKWARD_INPUT)
 
-        return both_backward
+def local_depth(
+    method: Method, places: Sequence[Place], later: Sequence[int]
+) -> Callable[[Tie], int]:
+    """Of a tie between stages of one process, the versions under way or in use at once.
 
-    backwards = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS)
-    return {**handlers, Kind.FORWARD: both_forward, **{kind: both(kind) for kind in backwards}}
+    Args:
+        method: what the stages train by, with all of its phases.
+        places: theirs, with the largest window that each will have.
+        later: of each, by how many microbatches it puts backwards off (``put_off_by``).
+    """
+    counted = any(phase.forward_horizon == "counted" for phase in phases_of(method))
+    return lambda tie: depth_of(places[tie.home], later[tie.copy], counted)

@@ -27,7 +27,7 @@ from .instructions import (
 from .interleaving import bounded, interleave
 from .ledger import Count, Ledger, count_stage, open_ledgers
 from .levels import simulate_repeating
-from .lowering import lower
+from .lowering import Duties, lower, tables
 from .place import Place, Replicas
 from .reading import Backward, Entries, Law, OwnLaw, Reader, Reading, Reads, Rules
 from .sharing import simulate_ranks
@@ -48,6 +48,7 @@ __all__ = [
     "Backward",
     "Count",
     "Durations",
+    "Duties",
     "Entries",
     "Generator",
     "Horizons",
@@ -93,6 +94,7 @@ __all__ = [
     "simulate_repeating",
     "streams",
     "summarize",
+    "tables",
     "takes_window",
     "validate",
     "write_csv",

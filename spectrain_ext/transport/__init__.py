@@ -1,6 +1,6 @@
 """How tensors get from stage to stage, and what orders their use."""
 
-from .local import Edge, Message, Receiver, Sender, Slot, Transit
+from .local import NO_HEADER, Edge, Header, Message, Receiver, Sender, Slot, Transit
 from .streams import (
     Buffer,
     CudaStream,
@@ -14,11 +14,13 @@ from .streams import (
 from .value import VALUES, Value, as_value, each, tensors_in, tensors_of
 
 __all__ = [
+    "NO_HEADER",
     "VALUES",
     "Buffer",
     "CudaStream",
     "Edge",
     "Event",
+    "Header",
     "Message",
     "Receiver",
     "Sender",

@@ -19,6 +19,22 @@ TAKEN_AT_ONCE = 2**16
 _Likeness = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
+class Header(NamedTuple):
+    """What travels with a message.
+
+    Attributes:
+        parts: microbatches of its minibatch.
+        value: with an input, the samples of the minibatch, 0 where it is not cut; with a gradient,
+            the loss as far as it is known, or nan.
+    """
+
+    parts: int = 1
+    value: float = 0.0
+
+
+NO_HEADER = Header()
+
+
 class Message(NamedTuple):
     """Tensors on their way.
 
@@ -34,8 +50,13 @@ class Message(NamedTuple):
     differentiable: tuple[bool, ...] = ()
     keys: tuple[str, ...] | None = None
 
-    def without_gradient(self) -> Message:
-        return Message(self.tensors, self.single, (False,) * len(self.tensors), self.keys)
+    def with_gradient(self, wanted: bool) -> Message:
+        """The same, of which gradients are wanted for all that can have one, or for none."""
+        differentiable = tuple(
+            wanted and t is not None and (t.is_floating_point() or t.is_complex())
+            for t in self.tensors
+        )
+        return Message(self.tensors, self.single, differentiable, self.keys)
 
 
 class _Room(NamedTuple):
@@ -56,7 +77,8 @@ class Slot:
     ``staged`` stands for it.
     """
 
-    __slots__ = ("arrived", "buffer", "free", "message", "room", "staged", "staging")
+    __slots__ = ("arrived", "buffer", "free", "header", "message", "room", "staged", "staging")
+    header: Header
 
     def __init__(self, name: str, copy: Stream, receiver: Stream) -> None:
         self.buffer = Buffer(name)
@@ -113,7 +135,8 @@ def _base(
     """Memory for as many elements as the tensor has."""
     if base is not None and base.dtype == tensor.dtype and base.numel() >= tensor.numel():
         return base
-    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=device, pin_memory=pinned)
+    with torch.inference_mode(False):  # of a message within, whose memory others use later
+        return torch.empty(tensor.numel(), dtype=tensor.dtype, device=device, pin_memory=pinned)
 
 
 def _keeps_the_host(tensor: Tensor | None) -> bool:
@@ -129,8 +152,13 @@ class Sender(Protocol):
     stream: Stream
     target: torch.device
 
-    def send(self, message: Message, source: Buffer, *ready: Event) -> Event:
+    def send(
+        self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
+    ) -> Event:
         """Send the message, after ``ready``; returns the event that it has been read."""
+
+    def end(self) -> None:
+        """Tell the receiver that the run has no more messages."""
 
 
 class Receiver(Protocol):
@@ -138,11 +166,14 @@ class Receiver(Protocol):
 
     stream: Stream
 
-    def has(self, i: int = 0, j: int = 0) -> bool:
-        """Whether the next message has been sent: that of microbatch j of minibatch i."""
+    #: Whether ``receive`` blocks the host until there is something.
+    blocks: bool
 
-    def receive(self) -> Slot:
-        """The next message, to be used on the receiver's stream from here on until ``free``."""
+    def has(self) -> bool:
+        """Whether the next message has been sent, or the end."""
+
+    def receive(self) -> Slot | None:
+        """The next message, to be used on the receiver's stream until ``free``; None: the end."""
 
     def free(self, slot: Slot) -> None:
         """The receiver's stream will not use the message after what it has been given so far."""
@@ -170,6 +201,8 @@ class Edge:
             in flight than its window.
     """
 
+    blocks = False
+
     def __init__(
         self,
         name: str,
@@ -187,9 +220,13 @@ class Edge:
         self._immediate = source is not None and self.stream.immediate and receiver.immediate
         self._ring = [Slot(f"{name}, slot {q}", self.stream, receiver) for q in range(depth)]
         self._sent = self._received = 0
+        self._ended = False
 
-    def send(self, message: Message, source: Buffer, *ready: Event) -> Event:
+    def send(
+        self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
+    ) -> Event:
         slot = self._ring[self._sent % len(self._ring)]
+        slot.header = header
         assert slot.message is None, f"{slot.buffer.name} is in use"
         tensors = self._fitted(slot, message.tensors)
         if self._immediate:
@@ -223,7 +260,8 @@ class Edge:
         """
         slot = self._ring[(self._sent - 1) % len(self._ring)]
         assert slot.message is not None
-        self.stream.wait(other.send(slot.message, slot.buffer, slot.arrived))
+        read = other.send(slot.message, slot.buffer, slot.arrived, header=slot.header)
+        self.stream.wait(read)
         self.stream.record(slot.arrived)  # the receiver may now write the slot
 
     def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -258,12 +296,21 @@ class Edge:
                 self._receiver.record(slot.free)
         return slot.room.tensors
 
-    def has(self, i: int = 0, j: int = 0) -> bool:
-        """Whether the next message has been sent; its copy may still be under way."""
-        return self._received < self._sent
+    def begin(self) -> None:
+        """A run begins, and has not ended."""
+        self._ended = False
 
-    def receive(self) -> Slot:
-        assert self._received < self._sent, "nothing has arrived"
+    def end(self) -> None:
+        self._ended = True
+
+    def has(self) -> bool:
+        """Whether the next message has been sent, whose copy may be under way, or the end."""
+        return self._received < self._sent or self._ended
+
+    def receive(self) -> Slot | None:
+        if self._received == self._sent:
+            assert self._ended, "nothing has arrived"
+            return None
         slot = self._ring[self._received % len(self._ring)]
         self._received += 1
         if not self._immediate:
@@ -279,6 +326,7 @@ class Edge:
         for slot in self._ring:
             slot.message = None
         self._sent = self._received = 0
+        self._ended = False
 
     def free_storage(self) -> None:
         for slot in self._ring:

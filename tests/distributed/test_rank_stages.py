@@ -11,7 +11,7 @@ from helpers.failing_runs import expect_one_end, stages_trial
 from helpers.ranks import Ranks, run_ranks
 
 import spectrain_ext as st
-from spectrain_ext.distributed.neighbourhood import DistributedNeighbourhood
+from spectrain_ext.distributed.connections import RankConnections
 from spectrain_ext.method import find_method
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.timelines import simulate_method
@@ -154,7 +154,7 @@ def test_stages_of_a_cut_have_an_order_over_ranks(method, order, what):
 
 def test_the_stages_of_a_rank_are_on_one_device():
     seats = Replicas((1,) * 4, 2)
-    around = DistributedNeighbourhood(
+    around = RankConnections(
         *(None, SimpleNamespace(rank=0), seats, False, False),
         clip_norm=None,
         clip_scope="stage",

@@ -46,7 +46,8 @@ def test_messages_travel_while_both_ranks_compute(traced):
         for i in range(COUNT):
             assert names.index(f"F{i}") < names.index(f"B{i}")
         assert names.count("update") == COUNT
-    assert first.count("send") == second.count("send") == second.count("recv") == COUNT
+    assert first.count("send") == second.count("send") == COUNT
+    assert second.count("recv") == COUNT + 1  # the last one is the end of the run
     assert second.count("loss") == COUNT
     assert "predict" in first
     # two in flight: rank 0 computes the next forward before it asks for a gradient

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader, TensorDataset
 
 import spectrain_ext as st
-from spectrain_ext.distributed import neighbourhood
+from spectrain_ext.distributed import connections
 from spectrain_ext.method import recipe_clip
 from spectrain_ext.partitioning import cut_at
 from spectrain_ext.timelines.timeline import write_trace
@@ -185,7 +185,7 @@ def scaled_apart(rank, ranks, replicas, method, device):
         share_loss=True,
     )
     losses = [result.loss.item() for result in pipe.run(data(9))]
-    links = pipe._executor._around._arranged.links
+    links = pipe._executor.connections.links
     link, *_ = (link for ends in links.into.values() for link in ends.values())
     state = {name: t.cpu() for name, t in next(pipe.children()).state_dict().items()}
     return dist.get_backend(link.device), link.staged, losses, state
@@ -223,7 +223,7 @@ def traced(rank, ranks, folder):
     """
     pipe = small(rank, ranks, "spectrain")
     if rank == 1:
-        inputs, changed = pipe._executor.stages[0].inputs, pipe._board.changed
+        inputs, changed = pipe._executor.connections.edges[rank].inputs[0], pipe._board.changed
         left = iter([True])  # in the first forward only
 
         def wait_for_next(*_):
@@ -260,7 +260,7 @@ def small(rank, ranks, method="vanilla", make=optimizer, chunks=1, **settings):
 def opening(rank, ranks, culprit, when):
     """One rank fails, or hangs, before the others have opened their links, or know of its own."""
     name = "backend_of_bodies" if when == "earlier" else "open_links"
-    real = getattr(neighbourhood, name)
+    real = getattr(connections, name)
 
     def fails(*given):
         if when == "later":
@@ -268,7 +268,7 @@ def opening(rank, ranks, culprit, when):
         commit("hang" if when == "hangs" else "exception")
 
     if rank == culprit:
-        setattr(neighbourhood, name, fails)
+        setattr(connections, name, fails)
     small(rank, ranks, timeout=4.0 if when == "hangs" else 20.0)
 
 

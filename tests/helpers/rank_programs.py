@@ -13,15 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
+from spectrain_ext.distributed import connections
 from spectrain_ext.distributed import links as links_module
-from spectrain_ext.distributed import neighbourhood
 from spectrain_ext.distributed.board import Board
 from spectrain_ext.distributed.inlet import Inlet
 from spectrain_ext.distributed.links import Links, Traffic, open_links
 from spectrain_ext.distributed.outlet import Outlet
-from spectrain_ext.distributed.wire import Header
 from spectrain_ext.partitioning import partition
-from spectrain_ext.transport import Message, callers_stream, checked_streams
+from spectrain_ext.transport import NO_HEADER, Header, Message, callers_stream, checked_streams
 from spectrain_ext.transport.streams import Buffer, CheckedStream
 
 CPU = torch.device("cpu")
@@ -59,12 +58,10 @@ def travelling(way):
     real = dist.new_group
     with ExitStack() as patches:
         if way == "staged":
-            patches.enter_context(patch.object(neighbourhood, "open_links", staged))
+            patches.enter_context(patch.object(connections, "open_links", staged))
         if way == "apart":
             patches.enter_context(patch.object(links_module.dist, "new_group", new_group))
-            patches.enter_context(
-                patch.object(neighbourhood, "backend_of_bodies", lambda *_: "nccl")
-            )
+            patches.enter_context(patch.object(connections, "backend_of_bodies", lambda *_: "nccl"))
         yield
 
 
@@ -85,10 +82,10 @@ def ends_of(rank, ranks, depth=3, dynamic=False, timeout=30.0, staged=False):
     return told, end
 
 
-def send(outlet, *tensors, single=False, grads=None):
+def send(outlet, *tensors, single=False, grads=None, header=NO_HEADER):
     event = callers_stream(CPU).event()
     grads = grads or (True,) * len(tensors)
-    outlet.send(Message(tensors, single, grads), Buffer("source"), event)
+    outlet.send(Message(tensors, single, grads), Buffer("source"), event, header=header)
 
 
 def tensors(seed, rows=4):
@@ -125,19 +122,17 @@ def same_bits(rank, ranks, messages, dynamic, staged=False):
     with told.run():
         if rank == 0:
             for seed, rows in messages:
-                end.label(Header(seed + 1, seed / 7))
                 sent = tensors(seed, rows)
-                send(end, *sent, grads=GRADS)
+                send(end, *sent, grads=GRADS, header=Header(seed + 1, seed / 7))
             end.end()
             end.flush()
         else:
             end.begin()
             n = 0
-            while not (header := end.wait()).end:
+            while (slot := end.receive()) is not None:
                 seed = messages[n][0]
-                if header != (seed + 1, seed / 7, False):
-                    wrong.append((n, header))
-                slot = end.receive()
+                if slot.header != (seed + 1, seed / 7):
+                    wrong.append((n, slot.header))
                 callers_stream(CPU).reads(slot.buffer)
                 held.append((n, slot))
                 for place, (got, meant) in enumerate(
@@ -174,8 +169,7 @@ def two_runs(rank, ranks):
                 end.flush()
             else:
                 end.begin()
-                while not end.wait().end:
-                    slot = end.receive()
+                while (slot := end.receive()) is not None:
                     seen.append(slot.message.tensors[0][0].item())
                     end.free(slot)
     return seen
@@ -189,8 +183,8 @@ def grows(rank, ranks):
             send(end, torch.zeros(5, 2), single=True)
         else:
             end.begin()
-            while not end.wait().end:
-                end.free(end.receive())
+            while (slot := end.receive()) is not None:
+                end.free(slot)
 
 
 def chain(rank, ranks, fault, culprit, timeout, grace):
@@ -209,7 +203,6 @@ def chain(rank, ranks, fault, culprit, timeout, grace):
             if rank == culprit and n == 20:
                 commit(fault)
             if rank:
-                inlet.wait()
                 inlet.free(inlet.receive())
             if outlet is not None:
                 send(outlet, torch.full((3,), float(n)), single=True)
@@ -225,7 +218,6 @@ def frees_late(rank, ranks):
             end.flush()
             commit("kill")
         end.begin()
-        end.wait()
         slot = end.receive()
         with told.changed:
             told.changed.wait_for(lambda: end._error is not None, 20.0)

@@ -156,7 +156,7 @@ def test_streams_are_ordered(method, way):
     """Vector clocks look on; with an echo for another replica, which needs no other thread."""
     with checked_streams():
         pipe = st.Pipeline(stages(3), sgd, mse, method, microbatches=2)
-        pipe._executor._around.averaged = {
+        pipe._executor.connections.averaged = {
             stage.index: Averaged(stage, WAYS[way][0], lambda sent: lambda: [sent, sent])
             for stage in pipe._executor.stages
         }

@@ -110,7 +110,7 @@ class Disguised:
 
     def __init__(self, monkeypatch, places):
         self.places = places
-        rooms = {"pipeline": ("stage", "executor", "batch", "losses"), "transport": ("local",)}
+        rooms = {"pipeline": ("loads", "executor", "batch", "losses"), "transport": ("local",)}
         for module in (f"{room}.{file}" for room, files in rooms.items() for file in files):
             name = f"spectrain_ext.{module}"
             for function in ("new_stream", "callers_stream"):
@@ -208,14 +208,15 @@ def test_every_device_of_a_batch_is_ordered(log, monkeypatch):
     """Not only that of its first tensor."""
     Disguised(monkeypatch, [ZERO])
     pipe = st.Pipeline(tanh_stages(1), sgd(), mse)
-    around = pipe._executor._around
+    around = pipe._executor.connections
     by_device = {HOST: streams.HostStream(), ONE: streams.callers_stream(ONE)}
     monkeypatch.setattr("spectrain_ext.pipeline.batch.callers_stream", by_device.__getitem__)
     del log[:]
     host, other = torch.ones(2), torch.ones(2).as_subclass(Elsewhere)
-    hand_in(around._inputs, (host, other), around._batch)
+    inputs = around.edges[0].inputs[0]
+    hand_in(inputs, (host, other), around._source._batch)
     current = torch.cuda.current_stream(ONE)
-    copies = around._inputs.stream._streams[0]
+    copies = inputs.stream._streams[0]
     kinds = [entry[:2] for entry in log]
     first, last = kinds.index(("record", current)), kinds.index(("enter", copies))
     assert first < kinds.index(("wait", copies)) < last
@@ -250,7 +251,7 @@ def test_the_first_cause_is_seen_after_a_device_has_failed(monkeypatch, recomput
     monkeypatch.setattr(DeadStream, "dead", False)
     left = []
     monkeypatch.setattr(DeadStream, "leave", lambda stream: left.append(stream))
-    for module in ("pipeline.stage", "transport.local"):
+    for module in ("pipeline.loads", "transport.local"):
         monkeypatch.setattr(f"spectrain_ext.{module}.new_stream", lambda *_: DeadStream())
     pipe = st.Pipeline(tanh_stages(3), sgd(), dies, recompute=recompute)
     own = set(pipe._executor._streams())

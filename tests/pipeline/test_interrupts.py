@@ -327,22 +327,31 @@ def test_what_python_does_not_handle_is_left_alone(handler, ignored):
     assert set(seen) == {ignored}
 
 
-def test_between_results_and_in_a_loader_the_callers_handler_is_there(handler):
+def test_between_results_the_callers_handler_is_there(handler):
     def mine(*_):
         raise Handled
 
     handler(mine)
     case, seen = case_of("spectrain"), []
-
-    def loader():
-        for batch in case.data:
-            seen.append(signal.getsignal(signal.SIGINT))
-            yield batch
-
-    pipe = case.pipe()
-    for result in pipe.run(loader()):
+    for result in case.pipe().run(case.data):
         seen.append(signal.getsignal(signal.SIGINT))
         if result.index == 2:
             handler(signal.default_int_handler)  # it stays
-    assert set(seen[:4]) == {mine}
+    assert set(seen[:2]) == {mine}
     assert seen[-1] is signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_in_a_loader_nothing_is_deferred(handler):
+    handler(signal.default_int_handler)
+    case, seen = case_of("spectrain"), []
+
+    def loader():
+        yield from case.data[:2]
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            seen.append("at once")
+        yield case.data[2]
+
+    assert len(list(case.pipe().run(loader()))) == 3
+    assert seen == ["at once"]

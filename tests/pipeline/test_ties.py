@@ -299,6 +299,15 @@ def test_leaving_a_run_and_an_exception_in_it():
     assert torch.equal(first.weight, last.weight)
 
 
+@pytest.mark.parametrize("places", [(0, 1, 2, 3), (1, 2)])
+def test_a_recomputation_meets_the_copies_that_its_forward_had(places):
+    data, found = batches(9), []
+    for recompute in (False, True):
+        pipe = st.Pipeline(tied(4, places), sgd(), mse, "pipedream", recompute=recompute)
+        found.append(torch.stack(losses(pipe, data)))
+    assert torch.equal(*found)
+
+
 def test_changes_between_runs_are_the_copies_as_well():
     pipe = st.Pipeline(tied(3), sgd(), mse, "vanilla")
     losses(pipe, batches(3))
@@ -347,7 +356,7 @@ def test_a_pipeline_with_ties_needs_no_garbage_collection():
     pipe = st.Pipeline(tied(3), sgd(), mse, "spectrain")
     losses(pipe, batches(3))
     pipe.evaluate(batches(3))
-    alive = weakref.ref(pipe._executor._around._ties)
+    alive = weakref.ref(pipe._executor.connections._ties)
     gc.collect()
     gc.disable()
     try:

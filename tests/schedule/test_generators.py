@@ -97,16 +97,16 @@ def test_the_actions_of_a_microbatch(schedule, parts):
         actions = finite(schedule, Place(k, 3, 3 - k, parts), 4)
         return [a.kind.value for a in actions if (a.minibatch, a.microbatch) == (i, j)]
 
-    forward = ["load forward weights", "receive activation", "forward"]
+    forward = ["receive activation", "load forward weights", "forward"]
     receive, send = ["receive gradient"], ["send gradient"]
     backward, turn, rest = ["load backward weights"], "backward", []
     if schedule.startswith("zb"):
         rest = [*backward, "backward of the weights"]
         backward, turn = ["load weights of the input's backward"], "backward of the input"
-    start = ["pull", *forward, "send activation", *backward, *receive, turn, *rest]
+    start = ["pull", *forward, "send activation", *receive, *backward, turn, *rest]
     first = of(0, 2, 0)
     assert [kind for kind in first if kind != "update"] == start
-    middle = [*forward, "send activation", *backward, *receive, turn, *send, *rest]
+    middle = [*forward, "send activation", *receive, *backward, turn, *send, *rest]
     assert [kind for kind in of(1, 2, parts - 1) if kind != "update"] == middle
     last = [kind for kind in of(2, 2, parts - 1) if kind != "update"]
     assert last == [*forward, "loss", *backward, turn, *send, *rest]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from spectrain_ext.pipeline.cursor import Cursor, Extent
-from spectrain_ext.schedule import Instruction, Kind, Place, find_generator, lower
+import pytest
+
+from spectrain_ext.pipeline.cursor import Cursor
+from spectrain_ext.schedule import Duties, Instruction, Kind, Place, find_generator, tables
+from spectrain_ext.transport import Header
 
 SHORT = {Kind.FORWARD: "F", Kind.BACKWARD: "b", Kind.UPDATE: "u"}
 
@@ -12,16 +15,25 @@ def drawn(actions):
     return " ".join(f"{SHORT[a.kind]}{a.minibatch}" for a in actions if a.kind in SHORT)
 
 
-def finite(place, minibatches, schedule="1f1b-async"):
-    extent = Extent(place.window)
-    extent.minibatches = minibatches
-    extent.shares = {i: [1 / place.microbatches] * place.microbatches for i in range(minibatches)}
-    cursor = Cursor(find_generator(schedule)(place), extent)
+def cursor_of(place, schedule="1f1b-async"):
+    return Cursor(find_generator(schedule)(place))
+
+
+def left(cursor):
+    """What is run of the schedule, the current instruction being done each time."""
     found = []
-    while (action := cursor.head()) is not None:
-        found.append(action)
-        cursor.advance()
+    while (instruction := cursor.take()) is not None:
+        found.append(instruction)
+        cursor.done()
     return found
+
+
+def finite(place, minibatches, schedule="1f1b-async"):
+    cursor = cursor_of(place, schedule)
+    for _ in range(minibatches):
+        cursor.add([1 / place.microbatches] * place.microbatches, Header(place.microbatches))
+    cursor.stop()
+    return left(cursor)
 
 
 def test_warm_up_and_drain_are_what_is_left_of_the_endless_stream():
@@ -39,30 +51,72 @@ def test_microbatches_share_one_update():
 
 
 def test_a_small_minibatch_has_fewer_microbatches():
-    extent = Extent(2)
-    extent.add([0.5, 0.5])
-    extent.add([1.0])
-    extent.stop()
-    cursor = Cursor(find_generator("1f1b-async")(Place(0, 1, 2, 2)), extent)
-    found = []
-    while (action := cursor.head()) is not None:
-        found.append(action)
-        cursor.advance()
-    assert drawn(found) == "F0 F0 b0 F1 b0 u0 b1 u1"
+    cursor = cursor_of(Place(0, 1, 2, 2))
+    cursor.add([0.5, 0.5], Header(2))
+    cursor.add([1.0], Header(1))
+    cursor.stop()
+    assert drawn(left(cursor)) == "F0 F0 b0 F1 b0 u0 b1 u1"
+    assert cursor.finished
+    assert not cursor.shares
+    assert not cursor.headers
 
 
 def test_a_run_that_ends_while_it_goes():
-    extent = Extent(2)
-    place = Place(0, 2, 2)
-    cursor = Cursor(lower(find_generator("1f1b-async")(place), place), extent)
-    seen = []
-    while (action := cursor.head()) is not None:
-        cursor.advance()
-        seen.append(action)
-        if action.kind is Kind.PULL:
-            if action.minibatch == 3:
-                extent.stop()
-            else:
-                extent.add([1.0])
+    cursor, seen = cursor_of(Place(0, 2, 2)), []
+    while (instruction := cursor.take()) is not None:
+        if instruction == Instruction(Kind.FORWARD, 3):
+            cursor.stop()
+        else:
+            seen.append(instruction)
+            if instruction.kind is Kind.FORWARD:
+                cursor.add([1.0], Header())
+        cursor.done()
     assert drawn(seen) == "F0 F1 b0 u0 F2 b1 u1 b2 u2"
-    assert seen[-1] == Instruction(Kind.UPDATE, 2)
+
+
+def words(place, duties=None):
+    """What each kind of instruction becomes, of a minibatch's first microbatch."""
+    first, _ = tables(place, duties or Duties())
+    return {kind.value: [each.value for each in to] for kind, to in first.items()}
+
+
+def test_what_belongs_to_an_update_comes_in_order():
+    every = Duties(*[True] * len(Duties._fields))._replace(evaluates=False)
+    found = words(Place(1, 3, 2, 2), every)
+    assert found["update"] == [
+        *("send tied gradients", "add tied gradients", "sum gradients over replicas"),
+        *("send norm", "clip", "send weights to replicas", "update"),
+        *("average weights over replicas", "report to the caller"),
+    ]
+    assert found["forward"] == [
+        *("pull", "load forward weights", "receive activation", "send tied weights"),
+        *("receive tied weights", "forward", "send activation"),
+    ]
+    assert found["backward"] == [
+        *("load backward weights", "receive gradient", "load tied weights", "recompute"),
+        *("expect the gradients that are summed", "backward", "free tied weights"),
+        "send gradient",
+    ]
+    assert "recompute" in found["backward of the input"]
+    assert "recompute" not in found["backward of the weights"]
+
+
+@pytest.mark.parametrize("field", Duties._fields)
+def test_each_duty_adds_its_own_instructions_and_moves_no_other(field):
+    place = Place(1, 3, 2, 2)
+    plain = words(place)
+    found = words(place, Duties(**{field: True}))
+    if field == "evaluates":
+        assert found["backward"] == [
+            "hear that the next stage is through",
+            "tell the previous stage that this one is through",
+        ]
+        assert found["forward"] == ["receive activation", "forward", "send activation"]
+        return
+    added = {each for to in found.values() for each in to} - {
+        e for to in plain.values() for e in to
+    }
+    assert bool(added) == (field != "blocks")
+    for kind, to in plain.items():
+        rest = [each for each in found[kind] if each not in added]
+        assert sorted(rest) == sorted(to) if field == "blocks" else rest == to

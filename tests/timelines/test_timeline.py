@@ -263,18 +263,16 @@ def test_the_instructions_of_a_stage_are_printed():
     done = CliRunner().invoke(main, [*asked, "--stage", "0"])
     assert done.exit_code == 0, done.output
     lines = [" ".join(line.split()) for line in done.output.splitlines()]
-    forward = ["receive activation {}", "forward {}", "send activation {}"]
-    backward = ["receive gradient {}", "backward {}"]
     assert lines == [
-        *("pull 0", "load forward weights 0 version 0, predicted 2 ahead"),
-        *(line.format(0) for line in forward),
-        *("pull 1", "load forward weights 1 version 0, predicted 2 ahead"),
-        *(line.format(1) for line in forward),
-        "load backward weights 0 version 0",
-        *(line.format(0) for line in backward),
+        *("pull 0", "receive activation 0"),
+        "load forward weights 0 version 0, predicted 2 ahead",
+        *("forward 0", "send activation 0"),
+        *("pull 1", "receive activation 1"),
+        "load forward weights 1 version 0, predicted 2 ahead",
+        *("forward 1", "send activation 1"),
+        *("receive gradient 0", "load backward weights 0 version 0", "backward 0"),
         "update 0 makes version 1",
-        "load backward weights 1 version 1",
-        *(line.format(1) for line in backward),
+        *("receive gradient 1", "load backward weights 1 version 1", "backward 1"),
         "update 1 makes version 2",
     ]
     last = CliRunner().invoke(main, [*asked, "--stage", "2", "--microbatches", "2"]).output

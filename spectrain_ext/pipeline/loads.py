@@ -1,0 +1,295 @@
+"""Loads: which weights a stage computes with, written and updated on a stream of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from spectrain_ext.optim.guard import SaveGuard
+from spectrain_ext.rng import TURN
+from spectrain_ext.schedule import Kind
+from spectrain_ext.transport import Buffer, Event, new_stream
+from spectrain_ext.weights import StageWeights
+from spectrain_ext.weights.saved import SavedWeights
+from spectrain_ext.weights.storage import Content, VersionBuffer
+
+from .clipping import GlobalNorm, clip, gradient_norm
+from .cursor import Cursor
+from .names import bare
+
+#: What runs an instruction of a stage, for minibatch i and microbatch j.
+Handler = Callable[[int, int], None]
+
+NOTHING = nullcontext()
+
+
+class Loads:
+    """A module, the version of its weights that it computes with, and the two streams of a stage.
+
+    Computation is issued to one stream, whatever writes weights (loads and updates) to another,
+    and events order the two.
+
+    Args:
+        index: of the stage, counted from 0.
+        module: computes the stage's output.
+        device: where it does.
+        weights: None if it has no trainable parameters.
+        max_norm: what its gradient is clipped to, None: not at all.
+        global_norm: where the norm is that of all stages; None: it is the stage's own.
+
+    Attributes:
+        cursor: where the stage stands in a run.
+        guard: has whoever saves a module in a run hear of it.
+    """
+
+    cursor: Cursor
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        device: torch.device,
+        weights: StageWeights | None,
+        max_norm: float | None = None,
+        global_norm: GlobalNorm | None = None,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.device = device
+        self.compute = new_stream(f"compute stream of stage {index}", device)
+        self.predict = new_stream(f"prediction stream of stage {index}", device)
+        self.computed = self.compute.event()
+        self.loaded = self.predict.event()
+        # What the two streams and the caller use in turn, for the streams that check that.
+        self.weight_gradients = Buffer(f"weight gradients of stage {index}")
+        self.optimizer_state = Buffer(f"optimizer state of stage {index}")
+        self.module_buffers = Buffer(f"module buffers of stage {index}")
+        self._shared: tuple[Buffer, ...] = (self.module_buffers,)
+        self._no_weights = Buffer(f"weights of stage {index}, which has none")
+        self._gradients_read: tuple[Event, list[Tensor | None]] | None = None
+        # On the CPU alone: what has been issued has been done.
+        self._immediate = self.compute.immediate and self.predict.immediate
+        self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
+        self.guard = SaveGuard(
+            "a run of this pipeline has not ended, and its stages may hold predicted weights; take "
+            "the pipeline's own state_dict(), which has the true ones, or save after the loop"
+        )
+        self._guarded: list[nn.Parameter] = []
+        self.train_by(weights, max_norm, global_norm)
+
+    def train_by(
+        self,
+        weights: StageWeights | None,
+        max_norm: float | None,
+        global_norm: GlobalNorm | None,
+    ) -> None:
+        """Compute with other versions of the weights, and clip otherwise, from the next run on."""
+        self.weights = weights
+        self.max_norm, self.global_norm = max_norm, global_norm
+        self._follows: AbstractContextManager[object] = NOTHING
+
+    @property
+    def working(self) -> Buffer:
+        """What stands for the memory of the weights that the module has now."""
+        weights = self.weights
+        if weights is None or weights.storage is None:
+            return self._no_weights
+        return weights.storage.bound.memory
+
+    @property
+    def memory(self) -> tuple[Buffer, ...]:
+        """All versions of the weights, and the optimizer's state."""
+        weights = self.weights
+        if weights is None or weights.storage is None:
+            return (self.optimizer_state,)
+        versions = weights.storage.version_buffers()
+        return (self.optimizer_state, *(version.memory for version in versions))
+
+    @property
+    def shared(self) -> tuple[Buffer, ...]:
+        """What the caller may use between two instructions."""
+        return (*self.memory, *self._shared)
+
+    def share(self, buffer: Buffer) -> None:
+        """The caller may use this as well."""
+        self._shared = (*self._shared, buffer)
+
+    # A run.
+
+    def check(self) -> None:
+        """Refuse parameters that left their buffer, or that are trainable and nobody trains."""
+        if self.weights is not None:
+            self.weights.check(self.index)
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and name not in self._trained:
+                raise ValueError(
+                    f"stages[{self.index}]: parameter {bare(name)!r} has become trainable since "
+                    "the pipeline was made, whose optimizer does not hold it; release() the "
+                    "pipeline and make another one of the stages"
+                )
+
+    def begin_weights(self) -> None:
+        """Start a run with the weights that the module holds."""
+        weights = self.weights
+        if weights is None:
+            return
+        for stream in (self.compute, self.predict):
+            stream.lend(weights.buffers())
+        with self.predict.using(writes=self.memory):
+            weights.begin()
+        self.weights_written()
+        # A forward's graph finds the weights that its backward is to meet, if they are others.
+        self._follows = NOTHING
+        if weights.meets_others and weights.storage is not None:
+            self._follows = SavedWeights(weights.storage)
+        self._guarded = [p for p in self.module.parameters() if p.requires_grad]
+        self.guard.put(self._guarded)
+
+    def end_weights(self) -> None:
+        """Put the true weights back into the module; may be repeated, or done without a begin."""
+        if self.weights is not None:
+            self._gradients_read = None
+            with self.predict.using(writes=self.memory):
+                self.weights.end()
+            self.predict.record(self.loaded)
+            self.guard.take(self._guarded)
+
+    def weights_written(self) -> None:
+        """What is computed from here on follows all weights just written."""
+        self.predict.record(self.loaded)
+        self.compute.wait(self.loaded)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Inside, an observer reads the weights, ordered with all that writes them.
+
+        On the stream that does: no other stage and no communication is waited for.
+        """
+        with self.predict.using(reads=self.memory), torch.no_grad():
+            yield
+
+    # Instructions: loads.
+
+    def load_forward(self, i: int, j: int) -> None:
+        if self.weights is not None:
+            self._load(self.weights, self.weights.versions.for_forward(i, j))
+
+    def load_backward(self, i: int, j: int) -> None:
+        if self.weights is not None:
+            self._load(self.weights, self.weights.versions.for_backward(i, j))
+
+    def load_backward_input(self, i: int, j: int) -> None:
+        if self.weights is not None:
+            self._load(self.weights, self.weights.versions.for_backward(i, j, ends=False))
+
+    def _load(self, weights: StageWeights, content: Content) -> None:
+        """Compute with these weights from here on, which are written unless a buffer has them."""
+        versions, storage = weights.versions, weights.storage
+        assert storage is not None
+        buffer = versions.find(content)
+        if buffer is None:
+            buffer = versions.room(content)
+            predict = self.predict
+            if buffer.read is not None:
+                predict.wait(buffer.read)
+            reads = self.optimizer_state, storage.true.memory
+            with predict.using(reads=reads, writes=(buffer.memory,)):
+                storage.write(content, buffer)
+            self._written(buffer)
+        if not buffer.followed:
+            assert buffer.written is not None
+            self.compute.wait(buffer.written)
+            buffer.followed = True
+        if buffer is not storage.bound:
+            storage.point(buffer)
+        versions.settle()
+
+    def _written(self, *buffers: VersionBuffer) -> None:
+        """Something has been written to these on the prediction stream."""
+        if self._immediate:
+            return
+        for buffer in buffers:
+            if buffer.written is None:
+                buffer.written = self.predict.event()
+            self.predict.record(buffer.written)
+            buffer.followed = False
+        self.predict.record(self.loaded)
+
+    def _has_computed(self) -> None:
+        """Something has been computed, with the weights that are bound."""
+        if self._immediate:
+            return
+        compute = self.compute
+        compute.record(self.computed)
+        if self.weights is not None and self.weights.storage is not None:
+            buffer = self.weights.storage.bound
+            if buffer.read is None:
+                buffer.read = compute.event()
+            compute.record(buffer.read)
+
+    # Instructions: what belongs to an update.
+
+    def send_norm(self, i: int, j: int) -> None:
+        """Tell the other stages the norm of this one's gradient."""
+        assert self.global_norm is not None
+        predict, buffer = self.predict, Buffer(f"gradient norm of stage {self.index}")
+        predict.wait(self.computed)
+        params = () if self.weights is None else self.weights.params
+        with predict.using(reads=(self.weight_gradients,), writes=(buffer,)):
+            norm = gradient_norm(params, self.device)
+        self.global_norm.give(i, self.index, norm, buffer, predict)
+
+    def norms_are_there(self, i: int) -> bool:
+        return self.global_norm is None or self.global_norm.complete(i)
+
+    def clip(self, i: int, j: int) -> None:
+        weights = self.weights
+        if weights is None or self.max_norm is None:
+            return
+        self.predict.wait(self.computed)
+        if self.global_norm is not None:
+            norm = self.global_norm.take(i, self.predict, self.device)
+        with self.predict.using(writes=(self.weight_gradients,)):
+            if self.global_norm is None:
+                norm = gradient_norm(weights.params, self.device)
+            clip(weights.params, self.max_norm, norm)
+
+    def update(self, i: int, j: int) -> None:
+        """Step the optimizer; what comes next is a forward: the step writes its weights as well."""
+        weights = self.weights
+        if weights is None:
+            return
+        following = self.cursor.peek()
+        forward = None
+        if following is not None and following.kind is Kind.FORWARD:
+            forward = following.minibatch, following.microbatch
+        predict = self.predict
+        predict.wait(self.computed)
+        update, storage = weights.begin_update(forward), weights.storage
+        assert storage is not None
+        if self._immediate:
+            with TURN:  # a hook may draw
+                weights.make(update)
+            return
+        changed = {storage.true, update.kept or storage.true, update.room or storage.true}
+        gradients = [p.grad for p in weights.params]
+        reads = [self.weight_gradients]
+        if update.stale is not None and update.stale not in changed:
+            reads.append(update.stale.memory)
+        writes = [self.optimizer_state, *(buffer.memory for buffer in changed)]
+        with predict.using(reads=reads, writes=writes), TURN:
+            weights.make(update)
+        self._written(*changed)
+        # Held until the compute stream has waited for the step: it would use their memory again.
+        self._gradients_read = self.loaded, gradients
+
+    def _free_gradients(self) -> None:
+        """Let the compute stream have the memory of gradients that an update has read."""
+        if self._gradients_read is not None:
+            stepped, _ = self._gradients_read
+            self.compute.wait(stepped)
+            self.compute.writes(self.weight_gradients)
+            self._gradients_read = None
