@@ -212,7 +212,7 @@ class Inlet:
 
     # The rank's own thread.
 
-    def has(self) -> bool:
+    def has(self, i: int = 0, j: int = 0) -> bool:
         """Whether the next message, or the end, has arrived."""
         return bool(self._arrived)
 

@@ -268,5 +268,5 @@ class Connections:
 def _has(receivers: Sequence[Receiver]) -> Ready:
     only = receivers[0]
     if all(each is only for each in receivers):
-        return lambda i, j: only.has()
-    return lambda i, j: receivers[j].has()
+        return only.has
+    return lambda i, j: receivers[j].has(i, j)

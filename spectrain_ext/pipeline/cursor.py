@@ -24,17 +24,20 @@ class Cursor:
         headers: of each, what came with its first microbatch.
         current: the instruction that is being run, None between two of them.
         step: how many of the steps that it consists of have been made.
+        upcoming: what comes after it, be it a part of the run or not.
+        finished: whether the stage has been found to have nothing left to do.
     """
 
     def __init__(self, instructions: Iterator[Instruction]) -> None:
         self._instructions = instructions
-        self._upcoming = next(instructions, None)
+        self.upcoming = next(instructions, None)
         self.minibatches: int | None = None
         self.added = 0
         self.shares: dict[int, list[float]] = {}
         self.headers: dict[int, Header] = {}
         self.current: Instruction | None = None
         self.step = 0
+        self.finished = False
 
     def add(self, shares: list[float], header: Header) -> None:
         """There is one more minibatch; a small one has fewer microbatches than the schedule."""
@@ -48,7 +51,7 @@ class Cursor:
 
     def peek(self) -> Instruction | None:
         """What follows the current instruction, as far as is known now; None: nothing."""
-        following = self._upcoming
+        following = self.upcoming
         while following is not None:
             kind, i, j = following
             if (self.minibatches is None or i < self.minibatches) and (
@@ -57,24 +60,19 @@ class Cursor:
                 break
             # Updates come in the order of minibatches: nothing follows one that is left out.
             following = None if kind is Kind.UPDATE else next(self._instructions, None)
-            self._upcoming = following
+            self.upcoming = following
         return following
 
     def take(self) -> Instruction | None:
         """Make what follows the current instruction; None: the stage has finished."""
         self.current, self.step = self.peek(), 0
-        if self.current is not None:
-            self._upcoming = next(self._instructions, None)
+        if self.current is None:
+            self.finished = True
+        else:
+            self.upcoming = next(self._instructions, None)
         return self.current
 
-    def done(self) -> None:
-        """The current instruction has been run."""
-        if self.current is not None and self.current.kind is Kind.UPDATE:
-            self.shares.pop(self.current.minibatch, None)
-            self.headers.pop(self.current.minibatch, None)
-        self.current = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether the stage has nothing left to do."""
-        return self.current is None and self.peek() is None
+    def forget(self, i: int) -> None:
+        """A minibatch has been updated by, and is over."""
+        self.shares.pop(i, None)
+        self.headers.pop(i, None)

@@ -319,10 +319,9 @@ class Executor:
             return False
         step = cursor.step
         while self._went_through(program):
-            following = cursor.peek()
-            if following is None or following.kind not in program.takes:
+            following = cursor.upcoming
+            if following is None or following[0] not in program.takes or cursor.take() is None:
                 return True
-            cursor.take()
             step = -1
         return cursor.step > step
 
@@ -336,7 +335,7 @@ class Executor:
         """
         results = self.connections.results
         late = [program for program in of.values() if program.stage.cursor.current is not None]
-        while any(not program.stage.cursor.finished for program in of.values()):
+        while any(p.stage.cursor.current or p.stage.cursor.peek() for p in of.values()):
             k, instruction = next(order)
             cursor = of[k].stage.cursor
             if cursor.current is not None:
@@ -375,7 +374,9 @@ class Executor:
                 raise StageError(program.stage.index, i, kind.value, reason) from error
             if cursor.minibatches is not None and i >= cursor.minibatches:
                 break  # the stage has heard that the run has ended before
-        cursor.done()
+        cursor.current = None
+        if computes is Kind.UPDATE:
+            cursor.forget(i)
         return True
 
 

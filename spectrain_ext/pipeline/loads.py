@@ -266,14 +266,14 @@ class Loads:
         forward = None
         if following is not None and following.kind is Kind.FORWARD:
             forward = following.minibatch, following.microbatch
-        predict = self.predict
-        predict.wait(self.computed)
         update, storage = weights.begin_update(forward), weights.storage
         assert storage is not None
         if self._immediate:
             with TURN:  # a hook may draw
                 weights.make(update)
             return
+        predict = self.predict
+        predict.wait(self.computed)
         changed = {storage.true, update.kept or storage.true, update.room or storage.true}
         gradients = [p.grad for p in weights.params]
         reads = [self.weight_gradients]

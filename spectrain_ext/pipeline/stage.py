@@ -192,7 +192,9 @@ class Stage(Loads):
         # An in-place first layer writes the slot.
         writes = (slot.buffer, self.module_buffers, tape.buffer)
         with (
-            self.compute.using(reads=(self.working,), writes=writes),
+            NOTHING
+            if self._immediate
+            else self.compute.using(reads=(self.working,), writes=writes),
             _grad(graph),
             TURN,
             self._numbers,
@@ -379,10 +381,13 @@ class Stage(Loads):
         if self._gradients_read is not None:
             self._free_gradients()
         outgoing = Buffer("gradients of the input")
-        reads = (self.working, tape.buffer, tape.slot.buffer, arrived.buffer)
-        # torch.utils.checkpoint runs layers again, and puts other random numbers there.
-        writes = (self.weight_gradients, self.module_buffers, outgoing)
-        with self.compute.using(reads=reads, writes=writes), TURN:  # a hook may draw
+        on_compute: AbstractContextManager[object] = NOTHING
+        if not self._immediate:
+            reads = (self.working, tape.buffer, tape.slot.buffer, arrived.buffer)
+            # torch.utils.checkpoint runs layers again, and puts other random numbers there.
+            writes = (self.weight_gradients, self.module_buffers, outgoing)
+            on_compute = self.compute.using(reads=reads, writes=writes)
+        with on_compute, TURN:  # a hook may draw
             if self.edges.gradients:
                 assert arrived.message is not None
                 pairs = seeded(tape.output, arrived.message.tensors)

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .streams import Buffer, Event, Stream, callers_stream, new_stream
+from .streams import Buffer, Event, HostEvent, Stream, callers_stream, new_stream
 
 _CPU = torch.device("cpu")
 #: Of pageable memory CUDA takes so much into memory of its own and returns; with more, the copy may
@@ -169,8 +169,8 @@ class Receiver(Protocol):
     #: Whether ``receive`` blocks the host until there is something.
     blocks: bool
 
-    def has(self) -> bool:
-        """Whether the next message has been sent, or the end."""
+    def has(self, i: int = 0, j: int = 0) -> bool:
+        """Whether the next message has been sent, that of this microbatch, or the end."""
 
     def receive(self) -> Slot | None:
         """The next message, to be used on the receiver's stream until ``free``; None: the end."""
@@ -303,7 +303,7 @@ class Edge:
     def end(self) -> None:
         self._ended = True
 
-    def has(self) -> bool:
+    def has(self, i: int = 0, j: int = 0) -> bool:
         """Whether the next message has been sent, whose copy may be under way, or the end."""
         return self._received < self._sent or self._ended
 
@@ -346,6 +346,8 @@ class Transit:
 
     def hold(self, read: Event, buffer: Buffer, tensors: object) -> None:
         """Hold these until ``read``; let go what is ``depth`` calls old, it has long been read."""
+        if type(read) is HostEvent:  # it has been read
+            return
         self._held.append((read, buffer, tensors))
         if len(self._held) > self._depth:
             self._let_go()

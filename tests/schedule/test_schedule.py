@@ -24,7 +24,8 @@ def left(cursor):
     found = []
     while (instruction := cursor.take()) is not None:
         found.append(instruction)
-        cursor.done()
+        if instruction.kind is Kind.UPDATE:
+            cursor.forget(instruction.minibatch)
     return found
 
 
@@ -70,7 +71,6 @@ def test_a_run_that_ends_while_it_goes():
             seen.append(instruction)
             if instruction.kind is Kind.FORWARD:
                 cursor.add([1.0], Header())
-        cursor.done()
     assert drawn(seen) == "F0 F1 b0 u0 F2 b1 u1 b2 u2"
 
 
