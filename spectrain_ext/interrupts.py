@@ -48,8 +48,11 @@ class _State:
             signal.signal(signal.SIGINT, self.note)
 
     def remove(self) -> None:
-        if signal.getsignal(signal.SIGINT) == self.note:
-            signal.signal(signal.SIGINT, self.before)
+        if self.before is not None:  # a call takes 2 us, for every result
+            found = signal.signal(signal.SIGINT, self.before)
+            if found != self.note:  # the caller has set another one meanwhile
+                signal.signal(signal.SIGINT, found)
+                self.before = None
 
 
 STATE = _State()
