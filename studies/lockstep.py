@@ -33,7 +33,6 @@ from spectrain_ext.method import (
 )
 from spectrain_ext.operators.averaging import Averager, Averaging, in_a_row, taken_apart
 from spectrain_ext.optim.foreign import updater_of
-from spectrain_ext.pipeline.averaging import Meeting
 from spectrain_ext.pipeline.clipping import clip, gradient_norm
 from spectrain_ext.schedule import (
     Entries,
@@ -47,6 +46,8 @@ from spectrain_ext.schedule import (
 from spectrain_ext.weights import paced, rates_of
 from spectrain_ext.weights.storage import Content, Storage
 from spectrain_ext.weights.versions import Versions
+
+from .meeting import Meeting
 
 
 class _Part(NamedTuple):

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from spectrain_ext.operators.averaging import Averaging
-from spectrain_ext.pipeline.averaging import Averaged, Meeting, check_averaged
+from spectrain_ext.pipeline.averaging import Averaged, check_averaged
 from spectrain_ext.pipeline.batch import SplitDim, joined, sides_of, split
 from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.rng import StageRandom
+
+from .meeting import Meeting
 
 
 class SideBySide:

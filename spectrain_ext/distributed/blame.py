@@ -30,7 +30,6 @@ class Beat(NamedTuple):
     Attributes:
         text: as it was said.
         heard: when this rank heard it, on its own clock.
-        phase: how far the rank is in beginning and ending runs.
         doing: its action.
         busy: seconds that it had been in that action.
         waits: the rank that it was waiting for (None: all others), and on which edge; None if it
@@ -39,7 +38,6 @@ class Beat(NamedTuple):
 
     text: bytes
     heard: float
-    phase: int = 0
     doing: str = "starting"
     busy: float = 0.0
     waits: tuple[int | None, str] | None = None
@@ -51,7 +49,7 @@ class Beat(NamedTuple):
         if said["waits"] is not None:
             peer, edge = said["waits"]
             waits = (None if peer is None else int(peer), str(edge))
-        return Beat(text, heard, int(said["phase"]), str(said["doing"]), float(said["busy"]), waits)
+        return Beat(text, heard, str(said["doing"]), float(said["busy"]), waits)
 
     def __str__(self) -> str:
         return f"last known in {self.doing}"

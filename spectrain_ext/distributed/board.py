@@ -6,12 +6,11 @@ is read without a lock, and what is more than one value is replaced as a whole:
     what                        is written by                          under ``changed``
     doing, since                the rank's own thread, by the action
     waits                       the rank's own thread, around a wait   in ``wait``
-    failure, lenient, phase     the rank's own thread
+    failure, lenient, run       the rank's own thread
     cause                       whoever hears of it first, once        always
-    watch.beats, watch.rounds   the talking thread, by the heartbeat   always
+    watch.beats                 the talking thread, by the heartbeat   always
     watch.must_end_by           who learns the cause                   always
     watch.asking                the talking thread
-    watch.hurried, parting      the rank's own thread, at the end
 
 ``changed`` is notified of causes and beats, and by other threads of whatever ``wait`` waits for.
 """
@@ -23,11 +22,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from math import inf
 from time import monotonic
 from typing import Any, NoReturn
 
+from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from spectrain_ext.errors import RankError, StageError
@@ -40,6 +39,7 @@ from .watch import FAILED, SLOW, Watch, connection
 MEETING = "meeting"
 TIES, WEIGHTS, KEYS, GPUS = (f"comparing {what}" for what in ("ties", "weights", "keys", "GPUs"))
 _BEFORE_LINKS = (MEETING, TIES, WEIGHTS, KEYS, GPUS)
+_LOOK = 0.1  # seconds between two looks at whether a rank has failed, where nothing else tells
 _LATE = "late"  # as what is said in the place of a rank that has not come
 
 
@@ -102,7 +102,7 @@ class Board:
                 "TORCHELASTIC_RESTART_COUNT, as docs/checkpoints.md does"
             )
         self._away = False  # whether nobody waits for this rank any more before links are opened
-        self._phase = 0  # twice the number of finished runs, one more between the two
+        self._run = 0  # those that have been finished
         self._doing: tuple[object, ...] = ("starting",)
         self._since = monotonic()
         self._failure = ""  # of this rank within ``together``, which the others may not have
@@ -293,23 +293,43 @@ class Board:
         """
         self.doing(self._failure or ("starting" if self._starts else "ending the run"))
         to_do = "to start" if self._starts else "to end the run"
-        watch = self._watch
-        watch.hurry()
+        before, self._run = self._run, self._run + 1
+        self._say("ended")
+        self._meet("ended", to_do)
+        if self.rank == 0:
+            self._meet("left", to_do)
+        else:
+            self._watch.stop()  # the store may be gone as soon as rank 0 has heard this
+            self._say("left")
+        with suppress(RuntimeError):
+            for what in ("ended", "left"):  # nobody waits for these any more
+                self._store.delete_key(f"{what}/{before}/{self.rank}")
 
-        def come(rank: int, phase: int) -> bool:
-            return watch.beats[rank].phase >= phase
+    def _say(self, what: str) -> None:
+        with suppress(RuntimeError):  # of a store that has gone; who waits for others hears of it
+            self._store.set(f"{what}/{self._run}/{self.rank}", "")
 
-        for needed in range(2 if self.rank == 0 else 1):
-            self._phase += 1
-            goal = self._phase
-            for r in range(self.ranks):
-                if r != self.rank and (needed == 0 or watch.beats[r].phase < goal):
-                    self.wait(partial(come, r, goal), r, f"rank {r} {to_do}")
-        if self.rank != 0:
-            watch.parting = True
-            self._phase += 1
-            rounds = watch.rounds
-            self.wait(lambda: watch.rounds > rounds + 1, 0, "the store")
+    def _meet(self, what: str, to_do: str) -> None:
+        """Wait until all others have said this."""
+        keys = {f"{what}/{self._run}/{r}": r for r in range(self.ranks) if r != self.rank}
+        store, began, missing = self._store, monotonic(), next(iter(keys.values()), 0)
+        while keys:
+            awaited = f"rank {missing} {to_do}"
+            self.waits = missing, awaited, began
+            try:
+                with waiting():
+                    store.wait(list(keys), timedelta(seconds=_LOOK))
+                break
+            except DistStoreError:  # some have not: has a rank failed?
+                pass
+            except RuntimeError as error:
+                self._raise(self._agree(self.without_store()), awaited, 0.0, error)
+            left = began + self.timeout - monotonic()
+            if self.cause is not None or (left <= 0 and self.timeout <= self._stuck()):
+                cause = self.cause or self._agree(self._suspect(missing))
+                self._raise(cause, awaited, monotonic() - began)
+            missing = next((r for key, r in keys.items() if not store.check([key])), missing)
+        self.waits = None
 
     # What its watch asks.
 
@@ -317,7 +337,6 @@ class Board:
         """What the others are told."""
         now, waits = monotonic(), None if self._failure else self.waits
         return {
-            "phase": self._phase,
             "doing": self.action(),
             "busy": now - self._since,
             "waits": None if waits is None else waits[:2],

@@ -43,22 +43,18 @@ class Watch:
 
     Attributes:
         beats: what each rank has last said.
-        rounds: how often this one has said something and heard the others.
         wake: set by who wants that to happen now.
         asking: since when the store has not answered.
         must_end_by: when this process is ended unless the run has ended.
-        parting: whether rank 0 may have left, and the store with it.
     """
 
     def __init__(self, board: Watched) -> None:
         self._board = board
         self.beats = [Beat(b"", monotonic()) for _ in range(board.ranks)]
-        self.rounds = 0
+        self._rounds = 0
         self.wake = threading.Event()
         self.asking: float | None = None
         self.must_end_by: float | None = None
-        self.parting = False
-        self._hurried: float | None = None  # since when
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
         self._keys = [f"beat/{r}" for r in range(board.ranks)]
@@ -78,18 +74,13 @@ class Watch:
         for thread in self._threads:
             thread.join(self._board.grace)
 
-    def hurry(self) -> None:
-        """Have news sooner from here on."""
-        self._hurried = monotonic()
-        self.wake.set()
-
     def _talk(self, store: Store) -> None:
         board = self._board
         try:
             while not self._over.is_set():
                 self.asking = monotonic()
                 store.set(
-                    self._keys[board.rank], json.dumps({"count": self.rounds, **board.beat()})
+                    self._keys[board.rank], json.dumps({"count": self._rounds, **board.beat()})
                 )
                 self._hear(store)
                 mine = None if board.cause is not None else board.overdue()
@@ -99,13 +90,10 @@ class Watch:
                 if board.cause is not None:
                     store.set(f"seen/{board.rank}", "1")
                 self.asking = None
-                self._pause()
+                self.wake.wait(board.interval)
+                self.wake.clear()
         except (RuntimeError, ValueError):
-            if self.parting:  # rank 0 has heard what it waits for, and left before its answer came
-                with board.changed:
-                    self.rounds += 2
-                    board.changed.notify_all()
-            elif not self._over.is_set():
+            if not self._over.is_set():
                 board.learn(board.without_store())
 
     def _hear(self, store: Store) -> None:
@@ -117,19 +105,11 @@ class Watch:
             for r, text in zip(known, texts, strict=True):
                 if text != beats[r].text:
                     beats[r] = Beat.read(text, now)
-            self.rounds += 1
+            self._rounds += 1
             board.changed.notify_all()
         cause = Cause.read(failed)
         if cause is not None and board.cause is None:
             board.learn(cause)
-
-    def _pause(self) -> None:
-        pause = self._board.interval
-        if self._hurried is not None and self._board.cause is None:
-            # Less often where others take long: every 2 ms would take a core's time from them.
-            pause = min(pause, max(0.002, (monotonic() - self._hurried) / 20))
-        self.wake.wait(pause)
-        self.wake.clear()
 
     def _guard(self) -> None:
         """Keep the deadlines when all other threads are stuck."""

@@ -242,9 +242,6 @@ class Loads:
             norm = gradient_norm(params, self.device)
         self.global_norm.give(i, self.index, norm, buffer, predict)
 
-    def norms_are_there(self, i: int) -> bool:
-        return self.global_norm is None or self.global_norm.complete(i)
-
     def clip(self, i: int, j: int) -> None:
         weights = self.weights
         if weights is None or self.max_norm is None:

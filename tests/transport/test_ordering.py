@@ -21,7 +21,6 @@ from torch import nn
 
 from spectrain_ext.errors import OrderingError, StageError
 from spectrain_ext.observation.probe import Probe
-from spectrain_ext.pipeline.averaging import Meeting
 from spectrain_ext.pipeline.phases import Gap
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Kind, Rules
@@ -36,6 +35,7 @@ from spectrain_ext.transport import (
 )
 from spectrain_ext.transport import streams as stream_kinds
 from spectrain_ext.transport.streams import CheckedEvent, CheckedStream, HostStream, callers_stream
+from studies.meeting import Meeting
 
 CPU = torch.device("cpu")
 
