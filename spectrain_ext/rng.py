@@ -56,14 +56,17 @@ class StageRandom:
 
     def __enter__(self) -> None:
         self._entered = self._own
-        self._callers = []
-        _swap(self._generators, self._own, self._callers)
+        self._callers = callers = []
+        for generator, state in zip(self._generators, self._own, strict=True):
+            callers.append(generator.get_state())
+            generator.set_state(state)
 
     def __exit__(self, *_: object) -> None:
         own: States = []
-        _swap(self._generators, self._callers, own)
-        self._own = own
-        self._callers = []
+        for generator, state in zip(self._generators, self._callers, strict=False):
+            own.append(generator.get_state())
+            generator.set_state(state)
+        self._own, self._callers = own, []
 
     def leave(self) -> None:
         """Go on with the caller's numbers, if an exception kept ``with`` from seeing to that."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from spectrain_ext.transport import (
     Buffer,
     Header,
     Sender,
+    Stream,
     Value,
     as_value,
     callers_stream,
@@ -148,9 +150,10 @@ def _warn_of_another_dim(where: str, value: Value, target: Value, split_dim: Spl
         )
 
 
-def shares_of(samples: int, parts: int) -> list[float]:
+@lru_cache(maxsize=64)  # every stage asks for those of every minibatch
+def shares_of(samples: int, parts: int) -> tuple[float, ...]:
     """The shares of the parts that ``split`` makes of so many samples."""
-    return [n / samples if samples else 1.0 for n in sizes_of(samples, parts)]
+    return tuple(n / samples if samples else 1.0 for n in sizes_of(samples, parts))
 
 
 def sizes_of(samples: int, parts: int) -> list[int]:
@@ -166,19 +169,22 @@ def samples_of(parts: list[Microbatch]) -> int:
 
 def hand_in(edge: Sender, value: Value, batch: Buffer, header: Header = NO_HEADER) -> None:
     """Send a side of the caller's batch where it is used."""
-    tensors = (value,) if isinstance(value, Tensor) else tensors_of(value)
-    callers = {tensor.device: callers_stream(tensor.device) for tensor in tensors}
+    message = activation(value).with_gradient(False)
+    callers: dict[torch.device, Stream] = {}
+    for tensor in message.tensors:
+        if tensor is not None and tensor.device not in callers:
+            callers[tensor.device] = callers_stream(tensor.device)
     given = []
     for caller in callers.values():
-        caller.writes(batch)
-        given.append(caller.event())
-        caller.record(given[-1])
-    message = activation(value).with_gradient(False)
+        if not caller.immediate:
+            caller.writes(batch)
+            given.append(caller.event())
+            caller.record(given[-1])
     read = edge.send(message, batch, *given, header=header)
     # From host to device nobody waits: the call has read pageable memory when it returns, and
     # torch's allocator keeps pinned memory until it has been read.
     for device, caller in callers.items():
-        if device.type != "cpu" or edge.target.type == "cpu":
+        if not caller.immediate and (device.type != "cpu" or edge.target.type == "cpu"):
             caller.wait(read)
 
 

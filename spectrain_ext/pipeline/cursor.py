@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from spectrain_ext.schedule.instructions import Instruction, Kind
 from spectrain_ext.transport import Header
@@ -33,13 +33,13 @@ class Cursor:
         self.upcoming = next(instructions, None)
         self.minibatches: int | None = None
         self.added = 0
-        self.shares: dict[int, list[float]] = {}
+        self.shares: dict[int, Sequence[float]] = {}
         self.headers: dict[int, Header] = {}
         self.current: Instruction | None = None
         self.step = 0
         self.finished = False
 
-    def add(self, shares: list[float], header: Header) -> None:
+    def add(self, shares: Sequence[float], header: Header) -> None:
         """There is one more minibatch; a small one has fewer microbatches than the schedule."""
         self.shares[self.added] = shares
         self.headers[self.added] = header

@@ -41,7 +41,7 @@ class StageEdges:
     apart: bool = False
     heard_end: Receiver | None = field(default=None, repr=False)  # which has told of the run's end
 
-    def shares(self, header: Header) -> list[float]:
+    def shares(self, header: Header) -> Sequence[float]:
         """The shares of a minibatch's samples that the microbatches here have."""
         parts, samples = header.parts, int(header.value)
         mine = shares_of(samples, parts)

@@ -302,12 +302,14 @@ class Executor:
             yield from self._in_order(self._order, {p.stage.index: p for p in programs})
             programs = []
         while programs:
-            progress = False
+            progress = finished = False
             for program in programs:
                 progress |= self._turn(program)
+                finished |= program.stage.cursor.finished
                 while results:
                     yield results.popleft()
-            programs = [each for each in programs if not each.stage.cursor.finished]
+            if finished:
+                programs = [each for each in programs if not each.stage.cursor.finished]
             if programs and not progress:
                 raise _stuck(programs)
         around.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,7 +170,7 @@ class _Keeper:
                 self._parts.append(_copied(self._keep(output, target)))
         return loss
 
-    def take(self, shares: list[float], last: Stage) -> Any:
+    def take(self, shares: Sequence[float], last: Stage) -> Any:
         """Put the microbatches of a minibatch together, for whoever works on the caller's stream.
 
         Args:
@@ -198,7 +198,7 @@ def _copied(value: Any) -> Any:
     return tree_map(lambda tensor: tensor.detach().clone(), value)
 
 
-def _joined(parts: list[Any], shares: list[float]) -> Any:
+def _joined(parts: list[Any], shares: Sequence[float]) -> Any:
     """The mean of what has no dimensions, weighted by shares; other tensors one after another."""
     total = sum(shares)
 

@@ -154,8 +154,8 @@ class Stage(Loads):
 
     def forget(self) -> None:
         self._tapes: dict[tuple[int, int], Tape] = {}
-        # The gradients of the input, and what stands for their memory.
-        self._outgoing: tuple[tuple[Tensor | None, ...], Buffer] | None = None
+        # The leaves whose gradients go to the previous stage, and what stands for their memory.
+        self._outgoing: tuple[Sequence[Tensor | None], Buffer] | None = None
 
     # Forward.
 
@@ -195,7 +195,7 @@ class Stage(Loads):
             NOTHING
             if self._immediate
             else self.compute.using(reads=(self.working,), writes=writes),
-            _grad(graph),
+            NOTHING if graph and torch.is_grad_enabled() else _grad(graph),
             TURN,
             self._numbers,
             self._follows,
@@ -403,14 +403,14 @@ class Stage(Loads):
                 differentiate(pairs)
         if self._before:
             self._restore_buffers()
-        gradients = tuple(None if leaf is None else leaf.grad for leaf in tape.leaves)
-        self._outgoing = gradients, outgoing
+        self._outgoing = tape.leaves, outgoing
         return rest
 
     def send_gradient(self, i: int, j: int) -> None:
         assert self._outgoing is not None
-        gradients, buffer = self._outgoing
+        leaves, buffer = self._outgoing
         self._outgoing = None
+        gradients = tuple(None if leaf is None else leaf.grad for leaf in leaves)
         header = NO_HEADER if self.losses is None else self.losses.header(i, j)
         to = self.edges.to_previous[j]
         read = to.send(Message(gradients), buffer, self.computed, header=header)
@@ -430,10 +430,7 @@ class Stage(Loads):
 
 
 def _grad(enabled: bool) -> AbstractContextManager[object]:
-    """``torch.enable_grad()``, and nothing where that is how it is; or ``torch.no_grad()``."""
-    if not enabled:
-        return torch.no_grad()
-    return NOTHING if torch.is_grad_enabled() else torch.enable_grad()
+    return torch.enable_grad() if enabled else torch.no_grad()
 
 
 def _versions(message: Message) -> list[int]:

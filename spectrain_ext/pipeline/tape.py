@@ -215,7 +215,10 @@ def seeded(output: Any, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor
 
     No gradient comes back for what does not require one or nothing depends on.
     """
-    outputs = (output,) if isinstance(output, Tensor) else tensors_of(output)
+    if isinstance(output, Tensor):
+        (seed,) = gradients
+        return [(output, seed)] if seed is not None and output.requires_grad else []
+    outputs = tensors_of(output)
     return [
         (tensor, seed)
         for tensor, seed in zip(outputs, gradients, strict=True)

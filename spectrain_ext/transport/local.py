@@ -52,10 +52,11 @@ class Message(NamedTuple):
 
     def with_gradient(self, wanted: bool) -> Message:
         """The same, of which gradients are wanted for all that can have one, or for none."""
-        differentiable = tuple(
-            wanted and t is not None and (t.is_floating_point() or t.is_complex())
-            for t in self.tensors
-        )
+        differentiable = (False,) * len(self.tensors)
+        if wanted:
+            differentiable = tuple(
+                t is not None and (t.is_floating_point() or t.is_complex()) for t in self.tensors
+            )
         return Message(self.tensors, self.single, differentiable, self.keys)
 
 
@@ -217,7 +218,8 @@ class Edge:
         self.stream = new_stream(f"copy stream of {name}", *devices)
         self._stages = target.type == "cuda"
         # On the CPU alone nothing is under way when a call returns: there is nothing to wait for.
-        self._immediate = source is not None and self.stream.immediate and receiver.immediate
+        self._immediate = self.stream.immediate and receiver.immediate
+        self._from_stage = source is not None
         self._ring = [Slot(f"{name}, slot {q}", self.stream, receiver) for q in range(depth)]
         self._sent = self._received = 0
         self._ended = False
@@ -228,9 +230,18 @@ class Edge:
         slot = self._ring[self._sent % len(self._ring)]
         slot.header = header
         assert slot.message is None, f"{slot.buffer.name} is in use"
-        tensors = self._fitted(slot, message.tensors)
-        if self._immediate:
-            for to, tensor in zip(tensors, message.tensors, strict=True):
+        given, known = message.tensors, slot.room.likeness
+        fits = len(given) == len(known)
+        for tensor, like in zip(given, known, strict=False):
+            if tensor is None:
+                fits = fits and like is None
+            elif like is None or (tensor.shape, tensor.stride(), tensor.dtype) != like:
+                fits = False
+        if not fits:
+            self._fit(slot, given)
+        tensors = slot.room.tensors
+        if self._immediate and (self._from_stage or not ready):
+            for to, tensor in zip(tensors, given, strict=True):
                 if to is not None and tensor is not None:
                     to.copy_(tensor)
             _, single, differentiable, keys = message
@@ -241,7 +252,6 @@ class Edge:
         for event in ready:
             copy.wait(event)
         copy.wait(slot.free)
-        given = message.tensors
         if self._stages:
             given = self._staged(slot, given)
         with copy.using(reads=(source, slot.staged), writes=(slot.buffer,)):
@@ -283,18 +293,15 @@ class Edge:
         self.stream.wait(done)
         return found
 
-    def _fitted(self, slot: Slot, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The slot's tensors like these; in a steady state it has them."""
+    def _fit(self, slot: Slot, tensors: Sequence[Tensor | None]) -> None:
+        """Have the slot's tensors be like these, as they are in a steady state."""
         likeness = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
-        if slot.room.likeness == likeness:
-            return slot.room.tensors
         with self._receiver.using():
             if slot.fit(likeness, tensors, self.target):
                 # Memory of this stream's pool is free after what the stream has been given so far.
                 # Without new memory the copy need not wait for that: uneven microbatches overlap.
                 self._receiver.writes(slot.buffer)
                 self._receiver.record(slot.free)
-        return slot.room.tensors
 
     def begin(self) -> None:
         """A run begins, and has not ended."""
