@@ -24,7 +24,7 @@ from spectrain_ext.pipeline.arguments import check_order, cut_place
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.clipping import GlobalNorm
-from spectrain_ext.pipeline.connections import Connections
+from spectrain_ext.pipeline.connections import Connections, targets_depth
 from spectrain_ext.pipeline.edges import SharedLosses, Source
 from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result
@@ -188,12 +188,14 @@ class RankConnections(Connections):
         stages, seats = self._stages, self.replicas
         apart = self._averaging is not None and not self.evaluates
         self._ends = {
-            stage.index: LinkEnds(stage, places, later, seats, self.links, self._board)
+            stage.index: LinkEnds(
+                stage, places, later, seats, self.links, self._board, self.evaluates
+            )
             for stage in stages
         }
         self._local = []
         self.edges = {
-            k: ends.edges(self.replica, places[k].microbatches, apart)
+            k: ends.edges(self.replica, places[k].microbatches, apart, self.split_dim)
             for k, ends in self._ends.items()
         }
         self._source = None
@@ -229,7 +231,9 @@ class RankConnections(Connections):
         self.edges[0].inputs = [inputs] * parts
         targets: Sender | None = None
         if seats.stages == 1:
-            targets = kept = own("edge batch -> loss", depth + later[0] - 1)
+            if not self.evaluates:
+                depth = targets_depth(places[0].window, parts, later[0])
+            targets = kept = own("edge batch -> loss", depth)
             self.edges[0].targets = [kept] * parts
         out, last = self._ends[0].out, seats.stages - 1
         pairs: list[tuple[Sender, Sender]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.edges import StageEdges
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.tie_ends import depth_of
@@ -34,6 +35,7 @@ class LinkEnds:
         replicas: of all stages.
         links: the groups that the rank's edges go by.
         board: what the ranks know of each other.
+        evaluates: whether they only go forward.
 
     Attributes:
         into, out: the ends.
@@ -47,6 +49,7 @@ class LinkEnds:
         replicas: Replicas,
         links: Links,
         board: Board,
+        evaluates: bool,
     ) -> None:
         self._stage, self._replicas = stage, replicas
 
@@ -55,14 +58,18 @@ class LinkEnds:
 
             To one of several replicas goes a part of what the stage has in flight. Rank 0 sends
             inputs and targets of a whole minibatch when it begins it, and the receiver uses one to
-            the end of its backward: so there are those of stage 0's window and of one more.
+            the end of its backward: so there are those of stage 0's window and of one more. The
+            targets of a minibatch go as one message, but in an evaluation.
             """
             earlier, receiver = min(link.stages), max(link.stages)
             if what.tied:
                 return depth_of(places[earlier], later[receiver])
             if what in (Traffic.INPUTS, Traffic.TARGETS):
                 minibatches = -(-places[0].window // places[0].microbatches) + 1
-                return minibatches * places[receiver].microbatches + later[receiver]
+                parts = places[receiver].microbatches
+                if what is Traffic.TARGETS and not evaluates:
+                    return minibatches - (-later[receiver] // parts)
+                return minibatches * parts + later[receiver]
             more = later[receiver] if what is Traffic.ACTIVATIONS else 1
             return places[earlier].window + more
 
@@ -87,7 +94,9 @@ class LinkEnds:
         for inlets in self.into.values():
             yield from inlets.values()
 
-    def edges(self, replica: int, microbatches: int, apart: bool) -> StageEdges:
+    def edges(
+        self, replica: int, microbatches: int, apart: bool, split_dim: SplitDim
+    ) -> StageEdges:
         """What goes by links, for so many microbatches of this replica's: those of its neighbours.
 
         Its l-th microbatch here of a minibatch is microbatch replica + l * replicas of all.
@@ -96,7 +105,7 @@ class LinkEnds:
         into, out = self.into, self.out
         count = self._replicas.counts[k]
         mine = [replica + j * count for j in range(microbatches)]
-        made = StageEdges(replica=replica, count=count, apart=apart)
+        made = StageEdges(replica=replica, count=count, apart=apart, split_dim=split_dim)
         if k:
             made.inputs = [into[Traffic.ACTIVATIONS][runs(k - 1, n)] for n in mine]
             made.to_previous = [out[Traffic.GRADIENTS][runs(k - 1, n)] for n in mine]

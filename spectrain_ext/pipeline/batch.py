@@ -216,6 +216,21 @@ def joined(batches: Sequence[Value], split_dim: Any) -> Value:
     return _like(first, [torch.cat(t, dim) for t, dim in zip(tensors, dims, strict=True)])
 
 
+def cut(value: Value, sizes: Sequence[int], split_dim: Any) -> list[Value]:
+    """A value in parts of these sizes, each of memory that is dense."""
+    tensors, dims = tensors_of(value), _dims(split_dim, value, "the target")
+    parts = [
+        [part if dim == 0 else part.clone() for part in tensor.split(list(sizes), dim)]
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]
+    return [_like(value, part) for part in zip(*parts, strict=True)]
+
+
+def target_of(batch: Any) -> Value:
+    """The target of a batch that ``split`` has checked."""
+    return as_value(batch if isinstance(batch, Mapping) else batch[1], "the target")
+
+
 def _like(value: Value, tensors: Sequence[Tensor]) -> Value:
     if isinstance(value, Tensor):
         return tensors[0]

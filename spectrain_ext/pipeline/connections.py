@@ -116,10 +116,10 @@ class Connections:
             self._local.append(made)
             return [made] * microbatches
 
-        self.edges = {stage.index: StageEdges() for stage in stages}
-        depth = slots or windows[0] + microbatches
-        inputs = edge(None, stages[0], "edge batch -> 0", depth)
-        targets = edge(None, stages[-1], "edge batch -> loss", depth + later[-1] - 1)
+        self.edges = {stage.index: StageEdges(split_dim=self.split_dim) for stage in stages}
+        inputs = edge(None, stages[0], "edge batch -> 0", slots or windows[0] + microbatches)
+        depth = slots or targets_depth(windows[0], microbatches, later[-1])
+        targets = edge(None, stages[-1], "edge batch -> loss", depth)
         self.edges[0].inputs = inputs
         self.edges[len(stages) - 1].targets = targets
         for a, b, window in zip(stages, stages[1:], windows, strict=False):
@@ -263,6 +263,15 @@ class Connections:
         if self._losses is not None:
             self._losses.end()
         self._ties.end()
+
+
+def targets_depth(window: int, microbatches: int, later: int) -> int:
+    """Minibatches whose targets may be under way or in use at once.
+
+    From their pull to the end of the last stage's last backward stage 0 has as many microbatches in
+    flight as its window, besides those by which the last stage puts its weights' halves off.
+    """
+    return -(-(window + later - 1) // microbatches) + 1
 
 
 def _has(receivers: Sequence[Receiver]) -> Ready:

@@ -25,6 +25,7 @@ from .tape import (
     ModuleBuffers,
     ModuleModes,
     Tape,
+    Targets,
     activation,
     apart,
     check_dependence,
@@ -154,6 +155,7 @@ class Stage(Loads):
 
     def forget(self) -> None:
         self._tapes: dict[tuple[int, int], Tape] = {}
+        self._targets: dict[int, Targets] = {}
         # The leaves whose gradients go to the previous stage, and what stands for their memory.
         self._outgoing: tuple[Sequence[Tensor | None], Buffer] | None = None
 
@@ -261,14 +263,15 @@ class Stage(Loads):
 
     def loss(self, i: int, j: int, loss_fn: Callable[..., Tensor]) -> Tensor:
         """Compute the loss of a microbatch; returns it detached."""
-        tape, target = self._with_target(i, j)
+        tape = self._tapes[i, j]
         graph, compute = self._keeps_graph, self.compute
+        self._take_target(i, j, tape)
         writes = (tape.target.buffer, tape.buffer)
         with compute.using(writes=writes), _grad(graph), TURN, self.random, self._follows:
             if not graph:
                 tape.found.append(ModuleBuffers(loss_fn))
                 tape.loss_fn = loss_fn
-            loss = loss_fn(tape.output, target)
+            loss = loss_fn(tape.output, tape.wanted)
         check_loss(loss)
         if graph:
             check_dependence(loss, tape.output)
@@ -278,23 +281,30 @@ class Stage(Loads):
 
     def measure(self, i: int, j: int, measure: Callable[..., Any]) -> None:
         """Have the output of an evaluation measured."""
-        tape, target = self._with_target(i, j)
-        message, compute = tape.target.message, self.compute
+        tape, slot, compute = self._tapes.pop((i, j)), self._target_at(j), self.compute
+        message = slot.message
         assert message is not None
-        writes = tape.target.buffer, tape.buffer
+        writes = slot.buffer, tape.buffer
         with compute.using(writes=writes), torch.no_grad(), TURN, self._numbers:
-            measure(tape.output, apart(target, message))
+            measure(tape.output, apart(value_of(message), message))
         compute.record(self.computed)
-        self.edges.targets[j].free(tape.target)
-        compute.writes(self._tapes.pop((i, j)).buffer)  # freed
+        self.edges.targets[j].free(slot)
+        compute.writes(tape.buffer)  # freed
 
-    def _with_target(self, i: int, j: int) -> tuple[Tape, Any]:
-        tape, slot = self._tapes[i, j], self.edges.targets[j].receive()
+    def _take_target(self, i: int, j: int, tape: Tape) -> None:
+        """Find a microbatch's target, which has come with those of all its minibatch."""
+        found = self._targets.get(i)
+        if found is None:
+            slot = self._target_at(j)
+            with self.compute.using(reads=(slot.buffer,)):
+                found = self._targets[i] = Targets(slot, self.edges.targets_of(slot))
+        tape.target, tape.wanted = found.slot, found.parts[j]
+
+    def _target_at(self, j: int) -> Slot:
+        slot = self.edges.targets[j].receive()
         if slot is None:
             raise RuntimeError("the run has ended where batches come in, and a target is missing")
-        assert slot.message is not None
-        tape.target = slot
-        return tape, value_of(slot.message)
+        return slot
 
     # Backward.
 
@@ -322,8 +332,7 @@ class Stage(Loads):
             with self.random.at(tape.states):
                 tape.leaves, tape.output = self._run(message)
                 if tape.loss_fn is not None:
-                    assert tape.target.message is not None
-                    loss = tape.loss_fn(tape.output, value_of(tape.target.message))
+                    loss = tape.loss_fn(tape.output, tape.wanted)
                     check_dependence(loss, tape.output)
                     tape.output = loss
 
@@ -339,7 +348,7 @@ class Stage(Loads):
         tape = self._tapes.pop((i, j))
         arrived = self._received if self.edges.gradients else tape.target
         self._differentiate(i, j, tape, arrived)
-        self._finish(j, tape, arrived)
+        self._finish(i, j, tape, arrived)
 
     def backward_input(self, i: int, j: int) -> None:
         """The gradients of the input, and what else cannot be put off.
@@ -360,16 +369,23 @@ class Stage(Loads):
             writes = (self.weight_gradients, self.module_buffers)
             with self.compute.using(reads=reads, writes=writes), TURN:
                 tape.rest()
-        self._finish(j, tape, tape.gradient)
+        self._finish(i, j, tape, tape.gradient)
 
-    def _finish(self, j: int, tape: Tape, arrived: Slot) -> None:
+    def _finish(self, i: int, j: int, tape: Tape, arrived: Slot) -> None:
         """A backward has ended: let go of what it needed."""
         if not self._immediate:
             self.compute.writes(tape.buffer)  # freed
             self._has_computed()
         edges = self.edges
         edges.inputs[j].free(tape.slot)
-        (edges.gradients or edges.targets)[j].free(arrived)
+        if edges.gradients:
+            edges.gradients[j].free(arrived)
+            return
+        targets = self._targets[i]
+        targets.left -= 1
+        if not targets.left:
+            del self._targets[i]
+            edges.targets[j].free(arrived)
 
     def _differentiate(
         self, i: int, j: int, tape: Tape, arrived: Slot, halves: bool = False

@@ -36,7 +36,8 @@ class Tape:
         leaves: the inputs, None where no gradient is wanted.
         output: where the backward starts: the module's output, on the last stage then the loss.
         message: the output without its graph, where it goes on to another stage.
-        target: the receive buffer of the loss's target, on the last stage.
+        target: the receive buffer that the loss's target is in, on the last stage.
+        wanted: the target.
         gradient: the receive buffer that the backward began with, between its halves.
         rest: what its second half does, if anything.
         states: of the random numbers, where the forward is to be run again.
@@ -46,12 +47,13 @@ class Tape:
 
     __slots__ = (
         *("buffer", "found", "gradient", "leaves", "loss_fn", "message", "output", "rest", "slot"),
-        *("states", "target"),
+        *("states", "target", "wanted"),
     )
     leaves: Sequence[Tensor | None]
     output: Any
     message: Message
     target: Slot
+    wanted: Any
     gradient: Slot
     rest: Callable[[], None] | None
     states: States
@@ -62,6 +64,21 @@ class Tape:
         self.slot = slot
         self.buffer = Buffer("activations")
         self.loss_fn = None
+
+
+class Targets:
+    """The targets of one minibatch, on the last stage.
+
+    Attributes:
+        slot: the receive buffer that they are in.
+        parts: of each microbatch.
+        left: microbatches whose backwards have not ended.
+    """
+
+    __slots__ = ("left", "parts", "slot")
+
+    def __init__(self, slot: Slot, parts: list[Any]) -> None:
+        self.slot, self.parts, self.left = slot, parts, len(parts)
 
 
 class ModuleBuffers:

@@ -270,6 +270,21 @@ def test_samples_may_lie_along_another_dimension(method, shape, split_dim):
     assert abs(pipe.evaluate(data)["loss"] - wanted) < 1e-9
 
 
+def test_a_target_is_dense_whichever_dimension_it_is_cut_along():
+    """All of a minibatch's come together; a loss may flatten a microbatch's by ``view``."""
+    stages, data = time_first(3)
+    seen = []
+
+    def flat(output, target):
+        seen.append(target.shape)
+        return mse(output.reshape(-1), target.view(-1))
+
+    pipe = st.Pipeline(stages, sgd(), flat, "gpipe", microbatches=4, split_dim=1)
+    expected, _ = uncut(stages, data)
+    torch.testing.assert_close(losses(pipe, data), expected)
+    assert [shape[1] for shape in seen[:8]] == [2, 2, 1, 1, 2, 2, 1, 1]
+
+
 @pytest.mark.parametrize("form", ["pair", "mapping"])
 def test_dimensions_by_name(form):
     stages, data = time_first(1, keyed=True)
