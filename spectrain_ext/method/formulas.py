@@ -68,6 +68,15 @@ def one_per_stage(stages: int) -> int:
     return stages
 
 
+def window_for_messages(k: int, n: int, m: int) -> int:
+    """The classic window, and as many more as keep every forward one update late at most.
+
+    That hides messages, which the classic window leaves the next microbatch waiting for. With
+    M >= 2*N - 1 microbatches it is the wide window, with M = N the classic one.
+    """
+    return min(2 * (n - k) - 1, max(n, m) - k)
+
+
 def spectrain_forward(place: Place) -> int:
     """Rounds until the minibatch's backward has ended on stage 0 (arXiv 1809.02839), in updates."""
     k, n, _, m = place

@@ -86,7 +86,8 @@ def places_of(
     else:
         own = method.window or getattr(generate, "window", None)
         if own is not None:
-            windows = [own(k, stages, parts[k]) for k in range(stages)]
+            # With replicas a stage is one of a pipeline of as many stages as it has ranks for each.
+            windows = [own(k, k + depth, m) for depth, m, k in asked]
         else:
             rule = _USUAL.get(str(method.schedule), _NAMED["classic"])
             windows = [rule(*of) for of in asked]

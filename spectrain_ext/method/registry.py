@@ -171,6 +171,7 @@ _AUTO = replace(
     second_order(),
     name="auto",
     summary="microbatches for a delay of one update, predicted on all stages alike",
+    window=formulas.window_for_messages,
     microbatches=formulas.one_per_stage,
     otherwise="difference",
 )
@@ -201,6 +202,7 @@ _ROWS = (
     Method(
         "pipedream-2bw",
         "two versions, a delay of exactly one update; needs as many microbatches as stages",
+        window=formulas.window_for_messages,
         forward_reads="previous",
         backward="stash",
         min_microbatches=lambda place: place.stages,
@@ -302,6 +304,7 @@ _ROWS = (
     Method(
         "error-feedback",
         "pipedream-2bw, and a step makes up for what the one before has missed (2606.30634)",
+        window=formulas.window_for_messages,
         forward_reads="previous",
         backward="stash",
         correction=formulas.error_feedback,

@@ -52,7 +52,8 @@ class Method:
             and then no other can be chosen, and ``flushes``, whether it is synchronous.
         window: ``(k, N, M) -> w``, how many microbatches stage k of N may have in flight where a
             minibatch has M; None: what is usual for the schedule, N - k without a flush, and for a
-            generator of your own.
+            generator of your own. Of a stage with replicas N - k is the number of ranks from it on
+            for each of them, and M is one replica's.
         forward_reads: the version that a forward starts from. ``"newest"``: all updates so far;
             ``"entry"``: as many as stage 0 had made when it began this microbatch (vertical sync);
             ``"previous"``: i - 1 for minibatch i, all but the last before it (PipeDream-2BW).

@@ -91,7 +91,9 @@ class Pipeline(Loops):
             ``pipedream-2bw``, ``gpipe`` and ``1f1b``, 1 for others.
         window: microbatches that a stage may have in flight: ``"classic"``, N - k on stage k of N;
             ``"wide"``, 2*(N - k) - 1, which hides communication at twice the staleness; a number
-            for all stages; or one per stage. None: the method's own. Not for schedules that flush.
+            for all stages; or one per stage. None: the method's own, classic for most; ``"auto"``
+            and ``"pipedream-2bw"`` have a wider one with more microbatches than stages, as that
+            makes nothing later than one update. Not for schedules that flush.
         clip_norm: the largest 2-norm of a gradient before an update; a larger one is scaled down,
             as by ``torch.nn.utils.clip_grad_norm_``. None: what the method says, most say nothing.
         clip_scope: whose gradient: ``"stage"``, each one's own; ``"global"``, all stages' together,

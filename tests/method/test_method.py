@@ -27,7 +27,7 @@ from spectrain_ext.method import (
     xgrad,
 )
 from spectrain_ext.optim import SGD, AdamW
-from spectrain_ext.schedule import Place
+from spectrain_ext.schedule import Place, count_stage
 
 
 def at(name, n=8, m=1, window=None):
@@ -173,6 +173,20 @@ def test_windows():
     assert windows("1f1b", 3, m=2) == [2, 2, 1]
     assert windows("zb-h1", 3, m=2) == [3, 3, 3]  # but no more than a minibatch is ever there
     assert windows("zb-h1-async", 3, m=3) == [3, 2, 1]
+
+
+@pytest.mark.parametrize("name", ["auto", "pipedream-2bw", "error-feedback", "zb-h1-async"])
+def test_a_window_has_room_for_messages_where_that_makes_nothing_later(name):
+    assert windows(name, 4, m=4) == [4, 3, 2, 1]
+    assert windows(name, 4, m=6) == [6, 5, 3, 1]
+    assert windows(name, 4, m=7) == windows(name, 4, m=32) == [7, 5, 3, 1]
+    assert windows(name, 4, m=32, window="classic") == [4, 3, 2, 1]
+    for n in (2, 3, 5):
+        for m in range(n, 3 * n):
+            places = places_of(find_method(name), n, m)
+            schedule, rules = find_method(name).schedule, at(name, n, m)
+            for place, rule in zip(places, rules, strict=True):
+                assert max(count_stage(schedule, places[0], place, rule, False).delays) <= 1
 
 
 def test_settings_of_methods():

@@ -30,6 +30,7 @@ class Definition:
     correction: Callable = lambda k, n, w, m: None  # what oracle.corrections knows
     families: tuple = ("sgd", "nesterov", "adam", "nadam")  # optimizers that it is defined for
     stages: int = 8  # at most
+    roomy: bool = False  # has a wider window where no forward is more than one update late by that
     then: tuple | None = None  # (another, after so many minibatches of training)
 
 
@@ -79,15 +80,17 @@ def interleaved_delay(k, n, w, m):
     return counted("interleaved-async", k, n, m)[1]
 
 
+AUTO = replace(SECOND_ORDER, roomy=True)
+
 METHODS = {
-    "auto": SECOND_ORDER,
+    "auto": AUTO,
     "sync": Definition("gpipe"),
     "gpipe": Definition("gpipe"),
     "1f1b": Definition("1f1b"),
     "vanilla": Definition(),
     "pipedream": Definition(backward="stash"),
     "pipedream-vertical-sync": Definition(reads="entry", backward="stash"),
-    "pipedream-2bw": Definition(reads="previous", backward="stash"),
+    "pipedream-2bw": Definition(reads="previous", backward="stash", roomy=True),
     "spectrain": SPECTRAIN,
     "spectrain-local": Definition(forward="counted"),
     "spectrain-stash": Definition(forward=local, backward="stash"),
@@ -111,6 +114,7 @@ METHODS = {
         backward="stash",
         correction=lambda k, n, w, m: ("feedback",),
         families=("sgd", "adam"),
+        roomy=True,
     ),
     "braking": Definition(
         backward="stash", correction=where_late("braking", 1.0), families=("sgd", "nesterov")
@@ -129,7 +133,7 @@ METHODS = {
     ),
     "wpipe": Definition("wpipe", backward="stash"),
     "zb-h1": Definition("zb-h1"),
-    "zb-h1-async": replace(SECOND_ORDER, schedule="zb-h1-async"),
+    "zb-h1-async": replace(AUTO, schedule="zb-h1-async"),
     "xgrad": Definition("gpipe", forward=lambda k, n, w, m: 1, backward="stash", stages=1),
 }
 
@@ -149,6 +153,9 @@ def window_of(definition, window, k, n, m):
         return n
     if definition.schedule in CHUNKED:
         return counted(definition.schedule, k, n, m)[0]
+    if window is None and definition.roomy:
+        # Stage 0 then has m in flight at most: of two neighbouring minibatches.
+        return next(w for w in range(2 * (n - k) - 1, 0, -1) if w == n - k or w + k <= m)
     if window is None or window == "classic":
         return n - k
     if window == "wide":

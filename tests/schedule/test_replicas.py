@@ -60,6 +60,10 @@ def test_windows():
         assert windows(counts, 6) == [
             (math.ceil(sum(counts[k:]) / r), 6 // r) for k, r in enumerate(counts)
         ]
+        # room for messages, which makes nothing later than by one update
+        for method in ("auto", "pipedream-2bw"):
+            for w, m in windows(counts, 18, method=method):
+                assert 1 <= w <= m
     # with one replica each it is what it is without
     for method in ("vanilla", "gpipe", "1f1b"):
         expected = places_of(find_method(method), 3, 2)
