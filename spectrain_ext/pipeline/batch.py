@@ -201,6 +201,8 @@ def _named(value: Value, target: Value) -> Iterator[tuple[str, Tensor]]:
 
 
 def _cut(value: Value, parts: int, dims: Sequence[int]) -> list[Value]:
+    if isinstance(value, Tensor):
+        return list(torch.tensor_split(value, parts, dims[0]))
     tensors = tensors_of(value)
     cut = [torch.tensor_split(t, parts, dim) for t, dim in zip(tensors, dims, strict=True)]
     return [_like(value, part) for part in zip(*cut, strict=True)]

@@ -65,12 +65,19 @@ class Cursor:
 
     def take(self) -> Instruction | None:
         """Make what follows the current instruction; None: the stage has finished."""
-        self.current, self.step = self.peek(), 0
-        if self.current is None:
+        following = self.upcoming
+        if (
+            following is None
+            or self.minibatches is not None
+            or (following[2] and following[2] >= len(self.shares[following[1]]))
+        ):
+            following = self.peek()
+        self.current, self.step = following, 0
+        if following is None:
             self.finished = True
         else:
             self.upcoming = next(self._instructions, None)
-        return self.current
+        return following
 
     def forget(self, i: int) -> None:
         """A minibatch has been updated by, and is over."""

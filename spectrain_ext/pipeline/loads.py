@@ -72,6 +72,8 @@ class Loads:
         self._gradients_read: tuple[Event, list[Tensor | None]] | None = None
         # On the CPU alone: what has been issued has been done.
         self._immediate = self.compute.immediate and self.predict.immediate
+        # There one stands for the memory of whatever is computed.
+        self._untracked = Buffer(f"memory of stage {index}") if self._immediate else None
         self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
         self.guard = SaveGuard(
             "a run of this pipeline has not ended, and its stages may hold predicted weights; take "
@@ -205,7 +207,8 @@ class Loads:
             buffer.followed = True
         if buffer is not storage.bound:
             storage.point(buffer)
-        versions.settle()
+        if versions.done_with is not None:
+            versions.settle()
 
     def _written(self, *buffers: VersionBuffer) -> None:
         """Something has been written to these on the prediction stream."""

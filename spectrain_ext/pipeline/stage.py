@@ -189,7 +189,7 @@ class Stage(Loads):
         slot = self._received
         message = slot.message
         assert message is not None
-        tape = Tape(slot)
+        tape = Tape(slot, self._untracked or Buffer("activations"))
         graph = self._keeps_graph
         # An in-place first layer writes the slot.
         writes = (slot.buffer, self.module_buffers, tape.buffer)
@@ -396,7 +396,7 @@ class Stage(Loads):
         """
         if self._gradients_read is not None:
             self._free_gradients()
-        outgoing = Buffer("gradients of the input")
+        outgoing = self._untracked or Buffer("gradients of the input")
         on_compute: AbstractContextManager[object] = NOTHING
         if not self._immediate:
             reads = (self.working, tape.buffer, tape.slot.buffer, arrived.buffer)
@@ -426,7 +426,7 @@ class Stage(Loads):
         assert self._outgoing is not None
         leaves, buffer = self._outgoing
         self._outgoing = None
-        gradients = tuple(None if leaf is None else leaf.grad for leaf in leaves)
+        gradients = tuple([None if leaf is None else leaf.grad for leaf in leaves])
         header = NO_HEADER if self.losses is None else self.losses.header(i, j)
         to = self.edges.to_previous[j]
         read = to.send(Message(gradients), buffer, self.computed, header=header)

@@ -60,9 +60,8 @@ class Tape:
     found: list[ModuleBuffers]
     loss_fn: Callable[..., Tensor] | None
 
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
-        self.buffer = Buffer("activations")
+    def __init__(self, slot: Slot, buffer: Buffer) -> None:
+        self.slot, self.buffer = slot, buffer
         self.loss_fn = None
 
 

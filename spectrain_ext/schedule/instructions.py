@@ -96,7 +96,8 @@ def forward(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
 
 def backward(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
     """The backward of microbatch j of minibatch i; after the last one the update."""
-    return _with_update(_new(Instruction, (_BACKWARD, i, j)), place)
+    one = _new(Instruction, (_BACKWARD, i, j))
+    return (one, _new(Instruction, (_UPDATE, i, 0))) if j == place[3] - 1 else (one,)
 
 
 def backward_input(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
@@ -106,14 +107,8 @@ def backward_input(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
 
 def backward_weights(place: Place, i: int, j: int) -> tuple[Instruction, ...]:
     """The other half: the gradients of the weights; after the last one the update."""
-    return _with_update(_new(Instruction, (_BACKWARD_WEIGHTS, i, j)), place)
-
-
-def _with_update(instruction: Instruction, place: Place) -> tuple[Instruction, ...]:
-    _, i, j = instruction
-    if j == place[3] - 1:
-        return instruction, _new(Instruction, (_UPDATE, i, 0))
-    return (instruction,)
+    one = _new(Instruction, (_BACKWARD_WEIGHTS, i, j))
+    return (one, _new(Instruction, (_UPDATE, i, 0))) if j == place[3] - 1 else (one,)
 
 
 # Plain names and no keyword matching halve the time that an instruction takes to make.

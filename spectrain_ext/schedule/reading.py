@@ -164,6 +164,7 @@ class Reader(ABC, Generic[W]):
 
     Attributes:
         version: updates made in this run.
+        done_with: weights that nobody wants any more once what was asked for is there.
     """
 
     def __init__(
@@ -178,6 +179,10 @@ class Reader(ABC, Generic[W]):
         self._lead = rules.lead
         # Predictions that a step writes, and nobody can make again.
         self._by_step = rules.law == "second-order" and (self._horizon != 0 or self._lead > 0)
+        # All forwards of a version compute with the same, whatever learning rates are by then.
+        self._keeps_horizon = self._reads_newest and (
+            self._by_step or (self._horizon == 0 and not self._lead)
+        )
         self._stashes = rules.backward == "stash"
         self._backward_horizon = rules.backward_horizon if rules.backward == "predict" else 0
         self._once = rules.once
@@ -188,7 +193,7 @@ class Reader(ABC, Generic[W]):
         self._in_flight: dict[tuple[int, int], W] = {}  # what their backwards must find again
         self._wants: Counter[W] = Counter()
         self._first: tuple[int, W] | None = None  # of this minibatch, with ``once``
-        self._done_with: W | None = None
+        self.done_with: W | None = None
         self._oldest = 0  # version that a forward to come may read
         # What a step wrote and nothing can write again, and whether forwards to come may read it.
         self._written: W | None = None
@@ -219,6 +224,8 @@ class Reader(ABC, Generic[W]):
         """What the forward of a microbatch computes with, now."""
         if self._once:
             weights = self._for_minibatch(i, j)
+        elif self._newest[0] is not None and self._keeps_horizon:
+            weights = self._newest[0]
         elif self._reads_newest:
             weights = self._ahead(self.version, i)
         else:
@@ -249,7 +256,7 @@ class Reader(ABC, Generic[W]):
             self._wants[self._first[1]] += 1
         weights = self._first[1]
         if j == self._last:
-            self._done_with = weights
+            self.done_with = weights
             self._first = None
         return weights
 
@@ -277,9 +284,9 @@ class Reader(ABC, Generic[W]):
         if self._stashes:
             if not ends:
                 return self._in_flight[i, j]
-            self._done_with = weights = self._in_flight.pop((i, j))
+            self.done_with = weights = self._in_flight.pop((i, j))
             if self._corrects:
-                self._done_with, self._stale = self._stale, weights
+                self.done_with, self._stale = self._stale, weights
             return weights
         if self._backward_horizon:
             weights = self._for_backward(self.version, self._backward_horizon)
@@ -290,9 +297,9 @@ class Reader(ABC, Generic[W]):
 
     def settle(self) -> None:
         """What was asked for last is there; whoever asked will not ask for it again."""
-        weights = self._done_with
+        weights = self.done_with
         if weights is not None:
-            self._done_with = None
+            self.done_with = None
             self._release(weights)
 
     def _release(self, weights: W) -> None:

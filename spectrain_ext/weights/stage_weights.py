@@ -280,7 +280,8 @@ class StageWeights:
                 step writes its weights in the same pass over memory, unless a scheduler is about to
                 change the learning rate that they are predicted with.
         """
-        storage, versions = self._bound, self.versions
+        storage, versions = self.storage, self.versions
+        assert storage is not None
         ordered = None
         if storage.predicts:
             ordered = self._ordered(versions.step_writes(forward))
@@ -294,7 +295,8 @@ class StageWeights:
 
     def make(self, update: Update) -> None:
         """Make what ``begin_update`` has prepared."""
-        storage, updater = self._bound, self.updater
+        storage, updater = self.storage, self.updater
+        assert storage is not None
         ordered, room = update.ordered, update.room
         if update.stale is not None:
             updater.read_stale(storage.sink_of(update.stale))
