@@ -48,6 +48,12 @@ def checked_stages(stages: Iterable[nn.Module]) -> list[nn.Module]:
                     "as well; stages may share parameters: give each a module of its own, and the "
                     "later one the earlier one's parameters, as head.weight = embedding.weight does"
                 )
+            if getattr(part.__dict__.get("forward"), "__module__", "") == "torch.cuda.graphs":
+                raise ValueError(
+                    f"stages[{k}]: {f'its module {name!r}' if name else 'it'} was captured in CUDA "
+                    "graphs, as by torch.cuda.make_graphed_callables, which replay the weights' "
+                    "addresses of then; in a pipeline weights have several; give it uncaptured"
+                )
         owners.update((part, (k, name)) for part, name in parts.items())
         for name, p in module.named_parameters():
             if is_lazy(p):

@@ -49,6 +49,17 @@ def test_one_module_in_two_stages():
     refused(ValueError, r"stages may share parameters: .*head\.weight = embedding\.weight", stages)
 
 
+def test_a_captured_module():
+    """What ``make_graphed_callables`` puts into a module; with a GPU in test_cuda_pipeline.py."""
+    module = nn.Sequential(nn.Tanh(), nn.Linear(5, 5))
+    module[1].forward = module[1].forward.__func__.__get__(module[1])
+    st.Pipeline([module], sgd(), mse).release()  # any other forward of its own
+    replay = type(module[1]).forward.__get__(module[1])
+    module[1].forward = lambda x: replay(x)
+    module[1].forward.__module__ = "torch.cuda.graphs"
+    refused(ValueError, r"stages\[0\]: its module '1' was captured in CUDA graphs", [module])
+
+
 def test_uninitialized_parameters():
     refused(ValueError, r"stages\[1\]: parameter 'weight' is not initialized", [
         nn.Linear(5, 5), nn.LazyLinear(5),

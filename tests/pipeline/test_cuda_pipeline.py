@@ -224,6 +224,13 @@ def test_large_batches_of_the_host_do_not_keep_it() -> None:
     assert torch.equal(losses(refill=True, slow=True), expected)
 
 
+def test_a_captured_module_is_refused() -> None:
+    module = nn.Linear(8, 8).cuda()
+    torch.cuda.make_graphed_callables(module, (torch.randn(4, 8, device="cuda"),))
+    with pytest.raises(ValueError, match="was captured in CUDA graphs"):
+        st.Pipeline([module], st.optim.SGD, nn.functional.mse_loss)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_running_statistics_in_a_run_and_after_it(recompute: bool) -> None:
     """Asked for between two results; another stream of the caller's each time."""
