@@ -25,7 +25,10 @@ class _State:
         pending: the signal that waits.
         depth: how many contexts are entered, one inside another.
         waits: whether this process waits for others.
-        before: the caller's handler.
+        before: the caller's handler, of when this one was last installed.
+
+    An exception out of a second Ctrl-C may leave its handler installed. Where no context is entered
+    it hands every signal on.
     """
 
     def __init__(self) -> None:
@@ -35,7 +38,7 @@ class _State:
         self.before: Any = None
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        if self.pending is None and not self.waits:
+        if self.depth and self.pending is None and not self.waits:
             self.pending = number, frame
         else:
             self.pending = None
@@ -43,16 +46,14 @@ class _State:
 
     def install(self) -> None:
         handler = signal.getsignal(signal.SIGINT)
+        self.pending, self.waits = None, False
         if callable(handler) and handler != self.note:
-            self.pending, self.waits, self.before = None, False, handler
+            self.before = handler
             signal.signal(signal.SIGINT, self.note)
 
     def remove(self) -> None:
-        if self.before is not None:  # a call takes 2 us, for every result
-            found = signal.signal(signal.SIGINT, self.before)
-            if found != self.note:  # the caller has set another one meanwhile
-                signal.signal(signal.SIGINT, found)
-                self.before = None
+        if signal.getsignal(signal.SIGINT) == self.note:  # the caller has set no other meanwhile
+            signal.signal(signal.SIGINT, self.before)
 
 
 STATE = _State()
@@ -62,7 +63,11 @@ def boundary() -> None:
     """Nothing is half done: call the handler of a signal that waits."""
     if STATE.pending is not None:
         noted, STATE.pending = STATE.pending, None
-        STATE.before(*noted)
+        handler = signal.getsignal(signal.SIGINT)
+        if handler == STATE.note:
+            handler = STATE.before
+        if callable(handler):
+            handler(*noted)
 
 
 # Not made by contextlib: a signal that comes on the way through its code would be one that a
@@ -81,8 +86,8 @@ class deferred:
         if self._outer is not None:
             if self._outer == 0:
                 STATE.install()
-            STATE.depth = self._outer + 1
             self._waits, STATE.waits = STATE.waits, False
+            STATE.depth = self._outer + 1  # last: without an end nobody would take it back
 
     def __exit__(self, *_: object) -> None:
         if self._outer is not None:

@@ -341,6 +341,44 @@ def test_between_results_the_callers_handler_is_there(handler):
     assert seen[-1] is signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_handler_that_is_set_inside_gets_what_waits_and_stays(handler):
+    def mine(*_):
+        raise Handled
+
+    handler(signal.default_int_handler)
+    case = case_of("spectrain")
+    pipe, seen = interrupting_at(case, 3)
+    pipe.get_submodule("0").register_forward_hook(
+        lambda *_: handler(mine) and None if "went on" in seen else None
+    )
+    with pytest.raises(Handled):
+        list(pipe.run(case.data))
+    assert signal.getsignal(signal.SIGINT) is mine
+    case.check(pipe)
+
+
+def test_a_handler_that_was_left_behind_hands_signals_on(handler):
+    """As when a second Ctrl-C cuts the end of a context short, or somebody puts back what he found
+    in the middle of a run."""
+    handler(signal.default_int_handler)
+    case, found = case_of("spectrain"), []
+    pipe = case.pipe()
+    seen = pipe.get_submodule("0").register_forward_hook(
+        lambda *_: found.append(signal.getsignal(signal.SIGINT))
+    )
+    list(pipe.run(case.data))
+    seen.remove()
+    assert found[0] is not signal.default_int_handler
+    handler(found[0])
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    pipe, seen = interrupting_at(case, 3)
+    with pytest.raises(KeyboardInterrupt):
+        list(pipe.run(case.data))
+    assert "went on" in seen
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_in_a_loader_nothing_is_deferred(handler):
     handler(signal.default_int_handler)
     case, seen = case_of("spectrain"), []
