@@ -242,10 +242,10 @@ def candidates(rank: int, ranks: int, blocks: int, batch: int) -> dict[str, Call
         "ideal": partial(ideal, blocks, batch),
         **{method: partial(ours, method, blocks, batch) for method in METHODS},
         "spectrain, wide window": partial(ours, "spectrain", blocks, batch, window="wide"),
-        f"auto, M = {ranks}": partial(ours, "auto", blocks, batch, ranks),
     }
     for parts in microbatches(ranks):
-        found[f"spectrain, M = {parts}"] = partial(ours, "spectrain", blocks, batch, parts)
+        for method in ("auto", "spectrain"):
+            found[f"{method}, M = {parts}"] = partial(ours, method, blocks, batch, parts)
         for name, kind in SCHEDULES.items():
             if parts <= 2 * ranks:
                 found[f"{name}, M = {parts}"] = partial(ours, name.lower(), blocks, batch, parts)

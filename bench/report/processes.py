@@ -10,7 +10,9 @@ from typing import Any
 
 from table import table
 
-FOLDER = "2026-11-22-throughput"
+FOLDER = "2026-11-24-processes"
+#: What was tried on the way there.
+TRIALS = "2026-11-22-throughput"
 #: Before this run's: by the same script, two processes only.
 BEFORE = "2026-11-21-two-processes"
 
@@ -22,7 +24,7 @@ _NAMES = {
     "replicas": "one stage with replicas",
     "DDP": "DistributedDataParallel",
 }
-_WITH_M = ("spectrain", *_NAMES)
+_WITH_M = ("auto", "spectrain", *_NAMES)
 _TARGET = 0.95
 
 #: Trials by their names in the JSON: what was changed, and what it costs beside time.
@@ -51,7 +53,7 @@ def section(results: Path) -> str:
         return "## Throughput of processes\n\nNot measured."
     run = json.loads(path.read_text())
     parts = [_opening(run), _by_ranks(run), _two(results, run["ranks"]["2"])]
-    path = results / FOLDER / "trials.json"
+    path = results / TRIALS / "trials.json"
     if path.exists():
         tried = json.loads(path.read_text())
         parts += [_where(tried), _trials(tried)]
@@ -105,20 +107,23 @@ def _by_ranks(run: dict[str, Any]) -> str:
         line("`spectrain`", fixed("spectrain")),
         line("`pipedream`", fixed("pipedream")),
         line("`spectrain`, wide window", fixed("spectrain, wide window")),
-        line("`auto`, M = N", with_m("auto", 1)),
     ]
     for times, m in ((1, "N"), (2, "2N")):
         for name in _WITH_M:
             lines.append(line(f"{_NAMES.get(name, f'`{name}`')}, M = {m}", with_m(name, times)))
     head = "|".join(["of the ideal", *(f">N = {n}" for n in counts)])
-    against = []
-    for n in counts:
-        ours, theirs = (f"{name}, M = {n}" for name in ("spectrain", "torch 1F1B"))
-        against.append(f"{median(_over(figures[n], ours, theirs)):.2f} with {n}")
+
+    def against(method: str) -> str:
+        found = []
+        for n in counts:
+            ratios = _over(figures[n], f"{method}, M = {n}", f"torch 1F1B, M = {n}")
+            found.append(f"{median(ratios):.2f} with {n}")
+        return _listed(found)
+
     return f"""{table(head, lines)}
 
-With as many updates (M = N) the throughput of `spectrain` over that of torch's 1F1B is
-{_listed(against)} processes."""
+With as many updates (M = N) the throughput over that of torch's 1F1B is of `auto`
+{against("auto")} processes, of `spectrain` {against("spectrain")}."""
 
 
 def _listed(words: list[str]) -> str:
@@ -245,7 +250,7 @@ def _where(tried: dict[str, Any]) -> str:
     return f"""### Where a minibatch's time goes
 
 By the kernel's counts per thread and a `Trace`, in a run of {2 * tried["options"]["count"]}
-minibatches each ([figures](../bench/results/{FOLDER}/trials.json)):
+minibatches each ([figures](../bench/results/{TRIALS}/trials.json)):
 
 {head}
 

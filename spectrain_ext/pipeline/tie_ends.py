@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.method import Method, phases_of, rules_at
-from spectrain_ext.schedule import Kind, Place, find_generator
-from spectrain_ext.schedule.reading import Entries
+from spectrain_ext.schedule import Entries, Instruction, Kind, Ledger, Place, find_generator
 from spectrain_ext.transport import Buffer, Edge, Message, Receiver, Sender, Slot, Transit
 
 from .loads import Handler
@@ -34,25 +33,25 @@ class Turns:
 
     def change(self, method: Method, places: Sequence[Place]) -> None:
         """Say what all stages train by, from the next run on, and where each is."""
-        self._rules = rules_at(method, places[self._home])
-        self._place = places[0 if self._rules.forward_reads == "entry" else self._home]
+        self._places = places[0], places[self._home]
+        self._rules = rules_at(method, self._places[1])
         self._generate = find_generator(method.schedule)
 
     def begin(self) -> None:
-        self._entries = Entries(self._generate(self._place))
+        entry, place = self._places
+        self._instructions = self._generate(place)
+        self._ledger = Ledger(self._home, self._rules, entries=Entries(self._generate(entry)))
         self._last: tuple[int, int] | None = None
 
     def reads_others(self, i: int, j: int) -> bool:
         """Whether the forward of a microbatch does; they are asked for in order."""
-        version, horizon = self._entries.take(i, j), 0
-        if self._rules.once:
-            version = i
-        elif self._rules.forward_reads == "previous":
-            version = max(0, i - 1)
-        elif self._rules.forward_horizon == "counted":
-            horizon = i - version
-        last, self._last = self._last, (version, horizon)
-        return last != self._last
+        wanted = Instruction(Kind.FORWARD, i, j)
+        for instruction in self._instructions:
+            (reading,) = self._ledger.enter((instruction,))
+            if instruction == wanted:
+                break
+        last, self._last = self._last, reading
+        return last != reading
 
 
 def depth_of(place: Place, put_off: int, counted: bool = True) -> int:

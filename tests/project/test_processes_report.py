@@ -38,8 +38,17 @@ def rounds(share: float) -> list[float]:
 
 def figures(ranks: int, shares: dict[str, float]) -> dict[str, list[float]]:
     ms = (2, 4, 8, 16) if ranks == 2 else (ranks, 2 * ranks)
-    names = ["vanilla", "spectrain", "pipedream", "spectrain, wide window", f"auto, M = {ranks}"]
-    for first in ("spectrain", "1F1B", "torch 1F1B", "GPipe", "torch GPipe", "replicas", "DDP"):
+    names = ["vanilla", "spectrain", "pipedream", "spectrain, wide window"]
+    for first in (
+        "auto",
+        "spectrain",
+        "1F1B",
+        "torch 1F1B",
+        "GPipe",
+        "torch GPipe",
+        "replicas",
+        "DDP",
+    ):
         names += [f"{first}, M = {m}" for m in ms]
     given = {name: shares.get(name.replace(", M = ", "_").replace(" ", "_"), 0.8) for name in names}
     return {"ideal": rounds(1.0), **{name: rounds(share) for name, share in given.items()}}
@@ -75,7 +84,7 @@ def tried(shares: dict[str, float]) -> dict[str, Any]:
 
 
 DOCUMENTS = {
-    "2026-11-22-throughput/measured.json": measured,
+    "2026-11-24-processes/measured.json": measured,
     "2026-11-22-throughput/trials.json": tried,
     "2026-11-21-two-processes/distributed.json": lambda shares: {
         "microbatches_per_second": figures(2, {"spectrain": 0.5})
@@ -95,7 +104,8 @@ def test_ratios_within_rounds(processes: ModuleType, tmp_path: Path) -> None:
     row = "| `spectrain`, M = N | 80 % (80 to 80) | 99 % (99 to 99) | 80 % (80 to 80) |"
     assert row in text
     assert "| `spectrain`, wide window | 80 % | 1.20 |" in text
-    assert "1.33 with 2, 1.10 with 3 and 1.00 with 4 processes" in text
+    assert "of `auto`\n1.33 with 2, 0.89 with 3 and 1.00 with 4 processes" in text
+    assert "of `spectrain` 1.33 with 2, 1.10 with 3 and 1.00 with 4." in text
     assert "`spectrain` reaches 96 % of the ideal\n(50 % in" in text
     one = "| torch.distributed.pipelining 1F1B, M = 2, 4, 8, 16 | 60, 80, 80, 80 % |"
     assert f"{one} 1.60, 1.20, 1.20, 1.20 | 1.33, 1.00, 1.00, 1.00 |" in text
