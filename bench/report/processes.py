@@ -126,6 +126,18 @@ With as many updates (M = N) the throughput over that of torch's 1F1B is of `aut
 {against("auto")} processes, of `spectrain` {against("spectrain")}."""
 
 
+def over_torch(results: Path) -> str:
+    """How many times as fast as torch's 1F1B ``auto`` is, with as many microbatches: a range."""
+    run = json.loads((results / FOLDER / "measured.json").read_text())
+    found = [
+        _median(figures, name, f"torch 1F1B, M = {name.partition(' = ')[2]}")
+        for figures in (each["microbatches_per_second"] for each in run["ranks"].values())
+        for name in figures
+        if name.startswith("auto, M = ")
+    ]
+    return f"{min(found):.2f} to {max(found):.2f} times"
+
+
 def _listed(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
