@@ -15,13 +15,14 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
-from spectrain_ext.cli.imported import method_of, source_of
+from spectrain_ext.cli.imported import method_of
 from spectrain_ext.cli.machine import threads
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.observation.metrics import Metrics
 from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.pipeline import Pipeline
 
+from .function import source_of
 from .pipelines import build_pipeline, synchronize
 from .progress import Progress
 from .report import describe, versions

@@ -1,4 +1,4 @@
-"""The function that ``--workload module:function`` names."""
+"""The function that ``--workload module:function`` names; and what runs depend on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from spectrain_ext.cli.imported import imported
+from spectrain_ext.cli.imported import imported, is_imported, method_of
 
 from .errors import OptionError
 
@@ -75,5 +75,20 @@ def start_rate(name: str) -> float | None:
 def source_of_function(name: str) -> str:
     """The hash of the module's file, on which a run depends; what it imports is not seen."""
     function_of(name)
+    return _hash_of(name)
+
+
+def source_of(method: str) -> dict[str, str]:
+    """What a run depends on besides its settings: a method's module; nothing if it is registered.
+
+    What the module itself imports is not seen.
+    """
+    if not is_imported(method):
+        return {}
+    method_of(method)
+    return {"method": method, "method_sha256": _hash_of(method)}
+
+
+def _hash_of(name: str) -> str:
     file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
     return hashlib.sha256(b"" if file is None else Path(file).read_bytes()).hexdigest()

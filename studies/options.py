@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from spectrain_ext.cli.options import names
+
 data_dir = click.option(
     "--data-dir",
     type=click.Path(path_type=Path),
@@ -18,3 +20,17 @@ workload = click.option(
     help="What is trained, of your own instead of --data: a function that returns a "
     "studies.Workload, see docs/train.md.",
 )
+
+
+def numbers_listed(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> list[int] | None:
+    """Numbers of at least 1 with commas, or None where none were given."""
+    if value is None:
+        return None
+    texts = names(context, parameter, value)
+    if not texts or not all(text.isdecimal() and int(text) for text in texts):
+        raise click.BadParameter(
+            f"expected numbers of at least 1 with commas, got {','.join(texts)!r}"
+        )
+    return [int(text) for text in texts]

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from spectrain_ext.cli.imported import source_of
 from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.method import check, find_method, phases_of
 from spectrain_ext.schedule import flushes
@@ -31,7 +30,7 @@ from spectrain_ext.schedule import flushes
 from .builtin import maker_of
 from .contenders import Study, contender
 from .errors import OptionError
-from .function import source_of_function, start_rate
+from .function import source_of, source_of_function, start_rate
 from .lockstep import Lockstep, Replicated
 from .own import own
 from .results import as_json

@@ -11,7 +11,7 @@ import click
 
 from spectrain_ext.cli.imported import own_failures
 from spectrain_ext.cli.machine import cpu_name
-from spectrain_ext.cli.options import POSITIVE, names, numbers_listed, plain_console
+from spectrain_ext.cli.options import POSITIVE, names, plain_console
 from spectrain_ext.extras import require, require_matplotlib
 
 from . import REMEDY
@@ -24,7 +24,7 @@ from .frontier import (
     rows_of,
     write_frontier,
 )
-from .options import data_dir, workload
+from .options import data_dir, numbers_listed, workload
 from .report import versions
 from .study import Cell, Curves, cells_of, maker_in, own_study, search_all
 from .workload import Maker, Workload, stages_in

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 import re
@@ -117,16 +116,3 @@ def own_failures(*names: str) -> Iterator[None]:
         if modules and isinstance(error, TypeError):
             raise ValueError(str(error)) from error
         raise
-
-
-def source_of(name: str) -> dict[str, str]:
-    """What a run depends on besides its settings: the module and its file; nothing if registered.
-
-    What the module itself imports is not seen.
-    """
-    if not is_imported(name):
-        return {}
-    method_of(name)
-    file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
-    content = b"" if file is None else Path(file).read_bytes()
-    return {"method": name, "method_sha256": hashlib.sha256(content).hexdigest()}

@@ -18,20 +18,6 @@ def names(
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
-def numbers_listed(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> list[int] | None:
-    """Numbers of at least 1 with commas, or None where none were given."""
-    if value is None:
-        return None
-    texts = names(context, parameter, value)
-    if not texts or not all(text.isdecimal() and int(text) for text in texts):
-        raise click.BadParameter(
-            f"expected numbers of at least 1 with commas, got {','.join(texts)!r}"
-        )
-    return [int(text) for text in texts]
-
-
 def numbers(*words: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
     """A number of at least 1, or one per stage with commas; or one of some words."""
 

@@ -15,7 +15,6 @@ from helpers.ranks import run_ranks
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.observation import sinks
 
 COMPARED = ["spectrain", "pipedream", "vanilla", "gpipe", "second-order", "pipedream-2bw", "zb-h1"]
 
@@ -230,7 +229,7 @@ def test_what_is_the_same_in_every_record_is_no_curve(tmp_path, monkeypatch):
             pass
 
     found = types.SimpleNamespace(SummaryWriter=Writer)
-    monkeypatch.setattr(sinks, "require_tensorboard", lambda: found)
+    monkeypatch.setattr("spectrain_ext.observation.metrics.require_tensorboard", lambda: found)
     pipe = pipeline()
     labels = {"method": "auto", "seed": 3}
     with st.Metrics(pipe, tensorboard=tmp_path, every=5, labels=labels) as metrics:
