@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from copy import copy
 from math import nan
 from typing import Any
 
@@ -24,12 +23,12 @@ from spectrain_ext.pipeline.arguments import check_order, cut_place
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.clipping import GlobalNorm
-from spectrain_ext.pipeline.connections import Connections, targets_depth
-from spectrain_ext.pipeline.edges import SharedLosses, Source
+from spectrain_ext.pipeline.connections import Connections
+from spectrain_ext.pipeline.edges import SharedLosses, Traffic
 from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result
-from spectrain_ext.pipeline.stage import Mode, Stage
-from spectrain_ext.pipeline.tie_ends import Ties, depth_of
+from spectrain_ext.pipeline.stage import Stage
+from spectrain_ext.pipeline.tie_ends import depth_of
 from spectrain_ext.pipeline.ties import Copy
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import (
@@ -42,14 +41,23 @@ from spectrain_ext.schedule import (
     device_order,
     name_of,
 )
-from spectrain_ext.transport import Edge, Receiver, Sender
+from spectrain_ext.transport import Receiver, Sender
 
 from .board import Board
 from .collectives import DistributedNorm, GradientSum, WeightExchange
-from .edges import LinkEnds
 from .equal_start import check_equal_start, resolved
-from .links import Links, Traffic, backend_of_bodies, open_host_group, open_links
+from .inlet import Inlet
+from .links import Link, Links, backend_of_bodies, open_host_group, open_links
+from .outlet import Outlet
 from .ties import agreed, said_of, seats_of
+
+_TOO_MANY = {
+    Traffic.ACTIVATIONS: "the previous rank sends a microbatch that nothing here takes",
+    Traffic.GRADIENTS: "the next rank sends a gradient that nothing here waits for",
+    Traffic.TARGETS: "rank 0 sends a target that nothing here takes",
+    Traffic.TIED_WEIGHTS: "tied weights come that nothing here takes",
+    Traffic.TIED_GRADIENTS: "gradients of tied weights come that nothing here waits for",
+}
 
 
 class RankConnections(Connections):
@@ -88,7 +96,9 @@ class RankConnections(Connections):
     ) -> None:
         super().__init__(replicas.stages, split_dim)
         self.replicas = replicas
-        self.indices: Sequence[int] = replicas.stages_on(board.rank)
+        self.indices = replicas.stages_on(board.rank)
+        self.takes_batches = board.rank == 0
+        self.apart = averaging is not None
         self.replica = replicas.seat(board.rank)[1]
         self._group, self._board = group, board
         self._settings = {
@@ -175,89 +185,63 @@ class RankConnections(Connections):
         if stages[-1].index == last:
             shared, held = self._shared.get(last), self._total is not None
             self._losses = Losses(stages[-1], loss_fn, len(places), self.results, shared, held)
-        self._tied = ties, copies
+        self._ties_between(ties, copies, method)
         self._join(places, put_off_by(method, places))
 
     def _join(self, places: list[Place], later: Sequence[int]) -> None:
-        """Make the edges: those that go by the links, and where batches come in, those that stay.
+        self._places, self._later = places, later
+        here = {stage.index: stage for stage in self._stages}
 
-        Args:
-            places: of all stages' replicas.
-            later: of every stage, by how many microbatches it puts backwards off (``put_off_by``).
-        """
-        stages, seats = self._stages, self.replicas
-        apart = self._averaging is not None and not self.evaluates
-        self._ends = {
-            stage.index: LinkEnds(
-                stage, places, later, seats, self.links, self._board, self.evaluates
-            )
-            for stage in stages
+        def inlet(link: Link, what: Traffic) -> Inlet:
+            stage = here[link.stages[1]]
+            depth = self._depth_of(link, what)
+            return Inlet(link, stage.device, stage.compute, depth, self._board)
+
+        def outlet(link: Link, what: Traffic) -> Outlet:
+            depth = self._depth_of(link, what)
+            return Outlet(link, here[link.stages[0]].device, depth, self._board)
+
+        self._inlets = {
+            what: {at: inlet(link, what) for at, link in ends.items()}
+            for what, ends in self.links.into.items()
         }
-        self._local = []
-        self.edges = {
-            k: ends.edges(self.replica, places[k].microbatches, apart, self.split_dim)
-            for k, ends in self._ends.items()
+        self._outlets = {
+            what: {at: outlet(link, what) for at, link in ends.items()}
+            for what, ends in self.links.out.items()
         }
-        self._source = None
-        if self._board.rank == 0:
-            self._take_batches(places, later)
-        by_tie = {k: ends for k, ends in self._ends.items()}
-        ties, copies = self._tied
+        super()._join(places, later)
 
-        def remote(n: int) -> tuple[Any, Any]:
-            tie = ties[n]
-            if tie.home in by_tie:
-                ends = by_tie[tie.home]
-                return ends.out[Traffic.TIED_WEIGHTS][n], ends.into[Traffic.TIED_GRADIENTS].get(n)
-            ends = by_tie[tie.copy]
-            return ends.into[Traffic.TIED_WEIGHTS][n], ends.out[Traffic.TIED_GRADIENTS].get(n)
+    def _remote_ends(self, tie: int) -> tuple[Any, Any]:
+        weights, gradients = Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS
+        if tie in self._outlets[weights]:
+            return self._outlets[weights][tie], self._inlets[gradients].get(tie)
+        return self._inlets[weights][tie], self._outlets[gradients].get(tie)
 
-        here = {stage.index: stage for stage in stages}
-        self._ties = Ties(
-            ties, copies, here, lambda t: depth_of(places[t.home], later[t.copy]), remote
-        )
+    def _receiver(self, what: Traffic, a: int | None, b: int) -> Receiver:
+        if a is None and self.takes_batches:
+            return self._edge(what, a, b)
+        return self._inlets[what][0 if a is None else a]
 
-    def _take_batches(self, places: list[Place], later: Sequence[int]) -> None:
-        """On rank 0: send the microbatches to whoever has the first and the last stage."""
-        seats, first = self.replicas, self._stages[0]
-        parts = places[0].microbatches
-        depth = places[0].window + parts
+    def _sender(self, what: Traffic, a: int | None, b: int) -> Sender:
+        outlet = self._outlets[what].get(b)
+        return self._edge(what, a, b) if outlet is None else outlet
 
-        def own(name: str, depth: int) -> Edge:
-            self._local.append(Edge(name, None, first.device, first.compute, depth))
-            return self._local[-1]
+    def _depth_of(self, link: Link, what: Traffic) -> int:
+        if what.tied:
+            earlier, later = min(link.stages), max(link.stages)
+            return depth_of(self._places[earlier], self._later[later], self._counted)
+        return self._depth(what, link.stages[1])
 
-        inputs = own("edge batch -> 0", depth)
-        self.edges[0].inputs = [inputs] * parts
-        targets: Sender | None = None
-        if seats.stages == 1:
-            if not self.evaluates:
-                depth = targets_depth(places[0].window, parts, later[0])
-            targets = kept = own("edge batch -> loss", depth)
-            self.edges[0].targets = [kept] * parts
-        out, last = self._ends[0].out, seats.stages - 1
-        pairs: list[tuple[Sender, Sender]] = []
-        for n in range(parts * seats.counts[0]):
-            to = out[Traffic.TARGETS].get(seats.runs(last, n), targets)
-            assert to is not None
-            pairs.append((out[Traffic.INPUTS].get(seats.runs(0, n), inputs), to))
-        self._source = Source(pairs, seats, self.split_dim, self.evaluates)
+    def _only_forward(self) -> None:
+        self._total, self._shared = None, {}
+        self.links = self.links.evaluating()
 
-    def evaluating(self, places: list[Place]) -> RankConnections:
-        """The same ranks, met by other messages."""
-        made = copy(self)
-        made.mode, made.norm, made.averaged = Mode.EVALUATE, None, {}
-        made._losses, made._total, made._shared = None, None, {}
-        made.results = type(self.results)()
-        made.links = self.links.evaluating()
-        made._join(places, [1] * len(places))
-        return made
+    def _all_inlets(self) -> Iterator[Inlet]:
+        for inlets in self._inlets.values():
+            yield from inlets.values()
 
     def receivers(self) -> Iterable[Receiver]:
-        found: list[Receiver] = [*self._ties.edges, *self._local]
-        for ends in self._ends.values():
-            found += ends.inlets()
-        return found
+        return (*super().receivers(), *self._all_inlets())
 
     # What a stage does in a run.
 
@@ -344,8 +328,8 @@ class RankConnections(Connections):
         return device_order([schedule(place) for place in places], ranks)[self._board.rank]
 
     def begin(self, batches: Iterator[object], keep: Keep | None = None) -> None:
-        for ends in self._ends.values():
-            ends.begin()
+        for inlet in self._all_inlets():
+            inlet.begin()
         for shared in self._shared.values():
             shared.begin()
         if self._total is not None:
@@ -364,9 +348,22 @@ class RankConnections(Connections):
             self._ties.close()
         # From the last stage to the first, as the word goes that all gradients have been sent.
         for stage in reversed(self._stages):
-            self._ends[stage.index].close(self.edges[stage.index].heard_end)
-        for ends in self._ends.values():
-            ends.flush()
+            self._hear_ends(stage.index)
+        for outlets in self._outlets.values():
+            for outlet in outlets.values():
+                outlet.flush()
+
+    def _hear_ends(self, k: int) -> None:
+        """Hear that all has been sent to a stage, and say so to the previous one."""
+        heard = self.edges[k].heard_end
+        for what, said in _TOO_MANY.items():
+            for inlet in self._inlets[what].values():
+                mine = inlet.link.stages[1] == k
+                if mine and inlet is not heard and inlet.receive() is not None:
+                    raise RuntimeError(said)
+        for outlet in self._outlets[Traffic.GRADIENTS].values():
+            if outlet.link.stages[0] == k:
+                outlet.end()
 
     def end(self) -> None:
         if self._total is not None:

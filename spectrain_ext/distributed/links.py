@@ -6,12 +6,12 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from spectrain_ext.pipeline.edges import Traffic
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
 
@@ -19,22 +19,6 @@ from .board import GPUS, Board
 from .wire import TAGS
 
 _CPU = torch.device("cpu")
-
-
-class Traffic(Enum):
-    """What goes by a link."""
-
-    ACTIVATIONS = "activations"  # to the next stage
-    GRADIENTS = "gradients"  # to the previous stage
-    INPUTS = "inputs"  # from rank 0 to the other replicas of stage 0
-    TARGETS = "targets"  # from rank 0 to the last stage
-    TIED_WEIGHTS = "tied weights"  # to a stage that has copies of them
-    TIED_GRADIENTS = "tied gradients"  # of these, to the stage that owns them
-
-    @property
-    def tied(self) -> bool:
-        """Whether it is of weights that two stages have."""
-        return self in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
 
 
 class Link(NamedTuple):

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
-from spectrain_ext.method import Method, put_off_by
+from spectrain_ext.method import Method, phases_of, put_off_by
 from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas
-from spectrain_ext.transport import Edge, Receiver
+from spectrain_ext.transport import Edge, Receiver, Sender
 
 from .averaging import Averaged
 from .batch import SplitDim
 from .clipping import GlobalNorm
-from .edges import Source, StageEdges
+from .edges import Source, StageEdges, Traffic
 from .loads import Handler
 from .losses import Keep, Losses, LossFn, Result
 from .stage import Mode, Stage
-from .tie_ends import Ties, local_depth
-from .ties import Copy, ties_of
+from .tie_ends import Ties, depth_of
+from .ties import Copy, Tie, ties_of
 
 #: Whether what an instruction waits for has come; it changes nothing.
 Ready = Callable[[int, int], bool]
@@ -30,7 +31,9 @@ Measure = Callable[[Any, Any], object]
 class Connections:
     """The edges between stages, what stages put together, and the results for the caller.
 
-    Here all stages of a pipeline are in one process; a rank of several connects its own otherwise.
+    Here all stages of a pipeline are in one process. A rank of several says which of its edges
+    lead to other ranks, and what else it does with these. An edge is between two seats: a stage, or
+    one of its replicas; or from the caller's batches (None) to a seat.
 
     Args:
         stages: how many there are in the pipeline.
@@ -39,6 +42,7 @@ class Connections:
     Attributes:
         indices: of the stages of this process.
         replicas: of all stages.
+        replica: which of its stages' replicas this process has.
         split_dim: as given.
         norm: where stages put their gradients' norms together in phases that clip by all stages'
             norm; None: there is no such phase.
@@ -52,14 +56,16 @@ class Connections:
     loss_fn: LossFn
     edges: dict[int, StageEdges]
     measure: Measure
+    takes_batches = True  # whether the caller's batches come in here
+    apart = False  # whether each replica trains on a minibatch of its own
     _source: Source | None
     _losses: Losses | None
     _ties: Ties
-    _local: list[Edge]
+    _tied: tuple[Sequence[Tie], Sequence[Copy]]
 
     def __init__(self, stages: int, split_dim: SplitDim = 0) -> None:
         self.indices: Sequence[int] = range(stages)
-        self.replicas = Replicas((1,) * stages)
+        self.replicas, self.replica = Replicas((1,) * stages), 0
         self.split_dim = split_dim
         self.averaged: Mapping[int, Averaged] = {}
         self.norm: GlobalNorm | None = GlobalNorm(stages)
@@ -83,53 +89,117 @@ class Connections:
             loss_fn: of the last stage.
             copies: the parameters that stages of this process have from others.
         """
-        self._stages = stages
-        self.loss_fn = loss_fn
-        later = put_off_by(method, places)
-        self._wire(places[0].microbatches, [place.window for place in places], later)
+        self._stages, self.loss_fn = stages, loss_fn
         self._losses = Losses(stages[-1], loss_fn, len(places), self.results)
-        ties = ties_of(each.member for each in copies)
-        here = {stage.index: stage for stage in stages}
-        depth = local_depth(method, places, later)
-        self._ties = Ties(ties, copies, here, depth, lambda n: (None, None))
+        self._ties_between(ties_of(each.member for each in copies), copies, method)
+        self._join(places, put_off_by(method, places))
 
-    def _wire(
-        self,
-        microbatches: int,
-        windows: Sequence[int],
-        later: Sequence[int],
-        slots: int | None = None,
-    ) -> None:
-        """Make the edges: batch -> stage 0, neighbours in both directions, batch -> loss.
+    # Edges.
 
-        A ring has one slot more than its sender may have microbatches in flight, or as many more as
-        the receiver puts off its weights' halves of backwards. By the time a slot is written again,
-        the sender has then heard of the end of the backward that read it, and whatever that
-        backward passed on in the same memory has been copied. A batch comes in as a whole: there
-        its other microbatches have slots as well. Where stages only go forward, two ``slots`` are
-        enough: what a stage works on, and what comes.
+    def _ties_between(self, ties: Sequence[Tie], copies: Sequence[Copy], method: Method) -> None:
+        """Say which stages share parameters."""
+        self._tied = ties, copies
+        self._counted = any(phase.forward_horizon == "counted" for phase in phases_of(method))
+
+    def _join(self, places: list[Place], later: Sequence[int]) -> None:
+        """Make all edges of the stages here, and those of the caller's batches.
+
+        Args:
+            places: of all stages.
+            later: of every stage, by how many microbatches it puts backwards off (``put_off_by``).
         """
-        stages, self._local = self._stages, []
+        self._places, self._later = places, later
+        ties, copies = self._tied
+        here = {stage.index: stage for stage in self._stages}
+        self._ties = Ties(ties, copies, here, self._depth_of_tie, self._remote_ends)
+        self._local: dict[tuple[Traffic, int | None, int], Edge] = {}
+        self.edges = {stage.index: self._edges_of(stage.index) for stage in self._stages}
+        self._source = None
+        if self.takes_batches:
+            seats, last = self.replicas, self.replicas.stages - 1
+            pairs = [
+                (
+                    self._sender(Traffic.INPUTS, None, seats.runs(0, n)),
+                    self._sender(Traffic.TARGETS, None, seats.runs(last, n)),
+                )
+                for n in range(places[0].microbatches * seats.counts[0])
+            ]
+            self._source = Source(pairs, seats, self.split_dim, self.evaluates)
 
-        def edge(a: Stage | None, b: Stage, name: str, depth: int) -> list[Edge]:
-            made = Edge(name, None if a is None else a.device, b.device, b.compute, depth)
-            self._local.append(made)
-            return [made] * microbatches
+    def _edges_of(self, k: int) -> StageEdges:
+        """A stage's: its l-th microbatch of a minibatch is microbatch replica + l * replicas."""
+        seats, count = self.replicas, self.replicas.counts[k]
+        mine = [self.replica + j * count for j in range(self._places[k].microbatches)]
+        here = seats.runs(k, self.replica)
+        made = StageEdges(
+            replica=self.replica, count=count, apart=self.apart, split_dim=self.split_dim
+        )
+        if k == 0:
+            made.inputs = [self._receiver(Traffic.INPUTS, None, here)] * len(mine)
+        else:
+            before = [seats.runs(k - 1, n) for n in mine]
+            made.inputs = [self._receiver(Traffic.ACTIVATIONS, seat, here) for seat in before]
+            made.to_previous = [self._sender(Traffic.GRADIENTS, here, seat) for seat in before]
+        if k == seats.stages - 1:
+            made.targets = [self._receiver(Traffic.TARGETS, None, here)] * len(mine)
+        else:
+            after = [seats.runs(k + 1, n) for n in mine]
+            made.to_next = [self._sender(Traffic.ACTIVATIONS, here, seat) for seat in after]
+            made.gradients = [self._receiver(Traffic.GRADIENTS, seat, here) for seat in after]
+        return made
 
-        self.edges = {stage.index: StageEdges(split_dim=self.split_dim) for stage in stages}
-        inputs = edge(None, stages[0], "edge batch -> 0", slots or windows[0] + microbatches)
-        depth = slots or targets_depth(windows[0], microbatches, later[-1])
-        targets = edge(None, stages[-1], "edge batch -> loss", depth)
-        self.edges[0].inputs = inputs
-        self.edges[len(stages) - 1].targets = targets
-        for a, b, window in zip(stages, stages[1:], windows, strict=False):
-            one, other = self.edges[a.index], self.edges[b.index]
-            name = f"edge {a.index} -> {b.index}"
-            one.to_next = other.inputs = edge(a, b, name, slots or window + later[b.index])
-            name = f"edge {b.index} -> {a.index}"
-            other.to_previous = one.gradients = edge(b, a, name, window + 1)
-        pairs = list(zip(inputs, targets, strict=True))
-        self._source = Source(pairs, self.replicas, self.split_dim, self.evaluates)
+    def _receiver(self, what: Traffic, a: int | None, b: int) -> Receiver:
+        """The end here of an edge to a seat of this process."""
+        return self._edge(what, a, b)
+
+    def _sender(self, what: Traffic, a: int | None, b: int) -> Sender:
+        """The end here of an edge from a seat of this process, or from the caller's batches."""
+        return self._edge(what, a, b)
+
+    def _edge(self, what: Traffic, a: int | None, b: int) -> Edge:
+        """An edge whose two ends are here."""
+        found = self._local.get((what, a, b))
+        if found is None:
+            here = {stage.index: stage for stage in self._stages}
+            to = here[self.replicas.seat(b)[0]]
+            source = None if a is None else here[self.replicas.seat(a)[0]].device
+            name = f"edge {'batch' if a is None else a} -> {b}"
+            if what is Traffic.TARGETS:
+                name = "edge batch -> loss"
+            depth = self._depth(what, to.index)
+            if self.evaluates and what is not Traffic.GRADIENTS:
+                # Where stages only go forward: what a stage works on, and what comes.
+                depth = self._places[to.index].microbatches + 1
+            found = self._local[what, a, b] = Edge(name, source, to.device, to.compute, depth)
+        return found
+
+    def _depth(self, what: Traffic, receiver: int) -> int:
+        """Messages of an edge to this stage that may be under way or in use at once.
+
+        One more than its sender may have microbatches in flight, or as many more as the receiver
+        puts off its weights' halves of backwards. By the time a slot is written again, the sender
+        has then heard of the end of the backward that read it, and whatever that backward passed on
+        in the same memory has been copied. A batch comes in as a whole, and is used to the end of
+        its backward: there are those of stage 0's window and of one more; the targets of a
+        minibatch are one message, but in an evaluation.
+        """
+        places, later = self._places, self._later[receiver]
+        if what is Traffic.ACTIVATIONS:
+            return places[receiver - 1].window + later
+        if what is Traffic.GRADIENTS:
+            return places[receiver].window + 1
+        minibatches = -(-places[0].window // places[0].microbatches) + 1
+        parts = places[receiver].microbatches
+        if what is Traffic.TARGETS and not self.evaluates:
+            return minibatches - (-later // parts)
+        return minibatches * parts + later
+
+    def _depth_of_tie(self, tie: Tie) -> int:
+        return depth_of(self._places[tie.home], self._later[tie.copy], self._counted)
+
+    def _remote_ends(self, tie: int) -> tuple[Any, Any]:
+        """The ends here of a tie's edges to another process: of weights, and of gradients."""
+        raise AssertionError("all stages are here")
 
     @property
     def evaluates(self) -> bool:
@@ -146,19 +216,20 @@ class Connections:
         Args:
             places: of all stages; the parts of a minibatch there are whole batches.
         """
-        made = Connections(len(self._stages), self.split_dim)
-        made._begin_evaluating(self)
-        made._wire(1, [place.window for place in places], [1] * len(places), slots=2)
+        made = copy(self)
+        made.mode, made.apart, made.norm, made.averaged = Mode.EVALUATE, False, None, {}
+        made._losses, made.results = None, deque()
+        made._only_forward()
+        made._join(places, [1] * len(places))
         return made
 
-    def _begin_evaluating(self, training: Connections) -> None:
-        self.mode, self._stages = Mode.EVALUATE, training._stages
-        self.norm, self._losses = None, None
-        self._ties = Ties((), (), {}, lambda tie: 0, lambda n: (None, None))
+    def _only_forward(self) -> None:
+        """Leave out what evaluations have no need of: copies here have the true weights."""
+        self._tied = (), ()
 
     def receivers(self) -> Iterable[Receiver]:
         """All edges that end in this process."""
-        return (*self._local, *self._ties.edges)
+        return (*self._local.values(), *self._ties.edges)
 
     # What a stage does in a run.
 
@@ -233,7 +304,7 @@ class Connections:
         """The stages have begun a run."""
         for edges in self.edges.values():
             edges.heard_end = None
-        for edge in (*self._local, *self._ties.edges):
+        for edge in (*self._local.values(), *self._ties.edges):
             edge.begin()
         if self._source is not None:
             self._source.begin(batches, self._stages[0].hear_end)
@@ -263,15 +334,6 @@ class Connections:
         if self._losses is not None:
             self._losses.end()
         self._ties.end()
-
-
-def targets_depth(window: int, microbatches: int, later: int) -> int:
-    """Minibatches whose targets may be under way or in use at once.
-
-    From their pull to the end of the last stage's last backward stage 0 has as many microbatches in
-    flight as its window, besides those by which the last stage puts its weights' halves off.
-    """
-    return -(-(window + later - 1) // microbatches) + 1
 
 
 def _has(receivers: Sequence[Receiver]) -> Ready:

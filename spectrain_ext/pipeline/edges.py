@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from math import nan
 from typing import Any
 
@@ -27,6 +28,22 @@ from .batch import (
     target_of,
 )
 from .tape import value_of
+
+
+class Traffic(Enum):
+    """What goes by an edge."""
+
+    ACTIVATIONS = "activations"  # to the next stage
+    GRADIENTS = "gradients"  # to the previous stage
+    INPUTS = "inputs"  # of the caller's batches, to stage 0
+    TARGETS = "targets"  # of these, to the last stage
+    TIED_WEIGHTS = "tied weights"  # to a stage that has copies of them
+    TIED_GRADIENTS = "tied gradients"  # of these, to the stage that owns them
+
+    @property
+    def tied(self) -> bool:
+        """Whether it is of weights that two stages have."""
+        return self in (Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS)
 
 
 @dataclass

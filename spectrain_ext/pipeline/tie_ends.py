@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain_ext.method import Method, phases_of, rules_at
+from spectrain_ext.method import Method, rules_at
 from spectrain_ext.schedule import Entries, Instruction, Kind, Ledger, Place, find_generator
 from spectrain_ext.transport import Buffer, Edge, Message, Receiver, Sender, Slot, Transit
 
@@ -465,17 +465,3 @@ def _each(handlers: Sequence[Handler]) -> Handler:
             handler(i, j)
 
     return run_all
-
-
-def local_depth(
-    method: Method, places: Sequence[Place], later: Sequence[int]
-) -> Callable[[Tie], int]:
-    """Of a tie between stages of one process, the versions under way or in use at once.
-
-    Args:
-        method: what the stages train by, with all of its phases.
-        places: theirs, with the largest window that each will have.
-        later: of each, by how many microbatches it puts backwards off (``put_off_by``).
-    """
-    counted = any(phase.forward_horizon == "counted" for phase in phases_of(method))
-    return lambda tie: depth_of(places[tie.home], later[tie.copy], counted)
