@@ -5,7 +5,7 @@ They run as their inputs arrive, or in an order in which each may wait for its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import GEN_CLOSED, getgeneratorstate
 from typing import NamedTuple, TypeAlias
@@ -64,7 +64,9 @@ class _Program:
         self.announce = around.announce(stage)
         # What an instruction takes with it, in the same turn: an update, or the word that a batch
         # is through.
-        self.takes = (Kind.UPDATE, Kind.BACKWARD) if around.evaluates else (Kind.UPDATE,)
+        self.takes: tuple[Kind, ...] = (Kind.UPDATE,)
+        if around.evaluates:
+            self.takes = Kind.UPDATE, Kind.BACKWARD
         self.first, self.later = (
             {
                 kind: [_Step(each, ready.get(each), handlers[each]) for each in to]
@@ -299,7 +301,9 @@ class Executor:
         # garbage collection.
         programs = [_Program(s, self.places[s.index], around, trace) for s in self.stages]
         if self._order is not None:
-            yield from self._in_order(self._order, {p.stage.index: p for p in programs})
+            for program in programs:
+                program.takes = ()
+            yield from self._in_order(self._order, programs)
             programs = []
         while programs:
             progress = finished = False
@@ -315,29 +319,54 @@ class Executor:
         around.close()
 
     def _turn(self, program: _Program) -> bool:
-        """Run a stage's instruction, and the update that may follow, or as much of it as can be."""
-        cursor = program.stage.cursor
-        if cursor.current is None and cursor.take() is None:
-            return False
-        step = cursor.step
-        while self._went_through(program):
+        """Run a stage's instruction, and what it takes with it, as far as can be now."""
+        cursor, announce = program.stage.cursor, program.announce
+        progress = False
+        while cursor.current is not None or cursor.take() is not None:
+            assert cursor.current is not None
+            computes, i, j = cursor.current
+            steps = (program.later if j else program.first)[computes]
+            while cursor.step < len(steps):
+                kind, ready, run = steps[cursor.step]
+                if ready is not None and not ready(i, j):
+                    return progress
+                if STATE.pending is not None:
+                    boundary()
+                if announce is not None:
+                    announce(kind, i, j)
+                cursor.step += 1
+                try:
+                    run(i, j)
+                except RankError:
+                    raise
+                except Exception as error:
+                    if kind is Kind.PULL:  # the caller's own iterator, or what came out of it
+                        raise
+                    notes = getattr(error, "__notes__", ())
+                    reason = "; ".join((f"{type(error).__name__}: {error}", *notes))
+                    raise StageError(program.stage.index, i, kind.value, reason) from error
+                progress = True
+                if cursor.minibatches is not None and i >= cursor.minibatches:
+                    break  # the stage has heard that the run has ended before
+            cursor.current, progress = None, True
+            if computes is Kind.UPDATE:
+                cursor.forget(i)
             following = cursor.upcoming
-            if following is None or following[0] not in program.takes or cursor.take() is None:
-                return True
-            step = -1
-        return cursor.step > step
+            if following is None or following[0] not in program.takes:
+                break
+        return progress
 
     def _in_order(
-        self, order: Iterator[tuple[int, Instruction]], of: Mapping[int, _Program]
+        self, order: Iterator[tuple[int, Instruction]], programs: Sequence[_Program]
     ) -> Iterator[Result]:
         """Run instructions in an order, which goes on after the end of the run.
 
         Updates may have to wait for what comes after them: for the norm of another stage's
         gradients. They are late, and keep only their own stage.
         """
-        results = self.connections.results
-        late = [program for program in of.values() if program.stage.cursor.current is not None]
-        while any(p.stage.cursor.current or p.stage.cursor.peek() for p in of.values()):
+        results, of = self.connections.results, {p.stage.index: p for p in programs}
+        late: list[_Program] = []
+        while any(p.stage.cursor.current or p.stage.cursor.peek() for p in programs):
             k, instruction = next(order)
             cursor = of[k].stage.cursor
             if cursor.current is not None:
@@ -345,41 +374,11 @@ class Executor:
             if cursor.peek() == instruction:  # else the run does not have it
                 cursor.take()
                 late.append(of[k])
-            late = [program for program in late if not self._went_through(program)]
+            for program in late:
+                self._turn(program)
+            late = [program for program in late if program.stage.cursor.current is not None]
             while results:
                 yield results.popleft()
-
-    def _went_through(self, program: _Program) -> bool:
-        """Run the steps of a stage's instruction; False: one waits."""
-        cursor, announce = program.stage.cursor, program.announce
-        assert cursor.current is not None
-        computes, i, j = cursor.current
-        steps = (program.later if j else program.first)[computes]
-        while cursor.step < len(steps):
-            kind, ready, run = steps[cursor.step]
-            if ready is not None and not ready(i, j):
-                return False
-            if STATE.pending is not None:
-                boundary()
-            if announce is not None:
-                announce(kind, i, j)
-            cursor.step += 1
-            try:
-                run(i, j)
-            except RankError:
-                raise
-            except Exception as error:
-                if kind is Kind.PULL:  # the caller's own iterator, or what came out of it
-                    raise
-                notes = getattr(error, "__notes__", ())
-                reason = "; ".join((f"{type(error).__name__}: {error}", *notes))
-                raise StageError(program.stage.index, i, kind.value, reason) from error
-            if cursor.minibatches is not None and i >= cursor.minibatches:
-                break  # the stage has heard that the run has ended before
-        cursor.current = None
-        if computes is Kind.UPDATE:
-            cursor.forget(i)
-        return True
 
 
 def _stuck(programs: Iterable[_Program]) -> RuntimeError:
