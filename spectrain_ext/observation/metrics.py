@@ -147,7 +147,7 @@ class Metrics(Observer):
 
     @property
     def _flushes(self) -> bool:
-        return flushes(self._pipe._regime.method.schedule)
+        return flushes(self._pipe._entered.method.schedule)
 
     def _write(self, meter: Meter, late: int) -> None:
         while len(meter.full) > late:

@@ -267,6 +267,12 @@ def check_recompute(recompute: object) -> None:
         raise TypeError(f"recompute: expected a bool, got {type(recompute).__name__}")
 
 
+def check_factories(optimizer: object, scheduler: object) -> None:
+    for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if not callable(given) and not (name == "scheduler" and given is None):
+            raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
+
+
 def check_loss_fn(loss_fn: object, microbatches: int) -> None:
     """Refuse what cannot be called, and parameters that nobody would train; warn of a sum."""
     if not callable(loss_fn):

@@ -10,12 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from spectrain_ext.method import Method, Phase, check_optimizer, factor_of, rules_at
+from spectrain_ext.method import (
+    Method,
+    Phase,
+    check_optimizer,
+    factor_of,
+    phases_of,
+    rules_at,
+)
 from spectrain_ext.operators import distance
 from spectrain_ext.schedule import Kind, Place, Rules, count_stage
 from spectrain_ext.weights import StageMemory, StageWeights, paced
 
-from .arguments import make_optimizer, make_scheduler
+from .arguments import clips_globally, make_optimizer, make_scheduler, max_norms_of
 from .loads import Handler
 from .observer import Observer
 from .stage import Stage
@@ -24,64 +31,14 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 
-class Trained(NamedTuple):
-    """What trains a stage in all phases.
-
-    Attributes:
-        module: the stage's.
-        copies: its parameters that another stage trains.
-        optimizer: of its other parameters.
-        scheduler: of the optimizer, if there is one.
-    """
-
-    module: nn.Module
-    copies: Set[Tensor]
-    optimizer: torch.optim.Optimizer
-    scheduler: LRScheduler | None
-
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        copies: Set[Tensor],
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        scheduler: Callable[[Any], LRScheduler] | None,
-        phases: Sequence[tuple[Method, Place]],
-    ) -> Trained | None:
-        """What trains a stage, of its place in each phase; None: it trains no parameters."""
-        k = phases[0][1].stage
-        opt = make_optimizer(optimizer, module, k, copies)
-        if opt is None:
-            return None
-        make = paced(partial(make_scheduler, scheduler, k=k), factor_of(phases))
-        return cls(module, copies, opt, make(opt))
-
-    def weights(
-        self, phase: Method, places: tuple[Place, Place], master_dtype: torch.dtype | None
-    ) -> StageWeights:
-        """The stage's weights in a phase, at its place after stage 0's."""
-        rules = rules_at(phase, places[1], self.optimizer)
-        check_optimizer(phase, rules, places[1].stage, self.optimizer)
-        return StageWeights(
-            self.module,
-            self.optimizer,
-            self.scheduler,
-            rules,
-            places,
-            phase.schedule,
-            master_dtype,
-            self.copies,
-        )
-
-
-class Regime(NamedTuple):
+class TrainingPhase(NamedTuple):
     """What a phase of the method makes of the stages.
 
     Attributes:
         method: the phase.
-        places: of all stages.
-        rules: likewise.
-        weights: of the stages of this process; None: a stage has none.
+        places, rules: of all stages.
+        here: the places of the stages of this process.
+        weights: of these; None: a stage has none.
         max_norms: what their gradients are clipped to.
         globally: whether by the norm of all stages' gradients.
     """
@@ -89,38 +46,91 @@ class Regime(NamedTuple):
     method: Method
     places: list[Place]
     rules: list[Rules]
+    here: list[Place]
     weights: list[StageWeights | None]
     max_norms: list[float | None]
     globally: bool
 
-    @classmethod
-    def of(
-        cls,
-        phase: Method,
-        places: list[Place],
-        trained: Mapping[int, Trained | None],
-        max_norms: list[float | None],
-        globally: bool,
-        like: torch.optim.Optimizer | None,
-        master_dtype: torch.dtype | None,
-    ) -> Regime:
-        """What it makes of what trains the stages of this process, by their indices.
+    def memory(self) -> list[StageMemory]:
+        """What each stage here holds at most in a long run."""
+        return [self._memory(*each) for each in zip(self.weights, self.here, strict=True)]
 
-        ``like`` is an optimizer like those of other processes.
-        """
-        weights = [
-            None if found is None else found.weights(phase, (places[0], places[k]), master_dtype)
-            for k, found in trained.items()
-        ]
-        rules = [rules_at(phase, place, like) for place in places]
-        return cls(phase, places, rules, weights, max_norms, globally)
-
-    def memory(self, weights: StageWeights | None, place: Place) -> StageMemory:
-        """What a stage at this place holds at most in a long run; None: it has no weights."""
+    def _memory(self, weights: StageWeights | None, place: Place) -> StageMemory:
         if weights is not None:
             return weights.predicted()
         count = count_stage(self.method.schedule, self.places[0], place, Rules(), False)
         return StageMemory(0, 0, count.in_flight)
+
+
+def training_phases(
+    method: Method,
+    of_phases: Sequence[list[Place]],
+    modules: Mapping[int, nn.Module],
+    copies: Callable[[int], Set[Tensor]],
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    scheduler: Callable[[Any], LRScheduler] | None,
+    clip_norm: float | None,
+    clip_scope: str,
+    master_dtype: torch.dtype | None,
+) -> list[TrainingPhase]:
+    """What each phase of a method makes of the stages; every optimizer is made once.
+
+    Args:
+        method: with all of its phases.
+        of_phases: the places of all stages in each.
+        modules: the stages of this process, by their indices.
+        copies: of a stage, the parameters that another one trains.
+        optimizer, scheduler, clip_norm, clip_scope, master_dtype: as the pipeline was given them.
+    """
+    phases = [*zip(phases_of(method), of_phases, strict=True)]
+    for phase, places in phases:  # before anything is made
+        for k in modules:
+            rules_at(phase, places[k])
+    clips = [
+        (
+            max_norms_of(phase, [places[k] for k in modules], clip_norm),
+            clips_globally(phase, clip_norm, clip_scope),
+        )
+        for phase, places in phases
+    ]
+    made: dict[int, torch.optim.Optimizer] = {}
+    paces: dict[int, LRScheduler | None] = {}
+    for k, module in modules.items():
+        found = make_optimizer(optimizer, module, k, copies(k))
+        if found is not None:
+            factor = factor_of([(phase, places[k]) for phase, places in phases])
+            made[k] = found
+            paces[k] = paced(partial(make_scheduler, scheduler, k=k), factor)(found)
+    unmeasured = any(p.then is not None and p.then.after is None for p, _ in phases)
+    if unmeasured and 0 in modules and 0 not in made:
+        raise ValueError(
+            f"method: {method.name!r} changes at a gap of stages[0], which has no trainable "
+            "parameters; expected after as well"
+        )
+    # Other processes are taken to have optimizers like this one's.
+    like = next(iter(made.values()), None)
+
+    def weights(phase: Method, places: list[Place], k: int) -> StageWeights | None:
+        if k not in made:
+            return None
+        rules = rules_at(phase, places[k], made[k])
+        check_optimizer(phase, rules, k, made[k])
+        return StageWeights(
+            *(modules[k], made[k], paces[k], rules, (places[0], places[k])),
+            *(phase.schedule, master_dtype, copies(k)),
+        )
+
+    return [
+        TrainingPhase(
+            phase,
+            places,
+            [rules_at(phase, place, like) for place in places],
+            [places[k] for k in modules],
+            [weights(phase, places, k) for k in modules],
+            *clip,
+        )
+        for (phase, places), clip in zip(phases, clips, strict=True)
+    ]
 
 
 def widest(places: Sequence[Sequence[Place]]) -> list[Place]:

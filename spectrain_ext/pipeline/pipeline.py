@@ -20,8 +20,6 @@ from spectrain_ext.method import (
     find_method,
     in_words,
     phase_places,
-    phases_of,
-    rules_at,
 )
 from spectrain_ext.operators.threads import warn_of_threads
 from spectrain_ext.rng import StageRandom
@@ -30,6 +28,7 @@ from spectrain_ext.transport import callers_stream, each
 from spectrain_ext.weights import StageMemory
 
 from .arguments import (
+    check_factories,
     check_loss_fn,
     check_master_dtype,
     check_order,
@@ -37,10 +36,8 @@ from .arguments import (
     checked_devices,
     checked_microbatches,
     checked_stages,
-    clips_globally,
     cut_place,
     devices_of,
-    max_norms_of,
 )
 from .batch import SplitDim, first_dim, sides_of
 from .connections import Connections
@@ -49,7 +46,7 @@ from .loops import Loops, told_of
 from .losses import Keep, Result
 from .names import Loading, give_names
 from .observer import Observer, observer_of
-from .phases import Gap, Regime, Trained, Until, widest
+from .phases import Gap, Until, training_phases, widest
 from .stage import Stage
 from .ties import Copy, copies_of
 
@@ -183,93 +180,64 @@ class Pipeline(Loops):
             modules = checked_stages(stages)
             chosen = find_method(method)
             around = self._connections or Connections(len(modules), split_dim)
-            indices, seats = around.indices, around.replicas
-            if len(indices) == seats.stages:
+            seats = around.replicas
+            here = dict(zip(around.indices, modules, strict=True))
+            if len(here) == seats.stages:
                 check_order([cut_place(module) for module in modules])
-            self._copies = copies_of(modules, indices)
-            places = (
+            self._copies, self._clip_scope = copies_of(modules, around.indices), clip_scope
+            where = (
                 devices_of(modules) if devices is None else checked_devices(devices, len(modules))
             )
             parts = checked_microbatches(microbatches, chosen, seats)
             of_phases = phase_places(chosen, seats.stages, parts, window, seats)
-            phases = [*zip(phases_of(chosen), of_phases, strict=True)]
-            for phase, all_places in phases:
-                for k in indices:
-                    rules_at(phase, all_places[k])
-            globally = [clips_globally(phase, clip_norm, clip_scope) for phase, _ in phases]
-            max_norms = [
-                max_norms_of(phase, [at[k] for k in indices], clip_norm) for phase, at in phases
-            ]
-            if not any(globally):
-                around.norm = None
             check_master_dtype(master_dtype, modules)
             check_recompute(recompute)
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts)
-            for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
-                if not callable(given) and not (name == "scheduler" and given is None):
-                    raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
-            trained = {
-                k: Trained.of(
-                    *(module, self.copied(k).keys(), optimizer, scheduler),
-                    [(phase, at[k]) for phase, at in phases],
-                )
-                for k, module in zip(indices, modules, strict=True)
-            }
-            unmeasured = any(p.then is not None and p.then.after is None for p, _ in phases)
-            if unmeasured and 0 in trained and trained[0] is None:
-                raise ValueError(
-                    f"method: {chosen.name!r} changes at a gap of stages[0], which has no "
-                    "trainable parameters; expected after as well"
-                )
-            # Other ranks are taken to have optimizers like this one's.
-            like = next((found.optimizer for found in trained.values() if found is not None), None)
-            regimes = [
-                Regime.of(phase, at, trained, norms, together, like, master_dtype)
-                for (phase, at), norms, together in zip(phases, max_norms, globally, strict=True)
-            ]
-            weights, all_places = regimes[0].weights, widest(of_phases)
+            check_factories(optimizer, scheduler)
+            self._phases = training_phases(
+                chosen,
+                of_phases,
+                here,
+                lambda k: self.copied(k).keys(),
+                optimizer,
+                scheduler,
+                clip_norm,
+                clip_scope,
+                master_dtype,
+            )
+            if not any(phase.globally for phase in self._phases):
+                around.norm = None
+            self._entered = first = self._phases[0]
             try:
                 for copy in self._copies:
                     copy.bind()
-                for module, place, held in zip(modules, places, weights, strict=True):
+                for module, device, weights in zip(modules, where, first.weights, strict=True):
                     if devices is not None:
-                        module.to(place)
-                    if held is not None:
-                        held.bind()
-                for k, module in zip(indices, modules, strict=True):
+                        module.to(device)
+                    if weights is not None:
+                        weights.bind()
+                for k, module in here.items():
                     self.add_module(str(k), module)
                 self.method = chosen
-                self.devices = tuple(places)
+                self.devices = tuple(where)
                 self.minibatches, self.phase = 0, 0
-                self._weights = [*weights]  # by the phase that training is in
-                self._clip_scope = clip_scope
-                self._regimes, self._regime = regimes, regimes[0]
-                _logger.info("%s", "; then ".join(in_words(p, at, like) for p, at in phases))
-                if clip_norm is not None:
-                    scopes = ["all stages" if together else "each stage" for together in globally]
-                    _logger.info("gradients are clipped by the norm of %s", ", then ".join(scopes))
-                if any(place.type == "cpu" for place in places):
-                    warn_of_threads()
-                norm = around.norm if globally[0] else None
-                own_dim = first_dim(split_dim)
+                self._weights = [*first.weights]  # by the phase that training is in
+                self._log(clip_norm)
+                norm, own_dim = around.norm if first.globally else None, first_dim(split_dim)
                 own = [
-                    Stage(k, module, place, held, max_norm, norm, recompute, own_dim)
-                    for k, module, place, held, max_norm in zip(
-                        indices, modules, places, weights, max_norms[0], strict=True
+                    Stage(k, module, device, weights, max_norm, norm, recompute, own_dim)
+                    for (k, module), device, weights, max_norm in zip(
+                        here.items(), where, first.weights, first.max_norms, strict=True
                     )
                 ]
                 # Not here, lest a loss function that is a module becomes a part of the model.
-                around.connect(own, all_places, chosen, loss_fn, self._copies)
-                self._executor = Executor(own, regimes[0].places, chosen.schedule, around)
-                around.change(chosen, regimes[0].places)
+                around.connect(own, widest(of_phases), chosen, loss_fn, self._copies)
+                self._executor = Executor(own, first.places, chosen.schedule, around)
+                around.change(chosen, first.places)
                 self._executor.follow_caller()
             except BaseException:
-                for held in weights:
-                    if held is not None and held.bound:
-                        held.unbind()
-                for copy in self._copies:
-                    copy.unbind()
+                self._unbind()
                 raise
             self.register_state_dict_pre_hook(_mend_before)  # type: ignore[no-untyped-call]
             self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
@@ -278,10 +246,31 @@ class Pipeline(Loops):
             self.register_load_state_dict_pre_hook(_begin_load)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
-            for regime in regimes:
-                for held in regime.weights:
-                    if held is not None:
-                        held.updater.order_by(self._executor.callers_turn)
+            for phase in self._phases:
+                for weights in phase.weights:
+                    if weights is not None:
+                        weights.updater.order_by(self._executor.callers_turn)
+
+    def _log(self, clip_norm: float | None) -> None:
+        """Say what the method comes to."""
+        like = next((w.optimizer for w in self._weights if w is not None), None)
+        said = (in_words(phase.method, phase.places, like) for phase in self._phases)
+        _logger.info("%s", "; then ".join(said))
+        if clip_norm is not None:
+            scopes = ["all stages" if phase.globally else "each stage" for phase in self._phases]
+            _logger.info("gradients are clipped by the norm of %s", ", then ".join(scopes))
+        if any(device.type == "cpu" for device in self.devices):
+            warn_of_threads()
+
+    def _unbind(self) -> None:
+        """Give parameters and optimizers ordinary storage of their own."""
+        for phase in self._phases:
+            for weights in phase.weights:
+                if weights is not None and weights.bound:
+                    callers_stream(weights.params[0].device).lend(weights.buffers())
+                    weights.unbind()
+        for copy in self._copies:
+            copy.unbind()
 
     # Training.
 
@@ -404,7 +393,7 @@ class Pipeline(Loops):
         """
         done, left = 0, False
         while True:
-            coming, watch, source = self._regime.method.then, trace, None
+            coming, watch, source = self._entered.method.then, trace, None
             if coming is not None:
                 gap = None if coming.gap is None else Gap()
                 source = Until(batches, coming, self.minibatches, gap)
@@ -430,7 +419,7 @@ class Pipeline(Loops):
             done += self._executor.begun
             self._enter()
             if trace is not None:
-                trace.changed(self._regime.rules, done)
+                trace.changed(self._entered.rules, done)
 
     def _enter(self) -> None:
         """Have the stages be what the phase makes of them that training has come to."""
@@ -438,32 +427,32 @@ class Pipeline(Loops):
             self._change_stages()
 
     def _change_stages(self) -> None:
-        before = self._regime
-        while (then := self._regimes[self.phase].method.then) is not None and (
+        before = self._entered
+        while (then := self._phases[self.phase].method.then) is not None and (
             then.after is not None and self.minibatches >= then.after
         ):
             self.phase += 1
-        regime = self._regimes[self.phase]
-        for k, (device, weights) in enumerate(zip(self.devices, regime.weights, strict=True)):
+        now = self._phases[self.phase]
+        for k, (device, weights) in enumerate(zip(self.devices, now.weights, strict=True)):
             old = self._weights[k]
-            if weights is not None and old is not None and old is not weights:
-                if old.bound:
-                    callers_stream(device).lend(old.buffers())
-                    old.hand_over(weights)
-                self._weights[k] = weights
+            if weights is not None and old is not None and old is not weights and old.bound:
+                callers_stream(device).lend(old.buffers())
+                old.hand_over(weights)
+            self._weights[k] = weights
             if weights is not None and not weights.bound:
                 weights.bind()
         for copy in self._copies:
             copy.bind()
-        if before is not regime:
-            self._executor.change(regime.places, regime.method.schedule)
-            self._executor.connections.change(regime.method, regime.places)
-            norm = self._executor.connections.norm if regime.globally else None
-            stages = zip(self._executor.stages, regime.weights, regime.max_norms, strict=True)
+        if before is not now:
+            executor = self._executor
+            executor.change(now.places, now.method.schedule)
+            executor.connections.change(now.method, now.places)
+            norm = executor.connections.norm if now.globally else None
+            stages = zip(executor.stages, now.weights, now.max_norms, strict=True)
             for stage, weights, max_norm in stages:
                 stage.train_by(weights, max_norm, norm)
-            self._regime = regime
-            _logger.info("minibatch %d: now %s", self.minibatches, regime.method.name)
+            self._entered = now
+            _logger.info("minibatch %d: now %s", self.minibatches, now.method.name)
 
     def _where(self) -> str:
         of, here = f"of {len(self._executor.places)}", [place.stage for place in self.places]
@@ -580,14 +569,11 @@ class Pipeline(Loops):
     @property
     def places(self) -> tuple[Place, ...]:
         """A Place per stage, with the window that it has in this phase."""
-        return tuple(self._here(self._regime.places))
-
-    def _here(self, places: list[Place]) -> list[Place]:
-        return [places[stage.index] for stage in self._executor.stages]
+        return tuple(self._entered.here)
 
     @property
     def _rules(self) -> list[Rules]:
-        return self._regime.rules
+        return self._entered.rules
 
     @property
     def first_stage(self) -> int:
@@ -626,10 +612,7 @@ class Pipeline(Loops):
 
     def predicted_memory(self) -> list[StageMemory]:
         """What each stage holds at most in a long run, as schedule and method predict it."""
-        of_phases = [
-            map(regime.memory, regime.weights, self._here(regime.places))
-            for regime in self._regimes
-        ]
+        of_phases = [phase.memory() for phase in self._phases]
         return [StageMemory(*map(max, zip(*s, strict=True))) for s in zip(*of_phases, strict=True)]
 
     def measured_memory(self) -> list[StageMemory]:
@@ -654,13 +637,7 @@ class Pipeline(Loops):
         """
         with deferred():
             self._refuse_in_run("release")
-            for regime in self._regimes:
-                for device, weights in zip(self.devices, regime.weights, strict=True):
-                    if weights is not None and weights.bound:
-                        callers_stream(device).lend(weights.buffers())
-                        weights.unbind()
-            for copy in self._copies:
-                copy.unbind()
+            self._unbind()
             for executor in (self._executor, self._evaluator):
                 if executor is not None:
                     executor.free_rings()
