@@ -12,9 +12,7 @@ import torch.distributed as dist
 
 from spectrain_ext.method import (
     Method,
-    Window,
     check_replicas,
-    phase_places,
     phases_of,
     put_off_by,
 )
@@ -27,6 +25,7 @@ from spectrain_ext.pipeline.connections import Connections
 from spectrain_ext.pipeline.edges import SharedLosses, Traffic
 from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result
+from spectrain_ext.pipeline.phases import widest
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.tie_ends import depth_of
 from spectrain_ext.pipeline.ties import Copy
@@ -76,7 +75,6 @@ class RankConnections(Connections):
         clip_norm, clip_scope: what gradients are clipped to, and whose as one.
         averaging: replicas do not add up gradients, but average weights by this.
         split_dim: along which dimensions minibatches are cut.
-        window: as the pipeline was given it.
     """
 
     links: Links
@@ -92,7 +90,6 @@ class RankConnections(Connections):
         clip_scope: str,
         averaging: Averaging | None = None,
         split_dim: SplitDim = 0,
-        window: Window = None,
     ) -> None:
         super().__init__(replicas.stages, split_dim)
         self.replicas = replicas
@@ -110,14 +107,14 @@ class RankConnections(Connections):
         }
         self._averaging, self._share_loss = averaging, share_loss
         self.norm: GlobalNorm | None = DistributedNorm(replicas, board)
-        self._clip_norm, self._window = clip_norm, window
+        self._clip_norm = clip_norm
         self._total: GradientSum | None = None  # over the stage's replicas
         self._shared: dict[int, SharedLosses] = {}
 
     def connect(
         self,
         stages: list[Stage],
-        places: list[Place],
+        of_phases: Sequence[list[Place]],
         method: Method,
         loss_fn: LossFn,
         copies: Sequence[Copy],
@@ -127,9 +124,7 @@ class RankConnections(Connections):
         if len({stage.device for stage in stages}) > 1:
             where = ", ".join(str(stage.device) for stage in stages)
             raise ValueError(f"stage: the stages of a rank must be on one device, got {where}")
-        self._stages, self.loss_fn = stages, loss_fn
-        microbatches = places[0].microbatches * seats.counts[0]
-        of_phases = phase_places(method, seats.stages, microbatches, self._window, seats)
+        self._stages, self.loss_fn, places = stages, loss_fn, widest(of_phases)
         if self._averaging is None:
             check_replicas(method, of_phases, seats)
         found = board.meet(
@@ -138,7 +133,7 @@ class RankConnections(Connections):
                 "replicas": list(seats.counts),
                 "method": method.name,
                 "schedule": ", ".join(name_of(phase.schedule) for phase in phases_of(method)),
-                "microbatches": microbatches,
+                "microbatches": places[0].microbatches * seats.counts[0],
                 "window": [each.window for each in places],
                 **resolved(method, of_phases),
                 "device": first.device.type,

@@ -155,7 +155,7 @@ class DistributedPipeline(Pipeline):
                 clip_scope = "stage"
             self._connections = around = RankConnections(
                 *(group, board, seats, dynamic_shapes, share_loss),
-                *(clip_norm, clip_scope, averaging, split_dim, window),
+                *(clip_norm, clip_scope, averaging, split_dim),
             )
             self.replicas, self.replica = seats.counts, around.replica
             super().__init__(

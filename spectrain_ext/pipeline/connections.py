@@ -18,6 +18,7 @@ from .clipping import GlobalNorm
 from .edges import Source, StageEdges, Traffic
 from .loads import Handler
 from .losses import Keep, Losses, LossFn, Result
+from .phases import widest
 from .stage import Mode, Stage
 from .tie_ends import Ties, depth_of
 from .ties import Copy, Tie, ties_of
@@ -75,7 +76,7 @@ class Connections:
     def connect(
         self,
         stages: list[Stage],
-        places: list[Place],
+        of_phases: Sequence[list[Place]],
         method: Method,
         loss_fn: LossFn,
         copies: Sequence[Copy],
@@ -84,12 +85,12 @@ class Connections:
 
         Args:
             stages: of this process.
-            places: of all stages, with the largest window that each will have.
+            of_phases: the places of all stages, in each phase of the method.
             method: what they train by, with all of its phases.
             loss_fn: of the last stage.
             copies: the parameters that stages of this process have from others.
         """
-        self._stages, self.loss_fn = stages, loss_fn
+        self._stages, self.loss_fn, places = stages, loss_fn, widest(of_phases)
         self._losses = Losses(stages[-1], loss_fn, len(places), self.results)
         self._ties_between(ties_of(each.member for each in copies), copies, method)
         self._join(places, put_off_by(method, places))

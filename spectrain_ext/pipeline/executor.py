@@ -51,28 +51,28 @@ class _Program:
     Args:
         stage: whose.
         place: its place.
-        around: what joins it to the others.
+        connections: what joins it to the others.
         trace: looks on.
     """
 
     def __init__(
-        self, stage: Stage, place: Place, around: Connections, trace: Observer | None
+        self, stage: Stage, place: Place, connections: Connections, trace: Observer | None
     ) -> None:
         self.stage = stage
-        handlers = watched(trace, stage, around.handlers(stage))
-        ready = around.ready(stage)
-        self.announce = around.announce(stage)
+        handlers = watched(trace, stage, connections.handlers(stage))
+        ready = connections.ready(stage)
+        self.announce = connections.announce(stage)
         # What an instruction takes with it, in the same turn: an update, or the word that a batch
         # is through.
         self.takes: tuple[Kind, ...] = (Kind.UPDATE,)
-        if around.evaluates:
+        if connections.evaluates:
             self.takes = Kind.UPDATE, Kind.BACKWARD
         self.first, self.later = (
             {
                 kind: [_Step(each, ready.get(each), handlers[each]) for each in to]
                 for kind, to in table.items()
             }
-            for table in tables(place, around.duties(stage))
+            for table in tables(place, connections.duties(stage))
         )
 
 
@@ -190,13 +190,13 @@ class Executor:
 
     def _begin(self, batches: Iterator[object], keep: Keep | None) -> None:
         self.follow_caller()
-        around = self.connections
+        connections = self.connections
         for stage in self.stages:
             cursor = Cursor(self._schedule(self.places[stage.index]))
-            stage.begin(cursor, around.edges[stage.index], around.mode)
+            stage.begin(cursor, connections.edges[stage.index], connections.mode)
         self._counts = self.stages[0].cursor
-        self._order = around.order(self._schedule, self.places)
-        around.begin(batches, keep)
+        self._order = connections.order(self._schedule, self.places)
+        connections.begin(batches, keep)
 
     def _check(self) -> None:
         """Raise an error if a parameter is not where, or not what, it was when stages were made."""
@@ -206,7 +206,8 @@ class Executor:
     def _check_storage(self) -> None:
         """The same for what the caller may have done meanwhile, at the cost of a few addresses."""
         for stage in self.stages:
-            if stage.weights is not None and not stage.weights.in_place():
+            storage = None if stage.weights is None else stage.weights.storage
+            if storage is not None and not storage.bound.in_place():
                 self._check()
 
     def _end(self) -> None:
@@ -296,10 +297,10 @@ class Executor:
 
     def _steps(self, trace: Observer | None) -> Iterator[Result]:
         """Give the stages their turns until all have finished."""
-        around, results = self.connections, self.connections.results
+        connections, results = self.connections, self.connections.results
         # Made per run: kept, these methods would make a cycle that holds all buffers until a
         # garbage collection.
-        programs = [_Program(s, self.places[s.index], around, trace) for s in self.stages]
+        programs = [_Program(s, self.places[s.index], connections, trace) for s in self.stages]
         if self._order is not None:
             for program in programs:
                 program.takes = ()
@@ -316,7 +317,7 @@ class Executor:
                 programs = [each for each in programs if not each.stage.cursor.finished]
             if programs and not progress:
                 raise _stuck(programs)
-        around.close()
+        connections.close()
 
     def _turn(self, program: _Program) -> bool:
         """Run a stage's instruction, and what it takes with it, as far as can be now."""

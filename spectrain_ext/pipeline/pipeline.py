@@ -46,7 +46,7 @@ from .loops import Loops, told_of
 from .losses import Keep, Result
 from .names import Loading, give_names
 from .observer import Observer, observer_of
-from .phases import Gap, Until, training_phases, widest
+from .phases import Gap, Until, training_phases
 from .stage import Stage
 from .ties import Copy, copies_of
 
@@ -179,12 +179,12 @@ class Pipeline(Loops):
             # Everything is checked before anything is moved.
             modules = checked_stages(stages)
             chosen = find_method(method)
-            around = self._connections or Connections(len(modules), split_dim)
-            seats = around.replicas
-            here = dict(zip(around.indices, modules, strict=True))
+            connections = self._connections or Connections(len(modules), split_dim)
+            seats = connections.replicas
+            here = dict(zip(connections.indices, modules, strict=True))
             if len(here) == seats.stages:
                 check_order([cut_place(module) for module in modules])
-            self._copies, self._clip_scope = copies_of(modules, around.indices), clip_scope
+            self._copies, self._clip_scope = copies_of(modules, connections.indices), clip_scope
             where = (
                 devices_of(modules) if devices is None else checked_devices(devices, len(modules))
             )
@@ -207,7 +207,7 @@ class Pipeline(Loops):
                 master_dtype,
             )
             if not any(phase.globally for phase in self._phases):
-                around.norm = None
+                connections.norm = None
             self._entered = first = self._phases[0]
             try:
                 for copy in self._copies:
@@ -224,7 +224,7 @@ class Pipeline(Loops):
                 self.minibatches, self.phase = 0, 0
                 self._weights = [*first.weights]  # by the phase that training is in
                 self._log(clip_norm)
-                norm, own_dim = around.norm if first.globally else None, first_dim(split_dim)
+                norm, own_dim = connections.norm if first.globally else None, first_dim(split_dim)
                 own = [
                     Stage(k, module, device, weights, max_norm, norm, recompute, own_dim)
                     for (k, module), device, weights, max_norm in zip(
@@ -232,9 +232,9 @@ class Pipeline(Loops):
                     )
                 ]
                 # Not here, lest a loss function that is a module becomes a part of the model.
-                around.connect(own, widest(of_phases), chosen, loss_fn, self._copies)
-                self._executor = Executor(own, first.places, chosen.schedule, around)
-                around.change(chosen, first.places)
+                connections.connect(own, of_phases, chosen, loss_fn, self._copies)
+                self._executor = Executor(own, first.places, chosen.schedule, connections)
+                connections.change(chosen, first.places)
                 self._executor.follow_caller()
             except BaseException:
                 self._unbind()
