@@ -84,7 +84,7 @@ class Ledger(Reader[Pair]):
         self._plain = (
             self._reads_newest
             and self._horizon is not None
-            and not (self._stashes or self._once or self._by_step)
+            and not (self._stashes or rules.once or self._by_step)
         )
         self.count.versions = 1 + self._besides
         if self._plain and self.retains:  # the forward's and the backward's
@@ -99,13 +99,7 @@ class Ledger(Reader[Pair]):
         self._latest = 0  # the version that the last forward read: none before it exists
         self._copied = -1  # the newest version of those that a turn has computed with
 
-    def _itself(self, version: int) -> Pair:
-        return version, 0
-
-    def _for_forward(self, version: int, horizon: int) -> Pair:
-        return version, horizon + self._lead
-
-    def _for_backward(self, version: int, horizon: int) -> Pair:
+    def _weights(self, version: int, horizon: int = 0, by_step: bool = False) -> Pair:
         return version, horizon
 
     def enter(self, run: Iterable[Instruction]) -> list[Pair]:
@@ -137,8 +131,8 @@ class Ledger(Reader[Pair]):
             elif kind is _UPDATE:
                 self._check_update(turn)
                 self.updated()
-                if self._written is not None:  # by the step, beside all that backwards want again
-                    self._count_versions(self._written)
+                if self.written is not None:  # beside all that backwards want again
+                    self._count_versions(self.written)
                 count.updates = updates = self.version
                 reading = (updates, 0)
             else:
@@ -247,7 +241,7 @@ class Ledger(Reader[Pair]):
 
     def _read(self, turn: Instruction) -> Pair:
         _, i, j = turn
-        if self._reads_entry:
+        if self.rules.forward_reads == "entry":
             for entries in self.heirs:
                 entries.note(i, j, self.version)
         reading = self.for_forward(i, j)
@@ -264,24 +258,23 @@ class Ledger(Reader[Pair]):
 
     def _count_versions(self, loaded: tuple[Any, ...]) -> None:
         """Everything that exists while ``loaded`` is computed with."""
-        now = self._itself(self.version)
+        now = self.version, 0
         others: set[tuple[Any, ...]] = {loaded}
         if self.retains:
             others.update(weights for weights in self._newest if weights is not None)
         if not self._master:
             others.add(now)
-        if self._read_again and self._written is not None:
-            others.add(self._written)
+        if self.written is not None:
+            others.add(self.written)
         if not self._reads_newest:  # a later forward may read any of them
             if loaded == now and not self._reads_master:
                 self._copied = self.version
             end = max(self.version, self._copied + 1)
-            others.update(map(self._itself, range(self._oldest, end)))
+            others.update((version, 0) for version in range(self._oldest, end))
         if self._reads_master:
             others.discard(now)
         exist = self._besides + len(self._wants) + sum(other not in self._wants for other in others)
         self.count.versions = max(self.count.versions, exist)
-        self.settle()
 
 
 def open_ledgers(
