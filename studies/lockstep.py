@@ -81,14 +81,7 @@ class _Stage:
         entry, place = places
         generator = find_generator(schedule)
         self._actions: Iterator[Instruction] = generator(place)
-        self._storage = Storage(
-            self.params,
-            self._updater,
-            master=True,
-            before=rules.keeps_before,
-            averaging=rules.averaging,
-            correction=rules.correction,
-        )
+        self._storage = Storage(self.params, self._updater, rules, master=True)
         self._storage.bind()
         self._storage.begin()
         # Only its bookkeeping is used: what each turn computes with, by name.

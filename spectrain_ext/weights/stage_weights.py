@@ -48,19 +48,16 @@ class StageWeights:
         optimizer: any that holds exactly the stage's trainable parameters.
         scheduler: stepped after every update, or None.
         rules: the method at this stage.
-        places: the places of stage 0 and of this one.
-        schedule: the schedule's name, or its generator.
-        master_dtype: the dtype of the master and of the optimizer's state for 16-bit parameters;
-            None: the parameters'.
+        places: of stage 0 and of this one.
+        schedule: its name, or its generator.
+        master_dtype: see ``Storage``.
         copies: parameters that are trained on another stage.
 
     Attributes:
         peak: what the stage holds at once, as its schedule predicts.
-        updater: the optimizer as the storage knows it.
         entry: makes the actions of stage 0.
         moves: whether somebody may ``move`` the true weights after an update.
         meets_others: whether a backward may meet other weights than its forward, in another buffer.
-        versions: of a run: which buffer holds what.
     """
 
     moves = False
@@ -135,12 +132,10 @@ class StageWeights:
         made = Storage(
             self.params,
             self.updater,
+            self._rules,
             master=self._has_master,
             master_dtype=self._master_dtype,
-            before=self._rules.keeps_before,
             versions=self._computing,
-            averaging=self._rules.averaging,
-            correction=self._rules.correction,
         )
         try:
             made.bind()
@@ -204,15 +199,9 @@ class StageWeights:
 
     def begin(self) -> None:
         """Take what the parameters hold as version 0."""
-        storage = self._bound
+        storage, rates = self._bound, partial(rates_of, self.optimizer)
         storage.begin()
-        self.versions = Versions(
-            self._rules,
-            self._place,
-            Entries(self.entry()),
-            storage,
-            partial(rates_of, self.optimizer),
-        )
+        self.versions = Versions(self._rules, self._place, Entries(self.entry()), storage, rates)
         self._rates_move = False
         self.drop_gradients()
 

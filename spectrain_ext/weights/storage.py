@@ -13,10 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from spectrain_ext import _C
 from spectrain_ext.operators.plan import Plan
+from spectrain_ext.schedule import Rules
 from spectrain_ext.transport import Buffer, Event
 
 if TYPE_CHECKING:
-    from spectrain_ext.operators.corrections import Correction
     from spectrain_ext.optim.binding import PredictionSink
     from spectrain_ext.optim.foreign import Updater
 
@@ -26,12 +26,7 @@ ALIGNMENT = 256  # bytes: vector loads, and what matrix libraries ask of their o
 class Flat:
     """One buffer per dtype, and in it one view per parameter, with its shape and strides.
 
-    Args:
-        params: the parameters that the layout is made for.
-        dtype_of: the dtype of each parameter's view; its own where not given.
-
-    Attributes:
-        views: of the parameters, in their order.
+    Views have the parameters' dtypes, or those of ``dtype_of``, and are in their order.
     """
 
     def __init__(
@@ -86,17 +81,11 @@ def true_dtype(p: Tensor, master_dtype: torch.dtype | None) -> torch.dtype:
 
 
 class Content(NamedTuple):
-    """What a buffer of weights holds.
-
-    Attributes:
-        version: updates made in this run.
-        law: how it is predicted from there; None: it is the version itself.
-        rates: the learning rates that the law is evaluated at, where it does not have its own.
-    """
+    """What a buffer of weights holds: a version, or what a law predicts from there."""
 
     version: int
     law: Any = None  # hashable
-    rates: tuple[float, ...] | None = None
+    rates: tuple[float, ...] | None = None  # that the law is evaluated at, if it has not its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +97,16 @@ class Difference:
 
 @dataclass(eq=False, slots=True)
 class VersionBuffer:
-    """A buffer that holds one version of a stage's weights at a time.
-
-    Attributes:
-        flat: the memory.
-        memory: stands for it where streams are checked.
-        content: what it holds; None: nothing of use.
-        written: the event of the last write, on the stream that writes weights.
-        read: that of the last computation with it, on the stream that computes.
-        followed: whether that stream has waited for the last write.
-        sink: where the optimizer writes predictions into it, once somebody has asked.
-        watch: whether the parameters still are here, once they have been.
-    """
+    """A buffer that holds one version of a stage's weights at a time."""
 
     flat: Flat
-    memory: Buffer
-    content: Content | None = None
-    written: Event | None = None
-    read: Event | None = None
-    followed: bool = True
-    sink: PredictionSink | None = None
-    watch: _C.Watch | None = None
+    memory: Buffer  # stands for it where streams are checked
+    content: Content | None = None  # None: nothing of use
+    written: Event | None = None  # last, on the stream that writes weights
+    read: Event | None = None  # last, on the stream that computes
+    followed: bool = True  # whether that stream has waited for the last write
+    sink: PredictionSink | None = None  # for the optimizer's predictions, once somebody has asked
+    watch: _C.Watch | None = None  # sees parameters leave, once they have been here
 
 
 class Storage:
@@ -142,17 +120,14 @@ class Storage:
     Args:
         params: the parameters.
         optimizer: holds exactly these.
+        rules: say how steps are corrected, and what is kept of the true weights before the last.
         master: whether the true weights have a buffer of their own.
-        master_dtype: the dtype of that buffer and of the optimizer's state for 16-bit parameters;
-            None: the parameters'.
-        before: whether the true weights of one update before are kept as well.
+        master_dtype: of that buffer and of the optimizer's state for 16-bit parameters; None: the
+            parameters'.
         versions: buffers to compute with, at least 1.
-        averaging: keep the average of all before instead: what it keeps of itself with an update.
-        correction: of the optimizer's steps. One that reads stale weights wants a master.
 
     Attributes:
-        pool: the buffers to compute with.
-        home: the first of these.
+        pool: the buffers to compute with; ``home`` is the first.
         true: the buffer of the true weights: the master, or one of the pool.
         bound: the buffer that the parameters are in.
         predicts: whether the optimizer writes predictions.
@@ -166,13 +141,11 @@ class Storage:
         self,
         params: Sequence[Tensor],
         optimizer: Updater,
+        rules: Rules,
         *,
         master: bool,
         master_dtype: torch.dtype | None = None,
-        before: bool = False,
         versions: int = 1,
-        averaging: float = 0.0,
-        correction: Correction | None = None,
     ) -> None:
         def wide(p: Tensor) -> torch.dtype:
             return true_dtype(p, master_dtype)
@@ -182,8 +155,7 @@ class Storage:
 
         self.params = params
         self.optimizer = optimizer
-        self._correction = correction
-        self._averaging = averaging
+        self._correction, self._averaging = rules.correction, rules.averaging
         self._running = False
         self._plans: dict[tuple[int, int], Plan] = {}  # by what they read and what they write
         self.addresses: dict[int, tuple[int, int]] = {}
@@ -191,7 +163,8 @@ class Storage:
         for _ in range(versions):
             self.new_buffer()
         self.home = self.bound = self.true = self.pool[0]
-        keys = (*optimizer.buffer_keys, *(() if correction is None else correction.buffers))
+        more = () if self._correction is None else self._correction.buffers
+        keys = (*optimizer.buffer_keys, *more)
         self._state_flats = {key: Flat(params, of_state) for key in keys}
         self._state = {key: flat.views for key, flat in self._state_flats.items()}
         self.same_dtype = all(wide(p) == p.dtype for p in params)
@@ -204,7 +177,7 @@ class Storage:
         if not self.same_dtype:
             for p, view in self.master.flat.views.items():
                 view.copy_(p.detach())
-        if before:
+        if rules.keeps_before:
             self._before = Flat(params, wide)
             self._ahead = None if self.same_dtype else Flat(params, wide)
 
@@ -384,11 +357,9 @@ class Storage:
             self._copy(out, target)
 
     def move(self, weights: Iterable[Tensor], version: int) -> None:
-        """Make these the true weights, in the order of the parameters, right after an update.
+        """Make these the true weights of a version, in any dtype, right after its update.
 
-        Args:
-            weights: of the parameters' shapes, in any dtype.
-            version: of these; what is predicted from there moves as far.
+        What is predicted from there moves as far.
         """
         predicted = [
             buffer.flat
@@ -412,9 +383,6 @@ class SavedWeights:
     convolutions, norms, Linear, eager and compiled). What is no weight goes through the hooks of an
     outer context, if there is one. Those of an inner one, as ``torch.utils.checkpoint`` and
     ``save_on_cpu`` have them, take the place of these.
-
-    Args:
-        storage: of the weights.
     """
 
     def __init__(self, storage: Storage) -> None:
