@@ -20,10 +20,9 @@ Backward = Literal["current", "predict", "stash"]
 
 @dataclass(frozen=True)
 class Rules:
-    """The weights that a method has one stage compute with.
+    """The weights that a method has one stage compute with: a ``Method`` at one place.
 
-    A ``Method`` at one place: its fields of these names, with the rules evaluated. ``Reader`` says
-    what they mean, to whoever counts or runs a schedule.
+    ``Reader`` says what these mean, to whoever counts or runs a schedule.
 
     Attributes:
         forward_reads: the version that a forward reads. ``"newest"``: of the moment; ``"entry"``:
@@ -111,15 +110,11 @@ class Reading(NamedTuple):
 class Entries:
     """The version that stage 0 has when each microbatch enters, for the forwards of one stage.
 
-    Args:
-        actions: of stage 0, read as far as they are needed; none where stage 0 tells by ``note``.
-
-    Attributes:
-        following: that of the forward after the last one, or, while it is not known, of this.
+    Its actions are read as far as they are needed; without any, stage 0 tells by ``note``.
     """
 
     def __init__(self, actions: Iterable[Instruction] = ()) -> None:
-        self.following = 0
+        self.following = 0  # that of the forward after the last, or, while it is not known, of this
         self._actions = iter(actions)
         self._updates = 0
         self._known: deque[tuple[int, int, int]] = deque()
@@ -158,12 +153,7 @@ class Reader(ABC, Generic[W]):
     """Says what ``Rules`` mean: which weights a turn computes with, and which are read again.
 
     A ``Ledger`` counts with it, and the engine's weights are loaded by it: what stands for weights
-    is theirs to say.
-
-    Args:
-        rules: of the stage.
-        microbatches: of every minibatch; None: any.
-        entries: the versions of microbatches at stage 0, for forwards that read these.
+    is theirs to say. Without ``microbatches`` a minibatch may have any number.
 
     Attributes:
         version: updates made in this run.
@@ -249,14 +239,7 @@ class Reader(ABC, Generic[W]):
         return version
 
     def for_backward(self, i: int, j: int, ends: bool = True) -> W:
-        """What the backward of a microbatch computes with, now.
-
-        Args:
-            i: the minibatch.
-            j: the microbatch.
-            ends: whether its backward ends with that; False for the input's half of it, which that
-                of the weights follows.
-        """
+        """What the backward of a microbatch computes with; the first of two halves does not end it."""
         if j == self._last and ends:
             self.written = None  # an update comes before the next forward
         if self._stashes:
