@@ -239,7 +239,7 @@ class Reader(ABC, Generic[W]):
         return version
 
     def for_backward(self, i: int, j: int, ends: bool = True) -> W:
-        """What the backward of a microbatch computes with; the first half of one does not end it."""
+        """What the backward of a microbatch computes with, which a first half does not end."""
         if j == self._last and ends:
             self.written = None  # an update comes before the next forward
         if self._stashes:
