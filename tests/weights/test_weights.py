@@ -257,6 +257,20 @@ def test_stashed_versions_come_back_bit_for_bit(forward):
     assert not torch.equal(seen[2], seen[11])
 
 
+def test_weights_of_a_minibatch_outlive_an_update_that_comes_between_its_forwards():
+    weights = made(forward=0, backward="predict", back=1, once=True, microbatches=2)
+    size = weights.nbytes
+    load(weights, weights.versions.for_forward(0, 0))
+    first = bound(weights).clone()
+    step(weights)
+    assert not torch.equal(true(weights), first)
+    load(weights, weights.versions.for_forward(0, 1))
+    assert torch.equal(bound(weights), first)
+    load(weights, weights.versions.for_forward(1, 0))
+    assert torch.equal(bound(weights), true(weights))
+    assert weights.nbytes == size
+
+
 def test_a_learning_rate_that_changes_is_met_by_the_next_load():
     weights = made(forward=2, backward="predict", back=1)
     step(weights, forward=(3, 0))
