@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Literal, NoReturn, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, get_args, runtime_checkable
 
 import torch
 
@@ -298,11 +298,16 @@ def _check_own_law(method: Method) -> None:
             )
 
 
-def _count(method: Method, place: Place, field: str) -> int:
+def _rule(method: Method, field: str) -> Callable[[Place], Any]:
     rule = getattr(method, field)
     if not callable(rule):
         raise TypeError(f"{named(method, field)}: expected a function of a Place, got {rule!r}")
-    value: int = rule(place)
+    found: Callable[[Place], Any] = rule
+    return found
+
+
+def _count(method: Method, place: Place, field: str) -> int:
+    value: int = _rule(method, field)(place)
     at_least(method, place.stage, place.stages, field, value, 0)
     return value
 
@@ -324,12 +329,7 @@ def _check_rates(method: Method, place: Place) -> None:
 def _correction(method: Method, place: Place) -> Correction | None:
     if method.correction is None:
         return None
-    if not callable(method.correction):
-        raise TypeError(
-            f"{named(method, 'correction')}: expected a function of a Place, got "
-            f"{method.correction!r}"
-        )
-    found = method.correction(as_late(method.schedule, place))
+    found = _rule(method, "correction")(as_late(method.schedule, place))
     try:
         return None if found is None else as_correction(found)
     except TypeError as error:
