@@ -33,7 +33,7 @@ from spectrain_ext.method import rules_at
 from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.schedule import Kind, streams, validate
-from spectrain_ext.weights.flat import ALIGNMENT
+from spectrain_ext.weights.storage import ALIGNMENT
 
 STAGES = 4
 #: (method, microbatches); the first is what the others are compared with.
@@ -184,7 +184,7 @@ class Moved(st.Observer):
 
             setattr(owner, name, call)
 
-        counted(storage, "move_true", lambda buffer: _COPY)
+        counted(storage, "keep_true", lambda buffer: _COPY)
         counted(storage, "write", self._written)
         counted(weights.updater, "write_with_next_step", lambda sink, law=0: int(sink is not None))
         counted(weights.updater, "step", lambda: _STEP[self._optimizer])

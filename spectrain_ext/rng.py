@@ -72,12 +72,16 @@ class StageRandom:
         """Go on with the caller's numbers, if an exception kept ``with`` from seeing to that."""
         if self._callers:
             with TURN:
-                _swap(self._generators, self._callers, [])
+                self._put(self._callers)
                 self._callers = []
 
     def rewind(self) -> None:
         """Inside ``with``, draw again what has been drawn since it was entered."""
-        _swap(self._generators, self._entered, [])
+        self._put(self._entered)
+
+    def _put(self, states: States) -> None:
+        for generator, state in zip(self._generators, states, strict=False):
+            generator.set_state(state)
 
     def states(self) -> States:
         """Where the stage's numbers stand, outside of ``with``."""
@@ -96,20 +100,13 @@ class StageRandom:
     def at(self, states: States) -> Iterator[None]:
         """Inside, numbers are drawn again from there; where they stood is not changed."""
         with TURN:
-            self._entered = states
-            self._callers = []
+            own, self._own = self._own, states
             try:
-                _swap(self._generators, states, self._callers)
-                yield
+                with self:
+                    yield
             finally:
                 self.leave()
-
-
-def _swap(generators: list[torch.Generator], states: States, before: States) -> None:
-    """Set the states of as many generators, after adding to ``before`` what they were."""
-    for generator, state in zip(generators, states, strict=False):
-        before.append(generator.get_state())
-        generator.set_state(state)
+                self._own = own
 
 
 def mixed_seed(seed: int, index: int) -> int:

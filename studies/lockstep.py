@@ -81,14 +81,7 @@ class _Stage:
         entry, place = places
         generator = find_generator(schedule)
         self._actions: Iterator[Instruction] = generator(place)
-        self._storage = Storage(
-            self.params,
-            self._updater,
-            master=True,
-            before=rules.keeps_before,
-            averaging=rules.averaging,
-            correction=rules.correction,
-        )
+        self._storage = Storage(self.params, self._updater, rules, master=True)
         self._storage.bind()
         self._storage.begin()
         # Only its bookkeeping is used: what each turn computes with, by name.
@@ -124,7 +117,6 @@ class _Stage:
                 self._keep(content)
             elif kind is Kind.UPDATE:
                 break
-            versions.settle()
         named = chain(self._forwards.values(), self._backwards.values())
         oldest = min([versions.version - self._reach, *(content.version for content in named)])
         self._made = {c: made for c, made in self._made.items() if c.version >= oldest}
@@ -182,7 +174,8 @@ class _Stage:
         """The update without what follows from it."""
         if self._max_norm is not None:
             clip(self.params, self._max_norm, gradient_norm(self.params, torch.device("cpu")))
-        ordered = self._versions.step_writes(None)
+        self._versions.updated()
+        ordered = self._versions.written
         self._storage.before_update()
         if average is not None:
             average.before(self.row())
@@ -200,7 +193,7 @@ class _Stage:
         if moved is not None:
             weights = taken_apart(moved, self.params)
             self._storage.home.content = self._ordered
-            self._storage.move(weights, self._versions.version + 1)
+            self._storage.move(weights, self._versions.version)
 
     def row(self) -> Tensor:
         """The true weights."""
@@ -210,7 +203,6 @@ class _Stage:
     def follow(self) -> None:
         """Make what the next minibatch computes with."""
         ordered = self._ordered
-        self._versions.updated()
         if self._scheduler is not None:
             self._scheduler.step()
         for p in self.params:

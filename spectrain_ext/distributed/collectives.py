@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from spectrain_ext.pipeline.clipping import GlobalNorm
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport import Buffer, Stream
-from spectrain_ext.weights.flat import Flat
+from spectrain_ext.weights.storage import Flat
 
 from .board import Board
 from .links import Circle

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
 
-from spectrain_ext.operators.corrections import (
-    AdaptiveBraking,
-    DelayCompensation,
-    ErrorFeedback,
-    GapAware,
-    SpikeCompensation,
-)
+from spectrain_ext.operators.corrections import Correction
 from spectrain_ext.schedule import FLUSHING, Generator, Place, Rules, count_stage
 
 
@@ -105,44 +99,23 @@ def recipe_clip(place: Place) -> float:
     return 0.57 / sqrt(place.stages)
 
 
-def spike_compensation(place: Place) -> SpikeCompensation | None:
-    """For the stage's own delay."""
-    late = delay(place)
-    return SpikeCompensation(late) if late else None
+def where_late(correction: Callable[[int], Correction]) -> Callable[[Place], Correction | None]:
+    """A rule for a correction: what this makes of a stage's delay, where gradients are late."""
 
+    def rule(place: Place) -> Correction | None:
+        late = delay(place)
+        return correction(late) if late else None
 
-def error_feedback(place: Place) -> ErrorFeedback:
-    """On every stage, as every one of a method with a delay of one is late."""
-    return ErrorFeedback()
-
-
-def adaptive_braking(place: Place) -> AdaptiveBraking | None:
-    """With a strength of 1, where gradients are late."""
-    return AdaptiveBraking(1.0) if delay(place) else None
-
-
-def delay_compensation(place: Place) -> DelayCompensation | None:
-    """With the strength that its paper has for a constant one, where gradients are late."""
-    return DelayCompensation(0.04) if delay(place) else None
-
-
-def gap_aware(place: Place) -> GapAware | None:
-    """Where gradients are late."""
-    return GapAware() if delay(place) else None
+    return rule
 
 
 @dataclass(frozen=True)
 class RatesByDelay:
-    """PipeMare's T1: 1/D^(1 - min(t/updates, 1)) at update t of a stage with delay D, at least 1.
+    """PipeMare's T1: 1/D^(1 - min(t/updates, 1)) at update t of a stage with delay D, or 1."""
 
-    Attributes:
-        updates: until learning rates are their own again.
-    """
-
-    updates: float
+    updates: float  # until learning rates are their own again
 
     def __call__(self, place: Place, update: int) -> float:
-        """The factor on the learning rates of one update."""
         rest = 1.0 - update / self.updates if update < self.updates else 0.0
         return float(max(1, delay(place)) ** -rest)
 

@@ -44,16 +44,10 @@ def places_of(
     window: Window = None,
     replicas: Replicas | None = None,
 ) -> list[Place]:
-    """The place of every stage, or of each of its replicas, which all have the same.
+    """The place of every stage, or of each of its replicas, which all have the same; or refuse.
 
     A replica of stage k has 1/r_k of a minibatch's microbatches. Its window is that of a stage 0 of
     so many stages as there are ranks from stage k on for each of its replicas, rounded up.
-
-    Raises:
-        ValueError: an unknown schedule, a window below 1, or one for a schedule that flushes; or
-            replicas that the method cannot have, or that do not divide the microbatches; or a
-            generator whose actions cannot be run, or do not keep to the windows.
-        TypeError: a window that is no number, or a schedule that is none.
     """
     if replicas is None:
         replicas = Replicas((1,) * stages)
@@ -78,7 +72,6 @@ def places_of(
             f"({name_of(method.schedule)!r}), made for as many replicas of every stage; expected "
             f"the same number everywhere, got {list(replicas.counts)}"
         )
-    named = isinstance(method.schedule, str)
     parts = [microbatches // count for count in replicas.counts]
     asked = [(replicas.depth(k), parts[k], k) for k in range(stages)]
     if window is not None:
@@ -94,7 +87,7 @@ def places_of(
         for k, w in enumerate(windows):
             at_least(method, k, stages, "window", w, 1)
     places = [Place(k, stages, w, parts[k]) for k, w in enumerate(windows)]
-    if not named and not replicas.dealt:
+    if not isinstance(method.schedule, str) and not replicas.dealt:
         try:
             check_generator(generate, places)
         except (ScheduleError, TypeError) as error:
@@ -132,15 +125,10 @@ def phase_places(
     """``places_of`` each phase of a method; a window is for those that do not flush."""
     phases = phases_of(method)
     flushing = [flushes(phase.schedule) for phase in phases]
+    windows = [None if each and not all(flushing) else window for each in flushing]
     return [
-        places_of(
-            phase,
-            stages,
-            microbatches,
-            None if flushing[n] and not all(flushing) else window,
-            replicas,
-        )
-        for n, phase in enumerate(phases)
+        places_of(phase, stages, microbatches, asked, replicas)
+        for phase, asked in zip(phases, windows, strict=True)
     ]
 
 
@@ -169,12 +157,7 @@ def _check_windows(windows: Sequence[int], replicas: Replicas) -> None:
 
 
 def numbers_of(window: Window, stages: int) -> list[int] | None:
-    """The window of every stage where it is given in numbers; None: it has a name, or no window.
-
-    Raises:
-        ValueError: another name, another number of them, or one below 1.
-        TypeError: a window that is no number.
-    """
+    """The window of every stage, checked; None where none is given, or one by its name."""
     if window is None:
         return None
     if isinstance(window, str):

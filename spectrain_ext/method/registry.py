@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
+from spectrain_ext.operators import corrections
 from spectrain_ext.schedule import Interleaved, Law, Place, WPipe
 
 from . import formulas
@@ -155,10 +156,10 @@ def interleaved(*, chunks: int = 2, flushes: bool = True) -> Method:
     def rest_of_delay(place: Place) -> int:
         return formulas.delay_under(schedule, place._replace(stage=0)) - own_delay(place)
 
-    return replace(
+    return _like(
         second_order(lead=rest_of_delay),
-        name="interleaved-async",
-        summary="several stages per device, without a flush; predicts as auto does",
+        "interleaved-async",
+        "several stages per device, without a flush; predicts as auto does",
         schedule=schedule,
         forward_horizon=own_delay,
         microbatches=formulas.one_per_stage,
@@ -167,13 +168,36 @@ def interleaved(*, chunks: int = 2, flushes: bool = True) -> Method:
     )
 
 
-_AUTO = replace(
+def _like(row: Method, name: str, summary: str, **other: Any) -> Method:
+    return replace(row, name=name, summary=summary, **other)
+
+
+_AUTO = _like(
     second_order(),
-    name="auto",
-    summary="microbatches for a delay of one update, predicted on all stages alike",
+    "auto",
+    "microbatches for a delay of one update, predicted on all stages alike",
     window=formulas.window_for_messages,
     microbatches=formulas.one_per_stage,
     otherwise="difference",
+)
+
+_PIPEDREAM = Method("pipedream", "the backward reloads its forward's version", backward="stash")
+
+_2BW = Method(
+    "pipedream-2bw",
+    "two versions, a delay of exactly one update; needs as many microbatches as stages",
+    window=formulas.window_for_messages,
+    forward_reads="previous",
+    backward="stash",
+    min_microbatches=lambda place: place.stages,
+    microbatches=formulas.one_per_stage,
+)
+
+_SC = Method(
+    "sc",
+    "late gradients at once get the momentum's share by now (Kosson et al., 2020)",
+    correction=formulas.where_late(corrections.SpikeCompensation),
+    families=("sgd",),
 )
 
 _ROWS = (
@@ -192,22 +216,14 @@ _ROWS = (
         microbatches=formulas.one_per_stage,
     ),
     Method("vanilla", "forward and backward at the newest version"),
-    Method("pipedream", "the backward reloads its forward's version", backward="stash"),
+    _PIPEDREAM,
     Method(
         "pipedream-vertical-sync",
         "all stages use the version that stage 0 had at the microbatch's entry",
         forward_reads="entry",
         backward="stash",
     ),
-    Method(
-        "pipedream-2bw",
-        "two versions, a delay of exactly one update; needs as many microbatches as stages",
-        window=formulas.window_for_messages,
-        forward_reads="previous",
-        backward="stash",
-        min_microbatches=lambda place: place.stages,
-        microbatches=formulas.one_per_stage,
-    ),
+    _2BW,
     spectrain(),
     Method(
         "spectrain-local",
@@ -220,10 +236,10 @@ _ROWS = (
         forward_horizon=formulas.delay,
         backward="stash",
     ),
-    replace(
+    _like(
         spectrain(),
-        name="spectrain-ema",
-        summary="spectrain with averaged momentum, as the paper writes it; SGD(ema=True)",
+        "spectrain-ema",
+        "spectrain with averaged momentum, as the paper writes it; SGD(ema=True)",
         direction="ema",
         families=("sgd",),
     ),
@@ -282,67 +298,58 @@ _ROWS = (
         schedule="zb-h1",
         microbatches=formulas.one_per_stage,
     ),
-    replace(
+    _like(
         _AUTO,
-        name="zb-h1-async",
-        summary="auto, backwards in two halves, the gradient sent between them",
+        "zb-h1-async",
+        "auto, backwards in two halves, the gradient sent between them",
         schedule="zb-h1-async",
     ),
-    Method(
-        "sc",
-        "late gradients at once get the momentum's share by now (Kosson et al., 2020)",
-        correction=formulas.spike_compensation,
-        families=("sgd",),
-    ),
-    Method(
+    _SC,
+    _like(
+        _SC,
         "sc-lwp",
         "sc, and the forward predicts its own backward's version (Kosson et al., 2020)",
         forward_horizon=formulas.delay,
-        correction=formulas.spike_compensation,
-        families=("sgd",),
     ),
-    Method(
+    _like(
+        _2BW,
         "error-feedback",
         "pipedream-2bw, and a step makes up for what the one before has missed (2606.30634)",
-        window=formulas.window_for_messages,
-        forward_reads="previous",
-        backward="stash",
-        correction=formulas.error_feedback,
+        correction=lambda place: corrections.ErrorFeedback(),  # every stage is late by one
         families=("sgd", "adam", "adamw"),
-        min_microbatches=lambda place: place.stages,
-        microbatches=formulas.one_per_stage,
     ),
-    Method(
+    _like(
+        _PIPEDREAM,
         "braking",
         "gradients along the momentum shrink, those against it grow (Venigalla et al., 2020)",
-        backward="stash",
-        correction=formulas.adaptive_braking,
+        correction=formulas.where_late(lambda late: corrections.AdaptiveBraking(1.0)),
         families=("sgd",),
     ),
-    Method(
+    _like(
+        _PIPEDREAM,
         "dc-asgd",
         "pipedream with gradients carried on to the weights they meet (Zheng et al., 2017)",
-        backward="stash",
-        correction=formulas.delay_compensation,
+        # The strength that its paper has for a constant one.
+        correction=formulas.where_late(lambda late: corrections.DelayCompensation(0.04)),
     ),
-    Method(
+    _like(
+        _PIPEDREAM,
         "gap-aware",
         "pipedream with gradients divided by how far the weights have moved (Barkai et al., 2020)",
-        backward="stash",
-        correction=formulas.gap_aware,
+        correction=formulas.where_late(lambda late: corrections.GapAware()),
     ),
-    replace(
+    _like(
         pipemare(),
-        name="pipemare-t1",
-        summary="vanilla with learning rates that begin with 1/delay (PipeMare, 2019)",
+        "pipemare-t1",
+        "vanilla with learning rates that begin with 1/delay (PipeMare, 2019)",
         law="linear",
         backward="current",
         backward_horizon=formulas.none,
     ),
-    replace(
+    _like(
         pipemare(),
-        name="pipemare-t2",
-        summary="the backward looks back to about its forward's weights (PipeMare, 2019)",
+        "pipemare-t2",
+        "the backward looks back to about its forward's weights (PipeMare, 2019)",
         rates=None,
     ),
     pipemare(),

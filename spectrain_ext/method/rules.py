@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Literal, NoReturn, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, get_args, runtime_checkable
 
 import torch
 
@@ -18,18 +18,15 @@ from spectrain_ext.schedule import Backward, Law, Place, Reads, Replicas, Rules
 from .formulas import as_late, delay_under
 from .places import Window, microbatches_of, phase_places
 from .registry import find_method
-from .value import FAMILIES, Method, StageRule, at_least, phases_of
+from .value import FAMILIES, Method, at_least, named, phases_of, rate_at
 
 
 @runtime_checkable
 class _Predicting(Protocol):
     """What an optimizer of ``spectrain_ext.optim`` has, and none of anybody else's."""
 
-    def check_can_predict(self) -> None:
-        """Raise ValueError if there is no momentum to predict with."""
-
-    def check_correction(self, correction: Correction | None) -> None:
-        """Raise ValueError if its steps cannot obey a correction."""
+    def check_can_predict(self) -> None: ...
+    def check_correction(self, correction: Correction | None) -> None: ...
 
 
 def check(
@@ -41,20 +38,7 @@ def check(
     replicas: Replicas | Sequence[int] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Raise what ``Pipeline`` would, were it made with a method and these.
-
-    Args:
-        method: a name, or a Method.
-        stages: their number.
-        microbatches: parts per minibatch, ``"auto"``: what is usual for the method.
-        window: as for ``Pipeline``.
-        replicas: of every stage, None: one.
-        optimizer: one like every stage's, with any parameters; None: not looked at.
-
-    Raises:
-        ValueError: the method is not defined for these, or contradicts itself.
-        TypeError: a value of another type than is asked for.
-    """
+    """Raise what ``Pipeline`` would, were it made with these, and every optimizer like this one."""
     method = find_method(method)
     if replicas is not None and not isinstance(replicas, Replicas):
         replicas = Replicas(replicas)
@@ -73,13 +57,7 @@ def check(
 def check_replicas(
     method: Method, of_phases: Sequence[Sequence[Place]], replicas: Replicas
 ) -> None:
-    """Refuse steps that read what only one replica's gradients were computed with.
-
-    Args:
-        method: the method.
-        of_phases: the places of all stages in each of its phases.
-        replicas: of every stage, whose gradients are summed.
-    """
+    """Refuse steps that read what only one replica's gradients were computed with."""
     for phase, places in zip(phases_of(method), of_phases, strict=True):
         for k, count in enumerate(replicas.counts):
             correction = rules_at(phase, places[k]).correction
@@ -137,7 +115,7 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def _family_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """Which of ``FAMILIES`` an optimizer belongs to, as torch's classes tell; None: to none."""
+    """Which of ``FAMILIES`` an optimizer belongs to, as torch's classes tell."""
     return next((name for name, kind in _CLASSES.items() if isinstance(optimizer, kind)), None)
 
 
@@ -158,13 +136,11 @@ def rules_at(method: Method, place: Place, optimizer: torch.optim.Optimizer | No
         _one_of(method, "direction", method.direction, ("ema",))
     for family in method.families:
         _one_of(method, "families", family, FAMILIES)
-    horizon: int | Literal["counted"]
+    horizon: int | Literal["counted"] = "counted"
     if method.forward_horizon != "counted":
         horizon = _count(method, place, "forward_horizon")
     elif delay_under(method.schedule, place) == 0:
         horizon = 0  # there is nothing to count
-    else:
-        horizon = "counted"
     found = Rules(
         method.forward_reads,
         method.law,
@@ -207,7 +183,7 @@ def in_words(
         return f"{said}, nothing is late and nothing predicted"
     said += f", so that forwards are at most {_updates(late)} late"
     if method.rates is not None:
-        least = min(method.rates(as_late(method.schedule, place), 0) for place in places)
+        least = min(rate_at(method, place, 0) for place in places)
         said += f"; learning rates begin with {least:.3g} of their own at the least"
     horizons = [rule.forward_horizon for rule in rules]
     if "counted" in horizons:
@@ -245,9 +221,7 @@ def _updates(count: int) -> str:
 
 def _check_contradictions(method: Method, place: Place, found: Rules) -> None:
     def refuse(field: str, why: str) -> NoReturn:
-        raise ValueError(
-            f"method: {field} of {method.name!r} at stage {place.stage} of {place.stages}: {why}"
-        )
+        raise ValueError(f"{named(method, field, place)}: {why}")
 
     if found.backward != "predict" and found.backward_horizon:
         refuse(
@@ -303,7 +277,7 @@ def _check_range(method: Method, place: Place) -> None:
 def _check_own_law(method: Method) -> None:
     """Refuse a function that gives no law, or one that only a step could obey."""
     assert callable(method.law)
-    law, where = method.law(1), f"method: law of {method.name!r}"
+    law, where = method.law(1), named(method, "law")
     if not all(callable(getattr(law, name, None)) for name in ("sgd", "adam")):
         raise TypeError(f"{where}: expected a function that gives a law (sgd, adam), got {law!r}")
     if not isinstance(law, Hashable):
@@ -324,13 +298,16 @@ def _check_own_law(method: Method) -> None:
             )
 
 
+def _rule(method: Method, field: str) -> Callable[[Place], Any]:
+    rule = getattr(method, field)
+    if not callable(rule):
+        raise TypeError(f"{named(method, field)}: expected a function of a Place, got {rule!r}")
+    found: Callable[[Place], Any] = rule
+    return found
+
+
 def _count(method: Method, place: Place, field: str) -> int:
-    rule: StageRule = getattr(method, field)
-    if not isinstance(rule, Callable):  # type: ignore[arg-type]
-        raise TypeError(
-            f"method: {field} of {method.name!r}: expected a function of a Place, got {rule!r}"
-        )
-    value = rule(place)
+    value: int = _rule(method, field)(place)
     at_least(method, place.stage, place.stages, field, value, 0)
     return value
 
@@ -338,10 +315,10 @@ def _count(method: Method, place: Place, field: str) -> int:
 def _check_rates(method: Method, place: Place) -> None:
     if method.rates is None:
         return
-    where = f"method: rates of {method.name!r}"
+    where = named(method, "rates")
     if not callable(method.rates):
         raise TypeError(f"{where}: expected a function of a Place and an update's number")
-    factor = method.rates(as_late(method.schedule, place), 0)
+    factor = rate_at(method, place, 0)
     if not (isinstance(factor, (int, float)) and 0.0 <= factor < inf):
         raise ValueError(
             f"{where} gives {factor!r} for the first update of stage {place.stage}, expected a "
@@ -350,21 +327,17 @@ def _check_rates(method: Method, place: Place) -> None:
 
 
 def _correction(method: Method, place: Place) -> Correction | None:
-    where = f"method: correction of {method.name!r}"
     if method.correction is None:
         return None
-    if not callable(method.correction):
-        raise TypeError(f"{where}: expected a function of a Place, got {method.correction!r}")
-    found = method.correction(as_late(method.schedule, place))
+    found = _rule(method, "correction")(as_late(method.schedule, place))
     try:
         return None if found is None else as_correction(found)
     except TypeError as error:
         why = str(error).removeprefix("correction: ")
-        raise TypeError(f"{where} at stage {place.stage} of {place.stages}: {why}") from None
+        raise TypeError(f"{named(method, 'correction', place)}: {why}") from None
 
 
 def _one_of(method: Method, field: str, value: object, known: Sequence[str]) -> None:
     if value not in known:
-        raise ValueError(
-            f"method: {field} of {method.name!r}: expected one of {', '.join(known)}, got {value!r}"
-        )
+        one_of = f"expected one of {', '.join(known)}, got {value!r}"
+        raise ValueError(f"{named(method, field)}: {one_of}")

@@ -118,15 +118,10 @@ class Method:
 
 
 def phases_of(method: Method) -> tuple[Method, ...]:
-    """The method as it begins, and whatever it changes to, in order.
-
-    Raises:
-        TypeError: a change to something that is no method, or a moment that is no number.
-        ValueError: a change without a moment, or with one that cannot be.
-    """
+    """The method as it begins, and whatever it changes to, in order; what cannot be is refused."""
     found = [method]
     while (phase := found[-1].then) is not None:
-        where = f"method: then of {method.name!r}"
+        where = named(method, "then")
         if not isinstance(phase, Phase) or not isinstance(phase.method, Method):
             raise TypeError(f"{where}: expected a Phase with a Method, got {phase!r}")
         if phase.after is None and phase.gap is None:
@@ -141,7 +136,7 @@ def phases_of(method: Method) -> tuple[Method, ...]:
         found.append(phase.method)
     if any(one.then and one.then.gap is not None for one in found) and any(m.rates for m in found):
         raise ValueError(
-            f"method: then of {method.name!r}: gap: rates are counted from changes that are known "
+            f"{named(method, 'then')}: gap: rates are counted from changes that are known "
             "before; expected after alone where a phase has rates"
         )
     return tuple(found)
@@ -155,9 +150,7 @@ def chunks_of(method: Method) -> int:
 def factor_of(phases: Sequence[tuple[Method, Place]]) -> Callable[[int], float] | None:
     """What learning rates are multiplied by at an update of training; None: by nothing.
 
-    Args:
-        phases: of a method, each with the stage's place in it. The ``rates`` of each count from its
-            own first update.
+    Of all phases, each with the stage's place in it: ``rates`` count from the phase's first update.
     """
     if all(method.rates is None for method, _ in phases):
         return None
@@ -167,16 +160,26 @@ def factor_of(phases: Sequence[tuple[Method, Place]]) -> Callable[[int], float] 
         while (then := phases[n][0].then) and then.after is not None and update >= then.after:
             begun, n = max(begun, then.after), n + 1
         method, place = phases[n]
-        if method.rates is None:
-            return 1.0
-        return method.rates(as_late(method.schedule, place), update - begun)
+        return 1.0 if method.rates is None else rate_at(method, place, update - begun)
 
     return factor
 
 
+def rate_at(method: Method, place: Place, update: int) -> float:
+    """What ``rates`` gives for an update, counted from the phase's first."""
+    assert method.rates is not None
+    return method.rates(as_late(method.schedule, place), update)
+
+
+def named(method: Method, field: str, place: Place | None = None) -> str:
+    """How an error begins that is about a field, everywhere or at one place."""
+    at = "" if place is None else f" at stage {place.stage} of {place.stages}"
+    return f"method: {field} of {method.name!r}{at}"
+
+
 def at_least(method: Method, k: int, n: int, field: str, value: object, least: int) -> None:
     """Refuse what a rule gives for stage k of n if it is less, or no whole number."""
-    where = f"method: {field} of {method.name!r} gives {value!r} for stage {k} of {n}"
+    where = f"{named(method, field)} gives {value!r} for stage {k} of {n}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{where}, expected an int")
     if value < least:

@@ -13,8 +13,7 @@ from spectrain_ext.rng import TURN
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Buffer, Event, new_stream
 from spectrain_ext.weights import StageWeights
-from spectrain_ext.weights.saved import SavedWeights
-from spectrain_ext.weights.storage import Content, VersionBuffer
+from spectrain_ext.weights.storage import Content, SavedWeights, VersionBuffer
 
 from .clipping import GlobalNorm, clip, gradient_norm
 from .cursor import Cursor
@@ -207,8 +206,6 @@ class Loads:
             buffer.followed = True
         if buffer is not storage.bound:
             storage.point(buffer)
-        if versions.done_with is not None:
-            versions.settle()
 
     def _written(self, *buffers: VersionBuffer) -> None:
         """Something has been written to these on the prediction stream."""

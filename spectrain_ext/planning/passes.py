@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 from spectrain_ext.method import Method, find_method, rules_at
 from spectrain_ext.schedule import Entries, Kind, Place, find_generator
-from spectrain_ext.weights.storage import Content, Difference, Storage
+from spectrain_ext.weights.storage import Content, Storage
 from spectrain_ext.weights.versions import Versions
 
 #: Bytes per float32 parameter of an SGD step: gradient, momentum, weight; the last two written.
@@ -42,7 +42,7 @@ class _Books:
         master: whether the true weights have one of their own.
     """
 
-    same_dtype = True
+    same_dtype = predicts = True
 
     def __init__(self, master: bool) -> None:
         self.home = _Buffer()
@@ -85,15 +85,10 @@ def _count(method: Method, entry: Place, place: Place) -> Passes:
         counted, moved = versions.version >= warm, 0
         if kind is Kind.UPDATE:
             ahead = (then.minibatch, then.microbatch) if then.kind is Kind.FORWARD else None
-            written = versions.step_writes(ahead) if rules.predicts else None
-            if written is not None and isinstance(written.law, Difference):
-                written = None
-            kept = versions.keep_true()
-            room = versions.begin_update(written)
-            if kept is not None and books.master is None:
-                books.true = cast(_Buffer, kept)
-            versions.end_update(written, room)
-            moved = STEP + 8 * (kept is not None) + 4 * (written is not None)
+            update = versions.begin_update(ahead)
+            if update.kept is not None and books.master is None:
+                books.true = cast(_Buffer, update.kept)
+            moved = STEP + 8 * (update.kept is not None) + 4 * (update.written is not None)
         else:
             if kind is Kind.FORWARD:
                 wanted = versions.for_forward(i, j)
@@ -103,7 +98,6 @@ def _count(method: Method, entry: Place, place: Place) -> Passes:
             if versions.find(wanted) is None:
                 versions.room(wanted)
                 moved = 12 if wanted.law else 8
-            versions.settle()
         if counted:
             found[kind] += moved
         turn = then

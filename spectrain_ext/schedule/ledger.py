@@ -84,7 +84,7 @@ class Ledger(Reader[Pair]):
         self._plain = (
             self._reads_newest
             and self._horizon is not None
-            and not (self._stashes or self._once or self._by_step)
+            and not (self._stashes or rules.once or self._by_step)
         )
         self.count.versions = 1 + self._besides
         if self._plain and self.retains:  # the forward's and the backward's
@@ -99,13 +99,7 @@ class Ledger(Reader[Pair]):
         self._latest = 0  # the version that the last forward read: none before it exists
         self._copied = -1  # the newest version of those that a turn has computed with
 
-    def _itself(self, version: int) -> Pair:
-        return version, 0
-
-    def _for_forward(self, version: int, horizon: int) -> Pair:
-        return version, horizon + self._lead
-
-    def _for_backward(self, version: int, horizon: int) -> Pair:
+    def _weights(self, version: int, horizon: int = 0, by_step: bool = False) -> Pair:
         return version, horizon
 
     def enter(self, run: Iterable[Instruction]) -> list[Pair]:
@@ -128,23 +122,24 @@ class Ledger(Reader[Pair]):
             kind, i, j = turn
             if kind is _FORWARD:
                 if i < updates or j >= most or (i, j) in parts:
-                    raise self._unexpected_forward(turn)
+                    raise self._unexpected(turn)
                 reading = (updates, ahead) if plain else self._read(turn)
                 parts[i, j] = reading
                 flying += 1
                 if flying > peak:
-                    peak = count.in_flight = self._widened(turn, flying)
+                    self._check_window(turn, flying)
+                    peak = count.in_flight = flying
             elif kind is _UPDATE:
                 self._check_update(turn)
                 self.updated()
-                if self._written is not None:  # by the step, beside all that backwards want again
-                    self._count_versions(self._written)
+                if self.written is not None:  # beside all that backwards want again
+                    self._count_versions(self.written)
                 count.updates = updates = self.version
                 reading = (updates, 0)
             else:
                 read = parts.get((i, j))
                 if read is None:
-                    raise self._unexpected_backward(turn)
+                    raise self._unexpected(turn)
                 ends = True
                 if kind is not _BACKWARD or halved:
                     ends = self._check_half(turn)
@@ -182,46 +177,38 @@ class Ledger(Reader[Pair]):
 
     # Checks.
 
-    def _again(self, i: int) -> str:
-        done = i < self.version
-        return "expected once, found again" + (": the minibatch has had its update" if done else "")
+    def _unexpected(self, turn: Instruction) -> ScheduleError:
+        """A forward or a backward that cannot be here."""
+        kind, i, j = turn
+        most = self._microbatches
+        if kind is _FORWARD and most is not None and j >= most:
+            reason = f"expected microbatches 0 to {most - 1} only"
+        elif i < self.version:
+            reason = "expected once, found again: the minibatch has had its update"
+        elif kind is _FORWARD or (i, j) in self._parts:
+            reason = "expected once, found again"
+        else:
+            reason = "expected its forward before it"
+        return ScheduleError(self._stage, turn, reason)
 
-    def _widened(self, turn: Instruction, flying: int) -> int:
+    def _check_window(self, turn: Instruction, flying: int) -> None:
         if self._window is not None and flying > self._window:
             reason = f"the window allows {self._window} microbatches in flight, this is one more"
             raise ScheduleError(self._stage, turn, reason)
-        return flying
-
-    def _unexpected_forward(self, turn: Instruction) -> ScheduleError:
-        most = self._microbatches
-        if most is not None and turn.microbatch >= most:
-            reason = f"expected microbatches 0 to {most - 1} only"
-            return ScheduleError(self._stage, turn, reason)
-        return ScheduleError(self._stage, turn, self._again(turn.minibatch))
-
-    def _unexpected_backward(self, turn: Instruction) -> ScheduleError:
-        _, i, j = turn
-        seen = i < self.version or (i, j) in self._parts
-        reason = self._again(i) if seen else "expected its forward before it"
-        return ScheduleError(self._stage, turn, reason)
 
     def _check_half(self, turn: Instruction) -> bool:
-        """A microbatch has the whole backward, or its input's half and then its weights'.
-
-        Returns:
-            whether the backward ends with the turn.
-        """
+        """Whether the backward ends with this, a whole one, or one half of it after the other."""
         kind, part = turn.kind, turn[1:]
-        if kind is _WEIGHTS and part in self._halved:
-            self._halved.remove(part)
-        elif kind is _INPUT and part not in self._halved:
+        halved = part in self._halved
+        if kind is _WEIGHTS and not halved:
+            missing = Instruction(_INPUT, *part)
+            raise ScheduleError(self._stage, turn, f"expected {missing} before it")
+        if kind is not _WEIGHTS and halved:
+            raise ScheduleError(self._stage, turn, f"expected {self._rest(*part)} instead")
+        if kind is _INPUT:
             self._halved.add(part)
         elif kind is _WEIGHTS:
-            raise ScheduleError(
-                self._stage, turn, f"expected {Instruction(_INPUT, *part)} before it"
-            )
-        elif part in self._halved:
-            raise ScheduleError(self._stage, turn, f"expected {self._rest(*part)} instead")
+            self._halved.remove(part)
         return kind is not _INPUT
 
     def _rest(self, i: int, j: int) -> Instruction:
@@ -247,7 +234,7 @@ class Ledger(Reader[Pair]):
 
     def _read(self, turn: Instruction) -> Pair:
         _, i, j = turn
-        if self._reads_entry:
+        if self.rules.forward_reads == "entry":
             for entries in self.heirs:
                 entries.note(i, j, self.version)
         reading = self.for_forward(i, j)
@@ -264,24 +251,23 @@ class Ledger(Reader[Pair]):
 
     def _count_versions(self, loaded: tuple[Any, ...]) -> None:
         """Everything that exists while ``loaded`` is computed with."""
-        now = self._itself(self.version)
+        now = self.version, 0
         others: set[tuple[Any, ...]] = {loaded}
         if self.retains:
             others.update(weights for weights in self._newest if weights is not None)
         if not self._master:
             others.add(now)
-        if self._read_again and self._written is not None:
-            others.add(self._written)
+        if self.written is not None:
+            others.add(self.written)
         if not self._reads_newest:  # a later forward may read any of them
             if loaded == now and not self._reads_master:
                 self._copied = self.version
             end = max(self.version, self._copied + 1)
-            others.update(map(self._itself, range(self._oldest, end)))
+            others.update((version, 0) for version in range(self._oldest, end))
         if self._reads_master:
             others.discard(now)
         exist = self._besides + len(self._wants) + sum(other not in self._wants for other in others)
         self.count.versions = max(self.count.versions, exist)
-        self.settle()
 
 
 def open_ledgers(
@@ -290,13 +276,7 @@ def open_ledgers(
     windows: Sequence[int] | None = None,
     microbatches: int | None = None,
 ) -> list[Ledger]:
-    """A ledger per stage.
-
-    Args:
-        stages: their number.
-        rules: of every stage; None: the newest weights, forward and backward.
-        windows: of every stage, None to allow any.
-        microbatches: the number that every minibatch must have, None to allow any.
+    """A ledger per stage; without rules of the newest weights, forward and backward.
 
     Raises:
         ValueError: ``rules`` or ``windows`` has another length.
@@ -306,14 +286,9 @@ def open_ledgers(
             raise ValueError(f"{name}: expected one per stage, {stages}, got {len(values)}")
     rules = [_NEWEST] * stages if rules is None else rules
     entries = [Entries() for _ in range(stages)]
+    most = [None] * stages if windows is None else windows
     ledgers = [
-        Ledger(
-            k,
-            rules[k],
-            window=None if windows is None else windows[k],
-            microbatches=microbatches,
-            entries=entries[k],
-        )
+        Ledger(k, rules[k], window=most[k], microbatches=microbatches, entries=entries[k])
         for k in range(stages)
     ]
     if ledgers:
@@ -324,14 +299,9 @@ def open_ledgers(
 def count_stage(
     schedule: str | Generator, entry: Place, place: Place, rules: Rules, master: bool
 ) -> Count:
-    """What one stage comes to in a long run of a schedule.
+    """What the stage at a place comes to in a long run of a schedule, as a ``Ledger`` counts it.
 
-    Args:
-        schedule: its name, or its generator.
-        entry: the place of stage 0.
-        place: the stage's.
-        rules: which weights it computes with.
-        master: whether the true weights have a buffer of their own in any case, of a wider dtype.
+    ``entry`` is the place of stage 0.
     """
     generate = find_generator(schedule)
     parts = place.microbatches

@@ -20,10 +20,9 @@ Backward = Literal["current", "predict", "stash"]
 
 @dataclass(frozen=True)
 class Rules:
-    """The weights that a method has one stage compute with.
+    """The weights that a method has one stage compute with: a ``Method`` at one place.
 
-    A ``Method`` at one place: its fields of these names, with the rules evaluated. ``Reader`` says
-    what they mean, to whoever counts or runs a schedule.
+    ``Reader`` says what these mean, to whoever counts or runs a schedule.
 
     Attributes:
         forward_reads: the version that a forward reads. ``"newest"``: of the moment; ``"entry"``:
@@ -62,23 +61,26 @@ class Rules:
         return self.predicts or (self.correction is not None and self.correction.reads_stale)
 
     @property
-    def meets_others(self) -> bool:
-        """Whether a backward may meet other weights than its forward."""
-        return self.backward != "stash" and (self.predicts or self.forward_reads != "newest")
+    def by_step(self) -> bool:
+        """Whether a step writes the forwards' predictions, which nobody can make again."""
+        return self.law == "second-order" and (self.forward_horizon != 0 or self.lead > 0)
 
-    def overwrites(self, microbatches: int | None) -> bool:
-        """Whether one buffer holds whatever is computed with, and is written before each use.
+    def retains(self, microbatches: int | None) -> bool:
+        """Whether a backward meets other weights than its forward, each in a buffer of its own.
 
-        That is as fast as two buffers where an update comes between any two forwards, and both
-        their weights and the backward's are predicted.
+        They share one, written before each use, where that is as fast as two: an update comes
+        between any two forwards, and both their weights and the backward's are predicted.
         """
-        return (
+        if self.backward == "stash" or not (self.predicts or self.forward_reads != "newest"):
+            return False
+        overwrites = (
             microbatches == 1
             and self.backward == "predict"
             and self.backward_horizon > 0
             and self.forward_reads == "newest"
             and self.law != "second-order"
         )
+        return not overwrites
 
     @property
     def keeps_before(self) -> bool:
@@ -108,15 +110,11 @@ class Reading(NamedTuple):
 class Entries:
     """The version that stage 0 has when each microbatch enters, for the forwards of one stage.
 
-    Args:
-        actions: of stage 0, read as far as they are needed; none where stage 0 tells by ``note``.
-
-    Attributes:
-        following: that of the forward after the last one, or, while it is not known, of this.
+    Its actions are read as far as they are needed; without any, stage 0 tells by ``note``.
     """
 
     def __init__(self, actions: Iterable[Instruction] = ()) -> None:
-        self.following = 0
+        self.following = 0  # that of the forward after the last, or, while it is not known, of this
         self._actions = iter(actions)
         self._updates = 0
         self._known: deque[tuple[int, int, int]] = deque()
@@ -155,37 +153,31 @@ class Reader(ABC, Generic[W]):
     """Says what ``Rules`` mean: which weights a turn computes with, and which are read again.
 
     A ``Ledger`` counts with it, and the engine's weights are loaded by it: what stands for weights
-    is theirs to say. Whoever has asked for weights calls ``settle`` once it has them.
-
-    Args:
-        rules: of the stage.
-        microbatches: of every minibatch; None: any.
-        entries: the versions of microbatches at stage 0, for forwards that read these.
+    is theirs to say. Without ``microbatches`` a minibatch may have any number.
 
     Attributes:
         version: updates made in this run.
-        done_with: weights that nobody wants any more once what was asked for is there.
+        retains: whether what the newest version's last forward and last backward had stays, to be
+            found by the next ones.
+        written: what the last step wrote and nothing can write again, while forwards to come may
+            read it.
     """
 
     def __init__(
         self, rules: Rules, microbatches: int | None = None, entries: Entries | None = None
     ) -> None:
+        self.rules = rules
         self.version = 0
+        self.retains = rules.retains(microbatches)
+        self.written: W | None = None
         self._last = -1 if microbatches is None else microbatches - 1
         self._entries = Entries() if entries is None else entries
         self._reads_newest = rules.forward_reads == "newest"
-        self._reads_entry = rules.forward_reads == "entry"
-        self._horizon = None if rules.forward_horizon == "counted" else rules.forward_horizon
-        self._lead = rules.lead
-        # Predictions that a step writes, and nobody can make again.
-        self._by_step = rules.law == "second-order" and (self._horizon != 0 or self._lead > 0)
-        # All forwards of a version compute with the same, whatever learning rates are by then.
-        self._keeps_horizon = self._reads_newest and (
-            self._by_step or (self._horizon == 0 and not self._lead)
-        )
+        ahead = rules.forward_horizon
+        self._horizon = None if ahead == "counted" else ahead + rules.lead
+        self._by_step = rules.by_step
         self._stashes = rules.backward == "stash"
         self._backward_horizon = rules.backward_horizon if rules.backward == "predict" else 0
-        self._once = rules.once
         # What the last backward had, which a correcting update still needs: a forward may come
         # between, where a minibatch has fewer samples than microbatches.
         self._corrects = rules.correction is not None and rules.correction.reads_stale
@@ -193,43 +185,21 @@ class Reader(ABC, Generic[W]):
         self._in_flight: dict[tuple[int, int], W] = {}  # what their backwards must find again
         self._wants: Counter[W] = Counter()
         self._first: tuple[int, W] | None = None  # of this minibatch, with ``once``
-        self.done_with: W | None = None
         self._oldest = 0  # version that a forward to come may read
-        # What a step wrote and nothing can write again, and whether forwards to come may read it.
-        self._written: W | None = None
-        self._read_again = False
-        self._overwrites = rules.overwrites(microbatches)
-        #: whether what the newest version's last forward and last backward had stays, to be found
-        #: by the next ones
-        self.retains = not (self._stashes or self._overwrites) and rules.meets_others
         self._newest: list[W | None] = [None, None]  # of a forward, of a backward
 
-    # What stands for weights.
-
     @abstractmethod
-    def _itself(self, version: int) -> W:
-        """A version, not predicted."""
-
-    @abstractmethod
-    def _for_forward(self, version: int, horizon: int) -> W:
-        """The forward's prediction from a version: the newest, or the one after it."""
-
-    @abstractmethod
-    def _for_backward(self, version: int, horizon: int) -> W:
-        """The backward's prediction from the newest version."""
-
-    # What is computed with.
+    def _weights(self, version: int, horizon: int = 0, by_step: bool = False) -> W:
+        """What stands for a version, predicted so far ahead: ``by_step``, or by anybody."""
 
     def for_forward(self, i: int, j: int) -> W:
         """What the forward of a microbatch computes with, now."""
-        if self._once:
+        if self.rules.once:
             weights = self._for_minibatch(i, j)
-        elif self._newest[0] is not None and self._keeps_horizon:
-            weights = self._newest[0]
         elif self._reads_newest:
-            weights = self._ahead(self.version, i)
+            weights = self.written or self._ahead(self.version, i)
         else:
-            weights = self._itself(self._read_older(i, j))
+            weights = self._weights(self._read_older(i, j))
         if self._stashes:
             self._in_flight[i, j] = weights
             self._wants[weights] += 1
@@ -238,31 +208,29 @@ class Reader(ABC, Generic[W]):
         return weights
 
     def _ahead(self, version: int, i: int) -> W:
-        horizon = self._horizon
-        if horizon is None:
-            horizon = i - version
-        elif self._by_step and version == 0:
-            return self._itself(0)  # no step has written a prediction yet
-        if not horizon and not self._lead:
-            return self._itself(version)
-        return self._for_forward(version, horizon)
+        """The weights of a forward of minibatch i, which reads this version as the newest."""
+        if self._horizon is None:
+            return self._weights(version, i - version)
+        if self._by_step and version == 0:
+            return self._weights(0)  # no step has written a prediction yet
+        return self._weights(version, self._horizon, self._by_step)
 
     def _for_minibatch(self, i: int, j: int) -> W:
         """The first microbatch's weights, kept until the last has them."""
         if self._first is None or self._first[0] != i:
             if self._first is not None:  # a small minibatch, whose last microbatch did not exist
                 self._release(self._first[1])
-            self._first = i, self._ahead(self.version, i)
+            self._first = i, self.written or self._ahead(self.version, i)
             self._wants[self._first[1]] += 1
         weights = self._first[1]
         if j == self._last:
-            self.done_with = weights
+            self._release(weights)
             self._first = None
         return weights
 
     def _read_older(self, i: int, j: int) -> int:
         """The version that a forward reads; what no later one reads need not be kept for it."""
-        if self._reads_entry:
+        if self.rules.forward_reads == "entry":
             version = self._entries.take(i, j)
             self._oldest = self._entries.following
         else:
@@ -271,36 +239,22 @@ class Reader(ABC, Generic[W]):
         return version
 
     def for_backward(self, i: int, j: int, ends: bool = True) -> W:
-        """What the backward of a microbatch computes with, now.
-
-        Args:
-            i: the minibatch.
-            j: the microbatch.
-            ends: whether its backward ends with that; False for the input's half of it, which that
-                of the weights follows.
-        """
-        if self._by_step and j == self._last and ends:
-            self._read_again = False  # an update comes before the next forward
+        """What the backward of a microbatch computes with, which a first half does not end."""
+        if j == self._last and ends:
+            self.written = None  # an update comes before the next forward
         if self._stashes:
             if not ends:
                 return self._in_flight[i, j]
-            self.done_with = weights = self._in_flight.pop((i, j))
-            if self._corrects:
-                self.done_with, self._stale = self._stale, weights
+            weights = self._in_flight.pop((i, j))
+            if not self._corrects:
+                self._release(weights)
+                return weights
+            if self._stale is not None:
+                self._release(self._stale)
+            self._stale = weights
             return weights
-        if self._backward_horizon:
-            weights = self._for_backward(self.version, self._backward_horizon)
-        else:
-            weights = self._itself(self.version)
-        self._newest[1] = weights
+        self._newest[1] = weights = self._weights(self.version, self._backward_horizon)
         return weights
-
-    def settle(self) -> None:
-        """What was asked for last is there; whoever asked will not ask for it again."""
-        weights = self.done_with
-        if weights is not None:
-            self.done_with = None
-            self._release(weights)
 
     def _release(self, weights: W) -> None:
         self._wants[weights] -= 1
@@ -308,29 +262,20 @@ class Reader(ABC, Generic[W]):
             del self._wants[weights]
 
     def updated(self) -> None:
-        """An update has been made."""
+        """An update has been made, or is about to be: what only the last version had is over."""
         if self._stale is not None:
-            self._let_go_of_stale()
-        self._forget_newest()
+            self._release(self._stale)
+            self._stale = None
+        self._newest = [None, None]
         self.version += 1
         if self._by_step:
-            self._written = self._ahead(self.version, 0)
-            self._read_again = True
-
-    def _forget_newest(self) -> None:
-        """The newest version is about to be another one."""
-        self._newest = [None, None]
-
-    def _let_go_of_stale(self) -> None:
-        weights, self._stale = self._stale, None
-        assert weights is not None
-        self._release(weights)
+            self.written = self._ahead(self.version, 0)
 
     def _is_wanted(self, weights: W) -> bool:
         """Whether a turn to come computes with them, and they cannot be made again."""
         return (
             weights in self._wants
             or (self.retains and weights in self._newest)
-            or (self._read_again and weights == self._written)
+            or weights == self.written
             or (not self._reads_newest and weights[0] >= self._oldest and not weights[1])
         )

@@ -14,15 +14,10 @@ _lr = itemgetter("lr")
 
 
 class PacedRates(LRScheduler):
-    """A scheduler whose learning rates are those of another, times a factor for each update.
+    """Sets the rates of another scheduler, or constant ones, times a factor of each update.
 
-    It has that one's attributes and state as well. Where somebody changed a rate by hand since the
-    last update, the scheduler goes on from that one, divided by the factor.
-
-    Args:
-        optimizer: with the learning rates that are to be multiplied.
-        factor: of the t-th update of training, counted from 0.
-        scheduler: sets the rates without the factor; None: they are constant.
+    Updates count from 0. It has that one's attributes and state as well. Where somebody changed a
+    rate by hand since the last update, the scheduler goes on from that one, divided by the factor.
     """
 
     def __init__(  # not torch's, which would count and set rates itself
@@ -93,7 +88,7 @@ class PacedRates(LRScheduler):
 def paced(
     factory: Callable[[Any], LRScheduler | None], factor: Callable[[int], float] | None
 ) -> Callable[[Any], LRScheduler | None]:
-    """A factory of schedulers whose rates are times a factor; None: the same."""
+    """A factory of schedulers whose rates are times a factor; None: the same factory."""
     if factor is None:
         return factory
     return lambda optimizer: PacedRates(optimizer, factor, factory(optimizer))

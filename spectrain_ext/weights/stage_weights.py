@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from spectrain_ext.operators.laws import SecondOrder
 from spectrain_ext.optim.foreign import loose_state, updater_of
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
-from .flat import flat_nbytes
 from .rates import rates_of
-from .storage import Content, Difference, Storage, VersionBuffer, true_dtype
-from .versions import Versions
+from .storage import Storage, flat_nbytes, true_dtype
+from .versions import Update, Versions
 
 if TYPE_CHECKING:
     import torch
@@ -37,22 +35,6 @@ class StageMemory(NamedTuple):
     microbatches: int
 
 
-class Update(NamedTuple):
-    """What an update writes beside the true weights.
-
-    Attributes:
-        ordered: the prediction that the step writes.
-        stale: the weights that it reads to correct gradients.
-        kept: see ``Versions.keep_true``.
-        room: where it writes what is ordered.
-    """
-
-    ordered: Content | None
-    stale: VersionBuffer | None
-    kept: VersionBuffer | None
-    room: VersionBuffer | None
-
-
 class StageWeights:
     """The weights of one stage that has trainable parameters.
 
@@ -66,19 +48,16 @@ class StageWeights:
         optimizer: any that holds exactly the stage's trainable parameters.
         scheduler: stepped after every update, or None.
         rules: the method at this stage.
-        places: the places of stage 0 and of this one.
-        schedule: the schedule's name, or its generator.
-        master_dtype: the dtype of the master and of the optimizer's state for 16-bit parameters;
-            None: the parameters'.
+        places: of stage 0 and of this one.
+        schedule: its name, or its generator.
+        master_dtype: see ``Storage``.
         copies: parameters that are trained on another stage.
 
     Attributes:
         peak: what the stage holds at once, as its schedule predicts.
-        updater: the optimizer as the storage knows it.
         entry: makes the actions of stage 0.
         moves: whether somebody may ``move`` the true weights after an update.
         meets_others: whether a backward may meet other weights than its forward, in another buffer.
-        versions: of a run: which buffer holds what.
     """
 
     moves = False
@@ -111,8 +90,7 @@ class StageWeights:
         self.peak = count_stage(schedule, *places, rules, wide)
         # Beside these there are what is true, and what it was before.
         self._computing = self.peak.versions - self._has_master - rules.keeps_before
-        self.meets_others = rules.meets_others and not rules.overwrites(self._place.microbatches)
-        self._reads_stale = rules.correction is not None and rules.correction.reads_stale
+        self.meets_others = rules.retains(self._place.microbatches)
         self.storage: Storage | None = None
 
     # Storage.
@@ -154,12 +132,10 @@ class StageWeights:
         made = Storage(
             self.params,
             self.updater,
+            self._rules,
             master=self._has_master,
             master_dtype=self._master_dtype,
-            before=self._rules.keeps_before,
             versions=self._computing,
-            averaging=self._rules.averaging,
-            correction=self._rules.correction,
         )
         try:
             made.bind()
@@ -197,14 +173,15 @@ class StageWeights:
 
     def in_place(self) -> bool:
         """Whether all parameters are where they were bound; a parameter replaced is not seen."""
-        return self._bound.in_place()
+        assert self.storage is not None, "not bound"
+        return self.storage.in_place()
 
     def check(self, stage: int) -> None:
         """Raise RuntimeError if a parameter is no longer a view of its flat buffer."""
         if self.storage is None:
             return
         now = dict(self.module.named_parameters())
-        for p, view in zip(self.params, self.storage.bound.views, strict=True):
+        for p, view in self.storage.bound.flat.views.items():
             name = self._names[p]
             if (
                 now.get(name) is not p
@@ -222,15 +199,9 @@ class StageWeights:
 
     def begin(self) -> None:
         """Take what the parameters hold as version 0."""
-        storage = self._bound
+        storage, rates = self._bound, partial(rates_of, self.optimizer)
         storage.begin()
-        self.versions = Versions(
-            self._rules,
-            self._place,
-            Entries(self.entry()),
-            storage,
-            partial(rates_of, self.optimizer),
-        )
+        self.versions = Versions(self._rules, self._place, Entries(self.entry()), storage, rates)
         self._rates_move = False
         self.drop_gradients()
 
@@ -273,56 +244,31 @@ class StageWeights:
     # The update.
 
     def begin_update(self, forward: tuple[int, int] | None) -> Update:
-        """Find the buffers of an update.
+        """Find the buffers of an update, which ``make`` then makes.
 
         Args:
             forward: the microbatch whose forward is what the stage does next, if it is one. The
                 step writes its weights in the same pass over memory, unless a scheduler is about to
                 change the learning rate that they are predicted with.
         """
-        storage, versions = self.storage, self.versions
-        assert storage is not None
-        ordered = None
-        if storage.predicts:
-            ordered = self._ordered(versions.step_writes(forward))
-        stale = versions.stale() if self._reads_stale else None
-        kept = versions.keep_true()
-        return Update(ordered, stale, kept, versions.begin_update(ordered))
-
-    def update(self, forward: tuple[int, int] | None) -> None:
-        """Step the optimizer and the scheduler, see ``begin_update``."""
-        self.make(self.begin_update(forward))
+        return self.versions.begin_update(forward, self.moves, self._rates_move)
 
     def make(self, update: Update) -> None:
-        """Make what ``begin_update`` has prepared."""
+        """Step the optimizer and the scheduler."""
         storage, updater = self.storage, self.updater
         assert storage is not None
-        ordered, room = update.ordered, update.room
+        written, room = update.written, update.room
         if update.stale is not None:
             updater.read_stale(storage.sink_of(update.stale))
-        if update.kept is not None:
-            if storage.master is None:
-                storage.move_true(update.kept)
-            else:
-                storage.write_true(update.kept)
-        storage.before_update()
-        if ordered is not None and room is not None:
-            updater.write_with_next_step(storage.sink_of(room), ordered.law or 0.0)
+        storage.before_update(update.kept)
+        if written is not None and room is not None:
+            updater.write_with_next_step(storage.sink_of(room), written.law or 0.0)
         updater.step()
         # A hook may have changed them. Not asked for in vain: one on a GPU takes a wait.
         after = rates_of(self.optimizer) if storage.predicts else ()
-        if ordered is not None and ordered.rates not in (None, after):
-            ordered = None
-        self.versions.end_update(ordered, room)
+        if written is not None and room is not None and written.rates not in (None, after):
+            room.content = None
         if self.scheduler is not None:
             self.scheduler.step()
             self._rates_move = storage.predicts and rates_of(self.optimizer) != after
         self.drop_gradients()
-
-    def _ordered(self, content: Content | None) -> Content | None:
-        """What a step is to write, None where the result would not be of use."""
-        if content is None or isinstance(content.law, Difference):
-            return None
-        if self.moves and not isinstance(content.law, SecondOrder):
-            return None  # of weights that are not yet the next ones
-        return None if content.rates is not None and self._rates_move else content

@@ -2,41 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from spectrain_ext import _C
 from spectrain_ext.operators.plan import Plan
+from spectrain_ext.schedule import Rules
 from spectrain_ext.transport import Buffer, Event
 
-from .flat import Flat
-
 if TYPE_CHECKING:
-    from spectrain_ext.operators.corrections import Correction
     from spectrain_ext.optim.binding import PredictionSink
     from spectrain_ext.optim.foreign import Updater
 
+ALIGNMENT = 256  # bytes: vector loads, and what matrix libraries ask of their operands
 
-# Of a buffer's plans those that copy no other buffer.
-_EXTRAPOLATION, _ROUNDING = -1, -2
+
+class Flat:
+    """One buffer per dtype, and in it one view per parameter, with its shape and strides.
+
+    Views have the parameters' dtypes, or those of ``dtype_of``, and are in their order.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], dtype_of: Callable[[Tensor], torch.dtype] | None = None
+    ) -> None:
+        dtypes = [p.dtype if dtype_of is None else dtype_of(p) for p in params]
+        offsets, sizes = _layout(params, dtypes)
+        buffers = {dtype: _aligned(size, dtype, params[0].device) for dtype, size in sizes.items()}
+        self.buffers = list(buffers.values())
+        self.views: dict[Tensor, Tensor] = {}
+        for p, dtype, offset in zip(params, dtypes, offsets, strict=True):
+            buffer = buffers[dtype]
+            # empty_like keeps the strides of every dense layout and closes the gaps of any other.
+            strides = torch.empty_like(p, device="meta").stride()
+            self.views[p] = buffer.as_strided(p.shape, strides, buffer.storage_offset() + offset)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, gaps between parameters included."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+
+def flat_nbytes(params: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> int:
+    """The bytes that a ``Flat`` of these dtypes would have."""
+    return sum(size * dtype.itemsize for dtype, size in _layout(params, dtypes)[1].items())
+
+
+def _layout(
+    params: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+) -> tuple[list[int], dict[torch.dtype, int]]:
+    """Every parameter's first element in the buffer of its dtype, and the buffers' sizes."""
+    offsets: list[int] = []
+    sizes: dict[torch.dtype, int] = {}
+    for p, dtype in zip(params, dtypes, strict=True):
+        offset = sizes.get(dtype, 0)
+        offsets.append(offset)
+        step = ALIGNMENT // dtype.itemsize
+        sizes[dtype] = offset + -(-p.numel() // step) * step
+    return offsets, sizes
+
+
+def _aligned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    spare = ALIGNMENT // dtype.itemsize
+    buffer = torch.zeros(size + spare, dtype=dtype, device=device)
+    shift = -buffer.data_ptr() % ALIGNMENT // dtype.itemsize
+    return buffer[shift : shift + size]
+
+
+def true_dtype(p: Tensor, master_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a parameter's true weights."""
+    return p.dtype if master_dtype is None or p.dtype.itemsize != 2 else master_dtype
 
 
 class Content(NamedTuple):
-    """What a buffer of weights holds.
-
-    Attributes:
-        version: updates made in this run.
-        law: how it is predicted from there; None: it is the version itself.
-        rates: the learning rates that the law is evaluated at, where it does not have its own.
-    """
+    """What a buffer of weights holds: a version, or what a law predicts from there."""
 
     version: int
     law: Any = None  # hashable
-    rates: tuple[float, ...] | None = None
+    rates: tuple[float, ...] | None = None  # that the law is evaluated at, if it has not its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,43 +95,18 @@ class Difference:
     steps: float
 
 
+@dataclass(eq=False, slots=True)
 class VersionBuffer:
-    """A buffer that holds one version of a stage's weights at a time.
+    """A buffer that holds one version of a stage's weights at a time."""
 
-    Attributes:
-        flat: the memory.
-        views: of the parameters, in their order.
-        memory: stands for it where streams are checked.
-        content: what it holds; None: nothing of use.
-        written: the event of the last write, on the stream that writes weights.
-        read: that of the last computation with it, on the stream that computes.
-        followed: whether that stream has waited for the last write.
-        sink: where the optimizer writes predictions into it.
-    """
-
-    def __init__(self, name: str, flat: Flat, params: Sequence[Tensor]) -> None:
-        self.flat = flat
-        self.views = [flat.views[p] for p in params]
-        self.memory = Buffer(name)
-        self.content: Content | None = None
-        self.written: Event | None = None
-        self.read: Event | None = None
-        self.followed = True
-        self.sink: PredictionSink | None = None
-        self.plans: dict[int, Plan] = {}  # by the address of what is copied here: no cycle
-        self._params = params
-        self._watch: _C.Watch | None = None
-
-    def bind(self) -> None:
-        """Point the parameters here."""
-        for p, view in zip(self._params, self.views, strict=True):
-            p.data = view
-        if self._watch is None:  # it remembers addresses
-            self._watch = _C.Watch(tuple(self._params))
-
-    def in_place(self) -> bool:
-        """Whether the parameters still are here."""
-        return self._watch is not None and self._watch.in_place()
+    flat: Flat
+    memory: Buffer  # stands for it where streams are checked
+    content: Content | None = None  # None: nothing of use
+    written: Event | None = None  # last, on the stream that writes weights
+    read: Event | None = None  # last, on the stream that computes
+    followed: bool = True  # whether that stream has waited for the last write
+    sink: PredictionSink | None = None  # for the optimizer's predictions, once somebody has asked
+    watch: _C.Watch | None = None  # sees parameters leave, once they have been here
 
 
 class Storage:
@@ -96,20 +120,18 @@ class Storage:
     Args:
         params: the parameters.
         optimizer: holds exactly these.
+        rules: say how steps are corrected, and what is kept of the true weights before the last.
         master: whether the true weights have a buffer of their own.
-        master_dtype: the dtype of that buffer and of the optimizer's state for 16-bit parameters;
-            None: the parameters'.
-        before: whether the true weights of one update before are kept as well.
+        master_dtype: of that buffer and of the optimizer's state for 16-bit parameters; None: the
+            parameters'.
         versions: buffers to compute with, at least 1.
-        averaging: keep the average of all before instead: what it keeps of itself with an update.
-        correction: of the optimizer's steps. One that reads stale weights wants a master.
 
     Attributes:
-        home: the first of the buffers to compute with.
-        pool: all of them.
+        pool: the buffers to compute with; ``home`` is the first.
         true: the buffer of the true weights: the master, or one of the pool.
         bound: the buffer that the parameters are in.
         predicts: whether the optimizer writes predictions.
+        same_dtype: whether parameters can be pointed at the true weights.
         addresses: of every flat buffer's memory: which of a version's it is, and its first element.
     """
 
@@ -119,13 +141,11 @@ class Storage:
         self,
         params: Sequence[Tensor],
         optimizer: Updater,
+        rules: Rules,
         *,
         master: bool,
         master_dtype: torch.dtype | None = None,
-        before: bool = False,
         versions: int = 1,
-        averaging: float = 0.0,
-        correction: Correction | None = None,
     ) -> None:
         def wide(p: Tensor) -> torch.dtype:
             return true_dtype(p, master_dtype)
@@ -135,53 +155,48 @@ class Storage:
 
         self.params = params
         self.optimizer = optimizer
-        self._correction = correction
-        self._averaging = averaging
-        self.pool: list[VersionBuffer] = []
+        self._correction, self._averaging = rules.correction, rules.averaging
+        self._running = False
+        self._plans: dict[tuple[int, int], Plan] = {}  # by what they read and what they write
         self.addresses: dict[int, tuple[int, int]] = {}
+        self.pool: list[VersionBuffer] = []
         for _ in range(versions):
             self.new_buffer()
         self.home = self.bound = self.true = self.pool[0]
-        self._running = False
-        self.master: VersionBuffer | None = None
-        keys = (*optimizer.buffer_keys, *(() if correction is None else correction.buffers))
-        state = {key: Flat(params, of_state) for key in keys}
-        self._state = {key: flat.views for key, flat in state.items()}
-        self._state_flats = list(state.values())
-        self.before: Flat | None = None
-        self.ahead: Flat | None = None  # an extrapolation that no kernel rounds
-        self._stash: Plan | None = None  # of the true weights into ``before``
-        #: whether parameters can be pointed at the true weights
+        more = () if self._correction is None else self._correction.buffers
+        keys = (*optimizer.buffer_keys, *more)
+        self._state_flats = {key: Flat(params, of_state) for key in keys}
+        self._state = {key: flat.views for key, flat in self._state_flats.items()}
         self.same_dtype = all(wide(p) == p.dtype for p in params)
+        self.master: VersionBuffer | None = None
+        self._before: Flat | None = None
+        self._ahead: Flat | None = None  # an extrapolation that no kernel rounds
         if not master:
             return
         self.true = self.master = self._made("master weights", Flat(params, wide))
         if not self.same_dtype:
-            for m, p in zip(self.master.views, params, strict=True):
-                m.copy_(p.detach())
-        if before:
-            self.before = Flat(params, wide)
-            self.ahead = None if self.same_dtype else Flat(params, wide)
-            self._stash = Plan(self.master.flat.buffers, stashed=self.before.buffers)
+            for p, view in self.master.flat.views.items():
+                view.copy_(p.detach())
+        if rules.keeps_before:
+            self._before = Flat(params, wide)
+            self._ahead = None if self.same_dtype else Flat(params, wide)
 
     def new_buffer(self) -> VersionBuffer:
         """One more buffer to compute with."""
-        number = len(self.pool)
-        made = self._made(f"weights {number}", Flat(self.params))
-        self.pool.append(made)
-        return made
+        self.pool.append(self._made(f"weights {len(self.pool)}", Flat(self.params)))
+        return self.pool[-1]
 
     def _made(self, name: str, flat: Flat) -> VersionBuffer:
         for n, buffer in enumerate(flat.buffers):
             address = buffer.untyped_storage().data_ptr()
             self.addresses[address] = n, int(buffer.storage_offset())
-        return VersionBuffer(name, flat, self.params)
+        return VersionBuffer(flat, Buffer(name))
 
     def bind(self) -> None:
         """Move the parameters and the optimizer here; RuntimeError if it is bound elsewhere."""
         optimizer = self.optimizer
         optimizer.bind(self.true.flat.views, self._state)
-        for p, view in zip(self.params, self.home.views, strict=True):
+        for p, view in self.home.flat.views.items():
             view.copy_(p.detach())
         self.point(self.home)
         sink = None if self.master is None else self.sink_of(self.home)
@@ -194,21 +209,26 @@ class Storage:
 
         A parameter that has left is left alone.
         """
-        for n, p in enumerate(self.params):
-            if p.data_ptr() in self._addresses_of(n):
-                p.data = p.detach().clone(memory_format=torch.preserve_format)
+        for p in self._parameters_here():
+            p.data = p.detach().clone(memory_format=torch.preserve_format)
         if self.optimizer.is_bound_to(self._state):
             self.optimizer.unbind()
 
+    def _parameters_here(self) -> list[Tensor]:
+        flats = [buffer.flat for buffer in self.version_buffers()]
+        return [
+            p for p in self.params if p.data_ptr() in {flat.views[p].data_ptr() for flat in flats}
+        ]
+
     def flats(self) -> list[Flat]:
         """All memory of weights."""
-        found = [buffer.flat for buffer in self.pool]
-        more = [None if self.master is None else self.master.flat, self.before, self.ahead]
-        return [*found, *(flat for flat in more if flat is not None)]
+        versions = [buffer.flat for buffer in self.version_buffers()]
+        return [*versions, *(flat for flat in (self._before, self._ahead) if flat is not None)]
 
     def buffers(self) -> list[Tensor]:
         """All memory, that of the optimizer's state as well."""
-        return [buffer for flat in (*self.flats(), *self._state_flats) for buffer in flat.buffers]
+        flats = *self.flats(), *self._state_flats.values()
+        return [buffer for flat in flats for buffer in flat.buffers]
 
     def version_buffers(self) -> list[VersionBuffer]:
         """The master and the buffers to compute with."""
@@ -216,12 +236,16 @@ class Storage:
 
     def in_place(self) -> bool:
         """Whether all parameters are where they are bound; a parameter replaced is not seen."""
-        return self.bound.in_place()
+        watch = self.bound.watch
+        return watch is not None and watch.in_place()
 
     def point(self, buffer: VersionBuffer) -> None:
         """Compute with what is in a buffer from here on."""
         self.bound = buffer
-        buffer.bind()
+        for p, view in buffer.flat.views.items():
+            p.data = view
+        if buffer.watch is None:  # it remembers addresses
+            buffer.watch = _C.Watch(tuple(self.params))
 
     # A run.
 
@@ -229,18 +253,17 @@ class Storage:
         """Take what the parameters hold, in the home buffer, as the true weights."""
         for buffer in self.pool:
             buffer.content = None
-        if self.master is None:
-            self._running = True
-            return
-        if self.same_dtype:
-            self._copy(self.home, self.master)
-        else:
-            # Where a parameter is as it was written, its master still has more digits than it.
-            for p, true in zip(self.home.views, self.master.views, strict=True):
-                same = true.to(p.dtype) == p
-                true.copy_(torch.where(same, true, p.to(true.dtype)))
-        if self._stash is not None:
-            self._stash.stash()
+        if self.master is not None:
+            if self.same_dtype:
+                self._copy(self.home.flat, self.master.flat)
+            else:
+                # Where a parameter is as it was written, its master still has more digits than it.
+                for p, true in self.master.flat.views.items():
+                    now = self.home.flat.views[p]
+                    same = true.to(now.dtype) == now
+                    true.copy_(torch.where(same, true, now.to(true.dtype)))
+            if self._before is not None:
+                self._copy(self.master.flat, self._before)
         self._running = True
 
     def end(self) -> None:
@@ -248,25 +271,17 @@ class Storage:
 
         An end without a begin does nothing: the home buffer then has what counts.
         """
-        if self.master is None:
-            if self.true is not self.home:
-                self.move_true(self.home)
-        elif self._running:
-            self.write_true(self.home)
+        if self._running and self.true is not self.home:
+            self.keep_true(self.home)
         self._running = False
         if not self.in_place():  # some have left, or the way to a buffer was cut short
-            for n, p in enumerate(self.params):
-                if p.data_ptr() in self._addresses_of(n):
-                    p.data = self.home.views[n]
+            for p in self._parameters_here():
+                p.data = self.home.flat.views[p]
             self.bound = self.home
         elif self.bound is not self.home:
             self.point(self.home)
         for buffer in self.pool:
             buffer.content = None
-
-    def _addresses_of(self, n: int) -> set[int]:
-        """Where the n-th parameter may be."""
-        return {buffer.views[n].data_ptr() for buffer in self.version_buffers()}
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
         """Where the true weights are: parameter -> tensor; between runs in the home buffer."""
@@ -274,25 +289,25 @@ class Storage:
 
     # An update.
 
-    def before_update(self) -> None:
-        """Prepare for an update."""
-        if self._stash is None:
+    def before_update(self, kept: VersionBuffer | None = None) -> None:
+        """Prepare for an update; ``kept``: see ``keep_true``."""
+        if kept is not None:
+            self.keep_true(kept)
+        if self._before is None:
             return
         if self._averaging:
-            assert self.before is not None
-            pairs = zip(self.before.buffers, self.true.flat.buffers, strict=True)
-            for old, now in pairs:
+            for old, now in zip(self._before.buffers, self.true.flat.buffers, strict=True):
                 old.lerp_(now, 1.0 - self._averaging)
         else:
-            self._stash.stash()
+            self._copy(self.true.flat, self._before)
 
-    def move_true(self, buffer: VersionBuffer) -> None:
-        """Without a master: have the next update make the true weights in another buffer."""
-        self._copy(self.true, buffer)
-        self._hold_true_in(buffer)
+    def keep_true(self, buffer: VersionBuffer) -> None:
+        """Copy the true weights to a buffer, and without a master have the next update made there.
 
-    def _hold_true_in(self, buffer: VersionBuffer) -> None:
-        if self.true is not buffer:
+        What was true stays, here or there.
+        """
+        self.write_true(buffer)
+        if self.master is None:
             self.true = buffer
             self.optimizer.update_in(buffer.flat.views)
 
@@ -310,68 +325,115 @@ class Storage:
         if law is None:
             self.write_true(buffer)
         elif isinstance(law, Difference):
-            self._extrapolate(law.steps, buffer)
+            self._extrapolate(law.steps, buffer.flat)
         else:
             sink = self.sink_of(buffer)
             assert sink is not None
             sink.write(law)
 
-    def _extrapolate(self, steps: float, buffer: VersionBuffer) -> None:
-        outs = buffer if self.ahead is None else self.home
-        plan = outs.plans.get(_EXTRAPOLATION)
-        if plan is None:
-            assert self.before is not None
-            views = self.ahead.views if self.ahead is not None else outs.flat.views
-            plan = outs.plans[_EXTRAPOLATION] = Plan(
-                self.true.views,
-                stashed=[self.before.views[p] for p in self.params],
-                outs=[[views[p] for p in self.params]],
-            )
-        plan._native.extrapolate(steps, 0, None, None)  # it may look back
-        if self.ahead is not None:
-            self._round([self.ahead.views[p] for p in self.params], buffer, _ROUNDING)
-
     def write_true(self, buffer: VersionBuffer) -> None:
         """Copy the true weights to a buffer, rounded where that is narrower."""
-        if self.same_dtype:
-            self._copy(self.true, buffer)
-        else:
-            self._round(self.true.views, buffer, id(self.true))
+        self._copy(self.true.flat, buffer.flat)
 
-    def _copy(self, source: VersionBuffer, target: VersionBuffer) -> None:
-        plan = target.plans.get(id(source))
+    def _copy(self, source: Flat, target: Flat) -> None:
+        """Copy all weights, rounded where the target is narrower."""
+        plan = self._plans.get((id(source), id(target)))
         if plan is None:
-            plan = target.plans[id(source)] = Plan(source.flat.buffers, stashed=target.flat.buffers)
-        plan.stash()
-
-    def _round(self, source: Sequence[Tensor], target: VersionBuffer, key: int) -> None:
-        plan = target.plans.get(key)
-        if plan is None:
-            plan = target.plans[key] = Plan(source, outs=[target.views])
+            read, written = source.buffers, target.buffers
+            if [b.dtype for b in read] != [b.dtype for b in written]:
+                read, written = [*source.views.values()], [*target.views.values()]
+            plan = self._plans[id(source), id(target)] = Plan(read, outs=[written])
         plan.write_out()
 
-    def move(self, weights: Iterable[Tensor], version: int) -> None:
-        """Make these the true weights, in the order of the parameters, right after an update.
+    def _extrapolate(self, steps: float, target: Flat) -> None:
+        before, out = self._before, target if self._ahead is None else self._ahead
+        assert before is not None
+        plan = self._plans.get((id(before), id(out)))
+        if plan is None:
+            true, old, new = ([*flat.views.values()] for flat in (self.true.flat, before, out))
+            plan = self._plans[id(before), id(out)] = Plan(true, stashed=old, outs=[new])
+        plan._native.extrapolate(steps, 0, None, None)  # it may look back
+        if out is not target:
+            self._copy(out, target)
 
-        Args:
-            weights: of the parameters' shapes, in any dtype.
-            version: of these; what is predicted from there moves as far.
+    def move(self, weights: Iterable[Tensor], version: int) -> None:
+        """Make these the true weights of a version, in any dtype, right after its update.
+
+        What is predicted from there moves as far.
         """
         predicted = [
-            buffer
+            buffer.flat
             for buffer in self.pool
             if buffer is not self.true
             and buffer.content is not None
             and buffer.content.version == version
         ]
-        for n, new in enumerate(weights):
-            old = self.true.views[n]
-            for buffer in predicted:
-                view = buffer.views[n]
-                view.copy_(view + (new - old))
+        for p, new in zip(self.params, weights, strict=True):
+            old = self.true.flat.views[p]
+            for flat in predicted:
+                flat.views[p].copy_(flat.views[p] + (new - old))
             old.copy_(new)
 
 
-def true_dtype(p: Tensor, master_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of a parameter's true weights."""
-    return p.dtype if master_dtype is None or p.dtype.itemsize != 2 else master_dtype
+class SavedWeights:
+    """Inside, autograd saves of a weight only where it is; a backward finds the bound version's.
+
+    A forward and its backward then compute with different versions, each in a buffer of its own, as
+    if one buffer had been overwritten in between. The same bits come out (measured for
+    convolutions, norms, Linear, eager and compiled). What is no weight goes through the hooks of an
+    outer context, if there is one. Those of an inner one, as ``torch.utils.checkpoint`` and
+    ``save_on_cpu`` have them, take the place of these.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._hooks: saved_tensors_hooks | None = None  # inside; kept, these would be a cycle
+        self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
+
+    def __enter__(self) -> None:
+        # Private in torch, 2.10 to 2.15: nothing else tells of an outer context.
+        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        assert self._hooks is not None
+        self._hooks.__exit__(*raised)
+        self._hooks = None
+
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        try:
+            found = self._storage.addresses.get(tensor.untyped_storage().data_ptr())
+        except (NotImplementedError, RuntimeError):  # a sparse tensor has none
+            found = None
+        if found is not None:
+            buffer, first = found
+            offset = int(tensor.storage_offset()) - first
+            return partial(self._in_bound, buffer, tuple(tensor.size()), tensor.stride(), offset)
+        if self._outer is not None:
+            pack, unpack = self._outer
+            return partial(unpack, pack(tensor))
+        # Not the tensor itself: what a node saves of its own output would keep the node.
+        return partial(_unchanged, tensor.detach(), tensor._version)
+
+    def _in_bound(
+        self, number: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int
+    ) -> Tensor:
+        """A view of the flat buffer of a dtype, of whichever version is bound."""
+        buffer = self._storage.bound.flat.buffers[number]
+        return buffer.as_strided(size, stride, int(buffer.storage_offset()) + offset)
+
+
+def _unpack(packed: Callable[[], Tensor]) -> Tensor:
+    return packed()
+
+
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    """What is no weight; with hooks autograd does not look whether it has changed."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is "
+            f"at version {tensor._version}; expected version {version} instead"
+        )
+    return tensor

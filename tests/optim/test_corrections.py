@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import spectrain_ext as st
 from spectrain_ext.operators.corrections import DelayCompensation, GapAware
 from spectrain_ext.optim.foreign import Foreign
+from spectrain_ext.schedule import Rules
 from spectrain_ext.weights.storage import Storage
 
 F64 = torch.float64
@@ -38,8 +39,8 @@ class Stage:
         self.storage = self.stored(correction)
 
     def stored(self, correction: Any, master_dtype: torch.dtype | None = torch.float32) -> Storage:
-        wants: Any = {"master": True, "correction": correction}
-        storage = Storage(self.params, self.optimizer, master_dtype=master_dtype, **wants)
+        rules, dtype = Rules(correction=correction), master_dtype
+        storage = Storage(self.params, self.optimizer, rules, master=True, master_dtype=dtype)
         storage.bind()
         storage.begin()
         return storage

@@ -148,10 +148,10 @@ def test_t2_looks_back_to_the_weights_of_a_straight_line():
         storage.before_update()
         true += 0.25
     inside = storage.home.flat.views[p]
-    storage.write(weights.versions._for_backward(300, 2), storage.home)
+    storage.write(weights.versions._weights(300, 2), storage.home)
     close(inside, true - 2 * 0.25)
     storage.begin()  # a run knows nothing of the one before
-    storage.write(weights.versions._for_backward(0, 2), storage.home)
+    storage.write(weights.versions._weights(0, 2), storage.home)
     close(inside, true)
     weights.end()
 

@@ -12,7 +12,7 @@ from spectrain_ext.method import Method, rules_at
 from spectrain_ext.optim import SGD
 from spectrain_ext.schedule import Place
 from spectrain_ext.weights import StageWeights
-from spectrain_ext.weights.flat import ALIGNMENT, Flat
+from spectrain_ext.weights.storage import ALIGNMENT, Flat
 
 
 def made(
@@ -62,7 +62,7 @@ def made(
 def step(weights, *, forward=None):
     for p in weights.params:
         p.grad = torch.ones_like(p)
-    weights.update(forward)
+    weights.make(weights.begin_update(forward))
 
 
 def holds(weights, content):
@@ -77,7 +77,6 @@ def load(weights, content):
         buffer = weights.versions.room(content)
         weights.storage.write(content, buffer)
     weights.storage.point(buffer)
-    weights.versions.settle()
 
 
 def bound(weights):
@@ -258,6 +257,20 @@ def test_stashed_versions_come_back_bit_for_bit(forward):
     assert not torch.equal(seen[2], seen[11])
 
 
+def test_weights_of_a_minibatch_outlive_an_update_that_comes_between_its_forwards():
+    weights = made(forward=0, backward="predict", back=1, once=True, microbatches=2)
+    size = weights.nbytes
+    load(weights, weights.versions.for_forward(0, 0))
+    first = bound(weights).clone()
+    step(weights)
+    assert not torch.equal(true(weights), first)
+    load(weights, weights.versions.for_forward(0, 1))
+    assert torch.equal(bound(weights), first)
+    load(weights, weights.versions.for_forward(1, 0))
+    assert torch.equal(bound(weights), true(weights))
+    assert weights.nbytes == size
+
+
 def test_a_learning_rate_that_changes_is_met_by_the_next_load():
     weights = made(forward=2, backward="predict", back=1)
     step(weights, forward=(3, 0))
@@ -299,7 +312,7 @@ def test_parameters_without_a_gradient():
     weights = made(forward=2, backward="predict", back=1)
     step(weights)
     weights.params[0].grad = torch.ones_like(weights.params[0])
-    weights.update((3, 0))  # no gradient for the bias
+    weights.make(weights.begin_update((3, 0)))  # no gradient for the bias
     torch.testing.assert_close(bound(weights), predicted(weights, 2))
     assert all(p.grad is None for p in weights.params)
 
