@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from spectrain_ext.method import Method, put_off_by
+from spectrain_ext.method import Method, phases_of, put_off_by
 from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas
 from spectrain_ext.transport import Edge, Receiver
 
@@ -18,7 +18,7 @@ from .edges import Source, StageEdges
 from .loads import Handler
 from .losses import Keep, Losses, LossFn, Result
 from .stage import Mode, Stage
-from .tie_ends import Ties, local_depth
+from .tie_ends import Ties, depth_of
 from .ties import Copy, ties_of
 
 #: Whether what an instruction waits for has come; it changes nothing.
@@ -90,8 +90,12 @@ class Connections:
         self._losses = Losses(stages[-1], loss_fn, len(places), self.results)
         ties = ties_of(each.member for each in copies)
         here = {stage.index: stage for stage in stages}
-        depth = local_depth(method, places, later)
-        self._ties = Ties(ties, copies, here, depth, lambda n: (None, None))
+        counted = any(phase.forward_horizon == "counted" for phase in phases_of(method))
+        self._ties = Ties(
+            *(ties, copies, here),
+            depth=lambda tie: depth_of(places[tie.home], later[tie.copy], counted),
+            remote=lambda n: (None, None),
+        )
 
     def _wire(
         self,
