@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from math import isfinite, nan
+from itertools import islice
+from math import isfinite, lcm, nan
 from typing import TYPE_CHECKING, Any, cast
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 
-from .evaluation import (
-    Measured,
-    Measures,
-    digest_of_buffers,
-    evaluator,
-    mean_of,
-    minibatches,
-    undisturbed,
-)
+from spectrain_ext.schedule import Place, Replicas
+
 from .executor import Executor
-from .losses import Keep, Result
+from .losses import Keep, Measured, Measures, Result, means_of
 from .observer import Observer
 from .stage import Mode
 
@@ -115,10 +110,11 @@ class Loops(nn.Module):
         measures = Measures(chosen, around.replicas.seats > len(self.devices), around.split_dim)
         fed = self._fed(batches)
         alone = self._one_replica_works(measures.stateful, what)
-        with undisturbed(self.devices):
+        # A loader draws where it begins.
+        with torch.random.fork_rng({device for device in self.devices if device.type == "cuda"}):
             self._forward_all(minibatches(fed, around.replicas, alone), measures)
-        told = self._tell(lambda: list(measures.told()), "sharing the metrics of an evaluation")
-        return mean_of(chosen, [Measured(*one) for one in told])
+        told = self._tell(measures.told, "sharing the metrics of an evaluation")
+        return means_of(chosen, [Measured(*one) for one in told])
 
     def _one_replica_works(self, stateful: bool, what: str) -> bool:
         """Whether the first replica of every stage evaluates alone.
@@ -129,7 +125,7 @@ class Loops(nn.Module):
         stages, seats = self._executor.stages, self._executor.connections.replicas
         if not seats.dealt:
             return False
-        told = self._tell(lambda: [(s.index, digest_of_buffers(s.module)) for s in stages], what)
+        told = self._tell(lambda: [(s.index, _digest_of_buffers(s.module)) for s in stages], what)
         if len({tuple(pair) for pairs in told for pair in pairs}) > seats.stages:
             return True
         return seats.counts[-1] > 1 and any(self._tell(lambda: stateful, what))
@@ -142,7 +138,7 @@ class Loops(nn.Module):
     ) -> None:
         """Bring all batches through the stages."""
         if self._evaluator is None:
-            self._evaluator = evaluator(self._executor)
+            self._evaluator = _evaluating(self._executor)
         connections = self._evaluator.connections
         connections.mode = Mode.EVALUATE if evaluates else Mode.CALL
         connections.measure = measure
@@ -221,6 +217,50 @@ class Loops(nn.Module):
             if not isfinite(mean) and counts[epoch]:
                 _logger.warning("fit: the mean loss of epoch %d is %s", epoch, mean)
         return means
+
+
+# What an evaluation runs.
+
+
+def _evaluating(executor: Executor) -> Executor:
+    """What goes forward with the stages of a pipeline: by edges of their own, on their streams."""
+    replicas = executor.connections.replicas
+    parts = [lcm(*replicas.counts) // count for count in replicas.counts]
+    # Two minibatches more than the next stage has, which hides the way there and back; a replica
+    # without a part in the last one hears of that before anybody misses its word.
+    places = [
+        Place(k, replicas.stages, (2 * (replicas.stages - k) - 1) * part, part)
+        for k, part in enumerate(parts)
+    ]
+    # No stage gets ahead of the last one by more than its window: what comes back is the word that
+    # a batch is through, with memory for as many messages.
+    connections = executor.connections.evaluating(places)
+    return Executor(executor.stages, places, "1f1b-async", connections)
+
+
+def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> Iterator[object]:
+    """What an evaluation takes for minibatches: the caller's batches, one by one.
+
+    Replicas get tuples of batches, to deal them out; ``alone``: of one, for the first replicas.
+    """
+    given = iter(batches)
+    if not replicas.dealt:
+        return given
+    each = 1 if alone else lcm(*replicas.counts)
+    return iter(lambda: tuple(islice(given, each)), ())
+
+
+def _digest_of_buffers(module: nn.Module) -> str:
+    """The same for modules whose buffers have the same bits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, buffer in module.named_buffers():
+        flat = buffer.detach().cpu().contiguous().reshape(-1)
+        digest.update(f"{name} {tuple(buffer.shape)} {buffer.dtype}".encode())
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# What a training goes through.
 
 
 class _Epochs:

@@ -74,8 +74,6 @@ class Observer:
 
 
 class _Several(Observer):
-    """Some of them, as one."""
-
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
         self._begun: list[Observer] = []
