@@ -35,11 +35,13 @@ _NESTED = 5
 
 
 class Loops(nn.Module):
-    """The base of a pipeline, which says how it runs; here is what is made of runs."""
+    """The base of a pipeline: what is made of runs."""
 
     _executor: Executor
     _evaluator: Executor | None = None  # once there has been an evaluation; its edges stay
     devices: tuple[torch.device, ...]
+    run: Callable[..., Iterator[Result]]
+    check_drained: Callable[[str], None]
 
     # What a pipeline of several processes does otherwise.
 
@@ -52,20 +54,6 @@ class Loops(nn.Module):
     def _tell(self, make: Callable[[], Any], doing: str) -> list[Any]:
         """What ``make`` returns in every process, by rank: JSON's types."""
         return [make()]
-
-    def check_drained(self, what: str) -> None:
-        """Raise RuntimeError, naming ``what`` was asked for, if a run has not ended."""
-        raise NotImplementedError
-
-    def run(
-        self,
-        batches: Iterable[object],
-        *,
-        trace: Observer | Sequence[Observer] | None = None,
-        keep: Keep | None = None,
-    ) -> Iterator[Result]:
-        """Train on every batch."""
-        raise NotImplementedError
 
     # Evaluation.
 
@@ -125,18 +113,14 @@ class Loops(nn.Module):
         stages, seats = self._executor.stages, self._executor.connections.replicas
         if not seats.dealt:
             return False
-        told = self._tell(lambda: [(s.index, _digest_of_buffers(s.module)) for s in stages], what)
-        if len({tuple(pair) for pairs in told for pair in pairs}) > seats.stages:
-            return True
-        return seats.counts[-1] > 1 and any(self._tell(lambda: stateful, what))
+        digests = [(stage.index, _digest_of_buffers(stage.module)) for stage in stages]
+        told = self._tell(lambda: [digests, stateful], what)
+        differ = len({tuple(pair) for pairs, _ in told for pair in pairs}) > seats.stages
+        return differ or (seats.counts[-1] > 1 and any(one for _, one in told))
 
     def _forward_all(
-        self,
-        batches: Iterator[object],
-        measure: Callable[..., Any],
-        evaluates: bool = True,
+        self, batches: Iterator[object], measure: Callable[..., Any], evaluates: bool = True
     ) -> None:
-        """Bring all batches through the stages."""
         if self._evaluator is None:
             self._evaluator = _evaluating(self._executor)
         connections = self._evaluator.connections
@@ -264,11 +248,7 @@ def _digest_of_buffers(module: nn.Module) -> str:
 
 
 class _Epochs:
-    """Batches, gone through so many times.
-
-    Attributes:
-        lengths: of every epoch that has begun, its batches so far.
-    """
+    """Batches, gone through so many times."""
 
     def __init__(self, batches: Iterable[object], epochs: int) -> None:
         if epochs > 1 and isinstance(batches, Iterator):
@@ -279,7 +259,7 @@ class _Epochs:
             )
         self._batches = batches
         self._epochs = epochs
-        self.lengths: list[int] = []
+        self.lengths: list[int] = []  # of every epoch that has begun, its batches so far
 
     def __iter__(self) -> Iterator[object]:
         for epoch in range(self._epochs):
@@ -347,12 +327,9 @@ class _Losses:
     def means(self, lengths: Sequence[int]) -> list[float]:
         """Of every epoch."""
         self._ask(len(self._waiting))
-        found, begin = [], 0
-        for length in lengths:
-            part = self._known[begin : begin + length]
-            found.append(sum(part) / len(part) if part else nan)
-            begin += length
-        return found
+        known = iter(self._known)
+        epochs = [[*islice(known, length)] for length in lengths]
+        return [sum(epoch) / len(epoch) if epoch else nan for epoch in epochs]
 
 
 # A run that nobody drives.

@@ -73,11 +73,8 @@ class Losses:
     """What the last stage computes the losses with, and the results that wait for the caller.
 
     Args:
-        last: the last stage.
-        loss_fn: ``(output, target) -> 0-d tensor``.
         depth: results whose memory the caller may still be reading.
-        results: where they wait.
-        shared: tells them the other ranks; None: they are told nothing.
+        shared: tells the other ranks the losses.
         held: whether losses wait for those of the stage's other replicas.
 
     Attributes:
@@ -209,13 +206,7 @@ class Measured(NamedTuple):
 
 
 class Measures:
-    """The metrics of an evaluation, where the last stage is.
-
-    Args:
-        metrics: by name.
-        apart: whether there are other processes, which measure nothing.
-        split_dim: along which dimensions batches' samples lie.
-    """
+    """The metrics of an evaluation, where the last stage is; ``apart``: of several processes."""
 
     def __init__(self, metrics: Mapping[str, Any], apart: bool, split_dim: SplitDim) -> None:
         if not isinstance(metrics, Mapping):
@@ -252,7 +243,6 @@ class Measures:
         return bool(self._objects)
 
     def __call__(self, output: Any, target: Any) -> None:
-        """Measure a batch."""
         found = samples_in(target, self._target_dim)
         found = samples_in(output) if found is None else found
         count = 1 if found is None else found

@@ -107,11 +107,7 @@ class _Several(Observer):
 
 
 def observer_of(trace: Observer | Sequence[Observer] | None) -> Observer | None:
-    """One observer for what was given as ``trace``; None: nobody looks on.
-
-    Raises:
-        TypeError: a member of a sequence is no observer.
-    """
+    """One observer for what was given as ``trace``; None: nobody looks on."""
     if not isinstance(trace, Sequence):
         return trace
     for n, one in enumerate(trace):
