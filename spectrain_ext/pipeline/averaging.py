@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,10 +64,9 @@ class Averaged:
 
     def send(self, i: int, j: int) -> None:
         """Before an update: what the other replicas need of these weights goes off."""
-        kept, stage = self._kept, self._stage
-        assert kept is not None
-        with stage.predict.using(reads=stage.memory):
-            kept.before(self._row())
+        assert self._kept is not None
+        with self._stage.predict.using(reads=self._stage.memory):
+            self._kept.before(self._row())
 
     def average_in(self, i: int, j: int) -> None:
         """After it: the weights become what the others' make of them."""
@@ -93,7 +93,7 @@ class Averaged:
     def average(self) -> Callable[[], list[Tensor]]:
         """What is evaluated, by parameter: all replicas call this, and then what it returns."""
         own = self._row_between_runs()
-        average = (self._made(own) if self._kept is None else self._kept).average(own)
+        average = (self._kept or self._made(own)).average(own)
         return lambda: list(taken_apart(average(), self._weights.params))
 
     @contextmanager
@@ -128,9 +128,4 @@ class Averaged:
 
     def undo(self) -> Callable[[], None]:
         """Return what puts the state of now back."""
-        kept = self._kept
-
-        def put_back() -> None:
-            self._kept = kept
-
-        return put_back
+        return partial(setattr, self, "_kept", self._kept)

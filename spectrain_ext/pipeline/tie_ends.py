@@ -275,9 +275,7 @@ class Ties:
     """The ends of ties that the stages of this process have.
 
     Args:
-        ties: of all stages.
-        copies: that stages of this process have.
-        stages: those, by index.
+        ties: of all stages; ``copies`` and ``stages`` are this process's.
         depth: of a tie, the versions that may be under way or in use at once.
         remote: the edges of the n-th tie to a stage of another process, for weights and, if there
             are any, for gradients.
@@ -311,8 +309,9 @@ class Ties:
 
     def _edge(self, a: Stage, b: Stage, what: str, depth: int) -> Edge:
         name = f"edge {a.index} -> {b.index} of tied {what}"
-        self.edges.append(Edge(name, a.device, b.device, b.compute, depth))
-        return self.edges[-1]
+        made = Edge(name, a.device, b.device, b.compute, depth)
+        self.edges.append(made)
+        return made
 
     def lends(self, stage: int) -> bool:
         """Whether other stages have copies of a stage's weights."""

@@ -139,11 +139,7 @@ def names_of(module: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def copies_of(modules: Sequence[nn.Module], indices: Sequence[int]) -> list[Copy]:
-    """The copies that stages of this process have: one object in several stages, or said to be.
-
-    Raises:
-        ValueError, TypeError: ``tied_parameters`` of a stage that is wrong, with both places.
-    """
+    """The copies that stages of this process have: one object in several stages, or said to be."""
     found: list[Copy] = []
     owners: dict[nn.Parameter, tuple[int, str, nn.Parameter]] = {}  # of originals and copies
     here = dict(zip(indices, modules, strict=True))
