@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from spectrain_ext.schedule import Place, Replicas
 
 from .executor import Executor
-from .losses import Keep, Measured, Measures, Result, means_of
+from .losses import Keep, Measures, Result, means_of
 from .observer import Observer
 from .stage import Mode
 
@@ -102,7 +102,7 @@ class Loops(nn.Module):
         with torch.random.fork_rng({device for device in self.devices if device.type == "cuda"}):
             self._forward_all(minibatches(fed, around.replicas, alone), measures)
         told = self._tell(measures.told, "sharing the metrics of an evaluation")
-        return means_of(chosen, [Measured(*one) for one in told])
+        return means_of(chosen, told)
 
     def _one_replica_works(self, stateful: bool, what: str) -> bool:
         """Whether the first replica of every stage evaluates alone.
@@ -113,10 +113,13 @@ class Loops(nn.Module):
         stages, seats = self._executor.stages, self._executor.connections.replicas
         if not seats.dealt:
             return False
-        digests = [(stage.index, _digest_of_buffers(stage.module)) for stage in stages]
-        told = self._tell(lambda: [digests, stateful], what)
-        differ = len({tuple(pair) for pairs, _ in told for pair in pairs}) > seats.stages
-        return differ or (seats.counts[-1] > 1 and any(one for _, one in told))
+
+        def state() -> list[Any]:
+            return [stateful, [(stage.index, _digest_of_buffers(stage.module)) for stage in stages]]
+
+        told = self._tell(state, what)
+        differ = len({tuple(pair) for _, pairs in told for pair in pairs}) > seats.stages
+        return differ or (seats.counts[-1] > 1 and any(one for one, _ in told))
 
     def _forward_all(
         self, batches: Iterator[object], measure: Callable[..., Any], evaluates: bool = True

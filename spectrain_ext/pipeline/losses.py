@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import fsum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,13 +119,13 @@ class Losses:
         if not ends:
             return
         parts, self._parts = self._parts, []
-        kept = None if self._keep is None else self._joined(parts, shares)
+        kept = None if self._keep is None else self._whole(parts, shares)
         if self._held:
             self.own[i] = self._sum, kept
         else:
             self._hand_out(i, self._sum, kept)
 
-    def _joined(self, parts: list[Any], shares: Sequence[float]) -> Any:
+    def _whole(self, parts: list[Any], shares: Sequence[float]) -> Any:
         """What is kept of a minibatch, for whoever works on the caller's stream."""
         last, caller = self._last, callers_stream(self._last.device)
         with last.compute.using():
@@ -181,28 +181,9 @@ def _joined(parts: list[Any], shares: Sequence[float]) -> Any:
 
 # Metrics of an evaluation.
 
-
-@runtime_checkable
-class _Updated(Protocol):
-    """A metric with a state, such as those of torchmetrics."""
-
-    def update(self, output: Any, target: Any) -> object: ...
-
-    def compute(self) -> Tensor | float: ...
-
-
-class Measured(NamedTuple):
-    """What one process has measured, in JSON's types.
-
-    Attributes:
-        samples: of all batches.
-        terms: by function, of each batch its value times the batch's samples.
-        computed: by metric with a state, of all batches.
-    """
-
-    samples: int
-    terms: dict[str, list[float]]
-    computed: dict[str, float]
+#: What one process has measured, in JSON's types: samples of all batches; by function, of each
+#: batch its value times the batch's samples; by metric with a state, its value.
+Measured = tuple[int, dict[str, list[float]], dict[str, float]]
 
 
 class Measures:
@@ -216,9 +197,9 @@ class Measures:
         for name, metric in metrics.items():
             if not isinstance(name, str):
                 raise TypeError(f"metrics: expected str as names, got {name!r}")
-            kind = metric if isinstance(metric, type) else None  # not made yet
-            if kind is not None or not (isinstance(metric, _Updated) or callable(metric)):
-                got = type(metric).__name__ if kind is None else f"the class {kind.__name__}"
+            if isinstance(metric, type) or not (_has_state(metric) or callable(metric)):
+                made = not isinstance(metric, type)  # as whoever forgets to call a class has it
+                got = type(metric).__name__ if made else f"the class {metric.__name__}"
                 raise TypeError(
                     f"metrics[{name!r}]: expected a function (output, target), or an object with "
                     f"update and compute, got {got}"
@@ -228,19 +209,20 @@ class Measures:
                     f"metrics[{name!r}]: its compute() would wait for all processes, of which one "
                     "has seen all batches; make it with sync_on_compute=False"
                 )
-        self._target_dim = sides_of(split_dim)[1]
-        self._objects = {n: m for n, m in metrics.items() if isinstance(m, _Updated)}
-        self._functions = {n: m for n, m in metrics.items() if n not in self._objects}
+        self._metrics, self._target_dim = dict(metrics), sides_of(split_dim)[1]
+        self._states = {name: m for name, m in metrics.items() if _has_state(m)}
         self._samples: list[int] = []
-        self._values: dict[str, list[Tensor | float]] = {name: [] for name in self._functions}
-        for held in self._objects.values():
-            if callable(reset := getattr(held, "reset", None)):
+        self._values: dict[str, list[Tensor | float]] = {
+            name: [] for name in metrics if name not in self._states
+        }
+        for metric in self._states.values():
+            if callable(reset := getattr(metric, "reset", None)):
                 reset()
 
     @property
     def stateful(self) -> bool:
         """Whether one process has to see all batches."""
-        return bool(self._objects)
+        return bool(self._states)
 
     def __call__(self, output: Any, target: Any) -> None:
         found = samples_in(target, self._target_dim)
@@ -249,25 +231,29 @@ class Measures:
         if not count:  # of which there is no mean
             return
         self._samples.append(count)
-        for name, metric in self._functions.items():
+        for name, metric in self._metrics.items():
             with placed(f"in metrics[{name!r}]"):
-                self._values[name].append(_number(metric(output, target)))
-        for name, held in self._objects.items():
-            with placed(f"in metrics[{name!r}]"):
-                held.update(output, target)
+                if name in self._states:
+                    metric.update(output, target)
+                else:
+                    self._values[name].append(_number(metric(output, target)))
 
-    def told(self) -> list[Any]:
-        """What has been measured, as ``Measured``; waits for it."""
-        computed = {}
-        for name, held in self._objects.items():
-            if self._samples:
-                with placed(f"in metrics[{name!r}]"):
-                    computed[name] = float(_number(held.compute()))
+    def told(self) -> Measured:
+        """What has been measured; waits for it."""
         terms = {
             name: [float(value) * n for value, n in zip(values, self._samples, strict=True)]
             for name, values in self._values.items()
         }
-        return [sum(self._samples), terms, computed]
+        computed = {}
+        for name, metric in self._states.items():
+            if self._samples:
+                with placed(f"in metrics[{name!r}]"):
+                    computed[name] = float(_number(metric.compute()))
+        return sum(self._samples), terms, computed
+
+
+def _has_state(metric: object) -> bool:
+    return hasattr(metric, "update") and hasattr(metric, "compute")
 
 
 def _number(value: object) -> Tensor | float:
@@ -288,14 +274,14 @@ def means_of(names: Iterable[str], told: Sequence[Measured]) -> dict[str, float]
 
     Means are weighted by samples, and summed without rounding: in any order the same.
     """
-    total = sum(one.samples for one in told)
+    total = sum(samples for samples, _, _ in told)
     if not total:
         raise ValueError("batches: expected at least one to evaluate, got none")
     found: dict[str, float] = {}
-    for one in told:
-        for name in one.terms:
-            found[name] = _sum([t for each in told for t in each.terms.get(name, ())]) / total
-        found.update(one.computed)
+    for _, mine, computed in told:
+        for name in mine:
+            found[name] = _sum([t for _, terms, _ in told for t in terms.get(name, ())]) / total
+        found.update(computed)
     return {name: found[name] for name in [*names, *found] if name in found}
 
 

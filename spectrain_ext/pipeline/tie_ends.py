@@ -161,12 +161,11 @@ class _Away:
 
     def begin(self, readings: _Readings) -> None:
         _refuse_hooks(self.stage, ((each.names[0], each.held) for each in self._copies))
+        own = self._checked_memory()
         self._forget()
-        self._readings = readings
-        self._leave_memory()
+        self._own, self._readings = own, readings
 
-    def _leave_memory(self) -> None:
-        """Note where the copies are: from here on they may be elsewhere."""
+    def _checked_memory(self) -> list[Tensor]:
         now = dict(self.stage.module.named_parameters(remove_duplicate=False))
         for each in self._copies:
             there = all(now.get(name) is each.held for name in each.names)
@@ -177,7 +176,7 @@ class _Away:
                     "with, as by .to() or load_state_dict(assign=True); change parameters in "
                     "place, or call release() first and build a new Pipeline afterwards"
                 )
-        self._own = [each.held.data for each in self._copies]
+        return [each.held.data for each in self._copies]
 
     def receive_weights(self, i: int, j: int) -> None:
         """Before a forward: what its home's forward has read."""
@@ -232,8 +231,7 @@ class _Away:
 
     def take_true(self) -> None:
         """After the last microbatch, or outside of a run: take the true weights."""
-        if not self._own:
-            self._leave_memory()
+        self._own = self._own or self._checked_memory()
         self._receive()
         self._copy_last()
 
