@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from math import isfinite, lcm, nan
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -22,9 +22,6 @@ from .executor import Executor
 from .losses import Keep, Measures, Result, means_of
 from .observer import Observer
 from .stage import Mode
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +37,7 @@ class Loops(nn.Module):
     _executor: Executor
     _evaluator: Executor | None = None  # once there has been an evaluation; its edges stay
     devices: tuple[torch.device, ...]
-    run: Callable[..., Iterator[Result]]
+    run: Callable[..., Any]
     check_drained: Callable[[str], None]
 
     # What a pipeline of several processes does otherwise.
@@ -176,11 +173,18 @@ class Loops(nn.Module):
                 raise TypeError(
                     f"callbacks[{n}]: expected a callable, got {type(callback).__name__}"
                 )
-        given = _Epochs(self._fed(batches), epochs)
+        fed = self._fed(batches)
+        if epochs > 1 and isinstance(fed, Iterator):
+            raise ValueError(
+                f"batches: a {type(fed).__name__} can be gone through only once, and there are "
+                f"{epochs} epochs; give what makes a new iterator every time, as a list or a "
+                "DataLoader does"
+            )
+        begun: list[int] = []
         losses = _Losses()
-        run = cast("Generator[Result, None, None]", self.run(iter(given), trace=trace, keep=keep))
+        given = _epochs(fed, begun, epochs)
         failure: Exception | None = None
-        with closing(run):
+        with closing(self.run(given, trace=trace, keep=keep)) as run:
             for result in run:
                 losses.add(result)
                 try:
@@ -193,13 +197,13 @@ class Loops(nn.Module):
         def lengths() -> list[int]:
             if failure is not None:
                 raise failure
-            return given.lengths
+            return begun
 
         what = "sharing the losses of a training"
         counts = self._tell(lengths, what)[0]
         if not any(counts):
             raise ValueError("batches: expected at least one to train on, got none")
-        means = cast("list[float]", self._tell(lambda: losses.means(counts), what)[-1])
+        means: list[float] = self._tell(lambda: losses.means(counts), what)[-1]
         for epoch, mean in enumerate(means):
             if not isfinite(mean) and counts[epoch]:
                 _logger.warning("fit: the mean loss of epoch %d is %s", epoch, mean)
@@ -250,39 +254,21 @@ def _digest_of_buffers(module: nn.Module) -> str:
 # What a training goes through.
 
 
-class _Epochs:
-    """Batches, gone through so many times."""
-
-    def __init__(self, batches: Iterable[object], epochs: int) -> None:
-        if epochs > 1 and isinstance(batches, Iterator):
+def _epochs(batches: Iterable[object], lengths: list[int], epochs: int) -> Iterator[object]:
+    """Batches, gone through so many times; of each epoch that has begun ``lengths`` gets theirs."""
+    for epoch in range(epochs):
+        for one in _within(batches, "sampler", "batch_sampler"):
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(epoch)
+        lengths.append(0)
+        for batch in batches:
+            lengths[epoch] += 1
+            yield batch
+        if epoch and lengths[0] and not lengths[epoch]:
             raise ValueError(
-                f"batches: a {type(batches).__name__} can be gone through only once, and there are "
-                f"{epochs} epochs; give what makes a new iterator every time, as a list or a "
-                "DataLoader does"
+                f"batches: they were exhausted after epoch {epoch - 1}; give what makes a new "
+                "iterator every time, as a list or a DataLoader does"
             )
-        self._batches = batches
-        self._epochs = epochs
-        self.lengths: list[int] = []  # of every epoch that has begun, its batches so far
-
-    def __iter__(self) -> Iterator[object]:
-        for epoch in range(self._epochs):
-            for sampler in _samplers(self._batches):
-                sampler.set_epoch(epoch)
-            self.lengths.append(0)
-            for batch in self._batches:
-                self.lengths[epoch] += 1
-                yield batch
-            if epoch and self.lengths[0] and not self.lengths[epoch]:
-                raise ValueError(
-                    f"batches: they were exhausted after epoch {epoch - 1}; give what makes a new "
-                    "iterator every time, as a list or a DataLoader does"
-                )
-
-
-def _samplers(batches: object) -> list[Any]:
-    """Who wants to know which epoch begins, each once."""
-    there = _within(batches, "sampler", "batch_sampler")
-    return [one for one in there if callable(getattr(one, "set_epoch", None))]
 
 
 def share_of(batches: object) -> tuple[str, str, int] | None:
