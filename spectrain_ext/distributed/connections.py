@@ -331,7 +331,7 @@ class RankConnections(Connections):
             self._total.begin()
         super().begin(batches, keep)
         if self.evaluates:
-            self._ties.follow()
+            self._ties.bring_true()
 
     def yields(self, result: Result) -> None:
         self._board.doing("the caller's loop, which has the result of minibatch", result.index)
@@ -340,7 +340,7 @@ class RankConnections(Connections):
         board = self._board
         board.doing("ending the run")
         if not self.evaluates:
-            self._ties.close()
+            self._ties.bring_true()
         # From the last stage to the first, as the word goes that all gradients have been sent.
         for stage in reversed(self._stages):
             self._hear_ends(stage.index)

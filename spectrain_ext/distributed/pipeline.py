@@ -17,8 +17,7 @@ from spectrain_ext.method import Method, find_method
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.averaging import check_averaged
 from spectrain_ext.pipeline.batch import SplitDim
-from spectrain_ext.pipeline.evaluation import minibatches
-from spectrain_ext.pipeline.loops import share_of
+from spectrain_ext.pipeline.loops import minibatches, share_of
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline

@@ -81,4 +81,4 @@ def agreed(
 
 def seats_of(tie: Tie, seats: Replicas) -> tuple[int, int, bool]:
     """The seat of its home and that of the copies, and whether these get gradients."""
-    return seats.runs(tie.home, 0), seats.runs(tie.copy, 0), any(tie.trained)
+    return seats.runs(tie.home, 0), seats.runs(tie.copy, 0), tie.trained

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,11 +22,7 @@ from .stage import Stage
 
 
 def check_averaged(method: Method, tied: bool = False) -> None:
-    """Refuse replicas that cannot be averaged.
-
-    Raises:
-        ValueError: the method changes in the course of training, or stages share parameters.
-    """
+    """Raise ValueError where the method changes in the course of training, or stages are tied."""
     if method.then is not None:
         raise ValueError(
             f"averaging: method {method.name!r} changes to {method.then.method.name!r} in the "
@@ -41,8 +38,6 @@ class Averaged:
     It begins with the first run, from the weights that are there then.
 
     Args:
-        stage: has trainable parameters.
-        asked: how.
         exchange: with the other replicas; never called while the thread may draw random numbers,
             as another replica may be a thread that waits for its turn.
     """
@@ -60,7 +55,6 @@ class Averaged:
     # Training.
 
     def begin(self) -> None:
-        """The stage has begun a run."""
         if self._kept is None:
             with self._stage.predict.using(reads=self._stage.memory):
                 self._kept = self._made(self._row())
@@ -70,10 +64,9 @@ class Averaged:
 
     def send(self, i: int, j: int) -> None:
         """Before an update: what the other replicas need of these weights goes off."""
-        kept, stage = self._kept, self._stage
-        assert kept is not None
-        with stage.predict.using(reads=stage.memory):
-            kept.before(self._row())
+        assert self._kept is not None
+        with self._stage.predict.using(reads=self._stage.memory):
+            self._kept.before(self._row())
 
     def average_in(self, i: int, j: int) -> None:
         """After it: the weights become what the others' make of them."""
@@ -89,7 +82,7 @@ class Averaged:
 
     # Between runs.
 
-    def _between_runs(self) -> Tensor:
+    def _row_between_runs(self) -> Tensor:
         wide = self._weights.masters()
         return in_a_row([wide.get(p, p) for p in self._weights.params])
 
@@ -99,24 +92,24 @@ class Averaged:
 
     def average(self) -> Callable[[], list[Tensor]]:
         """What is evaluated, by parameter: all replicas call this, and then what it returns."""
-        own = self._between_runs()
-        average = (self._made(own) if self._kept is None else self._kept).average(own)
+        own = self._row_between_runs()
+        average = (self._kept or self._made(own)).average(own)
         return lambda: list(taken_apart(average(), self._weights.params))
 
     @contextmanager
     def holding(self, values: list[Tensor]) -> Iterator[None]:
         """Inside, the parameters are these; then what they were."""
-        params = self._weights.params
-        before = [p.detach().clone() for p in params]
-        with torch.no_grad():
-            for p, value in zip(params, values, strict=True):
-                p.copy_(value)
+        before = [p.detach().clone() for p in self._weights.params]
+        self._hold(values)
         try:
             yield
         finally:
-            with torch.no_grad():
-                for p, value in zip(params, before, strict=True):
-                    p.copy_(value)
+            self._hold(before)
+
+    @torch.no_grad()
+    def _hold(self, values: list[Tensor]) -> None:
+        for p, value in zip(self._weights.params, values, strict=True):
+            p.copy_(value)
 
     # Checkpoints.
 
@@ -129,15 +122,10 @@ class Averaged:
         if not tensors:
             self._kept = None
             return
-        made = self._made(self._between_runs())
+        made = self._made(self._row_between_runs())
         made.load_state(tensors, updates)
         self._kept = made
 
     def undo(self) -> Callable[[], None]:
         """Return what puts the state of now back."""
-        kept = self._kept
-
-        def put_back() -> None:
-            self._kept = kept
-
-        return put_back
+        return partial(setattr, self, "_kept", self._kept)

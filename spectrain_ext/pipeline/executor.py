@@ -207,7 +207,7 @@ class Executor:
         """The same for what the caller may have done meanwhile, at the cost of a few addresses."""
         for stage in self.stages:
             storage = None if stage.weights is None else stage.weights.storage
-            if storage is not None and not storage.bound.in_place():
+            if storage is not None and not storage.in_place():
                 self._check()
 
     def _end(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -36,7 +36,7 @@ class _Caught:
 def differentiate_inputs(
     pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor | None]
 ) -> Callable[[], None] | None:
-    """Add the gradients of the inputs, and return what is left to do, if anything.
+    """Add the gradients of the inputs, which are leaves; return what is left to do, if anything.
 
     Of every node that inputs have a part in autograd computes the gradients that lead to inputs.
     Where other leaves have a part in such a node as well, as a layer's weights have, it is run
@@ -47,10 +47,6 @@ def differentiate_inputs(
     layer that is used several times: autograd would go from one of these nodes to the next. Nothing
     is left of a graph with compiled or reentrantly checkpointed parts, which autograd only runs as
     a whole.
-
-    Args:
-        pairs: outputs with their gradients.
-        inputs: leaves; None where no gradient is wanted.
     """
     wanted = [leaf for leaf in inputs if leaf is not None]
     if not wanted:
@@ -93,11 +89,8 @@ def _differentiate_rest(
 ) -> None:
     """Add what the first half has left.
 
-    Args:
-        pairs: outputs that no input has a part in, and their gradients.
-        leaves: whose gradients come by these alone.
-        layers: nodes where weights meet what inputs have a part in, what came to them, and the
-            leaves whose gradients come by this node alone.
+    That is the gradients of leaves that only outputs without a part of the inputs lead to, and, of
+    every node where weights meet what inputs have a part in, those of leaves below it alone.
     """
     differentiate(pairs, leaves)
     for node, caught, alone in layers:
@@ -105,12 +98,9 @@ def _differentiate_rest(
         differentiate([(GradientEdge(node, n), g) for n, g in found if g is not None], alone)
 
 
-_Users: TypeAlias = dict[Node, list[Node]]
-
-
-def _users(roots: Sequence[Node]) -> _Users:
+def _users(roots: Sequence[Node]) -> dict[Node, list[Node]]:
     """All nodes, from the roots on, each with those that pass a gradient on to it."""
-    users: _Users = {root: [] for root in roots}
+    users: dict[Node, list[Node]] = {root: [] for root in roots}
     left = list(users)
     while left:
         node = left.pop()
@@ -124,7 +114,7 @@ def _users(roots: Sequence[Node]) -> _Users:
     return users
 
 
-def _way(ends: Sequence[Node], users: _Users) -> set[Node]:
+def _way(ends: Sequence[Node], users: dict[Node, list[Node]]) -> set[Node]:
     """The nodes that a gradient passes on its way to these."""
     left = [end for end in ends if end in users]
     way = set(left)

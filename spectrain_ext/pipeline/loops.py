@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from math import isfinite, nan
-from typing import TYPE_CHECKING, Any, cast
+from itertools import islice
+from math import isfinite, lcm, nan
+from typing import Any
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 
-from .evaluation import (
-    Measured,
-    Measures,
-    digest_of_buffers,
-    evaluator,
-    mean_of,
-    minibatches,
-    undisturbed,
-)
+from spectrain_ext.schedule import Place, Replicas
+
 from .executor import Executor
-from .losses import Keep, Result
+from .losses import Keep, Measures, Result, means_of
 from .observer import Observer
 from .stage import Mode
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 _logger = logging.getLogger(__name__)
 
@@ -40,11 +32,13 @@ _NESTED = 5
 
 
 class Loops(nn.Module):
-    """The base of a pipeline, which says how it runs; here is what is made of runs."""
+    """The base of a pipeline: what is made of runs."""
 
     _executor: Executor
     _evaluator: Executor | None = None  # once there has been an evaluation; its edges stay
     devices: tuple[torch.device, ...]
+    run: Callable[..., Any]
+    check_drained: Callable[[str], None]
 
     # What a pipeline of several processes does otherwise.
 
@@ -57,20 +51,6 @@ class Loops(nn.Module):
     def _tell(self, make: Callable[[], Any], doing: str) -> list[Any]:
         """What ``make`` returns in every process, by rank: JSON's types."""
         return [make()]
-
-    def check_drained(self, what: str) -> None:
-        """Raise RuntimeError, naming ``what`` was asked for, if a run has not ended."""
-        raise NotImplementedError
-
-    def run(
-        self,
-        batches: Iterable[object],
-        *,
-        trace: Observer | Sequence[Observer] | None = None,
-        keep: Keep | None = None,
-    ) -> Iterator[Result]:
-        """Train on every batch."""
-        raise NotImplementedError
 
     # Evaluation.
 
@@ -115,10 +95,11 @@ class Loops(nn.Module):
         measures = Measures(chosen, around.replicas.seats > len(self.devices), around.split_dim)
         fed = self._fed(batches)
         alone = self._one_replica_works(measures.stateful, what)
-        with undisturbed(self.devices):
+        # A loader draws where it begins.
+        with torch.random.fork_rng({device for device in self.devices if device.type == "cuda"}):
             self._forward_all(minibatches(fed, around.replicas, alone), measures)
-        told = self._tell(lambda: list(measures.told()), "sharing the metrics of an evaluation")
-        return mean_of(chosen, [Measured(*one) for one in told])
+        told = self._tell(measures.told, "sharing the metrics of an evaluation")
+        return means_of(chosen, told)
 
     def _one_replica_works(self, stateful: bool, what: str) -> bool:
         """Whether the first replica of every stage evaluates alone.
@@ -129,20 +110,19 @@ class Loops(nn.Module):
         stages, seats = self._executor.stages, self._executor.connections.replicas
         if not seats.dealt:
             return False
-        told = self._tell(lambda: [(s.index, digest_of_buffers(s.module)) for s in stages], what)
-        if len({tuple(pair) for pairs in told for pair in pairs}) > seats.stages:
-            return True
-        return seats.counts[-1] > 1 and any(self._tell(lambda: stateful, what))
+
+        def state() -> list[Any]:
+            return [stateful, [(stage.index, _digest_of_buffers(stage.module)) for stage in stages]]
+
+        told = self._tell(state, what)
+        differ = len({tuple(pair) for _, pairs in told for pair in pairs}) > seats.stages
+        return differ or (seats.counts[-1] > 1 and any(one for one, _ in told))
 
     def _forward_all(
-        self,
-        batches: Iterator[object],
-        measure: Callable[..., Any],
-        evaluates: bool = True,
+        self, batches: Iterator[object], measure: Callable[..., Any], evaluates: bool = True
     ) -> None:
-        """Bring all batches through the stages."""
         if self._evaluator is None:
-            self._evaluator = evaluator(self._executor)
+            self._evaluator = _evaluating(self._executor)
         connections = self._evaluator.connections
         connections.mode = Mode.EVALUATE if evaluates else Mode.CALL
         connections.measure = measure
@@ -193,11 +173,18 @@ class Loops(nn.Module):
                 raise TypeError(
                     f"callbacks[{n}]: expected a callable, got {type(callback).__name__}"
                 )
-        given = _Epochs(self._fed(batches), epochs)
+        fed = self._fed(batches)
+        if epochs > 1 and isinstance(fed, Iterator):
+            raise ValueError(
+                f"batches: a {type(fed).__name__} can be gone through only once, and there are "
+                f"{epochs} epochs; give what makes a new iterator every time, as a list or a "
+                "DataLoader does"
+            )
+        begun: list[int] = []
         losses = _Losses()
-        run = cast("Generator[Result, None, None]", self.run(iter(given), trace=trace, keep=keep))
+        given = _epochs(fed, begun, epochs)
         failure: Exception | None = None
-        with closing(run):
+        with closing(self.run(given, trace=trace, keep=keep)) as run:
             for result in run:
                 losses.add(result)
                 try:
@@ -210,56 +197,78 @@ class Loops(nn.Module):
         def lengths() -> list[int]:
             if failure is not None:
                 raise failure
-            return given.lengths
+            return begun
 
         what = "sharing the losses of a training"
         counts = self._tell(lengths, what)[0]
         if not any(counts):
             raise ValueError("batches: expected at least one to train on, got none")
-        means = cast("list[float]", self._tell(lambda: losses.means(counts), what)[-1])
+        means: list[float] = self._tell(lambda: losses.means(counts), what)[-1]
         for epoch, mean in enumerate(means):
             if not isfinite(mean) and counts[epoch]:
                 _logger.warning("fit: the mean loss of epoch %d is %s", epoch, mean)
         return means
 
 
-class _Epochs:
-    """Batches, gone through so many times.
+# What an evaluation runs.
 
-    Attributes:
-        lengths: of every epoch that has begun, its batches so far.
+
+def _evaluating(executor: Executor) -> Executor:
+    """What goes forward with the stages of a pipeline: by edges of their own, on their streams."""
+    replicas = executor.connections.replicas
+    parts = [lcm(*replicas.counts) // count for count in replicas.counts]
+    # Two minibatches more than the next stage has, which hides the way there and back; a replica
+    # without a part in the last one hears of that before anybody misses its word.
+    places = [
+        Place(k, replicas.stages, (2 * (replicas.stages - k) - 1) * part, part)
+        for k, part in enumerate(parts)
+    ]
+    # No stage gets ahead of the last one by more than its window: what comes back is the word that
+    # a batch is through, with memory for as many messages.
+    connections = executor.connections.evaluating(places)
+    return Executor(executor.stages, places, "1f1b-async", connections)
+
+
+def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> Iterator[object]:
+    """What an evaluation takes for minibatches: the caller's batches, one by one.
+
+    Replicas get tuples of batches, to deal them out; ``alone``: of one, for the first replicas.
     """
+    given = iter(batches)
+    if not replicas.dealt:
+        return given
+    each = 1 if alone else lcm(*replicas.counts)
+    return iter(lambda: tuple(islice(given, each)), ())
 
-    def __init__(self, batches: Iterable[object], epochs: int) -> None:
-        if epochs > 1 and isinstance(batches, Iterator):
+
+def _digest_of_buffers(module: nn.Module) -> str:
+    """The same for modules whose buffers have the same bits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, buffer in module.named_buffers():
+        flat = buffer.detach().cpu().contiguous().reshape(-1)
+        digest.update(f"{name} {tuple(buffer.shape)} {buffer.dtype}".encode())
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# What a training goes through.
+
+
+def _epochs(batches: Iterable[object], lengths: list[int], epochs: int) -> Iterator[object]:
+    """Batches, gone through so many times; of each epoch that has begun ``lengths`` gets theirs."""
+    for epoch in range(epochs):
+        for one in _within(batches, "sampler", "batch_sampler"):
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(epoch)
+        lengths.append(0)
+        for batch in batches:
+            lengths[epoch] += 1
+            yield batch
+        if epoch and lengths[0] and not lengths[epoch]:
             raise ValueError(
-                f"batches: a {type(batches).__name__} can be gone through only once, and there are "
-                f"{epochs} epochs; give what makes a new iterator every time, as a list or a "
-                "DataLoader does"
+                f"batches: they were exhausted after epoch {epoch - 1}; give what makes a new "
+                "iterator every time, as a list or a DataLoader does"
             )
-        self._batches = batches
-        self._epochs = epochs
-        self.lengths: list[int] = []
-
-    def __iter__(self) -> Iterator[object]:
-        for epoch in range(self._epochs):
-            for sampler in _samplers(self._batches):
-                sampler.set_epoch(epoch)
-            self.lengths.append(0)
-            for batch in self._batches:
-                self.lengths[epoch] += 1
-                yield batch
-            if epoch and self.lengths[0] and not self.lengths[epoch]:
-                raise ValueError(
-                    f"batches: they were exhausted after epoch {epoch - 1}; give what makes a new "
-                    "iterator every time, as a list or a DataLoader does"
-                )
-
-
-def _samplers(batches: object) -> list[Any]:
-    """Who wants to know which epoch begins, each once."""
-    there = _within(batches, "sampler", "batch_sampler")
-    return [one for one in there if callable(getattr(one, "set_epoch", None))]
 
 
 def share_of(batches: object) -> tuple[str, str, int] | None:
@@ -307,12 +316,9 @@ class _Losses:
     def means(self, lengths: Sequence[int]) -> list[float]:
         """Of every epoch."""
         self._ask(len(self._waiting))
-        found, begin = [], 0
-        for length in lengths:
-            part = self._known[begin : begin + length]
-            found.append(sum(part) / len(part) if part else nan)
-            begin += length
-        return found
+        known = iter(self._known)
+        epochs = [[*islice(known, length)] for length in lengths]
+        return [sum(epoch) / len(epoch) if epoch else nan for epoch in epochs]
 
 
 # A run that nobody drives.

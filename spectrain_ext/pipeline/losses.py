@@ -1,10 +1,12 @@
-"""Losses: a minibatch's loss is the sum of its microbatches', and goes out to the caller."""
+"""Losses and metrics: what is computed of the last stage's outputs, and goes out to the caller."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import fsum
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spectrain_ext.errors import placed
 from spectrain_ext.transport import Buffer, Transit, callers_stream
 
+from .batch import SplitDim, samples_in, sides_of
 from .edges import SharedLosses
 from .stage import Stage
 
@@ -70,11 +73,8 @@ class Losses:
     """What the last stage computes the losses with, and the results that wait for the caller.
 
     Args:
-        last: the last stage.
-        loss_fn: ``(output, target) -> 0-d tensor``.
         depth: results whose memory the caller may still be reading.
-        results: where they wait.
-        shared: tells them the other ranks; None: they are told nothing.
+        shared: tells the other ranks the losses.
         held: whether losses wait for those of the stage's other replicas.
 
     Attributes:
@@ -93,39 +93,47 @@ class Losses:
         shared: SharedLosses | None = None,
         held: bool = False,
     ) -> None:
-        self._results = results
-        self._last = last
-        self._loss_fn = loss_fn
+        self._last, self._loss_fn, self._results = last, loss_fn, results
         self._out = Transit(last.compute, depth)
         self._shared, self._held = shared, held
         self.own: dict[int, tuple[Tensor, Any]] = {}
-        self._keeper: _Keeper | None = None
+        self.begin()
 
     def begin(self, keep: Keep | None = None) -> None:
-        self._keeper = None if keep is None else _Keeper(keep, self._loss_fn)
-        self._now = self._keeper or self._loss_fn
+        self._keep = None if keep is None else partial(_kept, keep)
+        self._parts: list[Any] = []  # of the minibatch, of what is kept
 
     def loss(self, i: int, j: int) -> None:
         """Compute a microbatch's loss; with the last one's the minibatch has its result."""
-        keeper, shares = self._keeper, self._last.cursor.shares[i]
-        if keeper is not None:
-            keeper.asked = True
-        loss = self._last.loss(i, j, self._now)
+        last, shares = self._last, self._last.cursor.shares[i]
+        loss, kept = last.loss(i, j, self._loss_fn, self._keep)
+        self._parts.append(kept)
         if j == 0:
             self._buffer = Buffer("loss")
-        with self._last.compute.using(writes=(self._buffer,)):
+        with last.compute.using(writes=(self._buffer,)):
             part = loss if shares[j] == 1.0 else loss * shares[j]
             self._sum = part if j == 0 else self._sum + part
-        last = j == len(shares) - 1
+        ends = j == len(shares) - 1
         if self._shared is not None:
-            self._shared.computed(i, j, part, self._sum if last else None)
-        if not last:
+            self._shared.computed(i, j, part, self._sum if ends else None)
+        if not ends:
             return
-        kept = None if keeper is None else keeper.take(shares, self._last)
+        parts, self._parts = self._parts, []
+        kept = None if self._keep is None else self._whole(parts, shares)
         if self._held:
             self.own[i] = self._sum, kept
         else:
             self._hand_out(i, self._sum, kept)
+
+    def _whole(self, parts: list[Any], shares: Sequence[float]) -> Any:
+        """What is kept of a minibatch, for whoever works on the caller's stream."""
+        last, caller = self._last, callers_stream(self._last.device)
+        with last.compute.using():
+            whole = parts[0] if len(parts) == 1 else _joined(parts, shares)
+        last.compute.record(last.computed)
+        caller.wait(last.computed)
+        caller.lend(tree_leaves(whole))
+        return whole
 
     def _hand_out(self, i: int, loss: Tensor, kept: Any) -> None:
         """Give the caller a loss in memory of its own stream."""
@@ -145,57 +153,17 @@ class Losses:
         self._out.reset()
 
 
-class _Keeper:
-    """A loss function that keeps something of every microbatch as well.
-
-    Args:
-        keep: makes it.
-        loss_fn: the loss.
-
-    Attributes:
-        asked: whether the next call is of a forward, not the second one of a recomputation.
-    """
-
-    def __init__(self, keep: Keep, loss_fn: LossFn) -> None:
-        self.asked = False
-        self._keep = keep
-        self._loss_fn = loss_fn
-        self._parts: list[Any] = []
-
-    def __call__(self, output: Any, target: Any) -> Tensor:
-        loss = self._loss_fn(output, target)
-        if self.asked:
-            self.asked = False
-            with torch.no_grad(), placed("in keep"):
-                self._parts.append(_copied(self._keep(output, target)))
-        return loss
-
-    def take(self, shares: Sequence[float], last: Stage) -> Any:
-        """Put the microbatches of a minibatch together, for whoever works on the caller's stream.
-
-        Args:
-            shares: of the microbatches.
-            last: the last stage.
-        """
-        parts, self._parts = self._parts, []
-        caller = callers_stream(last.device)
-        with last.compute.using():
-            whole = parts[0] if len(parts) == 1 else _joined(parts, shares)
-        last.compute.record(last.computed)
-        caller.wait(last.computed)
-        caller.lend(tree_leaves(whole))
-        return whole
-
-
-def _copied(value: Any) -> Any:
+def _kept(keep: Keep, output: Any, target: Any) -> Any:
     """Without its graph, and in memory that nothing else uses."""
-    for leaf in tree_leaves(value):
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                "keep must return a tensor, or a dict or tuple of tensors, got a "
-                f"{type(leaf).__name__}"
-            )
-    return tree_map(lambda tensor: tensor.detach().clone(), value)
+    with torch.no_grad(), placed("in keep"):
+        value = keep(output, target)
+        for leaf in tree_leaves(value):
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    "keep must return a tensor, or a dict or tuple of tensors, got a "
+                    f"{type(leaf).__name__}"
+                )
+        return tree_map(lambda tensor: tensor.detach().clone(), value)
 
 
 def _joined(parts: list[Any], shares: Sequence[float]) -> Any:
@@ -209,3 +177,116 @@ def _joined(parts: list[Any], shares: Sequence[float]) -> Any:
         return torch.stack(weighted).sum()
 
     return tree_map(join, *parts)
+
+
+# Metrics of an evaluation.
+
+#: What one process has measured, in JSON's types: samples of all batches; by function, of each
+#: batch its value times the batch's samples; by metric with a state, its value.
+Measured = tuple[int, dict[str, list[float]], dict[str, float]]
+
+
+class Measures:
+    """The metrics of an evaluation, where the last stage is; ``apart``: of several processes."""
+
+    def __init__(self, metrics: Mapping[str, Any], apart: bool, split_dim: SplitDim) -> None:
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"metrics: expected a mapping of names to metrics, got {type(metrics).__name__}"
+            )
+        for name, metric in metrics.items():
+            if not isinstance(name, str):
+                raise TypeError(f"metrics: expected str as names, got {name!r}")
+            if isinstance(metric, type) or not (_has_state(metric) or callable(metric)):
+                made = not isinstance(metric, type)  # as whoever forgets to call a class has it
+                got = type(metric).__name__ if made else f"the class {metric.__name__}"
+                raise TypeError(
+                    f"metrics[{name!r}]: expected a function (output, target), or an object with "
+                    f"update and compute, got {got}"
+                )
+            if apart and getattr(metric, "sync_on_compute", False):  # as torchmetrics has it
+                raise ValueError(
+                    f"metrics[{name!r}]: its compute() would wait for all processes, of which one "
+                    "has seen all batches; make it with sync_on_compute=False"
+                )
+        self._metrics, self._target_dim = dict(metrics), sides_of(split_dim)[1]
+        self._states = {name: m for name, m in metrics.items() if _has_state(m)}
+        self._samples: list[int] = []
+        self._values: dict[str, list[Tensor | float]] = {
+            name: [] for name in metrics if name not in self._states
+        }
+        for metric in self._states.values():
+            if callable(reset := getattr(metric, "reset", None)):
+                reset()
+
+    @property
+    def stateful(self) -> bool:
+        """Whether one process has to see all batches."""
+        return bool(self._states)
+
+    def __call__(self, output: Any, target: Any) -> None:
+        found = samples_in(target, self._target_dim)
+        found = samples_in(output) if found is None else found
+        count = 1 if found is None else found
+        if not count:  # of which there is no mean
+            return
+        self._samples.append(count)
+        for name, metric in self._metrics.items():
+            with placed(f"in metrics[{name!r}]"):
+                if name in self._states:
+                    metric.update(output, target)
+                else:
+                    self._values[name].append(_number(metric(output, target)))
+
+    def told(self) -> Measured:
+        """What has been measured; waits for it."""
+        terms = {
+            name: [float(value) * n for value, n in zip(values, self._samples, strict=True)]
+            for name, values in self._values.items()
+        }
+        computed = {}
+        for name, metric in self._states.items():
+            if self._samples:
+                with placed(f"in metrics[{name!r}]"):
+                    computed[name] = float(_number(metric.compute()))
+        return sum(self._samples), terms, computed
+
+
+def _has_state(metric: object) -> bool:
+    return hasattr(metric, "update") and hasattr(metric, "compute")
+
+
+def _number(value: object) -> Tensor | float:
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return value.detach().reshape(())
+        raise ValueError(
+            f"expected a 0-d tensor of a real number, or a number, got {value.dtype} of shape "
+            f"{tuple(value.shape)}"
+        )
+    if hasattr(value, "__float__"):
+        return float(value)
+    raise TypeError(f"expected a 0-d tensor or a number, got {type(value).__name__}")
+
+
+def means_of(names: Iterable[str], told: Sequence[Measured]) -> dict[str, float]:
+    """The metrics of all batches, whichever processes have measured them.
+
+    Means are weighted by samples, and summed without rounding: in any order the same.
+    """
+    total = sum(samples for samples, _, _ in told)
+    if not total:
+        raise ValueError("batches: expected at least one to evaluate, got none")
+    found: dict[str, float] = {}
+    for _, mine, computed in told:
+        for name in mine:
+            found[name] = _sum([t for _, terms, _ in told for t in terms.get(name, ())]) / total
+        found.update(computed)
+    return {name: found[name] for name in [*names, *found] if name in found}
+
+
+def _sum(terms: Sequence[float]) -> float:
+    try:
+        return fsum(terms)
+    except (OverflowError, ValueError):  # infinities of both signs
+        return sum(terms)

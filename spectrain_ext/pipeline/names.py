@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -54,7 +54,7 @@ def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def give_names(stages: Mapping[str, nn.Module], state: dict[str, Any], prefix: str) -> None:
-    """Rename what a module has put into a state dict."""
+    """Rename what a module of these stages has put into a state dict."""
     names = model_names(stages)
     own = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
     for key, value in own.items():
@@ -62,54 +62,36 @@ def give_names(stages: Mapping[str, nn.Module], state: dict[str, Any], prefix: s
         state[prefix + names.get(name, name)] = value
 
 
-class Loading(NamedTuple):
-    """A load of a state dict, whose messages are to have the model's names.
+def begin_load(
+    stages: Mapping[str, nn.Module],
+    state: dict[str, Tensor],
+    prefix: str,
+    unexpected: list[str] | None,
+    errors: list[str],
+) -> Callable[[list[str]], None]:
+    """Rename what a state dict has for a module of these stages, which is about to be loaded.
 
-    Attributes:
-        names: the model's of each of the module's, both with their prefix.
-        errors: messages of it.
-        begin: how many there were before.
+    ``unexpected`` gets the names that no stage has; None: other processes may have them. What is
+    returned is called with the missing keys at the end of the load, and gives these and the
+    messages that came to ``errors`` the model's names.
     """
+    names = {prefix + key: prefix + name for key, name in model_names(stages).items()}
+    places: dict[str, list[str]] = {}
+    for key, name in names.items():
+        places.setdefault(name, []).append(key)
+    given = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
+    for name, value in given.items():
+        state.update(dict.fromkeys(places.get(name, ()), value))
+        if name not in places and unexpected is not None:
+            unexpected.append(name)
+    before = len(errors)
 
-    names: dict[str, str]
-    errors: list[str]
-    begin: int
+    def end(missing: list[str]) -> None:
+        missing[:] = dict.fromkeys(names.get(key, key) for key in missing)
+        for n, message in enumerate(errors[before:], before):
+            for key, name in names.items():
+                message = message.replace(f"for {key}:", f"for {name}:")
+                message = message.replace(f'"{key}"', f'"{name}"')
+            errors[n] = message
 
-    @classmethod
-    def of(
-        cls,
-        stages: Mapping[str, nn.Module],
-        state: dict[str, Tensor],
-        prefix: str,
-        unexpected: list[str] | None,
-        errors: list[str],
-    ) -> Loading:
-        """Begin one: rename what the state dict has for a module of these stages.
-
-        Args:
-            stages: those that are here.
-            state: may have those of other stages as well.
-            prefix: of all keys.
-            unexpected: gets the names that no stage has; None: other processes may have it.
-            errors: to be read at the end.
-        """
-        names = {prefix + key: prefix + name for key, name in model_names(stages).items()}
-        places: dict[str, list[str]] = {}
-        for key, name in names.items():
-            places.setdefault(name, []).append(key)
-        given = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
-        for name, value in given.items():
-            state.update(dict.fromkeys(places.get(name, ()), value))
-            if name not in places and unexpected is not None:
-                unexpected.append(name)
-        return cls(names, errors, len(errors))
-
-    def end(self, missing: list[str]) -> None:
-        """Rename what its messages name."""
-        missing[:] = dict.fromkeys(self.names.get(key, key) for key in missing)
-        for place in range(self.begin, len(self.errors)):
-            for key, name in self.names.items():
-                for before, after in (("for ", ":"), ('"', '"')):
-                    self.errors[place] = self.errors[place].replace(
-                        f"{before}{key}{after}", f"{before}{name}{after}"
-                    )
+    return end

@@ -74,8 +74,6 @@ class Observer:
 
 
 class _Several(Observer):
-    """Some of them, as one."""
-
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
         self._begun: list[Observer] = []
@@ -109,11 +107,7 @@ class _Several(Observer):
 
 
 def observer_of(trace: Observer | Sequence[Observer] | None) -> Observer | None:
-    """One observer for what was given as ``trace``; None: nobody looks on.
-
-    Raises:
-        TypeError: a member of a sequence is no observer.
-    """
+    """One observer for what was given as ``trace``; None: nobody looks on."""
     if not isinstance(trace, Sequence):
         return trace
     for n, one in enumerate(trace):

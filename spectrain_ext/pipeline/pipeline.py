@@ -44,7 +44,7 @@ from .connections import Connections
 from .executor import Executor
 from .loops import Loops, told_of
 from .losses import Keep, Result
-from .names import Loading, give_names
+from .names import begin_load, give_names
 from .observer import Observer, observer_of
 from .phases import Gap, Until, training_phases
 from .stage import Stage
@@ -155,7 +155,7 @@ class Pipeline(Loops):
     """
 
     _connections: Connections | None = None  # of the stages; None: all of them are here
-    _loading: Loading
+    _end_load: Callable[[list[str]], None]
     _warned = False  # of stages in evaluation mode
 
     def __init__(
@@ -706,12 +706,12 @@ def _begin_load(
 ) -> None:
     stages = dict(pipe.named_children())
     whole = len(stages) == len(pipe._executor.places)
-    pipe._loading = Loading.of(stages, state, prefix, unexpected if whole else None, errors)
+    pipe._end_load = begin_load(stages, state, prefix, unexpected if whole else None, errors)
 
 
 def _end_load(pipe: Pipeline, incompatible: Any) -> None:
-    pipe._loading.end(incompatible.missing_keys)
-    del pipe._loading
+    pipe._end_load(incompatible.missing_keys)
+    del pipe._end_load
 
 
 def _follow_load(pipe: Pipeline, *_: object) -> None:

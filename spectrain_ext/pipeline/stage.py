@@ -261,8 +261,10 @@ class Stage(Loads):
 
     # The loss, on the last stage.
 
-    def loss(self, i: int, j: int, loss_fn: Callable[..., Tensor]) -> Tensor:
-        """Compute the loss of a microbatch; returns it detached."""
+    def loss(
+        self, i: int, j: int, loss_fn: Callable[..., Tensor], keep: Callable[..., Any] | None
+    ) -> tuple[Tensor, Any]:
+        """Compute the loss of a microbatch; returns it detached, and what is to be kept beside."""
         tape = self._tapes[i, j]
         graph, compute = self._keeps_graph, self.compute
         self._take_target(i, j, tape)
@@ -272,12 +274,13 @@ class Stage(Loads):
                 tape.found.append(ModuleBuffers(loss_fn))
                 tape.loss_fn = loss_fn
             loss = loss_fn(tape.output, tape.wanted)
+            kept = None if keep is None else keep(tape.output, tape.wanted)
         check_loss(loss)
         if graph:
             check_dependence(loss, tape.output)
             tape.output = loss
         compute.record(self.computed)
-        return loss.detach()
+        return loss.detach(), kept
 
     def measure(self, i: int, j: int, measure: Callable[..., Any]) -> None:
         """Have the output of an evaluation measured."""

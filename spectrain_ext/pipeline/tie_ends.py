@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from spectrain_ext.method import Method, rules_at
@@ -18,32 +17,21 @@ from .stage import Stage
 from .ties import Copy, Tie
 
 
-class Turns:
+class _Readings:
     """Tells which forwards of a stage read other weights than the forward before.
 
     The schedule says so. Both ends of a tie ask, with the same microbatches, and come to the same
     answers: that is how the copy's end knows what is sent without being told.
-
-    Args:
-        home: the stage.
     """
 
-    def __init__(self, home: int) -> None:
-        self._home = home
-
-    def change(self, method: Method, places: Sequence[Place]) -> None:
-        """Say what all stages train by, from the next run on, and where each is."""
-        self._places = places[0], places[self._home]
-        self._rules = rules_at(method, self._places[1])
-        self._generate = find_generator(method.schedule)
-
-    def begin(self) -> None:
-        entry, place = self._places
-        self._instructions = self._generate(place)
-        self._ledger = Ledger(self._home, self._rules, entries=Entries(self._generate(entry)))
+    def __init__(self, method: Method, entry: Place, place: Place) -> None:
+        generate = find_generator(method.schedule)
+        entries = Entries(generate(entry))
+        self._instructions = generate(place)
+        self._ledger = Ledger(place.stage, rules_at(method, place), entries=entries)
         self._last: tuple[int, int] | None = None
 
-    def reads_others(self, i: int, j: int) -> bool:
+    def differ(self, i: int, j: int) -> bool:
         """Whether the forward of a microbatch does; they are asked for in order."""
         wanted = Instruction(Kind.FORWARD, i, j)
         for instruction in self._instructions:
@@ -77,60 +65,41 @@ def _refuse_hooks(stage: Stage, named: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
-class Home:
-    """The end that owns the parameters: sends what its forwards read, and adds up gradients.
+class _Home:
+    """The end that owns the parameters: sends what its forwards read, and adds up gradients."""
 
-    Args:
-        stage: the stage.
-        tie: what it has in common with the other end.
-        weights: where their weights go.
-        gradients: where gradients come from, if any do; received on the compute stream.
-        turns: which forwards read other weights.
-    """
-
-    def __init__(
-        self,
-        stage: Stage,
-        tie: Tie,
-        weights: Sender,
-        gradients: Receiver | None,
-        turns: Turns,
-    ) -> None:
+    def __init__(self, stage: Stage, tie: Tie, weights: Sender, gradients: Receiver | None) -> None:
         known = dict(stage.module.named_parameters(remove_duplicate=False))
-        self.stage = stage
-        self.params = [known[found_as(name, known)] for name, _ in tie.names]
-        self._trained = [p for p, learns in zip(self.params, tie.trained, strict=True) if learns]
-        self.weights, self.gradients, self.turns = weights, gradients, turns
-        self._names = [name for name, _ in tie.names]
+        self._params = {m.home_name: known[found_as(m.home_name, known)] for m in tie.members}
+        self._trained = [self._params[m.home_name] for m in tie.members if m.trained]
+        self.stage, self.weights, self.gradients = stage, weights, gradients
 
-    def begin(self) -> None:
-        """Start a run; ValueError if a gradient hook would see a part of a gradient."""
-        _refuse_hooks(self.stage, zip(self._names, self.params, strict=True))
-        self.turns.begin()
+    def begin(self, readings: _Readings) -> None:
+        _refuse_hooks(self.stage, self._params.items())
+        self._readings = readings
 
     def send_weights(self, i: int, j: int) -> None:
         """Before a forward: what it reads, if that is something else than before."""
-        if self.turns.reads_others(i, j):
-            self._send([p.detach() for p in self.params], self.stage.working)
+        if self._readings.differ(i, j):
+            self._send([p.detach() for p in self._params.values()], self.stage.working)
 
     def _send(self, tensors: Sequence[Tensor], source: Buffer) -> None:
-        """Nothing writes weights before they have been read."""
         stage = self.stage
         read = self.weights.send(Message(tuple(tensors), False), source, stage.loaded)
-        stage.predict.wait(read)
+        stage.predict.wait(read)  # before anything writes them
         stage.predict.record(stage.loaded)
 
     def send_true(self) -> None:
-        """After the last update, or outside of a run: send the true weights."""
-        stage = self.stage
-        weights = stage.weights
+        """After the last update, or outside of a run."""
+        stage, weights = self.stage, self.stage.weights
         true = weights.true_weights() if weights is not None and weights.bound else {}
         sent = Buffer(f"true weights of stage {stage.index} that others have as well")
         stage.predict.wait(stage.computed)
         with stage.predict.using(reads=stage.memory, writes=(sent,)):
-            tensors = [true.get(p, p).detach().to(p.dtype) for p in self.params]
+            tensors = [true.get(p, p).detach().to(p.dtype) for p in self._params.values()]
         stage.predict.record(stage.loaded)
         self._send(tensors, sent)
+        self.weights.end()
 
     def add_gradients(self, i: int, j: int) -> None:
         """Before an update: add the copies' gradient of the minibatch to this stage's own."""
@@ -154,107 +123,86 @@ class Home:
         self.gradients.free(slot)
 
 
-class Away:
+class _Away:
     """The end with the copies: computes with what the home sent, and sends gradients back.
 
     A forward and its backward compute with what the home's forward of the microbatch read. That is
     not copied again: the parameters' data is where it arrived.
 
     Args:
-        stage: the stage.
-        tie: what it has in common with the other end.
-        copies: those that the stage has, of any home.
-        weights: where their weights come from; received on the compute stream.
-        gradients: where gradients go, if any do.
-        turns: which forwards of the home read other weights.
-        home: the other end, where that is in this process.
+        home: the home's stage, where that is in this process.
     """
 
     def __init__(
         self,
         stage: Stage,
+        home: Stage | None,
         tie: Tie,
         copies: Sequence[Copy],
         weights: Receiver,
         gradients: Sender | None,
-        turns: Turns,
-        home: Home | None = None,
     ) -> None:
         known = {each.names[0]: each for each in copies if each.stage == stage.index}
-        self.stage, self.copies = stage, [known[name] for _, name in tie.names]
-        self._trained = [c for c, learns in zip(self.copies, tie.trained, strict=True) if learns]
-        self.memory = Buffer(f"copies of others' weights in stage {stage.index}")
-        stage.share(self.memory)
-        self.weights, self.gradients, self.turns, self.home = weights, gradients, turns, home
-        self._own: list[Tensor] = []  # memory between runs
+        self._copies = [known[m.name] for m in tie.members]
+        self._trained = [known[m.name] for m in tie.members if m.trained]
+        self.stage, self.home, self.weights, self.gradients = stage, home, weights, gradients
+        self._memory = Buffer(f"copies of others' weights in stage {stage.index}")
+        stage.share(self._memory)
+        self._gradients_sent = Transit(stage.compute, 1)
         self._forget()
 
     def _forget(self) -> None:
+        self._own: list[Tensor] = []  # their memory between runs
         self._now: Slot | None = None  # for the forwards to come
-        self._uses: dict[Slot, int] = {}  # backwards that will need it
-        self._of: dict[tuple[int, int], Slot] = {}
-        self._in_transit = Transit(self.stage.compute, 1)
-
-    def begin(self) -> None:
-        """Start a run.
-
-        Raises:
-            RuntimeError: the stage has other parameters now.
-            ValueError: one has a gradient hook.
-        """
-        _refuse_hooks(self.stage, ((each.names[0], each.held) for each in self.copies))
-        self.turns.begin()
-        self._own = self._memory()
-        self._forget()
-        self._drop_gradients()
-
-    def _memory(self) -> list[Tensor]:
-        for each in self.copies:
-            if not each.in_place() or each.held.device != self.stage.device:
-                raise RuntimeError(
-                    f"{each.where}, a copy of {each.home_name!r} of stages[{each.home}], is not "
-                    "what the pipeline was made with, as by .to() or load_state_dict(assign=True); "
-                    "change parameters in place, or call release() first and build a new Pipeline "
-                    "afterwards"
-                )
-        return [each.held.data for each in self.copies]
-
-    def follow(self) -> None:
-        """Outside of a run: take what the home sends."""
-        self._own = self._memory()
-        self.take_true()
-        self._own = []
-        self._forget()
-
-    def _drop_gradients(self) -> None:
-        for each in self.copies:
+        self._of: dict[tuple[int, int], Slot] = {}  # for backwards to come
+        self._gradients_sent.reset()
+        for each in self._copies:
             each.held.grad = None
+
+    def begin(self, readings: _Readings) -> None:
+        _refuse_hooks(self.stage, ((each.names[0], each.held) for each in self._copies))
+        own = self._checked_memory()
+        self._forget()
+        self._own, self._readings = own, readings
+
+    def _checked_memory(self) -> list[Tensor]:
+        now = dict(self.stage.module.named_parameters(remove_duplicate=False))
+        for each in self._copies:
+            there = all(now.get(name) is each.held for name in each.names)
+            if not there or each.held.device != self.stage.device:
+                raise RuntimeError(
+                    f"stages[{each.stage}]: parameter {each.names[0]!r}, a copy of "
+                    f"{each.home_name!r} of stages[{each.home}], is not what the pipeline was made "
+                    "with, as by .to() or load_state_dict(assign=True); change parameters in "
+                    "place, or call release() first and build a new Pipeline afterwards"
+                )
+        return [each.held.data for each in self._copies]
+
+    def receive_weights(self, i: int, j: int) -> None:
+        """Before a forward: what its home's forward has read."""
+        if self._readings.differ(i, j):
+            self._receive()
+        assert self._now is not None
+        self._of[i, j] = self._now
+        self._compute_with(self._now)
+
+    def _receive(self) -> None:
+        before, self._now = self._now, self.weights.receive()
+        if self._now is None:
+            raise RuntimeError("tied weights are missing at the end of the run")
+        if before is not None:
+            self._free_unless_used(before)
+
+    def _free_unless_used(self, slot: Slot) -> None:
+        if slot is not self._now and slot not in self._of.values():
+            self.weights.free(slot)
 
     def _compute_with(self, slot: Slot) -> None:
         assert slot.message is not None
         self.stage.compute.reads(slot.buffer)
-        for each, tensor in zip(self.copies, slot.message.tensors, strict=True):
+        for each, tensor in zip(self._copies, slot.message.tensors, strict=True):
             assert tensor is not None
             each.held.data = tensor
-
-    def receive_weights(self, i: int, j: int) -> None:
-        """Before a forward: what its home's forward has read."""
-        if self.turns.reads_others(i, j):
-            self._take()
-        slot = self._now
-        assert slot is not None
-        self._of[i, j] = slot
-        self._uses[slot] += 1
-        self._compute_with(slot)
-
-    def _take(self) -> None:
-        before, self._now = self._now, self.weights.receive()
-        if self._now is None:
-            raise RuntimeError("tied weights are missing at the end of the run")
-        self._uses[self._now] = 0
-        if before is not None and not self._uses[before]:
-            del self._uses[before]
-            self.weights.free(before)
 
     def load_weights(self, i: int, j: int) -> None:
         """Before a backward, or half of one: what its forward had."""
@@ -264,10 +212,7 @@ class Away:
         """A backward has ended."""
         slot = self._of.pop((i, j))
         self.stage.compute.reads(slot.buffer)
-        self._uses[slot] -= 1
-        if not self._uses[slot] and slot is not self._now:
-            del self._uses[slot]
-            self.weights.free(slot)
+        self._free_unless_used(slot)
 
     def send_gradients(self, i: int, j: int) -> None:
         """Before the update of the minibatch."""
@@ -276,26 +221,28 @@ class Away:
         stage = self.stage
         gradients = (each.held.grad for each in self._trained)
         found = tuple(g.to_dense() if g is not None and g.is_sparse else g for g in gradients)
-        self._drop_gradients()
+        for each in self._copies:
+            each.held.grad = None
         sent = Buffer(f"gradients of others' weights in stage {stage.index}")
         stage.compute.writes(sent)
         stage.compute.record(stage.computed)
         read = self.gradients.send(Message(found, False), sent, stage.computed)
-        self._in_transit.hold(read, sent, found)
+        self._gradients_sent.hold(read, sent, found)
 
     def take_true(self) -> None:
-        """After the last microbatch: take the true weights, which nothing computes with."""
-        self._take()
-        self._end_with_last()
+        """After the last microbatch, or outside of a run: take the true weights."""
+        self._own = self._own or self._checked_memory()
+        self._receive()
+        self._copy_last()
 
-    def _end_with_last(self) -> None:
+    def _copy_last(self) -> None:
+        """Have what came last in the copies' own memory."""
         stage, slot = self.stage, self._now
         if slot is None:
             return
-        message = slot.message
-        assert message is not None
-        with stage.compute.using(reads=(slot.buffer,), writes=(self.memory,)):
-            for own, tensor in zip(self._own, message.tensors, strict=True):
+        assert slot.message is not None
+        with stage.compute.using(reads=(slot.buffer,), writes=(self._memory,)):
+            for own, tensor in zip(self._own, slot.message.tensors, strict=True):
                 assert tensor is not None
                 own.copy_(tensor)
         stage.compute.record(stage.computed)
@@ -304,43 +251,29 @@ class Away:
 
     def end(self) -> None:
         """The run has ended, or failed; may be repeated."""
-        if self.home is None:  # what arrived last: nobody here has more
-            self._end_with_last()
+        home = self.home
+        if home is None:  # nobody here has more than what came last
+            self._copy_last()
         elif self._now is not None:
             self.weights.free(self._now)
-        for each, own in zip(self.copies, self._own, strict=False):
+        for each, own in zip(self._copies, self._own, strict=False):
             each.held.data = own
-        self._drop_gradients()
-        self._in_transit.reset()
         self._forget()
-        self._own = []
-        if self.home is not None:
-            self._copy_from(self.home)
-
-    def _copy_from(self, home: Home) -> None:
-        """Take the true weights, which the home has again by now."""
-        a, b, copy_stream = home.stage, self.stage, self.weights.stream
-        for event in (a.loaded, b.computed):
-            copy_stream.wait(event)
-        with copy_stream.using(reads=(a.working,), writes=(self.memory,)), torch.no_grad():
-            for p, each in zip(home.params, self.copies, strict=True):
-                each.held.data.copy_(p.detach(), non_blocking=True)
-        done = copy_stream.event()
-        copy_stream.record(done)
-        for stage in (a, b):
-            stage.predict.wait(done)
-            stage.predict.record(stage.loaded)
-        for each in self.copies:
-            each.followed()
+        if home is not None:  # which has the true weights again
+            home.predict.wait(self.stage.computed)
+            with home.predict.using(reads=(home.working,), writes=(self._memory,)):
+                for each in self._copies:
+                    each.follow(changed=True)
+            home.predict.record(home.loaded)
+            self.stage.predict.wait(home.loaded)
+            self.stage.predict.record(self.stage.loaded)
 
 
 class Ties:
     """The ends of ties that the stages of this process have.
 
     Args:
-        ties: of all stages.
-        copies: that stages of this process have.
-        stages: those, by index.
+        ties: of all stages; ``copies`` and ``stages`` are this process's.
         depth: of a tie, the versions that may be under way or in use at once.
         remote: the edges of the n-th tie to a stage of another process, for weights and, if there
             are any, for gradients.
@@ -358,47 +291,38 @@ class Ties:
         remote: Callable[[int], tuple[Any, Any]],
     ) -> None:
         self.edges: list[Edge] = []
-        self._homes: dict[int, list[Home]] = {}
-        self._away: dict[int, list[Away]] = {}
+        self._homes: list[tuple[Tie, _Home]] = []
+        self._away: list[tuple[Tie, _Away]] = []
         for n, tie in enumerate(ties):
             a, b = stages.get(tie.home), stages.get(tie.copy)
             if a is not None and b is not None:
                 weights = self._edge(a, b, "weights", depth(tie))
-                gradients = None
-                if any(tie.trained):
-                    gradients = self._edge(b, a, "gradients", depth(tie))
+                gradients = self._edge(b, a, "gradients", depth(tie)) if tie.trained else None
             elif a is not None or b is not None:
                 weights, gradients = remote(n)
-            home = None
             if a is not None:
-                home = Home(a, tie, weights, gradients, Turns(tie.home))
-                self._homes.setdefault(tie.home, []).append(home)
+                self._homes.append((tie, _Home(a, tie, weights, gradients)))
             if b is not None:
-                away = Away(b, tie, copies, weights, gradients, Turns(tie.home), home)
-                self._away.setdefault(tie.copy, []).append(away)
+                self._away.append((tie, _Away(b, a, tie, copies, weights, gradients)))
 
     def _edge(self, a: Stage, b: Stage, what: str, depth: int) -> Edge:
         name = f"edge {a.index} -> {b.index} of tied {what}"
-        self.edges.append(Edge(name, a.device, b.device, b.compute, depth))
-        return self.edges[-1]
-
-    def _all(self) -> Iterator[Home | Away]:
-        for homes in self._homes.values():
-            yield from homes
-        for away in self._away.values():
-            yield from away
+        made = Edge(name, a.device, b.device, b.compute, depth)
+        self.edges.append(made)
+        return made
 
     def lends(self, stage: int) -> bool:
         """Whether other stages have copies of a stage's weights."""
-        return stage in self._homes
+        return any(tie.home == stage for tie, _ in self._homes)
 
     def borrows(self, stage: int) -> bool:
         """Whether a stage has copies of others' weights."""
-        return stage in self._away
+        return any(tie.copy == stage for tie, _ in self._away)
 
     def handlers(self, stage: int) -> dict[Kind, Handler]:
         """What runs a stage's instructions of ties."""
-        homes, away = self._homes.get(stage, ()), self._away.get(stage, ())
+        homes = [end for tie, end in self._homes if tie.home == stage]
+        away = [end for tie, end in self._away if tie.copy == stage]
         return {
             Kind.SEND_TIED_WEIGHTS: _each([end.send_weights for end in homes]),
             Kind.RECEIVE_TIED_WEIGHTS: _each([end.receive_weights for end in away]),
@@ -410,49 +334,35 @@ class Ties:
 
     def gradients_are_there(self, stage: int) -> bool:
         """Whether a stage's update has all gradients: a copy may put off those of its weights."""
-        edges = [home.gradients for home in self._homes.get(stage, ())]
+        edges = [home.gradients for tie, home in self._homes if tie.home == stage]
         return all(edge is None or edge.blocks or edge.has() for edge in edges)
 
     # A run.
 
     def change(self, method: Method, places: Sequence[Place]) -> None:
         """Say what all stages train by, from the next run on, and where each is."""
-        for end in self._all():
-            end.turns.change(method, places)
+        self._method, self._places = method, places
 
     def begin(self) -> None:
-        for end in self._all():
-            end.begin()
+        ends: list[tuple[Tie, _Home | _Away]] = [*self._homes, *self._away]
+        for tie, end in ends:
+            end.begin(_Readings(self._method, self._places[0], self._places[tie.home]))
 
-    def follow(self) -> None:
-        """Outside of a run: copies get what their homes in other processes have now."""
-        self._send_true()
-        for end in self._borrowed():
-            end.follow()
-
-    def close(self) -> None:
-        """The stages have finished: copies in other processes get the true weights."""
-        for end in self._borrowed():
+    def bring_true(self) -> None:
+        """No run goes on, or its stages have finished: other processes get the true weights."""
+        borrowed = [end for _, end in self._away if end.home is None]
+        for end in borrowed:
             if end.gradients is not None:
                 end.gradients.end()
-        self._send_true()
-        for end in self._borrowed():
+        for _, home in self._homes:
+            if home.weights not in self.edges:
+                home.send_true()
+        for end in borrowed:
             end.take_true()
-
-    def _borrowed(self) -> list[Away]:
-        """The copies whose homes are in other processes."""
-        return [end for ends in self._away.values() for end in ends if end.home is None]
-
-    def _send_true(self) -> None:
-        for ends in self._homes.values():
-            for end in ends:
-                if end.weights not in self.edges:
-                    end.send_true()
-                    end.weights.end()
 
     def end(self) -> None:
         """Forget the run; may be repeated."""
-        for end in (end for ends in self._away.values() for end in ends):
+        for _, end in self._away:
             end.end()
 
 

@@ -614,6 +614,27 @@ def test_results_carry_what_was_asked_for(method, recompute):
         close(loss, next(a for a, b in kept if b is one))
 
 
+class Counting(nn.Module):
+    """A loss with a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output, target):
+        self.calls += 1
+        return mse(output, target)
+
+
+def test_a_recomputation_leaves_the_buffers_of_a_loss_whose_outputs_are_kept():
+    for keep in (None, right):
+        loss = Counting()
+        pipe = st.Pipeline(tanh_stages(2), sgd(), loss, "spectrain", recompute=True)
+        for _ in pipe.run(batches(4), keep=keep):
+            pass
+        assert loss.calls == 4
+
+
 def test_what_cannot_be_kept():
     pipe, data = st.Pipeline(tanh_stages(2), sgd(), mse), batches(3)
     with pytest.raises(TypeError, match="keep: expected a callable, got str"):
