@@ -12,9 +12,8 @@ from spectrain_ext.schedule import Place, Replicas
 from spectrain_ext.transport import Receiver
 
 from .board import Board
-from .inlet import Inlet
+from .ends import Inlet, Outlet
 from .links import Link, Links, Traffic
-from .outlet import Outlet
 
 _TOO_MANY = {
     Traffic.ACTIVATIONS: "the previous rank sends a microbatch that nothing here takes",

@@ -1,6 +1,20 @@
 """How tensors get from stage to stage, and what orders their use."""
 
-from .local import NO_HEADER, Edge, Header, Message, Receiver, Sender, Slot, Transit
+from .local import Edge, Receiver, Sender, Slot, Transit
+from .message import (
+    NO_HEADER,
+    VALUES,
+    FlatMemory,
+    Header,
+    Layout,
+    Message,
+    TensorLayout,
+    Value,
+    as_value,
+    each,
+    tensors_in,
+    tensors_of,
+)
 from .streams import (
     Buffer,
     CudaStream,
@@ -11,7 +25,6 @@ from .streams import (
     checked_streams,
     new_stream,
 )
-from .value import VALUES, Value, as_value, each, tensors_in, tensors_of
 
 __all__ = [
     "NO_HEADER",
@@ -20,12 +33,15 @@ __all__ = [
     "CudaStream",
     "Edge",
     "Event",
+    "FlatMemory",
     "Header",
+    "Layout",
     "Message",
     "Receiver",
     "Sender",
     "Slot",
     "Stream",
+    "TensorLayout",
     "Transit",
     "Value",
     "as_value",

@@ -10,8 +10,8 @@ from helpers import rank_programs
 from helpers.ranks import Ranks, run_ranks
 
 from spectrain_ext.distributed.blame import Beat, Cause, suspect
-from spectrain_ext.distributed.wire import Layout
-from spectrain_ext.transport import Message
+from spectrain_ext.distributed.wire import layout_of, text_of
+from spectrain_ext.transport import Layout, Message
 
 pytestmark = pytest.mark.processes
 
@@ -34,8 +34,16 @@ def test_staged_messages_arrive_bit_for_bit(messages):
     ("stream", "rank", "found"),
     [
         ("sending thread", 0, "reads edge 0 -> 1, slot 0 without waiting for copy stream"),
-        ("receiving thread", 1, "writes edge 0 -> 1, slot 0, landing without waiting for copy"),
-        ("copy stream", 1, "reads edge 0 -> 1, slot 0, landing without waiting for receiving"),
+        (
+            "receiving thread",
+            1,
+            "writes host memory of edge 0 -> 1, slot 0 without waiting for copy",
+        ),
+        (
+            "copy stream",
+            1,
+            "reads host memory of edge 0 -> 1, slot 0 without waiting for receiving",
+        ),
     ],
 )
 def test_a_wait_that_staging_misses_is_noticed(stream, rank, found):
@@ -134,7 +142,7 @@ def test_a_layout_survives_the_wire(named):
     keys = tuple(f"é{n}" for n in range(len(tensors))) if named else None
     message = Message(tensors, False, rank_programs.GRADS, keys)
     layout = Layout.of(message)
-    assert Layout.from_bytes(layout.to_bytes()) == layout
+    assert layout_of(text_of(layout)) == layout
     assert layout.message(list(tensors)).keys == keys
     assert ("'é0': " in str(layout)) == named
     memory = torch.zeros(layout.places()[1], dtype=torch.uint8)
@@ -162,7 +170,7 @@ def test_a_layout_survives_the_wire(named):
 )
 def test_a_layout_that_is_none_is_refused(text):
     with pytest.raises(ValueError):
-        Layout.from_bytes(text)
+        layout_of(text)
 
 
 def test_what_a_layout_may_shrink_to():
