@@ -1,9 +1,9 @@
 """Inlet and Outlet: the receiver's and the sender's end of an edge between two processes.
 
-A message is a frame in the host's memory, a header and as much of the body as the two ends have
-agreed on: nothing at first. What does not fit follows apart, as does the layout when it is a new
+A message is a frame in the host's memory: a header, and as much of the body as both ends have
+agreed on, nothing at first. What does not fit follows apart, as does the layout when it is a new
 one. Where no message is larger than the first, that one opens the edge: from then on a frame has
-room for its body, and a message is one piece. Of NCCL bodies go by the device's own group.
+room for its body, and a message is one piece. By NCCL bodies go from device to device.
 """
 
 from __future__ import annotations
@@ -13,29 +13,17 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from spectrain_ext.errors import OrderingError
-from spectrain_ext.transport import (
-    NO_HEADER,
-    Buffer,
-    Event,
-    FlatMemory,
-    Header,
-    Layout,
-    Message,
-    Slot,
-    Stream,
-    callers_stream,
-    new_stream,
-)
+from spectrain_ext.transport import Buffer, Event, Slot, Stream, callers_stream, new_stream
+from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, Message
 
 from .board import Board
-from .links import Link
+from .links import Connected, Link
 from .wire import (
     DATA,
     END,
@@ -53,35 +41,55 @@ from .wire import (
 )
 
 _CPU = torch.device("cpu")
+_Pieces = list[tuple[Tensor, int]]  # what the host sends, with their tags
+
+
+class _Framed(Slot):
+    """A message's ``memory`` on the device, and its ``frame``, which gloo is to fill or has read.
+
+    ``works``: gloo's, None while a thread has yet to give it the frame; ``body``: NCCL's.
+    """
+
+    layout: Layout
+    nbytes: int
+
+    def __init__(self, name: str, copy: Stream, user: Stream, in_frame: bool) -> None:
+        super().__init__(name, copy, user)
+        self.frame = Frame()
+        if in_frame:
+            self.memory = self.frame
+        self.works: list[dist.Work] | None = []
+        self.body: dist.Work | None = None
 
 
 class _End:
-    """What both ends have: the link, a thread where there is something to wait for, its error.
-
-    Attributes:
-        capacity: how many bytes of a body are in a frame.
-    """
+    """What both ends have: a ring of slots, and a thread for what the rank must not wait for."""
 
     def __init__(
-        self, link: Link, other: int, device: torch.device, board: Board, does: str
+        self, link: Link, device: torch.device, depth: int, board: Board, user: Stream | None
     ) -> None:
-        self.link = link
+        """``user``: the stream that uses what arrives, None where messages are sent."""
+        does, self._other = ("receiving", link.sender) if user else ("sending", link.receiver)
+        self.link, self.target, self._board = link, device, board
         self.stream = new_stream(f"copy stream of {link.name}", device)
         self._thread = new_stream(f"{does} thread of {link.name}", _CPU)
-        self._other, self._device, self._board = other, device, board
         self._peer = dist.get_group_rank(link.host, link.peer)
-        # Whether the device's memory is where frames are.
-        self._on_host = device.type == "cpu" and not link.staged
         self._pinned = link.staged and device.type == "cuda"
-        self._capacity = 0
+        in_frame = device.type == "cpu" and not link.staged
+        self._ring = deque(
+            _Framed(f"{link.name}, slot {q}", self.stream, user or self._thread, in_frame)
+            for q in range(depth)
+        )
+        self._connected = Connected(board, (self._other,), link.name)
+        self._capacity = 0  # of a frame, for the body
         self._error: BaseException | None = None
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
-        """Have a thread do this; the rank's own hears of an error."""
+        """Have a thread do this; the rank's own hears of its error."""
 
         def guarded() -> None:
             try:
-                with callers_stream(self._device).using():  # the thread's current one
+                with callers_stream(self.target).using():  # the thread's current device
                     work()
             except BaseException as error:
                 with self._board.changed:
@@ -106,40 +114,30 @@ class _End:
             raise error
         if isinstance(error, ValueError):
             raise ValueError(f"{name}: {error}") from error
-        self._lost(error)
+        self._board.lost(self._other, name, error)
 
-    def _lost(self, error: BaseException) -> NoReturn:
-        self._board.lost(self._other, self.link.name, error)
+    def _fit(self, frame: Frame) -> Tensor:
+        """The frame as it travels, with memory for that."""
+        frame.fit(self._capacity, pinned=self._pinned)
+        return frame.whole[: HEAD + self._capacity]
 
+    # Not dist.isend and dist.irecv: their checks, after a backward that has emptied the caches,
+    # take longer than the call itself.
 
-class Arrived(Slot):
-    """A receive buffer: ``frame`` is what gloo fills, by ``work`` if it has been given it."""
+    def _send(self, tensor: Tensor, tag: int) -> dist.Work:
+        return self.link.host.send([tensor], self._peer, self.link.tags + tag)
 
-    layout: Layout
-    nbytes: int
-
-    def __init__(self, name: str, copy: Stream, receiver: Stream, on_host: bool) -> None:
-        super().__init__(name, copy, receiver)
-        self.frame = Frame()
-        if on_host:
-            self.memory = self.frame
-        self.work: dist.Work | None = None
+    def _receive(self, tensor: Tensor, tag: int) -> dist.Work:
+        return self.link.host.recv([tensor], self._peer, self.link.tags + tag)
 
 
 class Inlet(_End):
-    """The receiver's end: a ring of buffers that messages are received into ahead of their use.
+    """The receiver's end: messages are received ahead of their use.
 
     gloo moves data beside the rank's own work by threads of its own, but a wait for it can be
     neither polled nor interrupted. So a thread waits here, and the rank's own waits for that
     thread, with a deadline and an ear for failures. Of a staged link that thread also copies what
     has arrived to the device, and waits for the copy: then gloo may have the CPU's memory again.
-
-    Args:
-        link: what the two processes share.
-        device: where the tensors are wanted.
-        receiver: the stream that uses what arrives.
-        depth: messages that may be under way or in use at once.
-        board: names a failure, and keeps deadlines.
     """
 
     blocks = True
@@ -147,16 +145,12 @@ class Inlet(_End):
     def __init__(
         self, link: Link, device: torch.device, receiver: Stream, depth: int, board: Board
     ) -> None:
-        super().__init__(link, link.sender, device, board, "receiving")
+        super().__init__(link, device, depth, board, receiver)
         self._receiver = receiver
         self._landed = self._thread.event()
-        self._free = deque(  # in the order in which messages will use them
-            Arrived(f"{link.name}, slot {q}", self.stream, receiver, self._on_host)
-            for q in range(depth)
-        )
         self._layouts: list[Layout] = []
         self._heard = 0
-        self._arrived: deque[Arrived | None] = deque()  # None: the end
+        self._arrived: deque[_Framed | None] = deque()  # None: the end
 
     # The thread.
 
@@ -173,8 +167,8 @@ class Inlet(_End):
             if slot is None:
                 return
 
-    def _take(self) -> Arrived | None:
-        """The next message, but for a body that the host does not receive."""
+    def _take(self) -> _Framed | None:
+        """The next message, but for a body that goes from device to device."""
         slot = self._next_slot()
         sequence, kind, *label, number, length, nbytes = slot.frame.header.tolist()
         if sequence != self._heard or kind not in (DATA, END):
@@ -195,21 +189,21 @@ class Inlet(_End):
         slot.header, slot.layout, slot.nbytes = header_of(*label), layout, nbytes
         if self.link.by_host:
             if nbytes > self._capacity:
-                slot.frame.fit(nbytes, pinned=self._pinned)
-                self._receive(slot.frame.bytes[:nbytes], TAG_BODY).wait(ENDLESS)
-                if not self.link.dynamic:
-                    self._open(nbytes)
+                self._receive_apart(slot.frame, nbytes)
             if self.link.staged:
                 self._load(slot)
         return slot
 
-    def _open(self, capacity: int) -> None:
-        with self._board.changed:
-            self._capacity = capacity
-            for slot in self._free:
-                self._post(slot)
+    def _receive_apart(self, frame: Frame, nbytes: int) -> None:
+        frame.fit(nbytes, pinned=self._pinned)
+        self._receive(frame.bytes[:nbytes], TAG_BODY).wait(ENDLESS)
+        if not self.link.dynamic:
+            with self._board.changed:
+                self._capacity = nbytes
+                for slot in self._ring:
+                    self._post(slot)
 
-    def _load(self, slot: Arrived) -> None:
+    def _load(self, slot: _Framed) -> None:
         """Copy what has landed to the device, and wait for that."""
         copy, nbytes = self.stream, slot.nbytes
         self._thread.writes(slot.staged)
@@ -217,37 +211,31 @@ class Inlet(_End):
         copy.wait(self._landed)
         copy.wait(slot.free)
         with copy.using(reads=(slot.staged,), writes=(slot.buffer,)):
-            slot.memory.fit(nbytes, self._device)
+            slot.memory.fit(nbytes, self.target)
             slot.memory.bytes[:nbytes].copy_(slot.frame.bytes[:nbytes], non_blocking=True)
         copy.record(slot.arrived)
         self._thread.wait(slot.arrived)
 
-    def _next_slot(self) -> Arrived:
-        """The next buffer, with what has been received into its frame."""
+    def _next_slot(self) -> _Framed:
+        """The next free slot, with what has been received into its frame."""
         with self._board.changed:
-            self._board.changed.wait_for(lambda: len(self._free) > 0)
-            slot = self._free.popleft()
-        if slot.work is None:
+            self._board.changed.wait_for(lambda: len(self._ring) > 0)
+            slot = self._ring.popleft()
+        if not slot.works:
             self._post(slot)
-        assert slot.work is not None
-        slot.work.wait(ENDLESS)
-        slot.work = None
+        assert slot.works
+        slot.works.pop().wait(ENDLESS)
         return slot
 
-    def _recycle(self, slot: Arrived) -> None:
+    def _recycle(self, slot: _Framed) -> None:
         with self._board.changed:
             if self._capacity:
                 self._post(slot)
-            self._free.append(slot)
+            self._ring.append(slot)
             self._board.changed.notify_all()
 
-    def _post(self, slot: Arrived) -> None:
-        slot.frame.fit(self._capacity, pinned=self._pinned)
-        slot.work = self._receive(slot.frame.whole[: HEAD + self._capacity], TAG_FRAME)
-
-    def _receive(self, tensor: Tensor, tag: int) -> dist.Work:
-        # Not dist.irecv: its checks take half as long as the call itself.
-        return self.link.host.recv([tensor], self._peer, self.link.tags + tag)
+    def _post(self, slot: _Framed) -> None:
+        slot.works = [self._receive(self._fit(slot.frame), TAG_FRAME)]
 
     # The rank's own thread.
 
@@ -255,7 +243,7 @@ class Inlet(_End):
         """Whether the next message, or the end, has arrived."""
         return bool(self._arrived)
 
-    def receive(self) -> Arrived | None:
+    def receive(self) -> Slot | None:
         self._wait_for(self.has)
         slot = self._arrived.popleft()
         if slot is None:
@@ -271,57 +259,28 @@ class Inlet(_End):
         slot.message = slot.layout.message(slot.memory.views(slot.layout))
         return slot
 
-    def _receive_on_device(self, slot: Arrived) -> None:
-        slot.memory.fit(slot.nbytes, self._device)
+    def _receive_on_device(self, slot: _Framed) -> None:
+        slot.memory.fit(slot.nbytes, self.target)
         if not slot.nbytes:
             return
-        try:
-            into, group = slot.memory.bytes[: slot.nbytes], self.link.device
+        into, group = slot.memory.bytes[: slot.nbytes], self.link.device
+        with self._connected:
             work = dist.irecv(into, self.link.peer, group=group, tag=TAG_BODY)
             assert work is not None
             work.wait()  # the stream does
-        except RuntimeError as error:
-            self._lost(error)
 
     def free(self, slot: Slot) -> None:
-        assert isinstance(slot, Arrived)
+        assert isinstance(slot, _Framed)
         self._receiver.record(slot.free)
         slot.message = None
-        try:
+        with self._connected:  # gloo takes no buffers for a broken connection
             self._recycle(slot)
-        except RuntimeError as error:  # gloo takes no buffers for a broken connection
-            self._lost(error)
 
     def reset(self) -> None:
         """After a failure: messages may still come, but nobody will ask for them."""
 
     def free_storage(self) -> None:
         """Nothing: the buffers have been lent to gloo for the next messages, until it ends."""
-
-
-_Pieces = list[tuple[Tensor, int]]  # what the host sends, with their tags
-
-
-class _Outgoing:
-    """A message on its way: packed in ``memory`` of the device, and ``read`` from the source."""
-
-    def __init__(self, name: str, memory: FlatMemory | None, copy: Stream, thread: Stream) -> None:
-        self.buffer = Buffer(name)
-        self.frame = Frame()
-        self.memory = self.frame if memory is None else memory
-        self.read = copy.event()
-        self.sent = thread.event()
-        self.handed = True  # to gloo
-        self.works: list[dist.Work] = []
-        self.body: dist.Work | None = None
-
-
-class _Kind(NamedTuple):
-    """What messages that look the same have in common."""
-
-    layout: Layout
-    number: int
-    nbytes: int
 
 
 class Outlet(_End):
@@ -332,49 +291,39 @@ class Outlet(_End):
 
     Of a staged link the packed message is copied to the CPU's memory, and a thread waits for that
     copy and sends it: the rank's own does not wait for the device.
-
-    Args:
-        link: what the two processes share.
-        device: where the tensors are.
-        depth: messages that may be under way at once.
-        board: names a failure.
     """
 
     def __init__(self, link: Link, device: torch.device, depth: int, board: Board) -> None:
-        super().__init__(link, link.receiver, device, board, "sending")
-        self.target = device
-        packed = FlatMemory()  # of the message that is being staged
-        self._ring = []
-        for q in range(depth):
-            memory = packed if link.staged else None if self._on_host else FlatMemory()
-            name = f"{link.name}, slot {q}"
-            self._ring.append(_Outgoing(name, memory, self.stream, self._thread))
-        self._jobs: SimpleQueue[tuple[_Outgoing, _Pieces, bool]] | None = None
+        super().__init__(link, device, depth, board, None)
+        if link.staged:
+            packed = FlatMemory()  # of the message that is being staged
+            for slot in self._ring:
+                slot.memory = packed
+        self._jobs: SimpleQueue[tuple[_Framed, _Pieces, bool]] | None = None
         self._sent = 0
-        self._kinds: dict[object, _Kind] = {}
+        self._kinds: dict[object, tuple[Layout, int, int]] = {}
         self._first: Layout | None = None
 
     def send(
         self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
     ) -> Event:
         (layout, number, nbytes), text = self._kind_of(message)
-        link, copy, slot = self.link, self.stream, self._slot()
+        link, copy, slot = self.link, self.stream, self._next_slot()
         for event in ready:
             copy.wait(event)
         with copy.using(reads=(source,)):
-            slot.memory.fit(nbytes, self._device)
+            slot.memory.fit(nbytes, self.target)
             for to, tensor in zip(slot.memory.views(layout), message.tensors, strict=True):
                 if to is not None and tensor is not None:
                     to.copy_(tensor, non_blocking=True)
         slot.frame.fit(nbytes if link.by_host else 0, pinned=self._pinned)
         if link.staged:
-            copy.wait(slot.sent)
+            copy.wait(slot.free)
             with copy.using(writes=(slot.buffer,)):
                 slot.frame.bytes[:nbytes].copy_(slot.memory.bytes[:nbytes], non_blocking=True)
-        copy.record(slot.read)
+        copy.record(slot.arrived)
         slot.frame.header[:] = (self._sent, DATA, *numbers_of(header), number, len(text), nbytes)
-        self._sent += 1
-        pieces = [(slot.frame.whole[: HEAD + self._capacity], TAG_FRAME)]
+        pieces = [(self._fit(slot.frame), TAG_FRAME)]
         if text:
             pieces.append((torch.frombuffer(bytearray(text), dtype=torch.uint8), TAG_LAYOUT))
         if link.by_host and nbytes > self._capacity:
@@ -383,12 +332,13 @@ class Outlet(_End):
                 self._capacity = nbytes
         self._hand_over(slot, pieces)
         if nbytes and not link.by_host:
-            with copy.using():
-                self._send_on_device(slot, slot.memory.bytes[:nbytes])
-        return slot.read
+            body = slot.memory.bytes[:nbytes]
+            with copy.using(), self._connected:
+                slot.body = dist.isend(body, link.peer, group=link.device, tag=TAG_BODY)
+        return slot.arrived
 
-    def _kind_of(self, message: Message) -> tuple[_Kind, bytes]:
-        """What the message is like, and what has to be announced of it.
+    def _kind_of(self, message: Message) -> tuple[tuple[Layout, int, int], bytes]:
+        """The message's layout, its number, and the body's bytes; and what is to be announced.
 
         To see that it is like one before takes a third of the time of describing it anew.
         """
@@ -399,8 +349,8 @@ class Outlet(_End):
         if kind is not None:
             return kind, b""
         layout = Layout.of(message)
-        nbytes = self._checked_bytes(layout)
-        kind = self._kinds[looks] = _Kind(layout, len(self._kinds), nbytes)
+        kind = layout, len(self._kinds), self._checked_bytes(layout)
+        self._kinds[looks] = kind
         return kind, text_of(layout)
 
     def _checked_bytes(self, layout: Layout) -> int:
@@ -418,45 +368,39 @@ class Outlet(_End):
         return self._first.places()[1]
 
     def end(self) -> None:
-        slot = self._slot()
-        slot.frame.fit(self._capacity, pinned=self._pinned)
+        slot = self._next_slot()
+        frame = self._fit(slot.frame)
         slot.frame.header[:] = (self._sent, END, *[0] * (HEADER - 2))
-        self._sent += 1
-        frame = slot.frame.whole[: HEAD + self._capacity]
         self._hand_over(slot, [(frame, TAG_FRAME)], last=True)
 
-    def _slot(self) -> _Outgoing:
+    def _next_slot(self) -> _Framed:
         """The next slot; what was sent from it has long arrived, or the window is wrong."""
-        slot = self._ring[self._sent % len(self._ring)]
+        slot = self._ring[0]
         self._wait(slot)
         return slot
 
-    def _wait(self, slot: _Outgoing) -> None:
-        if not slot.handed:
-            self._wait_for(lambda: slot.handed)
+    def _wait(self, slot: _Framed) -> None:
+        if slot.works is None:
+            self._wait_for(lambda: slot.works is not None)
         if not slot.works:
             return
-        with self._board.blocked(self._other, self.link.name):
-            try:
-                for work in slot.works:
-                    work.wait(ENDLESS)
-                if slot.body is not None:
-                    with self.stream.using():  # of NCCL, only the stream waits
-                        slot.body.wait()
-            except RuntimeError as error:
-                self._lost(error)
+        with self._board.blocked(self._other, self.link.name), self._connected:
+            for work in slot.works:
+                work.wait(ENDLESS)
+            if slot.body is not None:
+                with self.stream.using():  # of NCCL, only the stream waits
+                    slot.body.wait()
         slot.works, slot.body = [], None
 
-    def _hand_over(self, slot: _Outgoing, pieces: _Pieces, last: bool = False) -> None:
+    def _hand_over(self, slot: _Framed, pieces: _Pieces, last: bool = False) -> None:
         """Have gloo send these, of a staged link by the thread; last: of the run."""
+        self._sent += 1
+        self._ring.rotate(-1)
         if not self.link.staged:
-            try:
-                for tensor, tag in pieces:
-                    slot.works.append(self._send(tensor, tag))
-            except RuntimeError as error:
-                self._lost(error)
+            with self._connected:
+                slot.works = [self._send(*piece) for piece in pieces]
             return
-        slot.handed = False
+        slot.works = None
         if self._jobs is None:
             self._jobs = SimpleQueue()
             self._start(f"staging of {self.link.name}", partial(self._send_staged, self._jobs))
@@ -464,29 +408,18 @@ class Outlet(_End):
         if last:
             self._jobs = None
 
-    def _send_staged(self, jobs: SimpleQueue[tuple[_Outgoing, _Pieces, bool]]) -> None:
+    def _send_staged(self, jobs: SimpleQueue[tuple[_Framed, _Pieces, bool]]) -> None:
         """What the thread does until the run ends: send what has been copied, in order."""
         last = False
         while not last:
             slot, pieces, last = jobs.get()
-            self._thread.wait(slot.read)
+            self._thread.wait(slot.arrived)
             self._thread.reads(slot.buffer)
-            self._thread.record(slot.sent)
-            works = [self._send(tensor, tag) for tensor, tag in pieces]
+            self._thread.record(slot.free)
+            works = [self._send(*piece) for piece in pieces]
             with self._board.changed:
-                slot.works, slot.handed = works, True
+                slot.works = works
                 self._board.changed.notify_all()
-
-    def _send(self, tensor: Tensor, tag: int) -> dist.Work:
-        # Not dist.isend: its checks, after a backward that has emptied the caches, take longer
-        # than the call itself.
-        return self.link.host.send([tensor], self._peer, self.link.tags + tag)
-
-    def _send_on_device(self, slot: _Outgoing, tensor: Tensor) -> None:
-        try:
-            slot.body = dist.isend(tensor, self.link.peer, group=self.link.device, tag=TAG_BODY)
-        except RuntimeError as error:
-            self._lost(error)
 
     def flush(self) -> None:
         for slot in self._ring:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spectrain_ext.transport import FlatMemory, Header, Layout, TensorLayout
+from spectrain_ext.transport.message import FlatMemory, Header, Layout, TensorLayout
 
 # A header, as int64: sequence number, its kind, parts of the minibatch, the bits of a float64 that
 # travels along, number of the layout, its bytes as text (0 if it has been announced), bytes of the
@@ -56,15 +56,8 @@ class Frame(FlatMemory):
 def text_of(layout: Layout) -> bytes:
     """A layout as JSON, which is all that a peer is trusted with."""
     tensors = [
-        None
-        if tensor is None
-        else [
-            tensor.shape,
-            tensor.stride,
-            str(tensor.dtype).removeprefix("torch."),
-            tensor.differentiable,
-        ]
-        for tensor in layout.tensors
+        t and (t.shape, t.stride, str(t.dtype).removeprefix("torch."), t.differentiable)
+        for t in layout.tensors
     ]
     form = {"tensors": tensors, "single": layout.single, "keys": layout.keys}
     return json.dumps(form).encode()

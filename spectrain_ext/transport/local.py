@@ -62,8 +62,7 @@ class Receiver(Protocol):
 
     stream: Stream
 
-    #: Whether ``receive`` blocks the host until there is something.
-    blocks: bool
+    blocks: bool  #: whether ``receive`` blocks the host until there is something
 
     def has(self, i: int = 0, j: int = 0) -> bool:
         """Whether the next message has been sent, that of this microbatch, or the end."""
@@ -89,7 +88,6 @@ class Edge:
     Messages are received in the order in which they were sent.
 
     Args:
-        name: for error messages.
         source: the sender's device, None where it may differ from message to message.
         target: the receiver's device.
         receiver: the stream that uses what arrives.
@@ -176,9 +174,8 @@ class Edge:
                 self._receiver.writes(slot.buffer)
                 self._receiver.record(slot.free)
         slot.views = slot.memory.views(layout)
-        slot.likeness = [
-            None if t is None else (t.shape, t.stride(), t.dtype) for t in message.tensors
-        ]
+        looks = (None if t is None else (t.shape, t.stride(), t.dtype) for t in message.tensors)
+        slot.likeness = list(looks)
 
     def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """What was given, or copies in pinned memory of what would keep the host.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -129,10 +130,7 @@ class TensorLayout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        elements = 1
-        for size in self.shape:
-            elements *= size
-        return elements * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     def shrinks_to(self, other: TensorLayout) -> bool:
         if (self.dtype, self.differentiable) != (other.dtype, other.differentiable):
@@ -159,16 +157,11 @@ class Layout(NamedTuple):
     def of(message: Message) -> Layout:
         """The layout of a message; strides are those of ``torch.empty_like``."""
         flags = message.differentiable or (True,) * len(message.tensors)
-        return Layout(
-            tuple(
-                None
-                if tensor is None
-                else TensorLayout(tuple(tensor.shape), _dense(tensor), tensor.dtype, flag)
-                for tensor, flag in zip(message.tensors, flags, strict=True)
-            ),
-            message.single,
-            message.keys,
+        tensors = tuple(
+            None if t is None else TensorLayout(tuple(t.shape), _dense(t), t.dtype, flag)
+            for t, flag in zip(message.tensors, flags, strict=True)
         )
+        return Layout(tensors, message.single, message.keys)
 
     def places(self) -> tuple[list[int], int]:
         """Where each tensor begins, in bytes, and how many bytes there are in all."""

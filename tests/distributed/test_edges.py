@@ -11,7 +11,7 @@ from helpers.ranks import Ranks, run_ranks
 
 from spectrain_ext.distributed.blame import Beat, Cause, suspect
 from spectrain_ext.distributed.wire import layout_of, text_of
-from spectrain_ext.transport import Layout, Message
+from spectrain_ext.transport.message import Layout, Message
 
 pytestmark = pytest.mark.processes
 

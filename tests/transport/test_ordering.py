@@ -268,8 +268,8 @@ def test_running_statistics_are_put_back_before_whoever_reads_them():
 
 def another_caller():
     """From here on the caller's current stream is one that has not waited for any other."""
-    checked = stream_kinds._checked
-    checked.caller = CheckedStream("another stream of the caller's", checked.done)
+    done = stream_kinds._checked.done
+    stream_kinds._checked = CheckedStream("another stream of the caller's", done)
 
 
 def uses(pipe, monkeypatch):
