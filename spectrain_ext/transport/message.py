@@ -243,7 +243,7 @@ class FlatMemory:
             Whether it is new.
         """
         size = self._head + nbytes
-        if self.whole.numel() >= size and self.whole.device == device:
+        if self.whole.numel() >= size and self.whole.device.type == device.type:
             return False
         with torch.inference_mode(False):  # of a message within, whose memory others use later
             self.whole = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned)
@@ -254,5 +254,6 @@ class FlatMemory:
     def views(self, layout: Layout) -> list[Tensor | None]:
         """The tensors of a layout in the body."""
         if self._layout != layout:
-            self._layout, self._views = layout, layout.views(self.bytes)
+            with torch.inference_mode(False):
+                self._layout, self._views = layout, layout.views(self.bytes)
         return self._views

@@ -11,7 +11,7 @@ from helpers.ranks import Ranks, run_ranks
 
 from spectrain_ext.distributed.blame import Beat, Cause, suspect
 from spectrain_ext.distributed.wire import layout_of, text_of
-from spectrain_ext.transport.message import Layout, Message
+from spectrain_ext.transport.message import FlatMemory, Layout, Message
 
 pytestmark = pytest.mark.processes
 
@@ -171,6 +171,20 @@ def test_a_layout_survives_the_wire(named):
 def test_a_layout_that_is_none_is_refused(text):
     with pytest.raises(ValueError):
         layout_of(text)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_one_tensor_of_a_message_is_changed_while_autograd_keeps_another(mode):
+    layout = Layout.of(Message((torch.zeros(3), torch.zeros(2)), False, (True, True)))
+    memory = FlatMemory()
+    with mode():
+        memory.fit(layout.places()[1], torch.device("cpu"))
+        first, second = memory.views(layout)
+    weight = torch.ones(2, requires_grad=True)
+    product = second.fill_(2.0) * weight
+    first.fill_(3.0)
+    product.sum().backward()
+    assert weight.grad.tolist() == [2.0, 2.0]
 
 
 def test_what_a_layout_may_shrink_to():
