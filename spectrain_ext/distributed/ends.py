@@ -24,21 +24,7 @@ from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layou
 
 from .board import Board
 from .links import Connected, Link
-from .wire import (
-    DATA,
-    END,
-    ENDLESS,
-    HEAD,
-    HEADER,
-    TAG_BODY,
-    TAG_FRAME,
-    TAG_LAYOUT,
-    Frame,
-    header_of,
-    layout_of,
-    numbers_of,
-    text_of,
-)
+from .wire import ENDLESS, HEAD, TAG_BODY, TAG_FRAME, TAG_LAYOUT, Frame, layout_of, text_of
 
 _CPU = torch.device("cpu")
 _Pieces = list[tuple[Tensor, int]]  # what the host sends, with their tags
@@ -170,13 +156,9 @@ class Inlet(_End):
     def _take(self) -> _Framed | None:
         """The next message, but for a body that goes from device to device."""
         slot = self._next_slot()
-        sequence, kind, *label, number, length, nbytes = slot.frame.header.tolist()
-        if sequence != self._heard or kind not in (DATA, END):
-            raise ValueError(
-                f"expected message {self._heard}, got one that says it is {sequence} of kind {kind}"
-            )
+        header, number, length, nbytes = slot.frame.read(self._heard)
         self._heard += 1
-        if kind == END:
+        if header is None:
             self._recycle(slot)
             return None
         if length:
@@ -186,7 +168,7 @@ class Inlet(_End):
         layout = self._layouts[number]
         if layout.places()[1] > nbytes:
             raise ValueError(f"the peer announced {layout} and sends {nbytes} bytes")
-        slot.header, slot.layout, slot.nbytes = header_of(*label), layout, nbytes
+        slot.header, slot.layout, slot.nbytes = header, layout, nbytes
         if self.link.by_host:
             if nbytes > self._capacity:
                 self._receive_apart(slot.frame, nbytes)
@@ -322,7 +304,7 @@ class Outlet(_End):
             with copy.using(writes=(slot.buffer,)):
                 slot.frame.bytes[:nbytes].copy_(slot.memory.bytes[:nbytes], non_blocking=True)
         copy.record(slot.arrived)
-        slot.frame.header[:] = (self._sent, DATA, *numbers_of(header), number, len(text), nbytes)
+        slot.frame.write(self._sent, header, number, len(text), nbytes)
         pieces = [(self._fit(slot.frame), TAG_FRAME)]
         if text:
             pieces.append((torch.frombuffer(bytearray(text), dtype=torch.uint8), TAG_LAYOUT))
@@ -370,7 +352,7 @@ class Outlet(_End):
     def end(self) -> None:
         slot = self._next_slot()
         frame = self._fit(slot.frame)
-        slot.frame.header[:] = (self._sent, END, *[0] * (HEADER - 2))
+        slot.frame.write(self._sent, None)
         self._hand_over(slot, [(frame, TAG_FRAME)], last=True)
 
     def _next_slot(self) -> _Framed:

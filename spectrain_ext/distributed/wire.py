@@ -14,10 +14,10 @@ from spectrain_ext.transport.message import FlatMemory, Header, Layout, TensorLa
 # A header, as int64: sequence number, its kind, parts of the minibatch, the bits of a float64 that
 # travels along, number of the layout, its bytes as text (0 if it has been announced), bytes of the
 # body.
-HEADER = 7
+_HEADER = 7
+_DATA, _END = 1, 2
 # Bytes of a frame before the body: whole alignment units.
 HEAD = 256
-DATA, END = 1, 2
 # The same two ranks use the same group: what a piece of a message is.
 TAG_FRAME, TAG_LAYOUT, TAG_BODY = 1, 2, 3
 TAGS = 4  # of a link, at most
@@ -28,20 +28,10 @@ ENDLESS = timedelta(days=365)
 _CPU = torch.device("cpu")
 
 
-def numbers_of(header: Header) -> tuple[int, int]:
-    """A header as it travels."""
-    return header.parts, int(np.float64(header.value).view(np.int64))
-
-
-def header_of(parts: int, value: int) -> Header:
-    """It, as it has arrived."""
-    return Header(parts, float(np.int64(value).view(np.float64)))
-
-
 class Frame(FlatMemory):
-    """Memory of the host for a header and the body after it; ``header``: its numbers."""
+    """Memory of the host for a header, and for the body after it."""
 
-    header: NDArray[np.int64]
+    _numbers: NDArray[np.int64]
 
     def __init__(self) -> None:
         super().__init__(HEAD)
@@ -49,8 +39,34 @@ class Frame(FlatMemory):
     def fit(self, nbytes: int, device: torch.device = _CPU, pinned: bool = False) -> bool:
         new = super().fit(nbytes, device, pinned)
         if new:
-            self.header = self.whole[: 8 * HEADER].view(torch.int64).numpy()
+            self._numbers = self.whole[: 8 * _HEADER].view(torch.int64).numpy()
         return new
+
+    def write(
+        self, sequence: int, header: Header | None, number: int = 0, text: int = 0, nbytes: int = 0
+    ) -> None:
+        """Write the header of a message, or of the end: None."""
+        kind, parts, value = _END, 0, 0
+        if header is not None:
+            kind, parts = _DATA, header.parts
+            value = int(np.float64(header.value).view(np.int64))
+        self._numbers[:] = (sequence, kind, parts, value, number, text, nbytes)
+
+    def read(self, sequence: int) -> tuple[Header | None, int, int, int]:
+        """What ``write`` was given.
+
+        Raises:
+            ValueError: it is not the header of this message.
+        """
+        found, kind, parts, value, *lengths = self._numbers.tolist()
+        if found != sequence or kind not in (_DATA, _END):
+            raise ValueError(
+                f"expected message {sequence}, got one that says it is {found} of kind {kind}"
+            )
+        number, text, nbytes = lengths
+        if kind == _END:
+            return None, number, text, nbytes
+        return Header(parts, float(np.int64(value).view(np.float64))), number, text, nbytes
 
 
 def text_of(layout: Layout) -> bytes:
