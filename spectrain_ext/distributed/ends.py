@@ -166,7 +166,7 @@ class Inlet(_End):
             self._receive(text, TAG_LAYOUT).wait(ENDLESS)
             self._layouts.append(layout_of(text.numpy().tobytes()))
         layout = self._layouts[number]
-        if layout.places()[1] > nbytes:
+        if not layout.places()[1] <= nbytes <= (self._capacity or nbytes):
             raise ValueError(f"the peer announced {layout} and sends {nbytes} bytes")
         slot.header, slot.layout, slot.nbytes = header, layout, nbytes
         if self.link.by_host:
