@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Condition
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from spectrain_ext.transport import Buffer, Stream
 from spectrain_ext.weights.storage import Flat
 
 from .board import Board
-from .links import Circle
+from .links import Circle, Connected
 
 # A gradient goes in about this many pieces, of sizes that are worth a collective of their own.
 PIECES = 8
@@ -29,23 +28,47 @@ _NORMS = "the norms of all ranks' gradients"
 
 
 class _Pending:
-    """A collective under way; ``done`` is set, and ``changed`` notified, when it has ended.
+    """A collective of a stage's replicas under way, which all begin in one order.
 
     The work itself says that it is completed a moment after its future does: too late to be asked
     by whoever that woke up.
     """
 
-    def __init__(self, work: dist.Work, changed: Condition, by_host: bool) -> None:
-        self.work = work
-        self.done = not by_host
-        self._changed = changed
-        if by_host:
+    def __init__(
+        self,
+        circle: Circle,
+        board: Board,
+        what: str,
+        group: dist.ProcessGroup,
+        begin: Callable[..., dist.Work | None],
+        *tensors: object,
+    ) -> None:
+        self._circle, self._board, self._what = circle, board, what
+        self._connected = Connected(board, circle.ranks, what)
+        with self._connected:
+            work = begin(*tensors, group=group, async_op=True)
+        assert work is not None
+        self._work = work
+        self.done = group is not circle.host  # of NCCL, the stream waits
+        if not self.done:
             work.get_future().add_done_callback(self._ended)
 
     def _ended(self, _: object) -> None:
-        with self._changed:
+        with self._board.changed:
             self.done = True
-            self._changed.notify_all()
+            self._board.changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait where the rank hears of failures.
+
+        Raises:
+            RankError: another rank has failed, or the deadline has passed.
+        """
+        ranks = self._circle.ranks
+        following = ranks[(ranks.index(self._board.rank) + 1) % len(ranks)]
+        self._board.wait(lambda: self.done, following, self._what)
+        with self._connected:
+            self._work.wait()
 
 
 class _Bucket:
@@ -56,7 +79,7 @@ class _Bucket:
         self.missing: set[Tensor] = set()
         self.pending: _Pending | None = None
 
-    def copy(self) -> None:
+    def copy(self) -> Tensor:
         """Take the gradients; none counts as zeros."""
         views, gradients = [], []
         for p, view in self.flat.views.items():
@@ -68,6 +91,8 @@ class _Bucket:
         if views:
             with torch.no_grad():
                 torch._foreach_copy_(views, gradients)
+        (buffer,) = self.flat.buffers
+        return buffer
 
 
 class GradientSum:
@@ -79,8 +104,6 @@ class GradientSum:
 
     Args:
         params: the stage's trainable parameters, in the same order on all its replicas.
-        circle: the replicas.
-        board: names a failure.
         compute: the stream that backwards are issued to.
         gradients: what they write.
     """
@@ -94,17 +117,13 @@ class GradientSum:
         gradients: Buffer,
     ) -> None:
         self._params = list(params)
-        self._circle = circle
-        self._board = board
-        self._compute = compute
-        self._gradients = gradients
+        self._circle, self._board = circle, board
+        self._compute, self._gradients = compute, gradients
         self._buckets = [_Bucket(part) for part in _parts(self._params)]
         self._bucket_of = {p: b for b in self._buckets for p in b.flat.views}
         self._armed = False
         self._sent = 0
         self._handles: list[RemovableHandle] = []
-        members = circle.ranks
-        self._peer = members[(members.index(board.rank) + 1) % len(members)]
 
     # A run.
 
@@ -141,10 +160,11 @@ class GradientSum:
 
     def _send(self) -> None:
         bucket = self._buckets[self._sent]
-        bucket.copy()
-        (buffer,) = bucket.flat.buffers
-        bucket.pending = self._all_reduce(buffer, self._circle.device)
+        bucket.pending = self._all_reduce(bucket.copy(), self._circle.device)
         self._sent += 1
+
+    def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> _Pending:
+        return _Pending(self._circle, self._board, _GRADIENTS, group, dist.all_reduce, tensor)
 
     def send_rest(self) -> None:
         """The backward has ended: what it did not reach has the gradient that it has."""
@@ -163,16 +183,12 @@ class GradientSum:
         """
         own = [number, *(float(p.grad is not None) for p in self._params)]
         tail = torch.tensor(own, dtype=torch.float64)
-        under_way = [bucket.pending for bucket in self._buckets if bucket.pending is not None]
-        under_way.append(self._all_reduce(tail, self._circle.host))
-        # Where the rank can hear of failures; for NCCL the stream waits, below.
-        self._board.wait(lambda: all(p.done for p in under_way), self._peer, _GRADIENTS)
-        try:
-            with stream.using(writes=(self._gradients,)):
-                for pending in under_way:
-                    pending.work.wait()
-        except RuntimeError as error:
-            self._board.lost_one_of(self._circle.ranks, _GRADIENTS, error)
+        # First, so that the rank hears of failures before the stream waits for NCCL.
+        self._all_reduce(tail, self._circle.host).wait()
+        with stream.using(writes=(self._gradients,)):
+            for bucket in self._buckets:
+                if bucket.pending is not None:
+                    bucket.pending.wait()
         for bucket in self._buckets:
             bucket.pending = None
         total, *have = tail.tolist()
@@ -180,31 +196,15 @@ class GradientSum:
             p.grad = self._bucket_of[p].flat.views[p] if count else None
         return float(total)
 
-    # The replicas.
-
-    def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> _Pending:
-        try:
-            work = dist.all_reduce(tensor, group=group, async_op=True)
-        except RuntimeError as error:
-            self._board.lost_one_of(self._circle.ranks, _GRADIENTS, error)
-        assert work is not None
-        return _Pending(work, self._board.changed, group is self._circle.host)
-
 
 class WeightExchange:
     """Sends weights to a stage's other replicas and waits for theirs, when they are asked for.
 
     Not a sum: its order would be gloo's, and another one with other numbers of replicas.
-
-    Args:
-        circle: the replicas.
-        board: names a failure.
     """
 
     def __init__(self, circle: Circle, board: Board) -> None:
         self._circle, self._board = circle, board
-        members = circle.ranks
-        self._peer = members[(members.index(board.rank) + 1) % len(members)]
 
     def __call__(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
         """Begin to send it; all replicas call this in one order.
@@ -212,21 +212,14 @@ class WeightExchange:
         Raises:
             RankError: there, or by what is returned: another rank has failed.
         """
-        circle, board = self._circle, self._board
+        circle = self._circle
         found = [torch.empty_like(message) for _ in circle.ranks]
-        try:
-            work = dist.all_gather(found, message, group=circle.device, async_op=True)
-        except RuntimeError as error:
-            board.lost_one_of(circle.ranks, _WEIGHTS, error)
-        assert work is not None
-        pending = _Pending(work, board.changed, circle.device is circle.host)
+        pending = _Pending(
+            circle, self._board, _WEIGHTS, circle.device, dist.all_gather, found, message
+        )
 
         def arrived() -> Sequence[Tensor]:
-            board.wait(lambda: pending.done, self._peer, _WEIGHTS)
-            try:
-                work.wait()
-            except RuntimeError as error:
-                board.lost_one_of(circle.ranks, _WEIGHTS, error)
+            pending.wait()
             return found
 
         return arrived
@@ -251,10 +244,6 @@ class DistributedNorm(GlobalNorm):
 
     It does so when the last of its stages has given its own; the others' updates wait until then.
     Replicas have added up their gradients by then and give the same norm, which counts once.
-
-    Args:
-        replicas: of every stage.
-        board: names a failure.
     """
 
     def __init__(self, replicas: Replicas, board: Board) -> None:
@@ -277,11 +266,9 @@ class DistributedNorm(GlobalNorm):
         if not self.has(self._mine):
             return
         gathered = [torch.empty_like(self._own) for _ in range(self._board.ranks)]
-        with self._board.blocked(None, _NORMS):
-            try:
-                dist.all_gather(gathered, self._own, group=self._group)
-            except RuntimeError as error:  # which does not say whose connection has broken
-                self._board.lost_one_of(range(self._board.ranks), _NORMS, error)
+        board = self._board
+        with board.blocked(None, _NORMS), Connected(board, range(board.ranks), _NORMS):
+            dist.all_gather(gathered, self._own, group=self._group)
         for k in range(self._replicas.stages):
             if k not in self._mine:
                 rank = self._replicas.ranks_of(k)[0]

@@ -44,10 +44,9 @@ from spectrain_ext.transport import Receiver, Sender
 
 from .board import Board
 from .collectives import DistributedNorm, GradientSum, WeightExchange
+from .ends import Inlet, Outlet
 from .equal_start import check_equal_start, resolved
-from .inlet import Inlet
 from .links import Link, Links, backend_of_bodies, open_host_group, open_links
-from .outlet import Outlet
 from .ties import agreed, said_of, seats_of
 
 _TOO_MANY = {

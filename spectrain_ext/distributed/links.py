@@ -19,16 +19,15 @@ from .board import GPUS, Board
 from .wire import TAGS
 
 _CPU = torch.device("cpu")
+_Use = Callable[[dist.ProcessGroup, torch.device], None]
 
 
 class Link(NamedTuple):
-    """What two processes have in common for one direction.
+    """What two processes have in common for one direction; ranks are those of the pipeline.
 
     Attributes:
         name: of the edge, for reports.
         stages: of the sender and of the receiver.
-        sender: the sending rank, within the pipeline.
-        receiver: the receiving one.
         peer: the other process's rank in the default group.
         host: a gloo group of the two.
         device: the group that bodies go by: the same, or one of NCCL.
@@ -55,23 +54,24 @@ class Link(NamedTuple):
         """Whether bodies travel in the CPU's memory."""
         return self.device is self.host
 
-    @property
-    def framed(self) -> bool:
-        """Whether, once the edge is open, a header and its body are one piece of a known size.
 
-        That halves the calls and the waits of a message.
-        """
-        return self.by_host and not self.dynamic
+class Connected:
+    """Inside, a RuntimeError is that of a broken connection to one of these ranks."""
+
+    def __init__(self, board: Board, ranks: Sequence[int], what: str) -> None:
+        self._board, self._ranks, self._what = board, ranks, what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, RuntimeError):
+            self._board.lost_one_of(self._ranks, self._what, error)
 
 
 class Circle(NamedTuple):
-    """The replicas of one stage, as they add up what each of them has.
+    """The replicas of one stage, as they add up what each of them has, by two groups as a link's.
 
-    Attributes:
-        ranks: of the replicas, within the pipeline.
-        host: a gloo group of them.
-        device: the group that gradients go by: the same, or one of NCCL. gloo itself sees to it
-            that gradients on a GPU get through host memory.
+    gloo itself sees to it that gradients on a GPU get through host memory.
     """
 
     ranks: tuple[int, ...]
@@ -82,15 +82,12 @@ class Circle(NamedTuple):
 class Links(NamedTuple):
     """The links of one rank, by what they are for and the seat at their other end.
 
-    Those of tied weights go by the number of the tie.
-
-    Attributes:
-        into, out: those that it receives and sends by; of each traffic, be it none.
-        circle: the replicas of this rank's stage; None if it has one.
+    Those of tied weights go by the number of the tie. ``circle``: the replicas of this rank's
+    stage; None if it has one.
     """
 
-    into: dict[Traffic, dict[int, Link]]
-    out: dict[Traffic, dict[int, Link]]
+    into: _Links
+    out: _Links
     circle: Circle | None = None
 
     def evaluating(self) -> Links:
@@ -98,28 +95,27 @@ class Links(NamedTuple):
 
         Tied weights go by them once, before the first forward.
         """
-        into, out = (
-            {
-                what: {
-                    rank: link._replace(dynamic=True, tags=link.tags + TAGS)
-                    for rank, link in ends.items()
-                    if what is not Traffic.TIED_GRADIENTS
-                }
-                for what, ends in part.items()
-            }
-            for part in (self.into, self.out)
-        )
-        return Links(into, out)
+        return Links(_beside(self.into), _beside(self.out))
+
+
+_Links = dict[Traffic, dict[int, Link]]  # of each traffic, be it none
+
+
+def _beside(links: _Links) -> _Links:
+    return {
+        what: {
+            at: link._replace(dynamic=True, tags=link.tags + TAGS)
+            for at, link in ends.items()
+            if what is not Traffic.TIED_GRADIENTS
+        }
+        for what, ends in links.items()
+    }
 
 
 def backend_of_bodies(board: Board, device: torch.device) -> str:
     """``"nccl"`` if every rank has a GPU of its own and a torch with NCCL, otherwise ``"gloo"``.
 
     NCCL refuses two ranks on one GPU. Every rank calls this, and all get the same answer.
-
-    Args:
-        board: what the ranks know of each other.
-        device: of this rank's stage.
     """
     gpus = board.gathered(GPUS, _gpu(device))
     return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
@@ -170,14 +166,14 @@ def open_links(
     found = Links({what: {} for what in Traffic}, {what: {} for what in Traffic})
     staged = bodies == "gloo" and device.type == "cuda"
 
-    def groups(
-        name: str, members: Sequence[int], use: Callable[[dist.ProcessGroup, torch.device], None]
-    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-        """The group for the hosts, and that for bodies; None where this rank is no member."""
+    def meet(name: str, members: Sequence[int], use: _Use) -> Circle | None:
+        """The groups of these ranks; None: this one is no member."""
         given = name, ranks, members, board
         host = _group(*given, "gloo", _CPU, use)
         by_device = _group(*given, bodies, device, use) if bodies != "gloo" else host
-        return None if host is None or by_device is None else (host, by_device)
+        if host is None or by_device is None:
+            return None
+        return Circle(tuple(members), host, by_device)
 
     def link(a: int, b: int, what: Traffic, tie: int | None = None) -> None:
         sender, receiver = a % seats.ranks, b % seats.ranks
@@ -192,19 +188,14 @@ def open_links(
 
         plain = what in (Traffic.ACTIVATIONS, Traffic.GRADIENTS)
         name = f"edge {a} -> {b}" if plain else f"edge {a} -> {b} of {what.value}"
-        two = groups(name, (sender, receiver), message)
+        two = meet(name, (sender, receiver), message)
         if two is None:
             return
         ends, other = (found.out, b) if sender == me else (found.into, a)
+        stages, peer = (seats.seat(a)[0], seats.seat(b)[0]), ranks[other % seats.ranks]
+        size = dynamic or what.tied
         ends[what][other if tie is None else tie] = Link(
-            name,
-            (seats.seat(a)[0], seats.seat(b)[0]),
-            sender,
-            receiver,
-            ranks[other % seats.ranks],
-            *two,
-            dynamic or what.tied,
-            staged,
+            name, stages, sender, receiver, peer, two.host, two.device, size, staged
         )
 
     for a, b in seats.edges():
@@ -222,9 +213,7 @@ def open_links(
     for k in range(seats.stages):
         members = seats.ranks_of(k)
         if len(members) > 1:
-            two = groups(f"the replicas of stage {k}", members, _sum)
-            if two is not None:
-                circle = Circle(tuple(members), *two)
+            circle = meet(f"the replicas of stage {k}", members, _sum) or circle
     return found._replace(circle=circle)
 
 
@@ -247,7 +236,7 @@ def _group(
     board: Board,
     backend: str,
     device: torch.device,
-    use: Callable[[dist.ProcessGroup, torch.device], None],
+    use: _Use,
 ) -> dist.ProcessGroup | None:
     """Make a group of some of these ranks and use it; None: this one is no member."""
     # gloo's own deadline would break the connection: the board's comes first.

@@ -8,25 +8,15 @@ from typing import Any
 from torch import nn
 
 from spectrain_ext.pipeline.names import bare, full_names
-from spectrain_ext.pipeline.ties import (
-    Copy,
-    Member,
-    Tie,
-    check_look,
-    look_of,
-    names_of,
-    ties_of,
-)
+from spectrain_ext.pipeline.ties import Copy, Member, Tie, check_look, look_of, names_of, ties_of
 from spectrain_ext.schedule import Replicas
 
 from .board import TIES, Board
 
-_KEY = "copies"
-
 
 def said_of(copies: Sequence[Copy]) -> dict[str, object]:
     """What a rank says of its copies to all others, of JSON's types."""
-    return {_KEY: [[*copy.member, look_of(copy.held)] for copy in copies]}
+    return {"copies": [[*copy.member, look_of(copy.held)] for copy in copies]}
 
 
 def agreed(
@@ -39,8 +29,6 @@ def agreed(
     """The ties of all stages. Every rank calls this, and all come to the same end.
 
     Args:
-        board: what the ranks know of each other.
-        seats: the replicas of all stages.
         modules: this rank's stages, by index.
         copies: that these have; they learn what checkpoints call their homes' parameters.
         found: what every rank has said.
@@ -49,7 +37,7 @@ def agreed(
         ValueError: a home has no such parameter, or another kind of; or a stage has several
             replicas and is one of the two.
     """
-    asked = [(Member(*said), look) for rank in found for *said, look in rank[_KEY]]
+    asked = [(Member(*said), look) for rank in found for *said, look in rank["copies"]]
     if not asked:
         return []
     mine: dict[str, dict[str, object]] = {}  # by stage, whose number JSON would make a text as well

@@ -1,6 +1,17 @@
 """How tensors get from stage to stage, and what orders their use."""
 
-from .local import NO_HEADER, Edge, Header, Message, Receiver, Sender, Slot, Transit
+from .local import Edge, Receiver, Sender, Slot, Transit
+from .message import (
+    NO_HEADER,
+    VALUES,
+    Header,
+    Message,
+    Value,
+    as_value,
+    each,
+    tensors_in,
+    tensors_of,
+)
 from .streams import (
     Buffer,
     CudaStream,
@@ -11,7 +22,6 @@ from .streams import (
     checked_streams,
     new_stream,
 )
-from .value import VALUES, Value, as_value, each, tensors_in, tensors_of
 
 __all__ = [
     "NO_HEADER",

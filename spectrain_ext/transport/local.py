@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .message import NO_HEADER, FlatMemory, Header, Layout, Message
 from .streams import Buffer, Event, HostEvent, Stream, callers_stream, new_stream
 
 _CPU = torch.device("cpu")
@@ -16,69 +16,14 @@ _CPU = torch.device("cpu")
 #: keep the host until the device comes to it, after all that the copy waits for.
 TAKEN_AT_ONCE = 2**16
 
-_Likeness = tuple[torch.Size, tuple[int, ...], torch.dtype]
-
-
-class Header(NamedTuple):
-    """What travels with a message.
-
-    Attributes:
-        parts: microbatches of its minibatch.
-        value: with an input, the samples of the minibatch, 0 where it is not cut; with a gradient,
-            the loss as far as it is known, or nan.
-    """
-
-    parts: int = 1
-    value: float = 0.0
-
-
-NO_HEADER = Header()
-
-
-class Message(NamedTuple):
-    """Tensors on their way.
-
-    Attributes:
-        tensors: detached; None stands for the gradient of something that nothing depends on.
-        single: whether the stage's value is the one tensor itself, not a tuple or a dict.
-        differentiable: which of the tensors a gradient is wanted for.
-        keys: their names, where the value is a dict.
-    """
-
-    tensors: tuple[Tensor | None, ...]
-    single: bool = True
-    differentiable: tuple[bool, ...] = ()
-    keys: tuple[str, ...] | None = None
-
-    def with_gradient(self, wanted: bool) -> Message:
-        """The same, of which gradients are wanted for all that can have one, or for none."""
-        differentiable = (False,) * len(self.tensors)
-        if wanted:
-            differentiable = tuple(
-                t is not None and (t.is_floating_point() or t.is_complex()) for t in self.tensors
-            )
-        return Message(self.tensors, self.single, differentiable, self.keys)
-
-
-class _Room(NamedTuple):
-    """What a slot consists of, which changes as a whole whatever exception comes in between."""
-
-    tensors: list[Tensor | None]
-    likeness: list[_Likeness | None]
-    bases: list[Tensor | None]
-
-
-_NO_ROOM = _Room([], [], [])
-
 
 class Slot:
     """A receive buffer; ``arrived``: the copy into it, ``free``: the receiver has done with it.
 
-    ``staging`` is pinned memory, for those of its tensors that come from pageable memory, and
-    ``staged`` stands for it.
+    What lies in ``staging``, memory of the host, goes from there to ``memory``, on the receiver's
+    device. ``staged`` stands for it.
     """
 
-    __slots__ = ("arrived", "buffer", "free", "header", "message", "room", "staged", "staging")
     header: Header
 
     def __init__(self, name: str, copy: Stream, receiver: Stream) -> None:
@@ -86,65 +31,15 @@ class Slot:
         self.arrived = copy.event()
         self.free = receiver.event()
         self.message: Message | None = None
-        self.room = _NO_ROOM
-        self.staging: dict[int, Tensor] = {}
-        self.staged = Buffer(f"pinned memory of {name}")
-
-    def fit(
-        self,
-        likeness: list[_Likeness | None],
-        tensors: Sequence[Tensor | None],
-        device: torch.device,
-    ) -> bool:
-        """Have memory like these tensors, the same where it is large enough.
-
-        Returns:
-            Whether some of it is new.
-        """
-        old = self.room.bases
-        old = old + [None] * (len(tensors) - len(old))
-        bases = [
-            base if tensor is None else _base(base, tensor, device)
-            for base, tensor in zip(old, tensors, strict=False)
-        ]
-        like = [
-            None
-            if tensor is None or base is None
-            # empty_like keeps the strides of every dense layout and closes the gaps of any other.
-            else base.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
-            for tensor, base in zip(tensors, bases, strict=True)
-        ]
-        self.room = _Room(like, likeness, bases)
-        return any(b is not None and b is not was for b, was in zip(bases, old, strict=False))
-
-    def stage(self, n: int, tensor: Tensor | None, target: torch.device) -> Tensor:
-        """A copy of the n-th tensor in pinned memory, where the slot's own has its strides."""
-        to = self.room.tensors[n]
-        assert to is not None and tensor is not None
-        base = _base(self.staging.get(n), to, _CPU, pinned=target.type == "cuda")
-        self.staging[n] = base
-        return base.as_strided(to.shape, to.stride()).copy_(tensor)
+        self.memory, self.staging = FlatMemory(), FlatMemory()
+        self.staged = Buffer(f"host memory of {name}")
+        self.clear()
 
     def clear(self) -> None:
-        self.room = _NO_ROOM
-        self.staging = {}
-
-
-def _base(
-    base: Tensor | None, tensor: Tensor, device: torch.device, pinned: bool = False
-) -> Tensor:
-    """Memory for as many elements as the tensor has."""
-    if base is not None and base.dtype == tensor.dtype and base.numel() >= tensor.numel():
-        return base
-    with torch.inference_mode(False):  # of a message within, whose memory others use later
-        return torch.empty(tensor.numel(), dtype=tensor.dtype, device=device, pin_memory=pinned)
-
-
-def _keeps_the_host(tensor: Tensor | None) -> bool:
-    """Whether a copy to a CUDA device may not return before the device has made it."""
-    if tensor is None or tensor.device.type != "cpu" or tensor.nbytes <= TAKEN_AT_ONCE:
-        return False
-    return not tensor.is_pinned()
+        self.likeness: list[tuple[object, ...] | None] = []  # of the message that it last had
+        self.views: list[Tensor | None] = []
+        self.memory.free()
+        self.staging.free()
 
 
 class Sender(Protocol):
@@ -167,8 +62,7 @@ class Receiver(Protocol):
 
     stream: Stream
 
-    #: Whether ``receive`` blocks the host until there is something.
-    blocks: bool
+    blocks: bool  #: whether ``receive`` blocks the host until there is something
 
     def has(self, i: int = 0, j: int = 0) -> bool:
         """Whether the next message has been sent, that of this microbatch, or the end."""
@@ -194,7 +88,6 @@ class Edge:
     Messages are received in the order in which they were sent.
 
     Args:
-        name: for error messages.
         source: the sender's device, None where it may differ from message to message.
         target: the receiver's device.
         receiver: the stream that uses what arrives.
@@ -228,38 +121,34 @@ class Edge:
         self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
     ) -> Event:
         slot = self._ring[self._sent % len(self._ring)]
-        slot.header = header
         assert slot.message is None, f"{slot.buffer.name} is in use"
-        given, known = message.tensors, slot.room.likeness
-        fits = len(given) == len(known)
-        for tensor, like in zip(given, known, strict=False):
+        given, single, differentiable, keys = message
+        fits = len(given) == len(slot.likeness)
+        for tensor, like in zip(given, slot.likeness, strict=False):
             if tensor is None:
                 fits = fits and like is None
             elif like is None or (tensor.shape, tensor.stride(), tensor.dtype) != like:
                 fits = False
         if not fits:
-            self._fit(slot, given)
-        tensors = slot.room.tensors
+            self._fit(slot, message)
+        views = slot.views
         if self._immediate and (self._from_stage or not ready):
-            for to, tensor in zip(tensors, given, strict=True):
+            for to, tensor in zip(views, given, strict=True):
                 if to is not None and tensor is not None:
                     to.copy_(tensor)
-            _, single, differentiable, keys = message
-            slot.message = Message(tuple(tensors), single, differentiable, keys)
-            self._sent += 1
-            return slot.arrived
-        copy = self.stream
-        for event in ready:
-            copy.wait(event)
-        copy.wait(slot.free)
-        if self._stages:
-            given = self._staged(slot, given)
-        with copy.using(reads=(source, slot.staged), writes=(slot.buffer,)):
-            for to, tensor in zip(tensors, given, strict=True):
-                if to is not None and tensor is not None:
-                    to.copy_(tensor, non_blocking=True)
-        copy.record(slot.arrived)
-        slot.message = Message(tuple(tensors), message.single, message.differentiable, message.keys)
+        else:
+            copy = self.stream
+            for event in ready:
+                copy.wait(event)
+            copy.wait(slot.free)
+            if self._stages:
+                given = self._staged(slot, given)
+            with copy.using(reads=(source, slot.staged), writes=(slot.buffer,)):
+                for to, tensor in zip(views, given, strict=True):
+                    if to is not None and tensor is not None:
+                        to.copy_(tensor, non_blocking=True)
+            copy.record(slot.arrived)
+        slot.message, slot.header = Message(tuple(views), single, differentiable, keys), header
         self._sent += 1
         return slot.arrived
 
@@ -274,34 +163,41 @@ class Edge:
         self.stream.wait(read)
         self.stream.record(slot.arrived)  # the receiver may now write the slot
 
+    def _fit(self, slot: Slot, message: Message) -> None:
+        """Have the slot's memory be like the message, as it is in a steady state."""
+        layout = Layout.of(message)
+        slot.likeness = []  # until all of it is so, whatever exception comes in between
+        with self._receiver.using():
+            if slot.memory.fit(layout.places()[1], self.target):
+                # Memory of this stream's pool is free after what the stream has been given so far.
+                # Without new memory the copy need not wait for that: uneven microbatches overlap.
+                self._receiver.writes(slot.buffer)
+                self._receiver.record(slot.free)
+        slot.views = slot.memory.views(layout)
+        looks = (None if t is None else (t.shape, t.stride(), t.dtype) for t in message.tensors)
+        slot.likeness = list(looks)
+
     def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """What was given, or copies in pinned memory of what would keep the host.
 
         The host is then ahead of the device by as many messages as there are slots, at most.
         """
-        if not any(map(_keeps_the_host, given)):
+        large = tuple(tensor if _keeps_the_host(tensor) else None for tensor in given)
+        if all(tensor is None for tensor in large):
             return given
         slot.arrived.synchronize()  # the last copy from there
         host = callers_stream(_CPU)
         with host.using(writes=(slot.staged,)):
+            layout = Layout.of(Message(large))
+            slot.staging.fit(layout.places()[1], _CPU, pinned=self.target.type == "cuda")
             found = tuple(
-                slot.stage(n, tensor, self.target) if _keeps_the_host(tensor) else tensor
-                for n, tensor in enumerate(given)
+                tensor if to is None or tensor is None else to.copy_(tensor)
+                for to, tensor in zip(slot.staging.views(layout), given, strict=True)
             )
         done = host.event()
         host.record(done)
         self.stream.wait(done)
         return found
-
-    def _fit(self, slot: Slot, tensors: Sequence[Tensor | None]) -> None:
-        """Have the slot's tensors be like these, as they are in a steady state."""
-        likeness = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
-        with self._receiver.using():
-            if slot.fit(likeness, tensors, self.target):
-                # Memory of this stream's pool is free after what the stream has been given so far.
-                # Without new memory the copy need not wait for that: uneven microbatches overlap.
-                self._receiver.writes(slot.buffer)
-                self._receiver.record(slot.free)
 
     def begin(self) -> None:
         """A run begins, and has not ended."""
@@ -338,6 +234,13 @@ class Edge:
     def free_storage(self) -> None:
         for slot in self._ring:
             slot.clear()
+
+
+def _keeps_the_host(tensor: Tensor | None) -> bool:
+    """Whether a copy to a CUDA device may not return before the device has made it."""
+    if tensor is None or tensor.device.type != "cpu" or tensor.nbytes <= TAKEN_AT_ONCE:
+        return False
+    return not tensor.is_pinned()
 
 
 class Transit:

@@ -35,13 +35,10 @@ class Stream:
     """A queue of work, which is issued inside ``with stream.using(...)``.
 
     What a kind of stream has no use for is left as it is here: it does nothing.
-
-    Attributes:
-        immediate: whether work is done when it has been issued.
     """
 
     __slots__ = ()
-    immediate = False
+    immediate = False  # whether work is done when it has been issued
 
     def __enter__(self) -> None: ...
 
@@ -100,8 +97,7 @@ class HostStream(Stream):
         return HostEvent()
 
     def wait(self, event: Event) -> None:
-        """Block for another device's event; the CPU's own have happened."""
-        if type(event) is not HostEvent:
+        if type(event) is not HostEvent:  # another device's; the CPU's own have happened
             event.synchronize()
 
 
@@ -113,7 +109,6 @@ class CheckedEvent:
         self._done = done
 
     def synchronize(self) -> None:
-        """Let all that is issued from here on, on any stream, follow what the event follows."""
         _merge(self._done, self.seen)
 
 
@@ -127,13 +122,12 @@ class CheckedStream(Stream):
     def __init__(self, name: str, done: _Clock) -> None:
         self.name = name
         self._seen: _Clock = {self: 0}
-        self._done = done  # what the host has waited for, shared by all streams
+        self.done = done  # what the host has waited for, shared by all streams
 
     @contextmanager
     def using(
         self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> Iterator[None]:
-        """The uses last to the end: what was recorded in between does not stand for them."""
         for buffer in reads:
             self.reads(buffer)
         for buffer in writes:
@@ -144,31 +138,28 @@ class CheckedStream(Stream):
             yield
         finally:
             _current.stream = outer
+        # The uses last to here: what was recorded in between does not stand for them.
         for buffer in reads:
             buffer.reads[self] = self._tick()
         for buffer in writes:
             buffer.written = (self, self._tick())
 
     def event(self) -> CheckedEvent:
-        return CheckedEvent(self._done)
+        return CheckedEvent(self.done)
 
     def record(self, event: Event) -> None:
-        """Note in the event everything that this stream's work follows."""
         assert isinstance(event, CheckedEvent)
         event.seen = dict(self._seen)
 
     def wait(self, event: Event) -> None:
-        """Follow everything that the event follows."""
         assert isinstance(event, CheckedEvent)
         _merge(self._seen, event.seen)
 
     def reads(self, buffer: Buffer) -> None:
-        """A read must follow the last write."""
         self._check(buffer, "reads", "written", buffer.written)
         buffer.reads[self] = self._tick()
 
     def writes(self, buffer: Buffer) -> None:
-        """A write must follow the last write and all reads since."""
         self._check(buffer, "writes", "written", buffer.written)
         for use in buffer.reads.items():
             self._check(buffer, "writes", "read", use)
@@ -176,12 +167,10 @@ class CheckedStream(Stream):
         buffer.written = (self, self._tick())
 
     def may_read(self, buffer: Buffer) -> None:
-        """The last write is known here; that somebody reads is not noted."""
         self._check(buffer, "may read", "written", buffer.written)
 
     def synchronize(self) -> None:
-        """Let all that is issued from here on, on any stream, follow this stream's work."""
-        _merge(self._done, self._seen)
+        _merge(self.done, self._seen)
 
     def _tick(self) -> int:
         self._seen[self] += 1
@@ -193,7 +182,7 @@ class CheckedStream(Stream):
         if use is None:
             return
         stream, time = use
-        if max(self._seen.get(stream, 0), self._done.get(stream, 0)) < time:
+        if max(self._seen.get(stream, 0), self.done.get(stream, 0)) < time:
             raise OrderingError(
                 f"{self.name} {verb} {buffer.name} without waiting for {stream.name}, "
                 f"which has {earlier} it"
@@ -227,23 +216,19 @@ class CudaStream(Stream):
         self._entered.close()
 
     def event(self) -> Event:
-        """An event without timing, which is the cheap kind."""
-        event: Event = torch.cuda.Event()
+        event: Event = torch.cuda.Event()  # without timing, which is the cheap kind
         return event
 
     def record(self, event: Event) -> None:
-        """Set the event on the last device's stream, which a copy's end reaches as well."""
         assert isinstance(event, torch.cuda.Event)
-        event.record(self._streams[-1])
+        event.record(self._streams[-1])  # which a copy's end reaches as well
 
     def wait(self, event: Event) -> None:
-        """Wait on the device, not on the host; the CPU's own work is done by now."""
-        if isinstance(event, torch.cuda.Event):
+        if isinstance(event, torch.cuda.Event):  # the CPU's own work is done by now
             for stream in self._streams:
                 stream.wait_event(event)
 
     def lend(self, tensors: Iterable[Tensor]) -> None:
-        """Have the allocator that they came from wait for these streams as well."""
         for tensor in tensors:
             for stream in self._streams:
                 tensor.record_stream(stream)
@@ -253,20 +238,11 @@ class CudaStream(Stream):
             stream.synchronize()
 
     def leave(self) -> None:
-        """Put back the streams that were current, unless that has been done."""
         self._entered.close()
 
 
-class _Checked:
-    """What the checked streams of one context share, and the one that is the caller's."""
-
-    def __init__(self) -> None:
-        self.done: _Clock = {}
-        self.caller = CheckedStream("the caller's stream", self.done)
-
-
 _HOST = HostStream()
-_checked: _Checked | None = None
+_checked: CheckedStream | None = None  # the caller's, inside of ``checked_streams``
 _current = threading.local()  # the checked stream whose ``using`` this thread is in, as of CUDA's
 
 
@@ -277,7 +253,7 @@ def checked_streams() -> Iterator[None]:
     A pipeline made inside must be run inside.
     """
     global _checked
-    outer, _checked = _checked, _Checked()
+    outer, _checked = _checked, CheckedStream("the caller's stream", {})
     try:
         yield
     finally:
@@ -296,7 +272,7 @@ def callers_stream(device: torch.device) -> Stream:
     """The stream that the caller's own work on the device is issued to."""
     if device.type == "cuda":
         return CudaStream([torch.cuda.current_stream(device)])
-    return _HOST if _checked is None else getattr(_current, "stream", None) or _checked.caller
+    return _HOST if _checked is None else getattr(_current, "stream", None) or _checked
 
 
 def captured(device: torch.device) -> bool:

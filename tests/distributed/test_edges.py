@@ -10,8 +10,8 @@ from helpers import rank_programs
 from helpers.ranks import Ranks, run_ranks
 
 from spectrain_ext.distributed.blame import Beat, Cause, suspect
-from spectrain_ext.distributed.wire import Layout
-from spectrain_ext.transport import Message
+from spectrain_ext.distributed.wire import layout_of, text_of
+from spectrain_ext.transport.message import FlatMemory, Layout, Message
 
 pytestmark = pytest.mark.processes
 
@@ -34,8 +34,16 @@ def test_staged_messages_arrive_bit_for_bit(messages):
     ("stream", "rank", "found"),
     [
         ("sending thread", 0, "reads edge 0 -> 1, slot 0 without waiting for copy stream"),
-        ("receiving thread", 1, "writes edge 0 -> 1, slot 0, landing without waiting for copy"),
-        ("copy stream", 1, "reads edge 0 -> 1, slot 0, landing without waiting for receiving"),
+        (
+            "receiving thread",
+            1,
+            "writes host memory of edge 0 -> 1, slot 0 without waiting for copy",
+        ),
+        (
+            "copy stream",
+            1,
+            "reads host memory of edge 0 -> 1, slot 0 without waiting for receiving",
+        ),
     ],
 )
 def test_a_wait_that_staging_misses_is_noticed(stream, rank, found):
@@ -134,7 +142,7 @@ def test_a_layout_survives_the_wire(named):
     keys = tuple(f"é{n}" for n in range(len(tensors))) if named else None
     message = Message(tensors, False, rank_programs.GRADS, keys)
     layout = Layout.of(message)
-    assert Layout.from_bytes(layout.to_bytes()) == layout
+    assert layout_of(text_of(layout)) == layout
     assert layout.message(list(tensors)).keys == keys
     assert ("'é0': " in str(layout)) == named
     memory = torch.zeros(layout.places()[1], dtype=torch.uint8)
@@ -162,7 +170,21 @@ def test_a_layout_survives_the_wire(named):
 )
 def test_a_layout_that_is_none_is_refused(text):
     with pytest.raises(ValueError):
-        Layout.from_bytes(text)
+        layout_of(text)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_one_tensor_of_a_message_is_changed_while_autograd_keeps_another(mode):
+    layout = Layout.of(Message((torch.zeros(3), torch.zeros(2)), False, (True, True)))
+    memory = FlatMemory()
+    with mode():
+        memory.fit(layout.places()[1], torch.device("cpu"))
+        first, second = memory.views(layout)
+    weight = torch.ones(2, requires_grad=True)
+    product = second.fill_(2.0) * weight
+    first.fill_(3.0)
+    product.sum().backward()
+    assert weight.grad.tolist() == [2.0, 2.0]
 
 
 def test_what_a_layout_may_shrink_to():

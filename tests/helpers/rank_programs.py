@@ -16,9 +16,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from spectrain_ext.distributed import connections
 from spectrain_ext.distributed import links as links_module
 from spectrain_ext.distributed.board import Board
-from spectrain_ext.distributed.inlet import Inlet
+from spectrain_ext.distributed.ends import Inlet, Outlet
 from spectrain_ext.distributed.links import Links, Traffic, open_links
-from spectrain_ext.distributed.outlet import Outlet
 from spectrain_ext.partitioning import partition
 from spectrain_ext.transport import NO_HEADER, Header, Message, callers_stream, checked_streams
 from spectrain_ext.transport.streams import Buffer, CheckedStream

@@ -1,0 +1,408 @@
+"""Inlet and Outlet: the receiver's and the sender's end of an edge between two processes.
+
+A message is a frame in the host's memory: a header, and as much of the body as both ends have
+agreed on, nothing at first. What does not fit follows apart, as does the layout when it is a new
+one. Where no message is larger than the first, that one opens the edge: from then on a frame has
+room for its body, and a message is one piece. By NCCL bodies go from device to device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spectrain_ext.errors import OrderingError
+from spectrain_ext.transport import Buffer, Event, Slot, Stream, callers_stream, new_stream
+from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, Message
+
+from .board import Board
+from .links import Connected, Link
+from .wire import ENDLESS, HEAD, TAG_BODY, TAG_FRAME, TAG_LAYOUT, Frame, layout_of, text_of
+
+_CPU = torch.device("cpu")
+_Pieces = list[tuple[Tensor, int]]  # what the host sends, with their tags
+
+
+class _Framed(Slot):
+    """A message's ``memory`` on the device, and its ``frame``, which gloo is to fill or has read.
+
+    ``works``: gloo's, None while a thread has yet to give it the frame; ``body``: NCCL's.
+    """
+
+    layout: Layout
+    nbytes: int
+
+    def __init__(self, name: str, copy: Stream, user: Stream, in_frame: bool) -> None:
+        super().__init__(name, copy, user)
+        self.frame = Frame()
+        if in_frame:
+            self.memory = self.frame
+        self.works: list[dist.Work] | None = []
+        self.body: dist.Work | None = None
+
+
+class _End:
+    """What both ends have: a ring of slots, and a thread for what the rank must not wait for."""
+
+    def __init__(
+        self, link: Link, device: torch.device, depth: int, board: Board, user: Stream | None
+    ) -> None:
+        """``user``: the stream that uses what arrives, None where messages are sent."""
+        does, self._other = ("receiving", link.sender) if user else ("sending", link.receiver)
+        self.link, self.target, self._board = link, device, board
+        self.stream = new_stream(f"copy stream of {link.name}", device)
+        self._thread = new_stream(f"{does} thread of {link.name}", _CPU)
+        self._peer = dist.get_group_rank(link.host, link.peer)
+        self._pinned = link.staged and device.type == "cuda"
+        in_frame = device.type == "cpu" and not link.staged
+        self._ring = deque(
+            _Framed(f"{link.name}, slot {q}", self.stream, user or self._thread, in_frame)
+            for q in range(depth)
+        )
+        self._connected = Connected(board, (self._other,), link.name)
+        self._capacity = 0  # of a frame, for the body
+        self._error: BaseException | None = None
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        """Have a thread do this; the rank's own hears of its error."""
+
+        def guarded() -> None:
+            try:
+                with callers_stream(self.target).using():  # the thread's current device
+                    work()
+            except BaseException as error:
+                with self._board.changed:
+                    self._error = error
+                    self._board.changed.notify_all()
+
+        threading.Thread(target=guarded, name=f"spectrain {name}", daemon=True).start()
+
+    def _wait_for(self, done: Callable[[], bool]) -> None:
+        """Wait until the thread has done something.
+
+        Raises:
+            RankError: a rank has failed, or the deadline has passed.
+        """
+        name = self.link.name
+        self._board.wait(lambda: done() or self._error is not None, self._other, name)
+        if done():
+            return
+        error = self._error
+        assert error is not None
+        if isinstance(error, OrderingError):
+            raise error
+        if isinstance(error, ValueError):
+            raise ValueError(f"{name}: {error}") from error
+        self._board.lost(self._other, name, error)
+
+    def _fit(self, frame: Frame) -> Tensor:
+        """The frame as it travels, with memory for that."""
+        frame.fit(self._capacity, pinned=self._pinned)
+        return frame.whole[: HEAD + self._capacity]
+
+    # Not dist.isend and dist.irecv: their checks, after a backward that has emptied the caches,
+    # take longer than the call itself.
+
+    def _send(self, tensor: Tensor, tag: int) -> dist.Work:
+        return self.link.host.send([tensor], self._peer, self.link.tags + tag)
+
+    def _receive(self, tensor: Tensor, tag: int) -> dist.Work:
+        return self.link.host.recv([tensor], self._peer, self.link.tags + tag)
+
+
+class Inlet(_End):
+    """The receiver's end: messages are received ahead of their use.
+
+    gloo moves data beside the rank's own work by threads of its own, but a wait for it can be
+    neither polled nor interrupted. So a thread waits here, and the rank's own waits for that
+    thread, with a deadline and an ear for failures. Of a staged link that thread also copies what
+    has arrived to the device, and waits for the copy: then gloo may have the CPU's memory again.
+    """
+
+    blocks = True
+
+    def __init__(
+        self, link: Link, device: torch.device, receiver: Stream, depth: int, board: Board
+    ) -> None:
+        super().__init__(link, device, depth, board, receiver)
+        self._receiver = receiver
+        self._landed = self._thread.event()
+        self._layouts: list[Layout] = []
+        self._heard = 0
+        self._arrived: deque[_Framed | None] = deque()  # None: the end
+
+    # The thread.
+
+    def begin(self) -> None:
+        """Listen for the messages of a run, to its end."""
+        self._start(self.link.name, self._listen)
+
+    def _listen(self) -> None:
+        while True:
+            slot = self._take()
+            with self._board.changed:
+                self._arrived.append(slot)
+                self._board.changed.notify_all()
+            if slot is None:
+                return
+
+    def _take(self) -> _Framed | None:
+        """The next message, but for a body that goes from device to device."""
+        slot = self._next_slot()
+        header, number, length, nbytes = slot.frame.read(self._heard)
+        self._heard += 1
+        if header is None:
+            self._recycle(slot)
+            return None
+        if length:
+            text = torch.empty(length, dtype=torch.uint8)
+            self._receive(text, TAG_LAYOUT).wait(ENDLESS)
+            self._layouts.append(layout_of(text.numpy().tobytes()))
+        layout = self._layouts[number]
+        if not layout.places()[1] <= nbytes <= (self._capacity or nbytes):
+            raise ValueError(f"the peer announced {layout} and sends {nbytes} bytes")
+        slot.header, slot.layout, slot.nbytes = header, layout, nbytes
+        if self.link.by_host:
+            if nbytes > self._capacity:
+                self._receive_apart(slot.frame, nbytes)
+            if self.link.staged:
+                self._load(slot)
+        return slot
+
+    def _receive_apart(self, frame: Frame, nbytes: int) -> None:
+        frame.fit(nbytes, pinned=self._pinned)
+        self._receive(frame.bytes[:nbytes], TAG_BODY).wait(ENDLESS)
+        if not self.link.dynamic:
+            with self._board.changed:
+                self._capacity = nbytes
+                for slot in self._ring:
+                    self._post(slot)
+
+    def _load(self, slot: _Framed) -> None:
+        """Copy what has landed to the device, and wait for that."""
+        copy, nbytes = self.stream, slot.nbytes
+        self._thread.writes(slot.staged)
+        self._thread.record(self._landed)
+        copy.wait(self._landed)
+        copy.wait(slot.free)
+        with copy.using(reads=(slot.staged,), writes=(slot.buffer,)):
+            slot.memory.fit(nbytes, self.target)
+            slot.memory.bytes[:nbytes].copy_(slot.frame.bytes[:nbytes], non_blocking=True)
+        copy.record(slot.arrived)
+        self._thread.wait(slot.arrived)
+
+    def _next_slot(self) -> _Framed:
+        """The next free slot, with what has been received into its frame."""
+        with self._board.changed:
+            self._board.changed.wait_for(lambda: len(self._ring) > 0)
+            slot = self._ring.popleft()
+        if not slot.works:
+            self._post(slot)
+        assert slot.works
+        slot.works.pop().wait(ENDLESS)
+        return slot
+
+    def _recycle(self, slot: _Framed) -> None:
+        with self._board.changed:
+            if self._capacity:
+                self._post(slot)
+            self._ring.append(slot)
+            self._board.changed.notify_all()
+
+    def _post(self, slot: _Framed) -> None:
+        slot.works = [self._receive(self._fit(slot.frame), TAG_FRAME)]
+
+    # The rank's own thread.
+
+    def has(self, i: int = 0, j: int = 0) -> bool:
+        """Whether the next message, or the end, has arrived."""
+        return bool(self._arrived)
+
+    def receive(self) -> Slot | None:
+        self._wait_for(self.has)
+        slot = self._arrived.popleft()
+        if slot is None:
+            return None
+        copy = self.stream
+        if not self.link.staged:
+            copy.wait(slot.free)
+            with copy.using(writes=(slot.buffer,)):  # be it by gloo
+                if not self.link.by_host:
+                    self._receive_on_device(slot)
+            copy.record(slot.arrived)
+        self._receiver.wait(slot.arrived)
+        slot.message = slot.layout.message(slot.memory.views(slot.layout))
+        return slot
+
+    def _receive_on_device(self, slot: _Framed) -> None:
+        slot.memory.fit(slot.nbytes, self.target)
+        if not slot.nbytes:
+            return
+        into, group = slot.memory.bytes[: slot.nbytes], self.link.device
+        with self._connected:
+            work = dist.irecv(into, self.link.peer, group=group, tag=TAG_BODY)
+            assert work is not None
+            work.wait()  # the stream does
+
+    def free(self, slot: Slot) -> None:
+        assert isinstance(slot, _Framed)
+        self._receiver.record(slot.free)
+        slot.message = None
+        with self._connected:  # gloo takes no buffers for a broken connection
+            self._recycle(slot)
+
+    def reset(self) -> None:
+        """After a failure: messages may still come, but nobody will ask for them."""
+
+    def free_storage(self) -> None:
+        """Nothing: the buffers have been lent to gloo for the next messages, until it ends."""
+
+
+class Outlet(_End):
+    """The sender's end: packs the tensors of a message and sends them in one piece.
+
+    A layout (number of tensors, shapes, strides, dtypes, which want a gradient) is announced once,
+    and later messages must not be larger than the first, unless shapes are dynamic.
+
+    Of a staged link the packed message is copied to the CPU's memory, and a thread waits for that
+    copy and sends it: the rank's own does not wait for the device.
+    """
+
+    def __init__(self, link: Link, device: torch.device, depth: int, board: Board) -> None:
+        super().__init__(link, device, depth, board, None)
+        if link.staged:
+            packed = FlatMemory()  # of the message that is being staged
+            for slot in self._ring:
+                slot.memory = packed
+        self._jobs: SimpleQueue[tuple[_Framed, _Pieces, bool]] | None = None
+        self._sent = 0
+        self._kinds: dict[object, tuple[Layout, int, int]] = {}
+        self._first: Layout | None = None
+
+    def send(
+        self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
+    ) -> Event:
+        (layout, number, nbytes), text = self._kind_of(message)
+        link, copy, slot = self.link, self.stream, self._next_slot()
+        for event in ready:
+            copy.wait(event)
+        with copy.using(reads=(source,)):
+            slot.memory.fit(nbytes, self.target)
+            for to, tensor in zip(slot.memory.views(layout), message.tensors, strict=True):
+                if to is not None and tensor is not None:
+                    to.copy_(tensor, non_blocking=True)
+        slot.frame.fit(nbytes if link.by_host else 0, pinned=self._pinned)
+        if link.staged:
+            copy.wait(slot.free)
+            with copy.using(writes=(slot.buffer,)):
+                slot.frame.bytes[:nbytes].copy_(slot.memory.bytes[:nbytes], non_blocking=True)
+        copy.record(slot.arrived)
+        slot.frame.write(self._sent, header, number, len(text), nbytes)
+        pieces = [(self._fit(slot.frame), TAG_FRAME)]
+        if text:
+            pieces.append((torch.frombuffer(bytearray(text), dtype=torch.uint8), TAG_LAYOUT))
+        if link.by_host and nbytes > self._capacity:
+            pieces.append((slot.frame.bytes[:nbytes], TAG_BODY))
+            if not link.dynamic:
+                self._capacity = nbytes
+        self._hand_over(slot, pieces)
+        if nbytes and not link.by_host:
+            body = slot.memory.bytes[:nbytes]
+            with copy.using(), self._connected:
+                slot.body = dist.isend(body, link.peer, group=link.device, tag=TAG_BODY)
+        return slot.arrived
+
+    def _kind_of(self, message: Message) -> tuple[tuple[Layout, int, int], bytes]:
+        """The message's layout, its number, and the body's bytes; and what is to be announced.
+
+        To see that it is like one before takes a third of the time of describing it anew.
+        """
+        tensors, *form = message
+        likeness = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
+        looks = (*likeness, *form)
+        kind = self._kinds.get(looks)
+        if kind is not None:
+            return kind, b""
+        layout = Layout.of(message)
+        kind = layout, len(self._kinds), self._checked_bytes(layout)
+        self._kinds[looks] = kind
+        return kind, text_of(layout)
+
+    def _checked_bytes(self, layout: Layout) -> int:
+        """The bytes of the body: always those of the first message, or those of this one."""
+        if self.link.dynamic:
+            return layout.places()[1]
+        if self._first is None:
+            self._first = layout
+        if not self._first.shrinks_to(layout):
+            raise ValueError(
+                f"{self.link.name} was opened for {self._first}, and a later message has {layout}; "
+                "with dynamic_shapes=False every message must have the first one's tensors, "
+                "smaller at most in one dimension each"
+            )
+        return self._first.places()[1]
+
+    def end(self) -> None:
+        slot = self._next_slot()
+        frame = self._fit(slot.frame)
+        slot.frame.write(self._sent, None)
+        self._hand_over(slot, [(frame, TAG_FRAME)], last=True)
+
+    def _next_slot(self) -> _Framed:
+        """The next slot; what was sent from it has long arrived, or the window is wrong."""
+        slot = self._ring[0]
+        self._wait(slot)
+        return slot
+
+    def _wait(self, slot: _Framed) -> None:
+        if slot.works is None:
+            self._wait_for(lambda: slot.works is not None)
+        if not slot.works:
+            return
+        with self._board.blocked(self._other, self.link.name), self._connected:
+            for work in slot.works:
+                work.wait(ENDLESS)
+            if slot.body is not None:
+                with self.stream.using():  # of NCCL, only the stream waits
+                    slot.body.wait()
+        slot.works, slot.body = [], None
+
+    def _hand_over(self, slot: _Framed, pieces: _Pieces, last: bool = False) -> None:
+        """Have gloo send these, of a staged link by the thread; last: of the run."""
+        self._sent += 1
+        self._ring.rotate(-1)
+        if not self.link.staged:
+            with self._connected:
+                slot.works = [self._send(*piece) for piece in pieces]
+            return
+        slot.works = None
+        if self._jobs is None:
+            self._jobs = SimpleQueue()
+            self._start(f"staging of {self.link.name}", partial(self._send_staged, self._jobs))
+        self._jobs.put((slot, pieces, last))
+        if last:
+            self._jobs = None
+
+    def _send_staged(self, jobs: SimpleQueue[tuple[_Framed, _Pieces, bool]]) -> None:
+        """What the thread does until the run ends: send what has been copied, in order."""
+        last = False
+        while not last:
+            slot, pieces, last = jobs.get()
+            self._thread.wait(slot.arrived)
+            self._thread.reads(slot.buffer)
+            self._thread.record(slot.free)
+            works = [self._send(*piece) for piece in pieces]
+            with self._board.changed:
+                slot.works = works
+                self._board.changed.notify_all()
+
+    def flush(self) -> None:
+        for slot in self._ring:
+            self._wait(slot)
