@@ -1,18 +1,12 @@
 """Board: where the ranks of one pipeline tell each other what they do, and which of them failed.
 
-Three threads of a process use it during a run: the rank's own, and the two of its ``Watch``. A name
-is read without a lock, and what is more than one value is replaced as a whole:
+Three threads of a process use it during a run. The rank's own says what it does and whom it waits
+for, and waits on ``changed`` alone. Another talks to the store: it publishes that, hears the
+others, keeps the deadlines, and has all agree on the first cause. A call of the store may never
+return, whatever its timeout is: with the keeping process stopped (SIGSTOP) none but ``set`` does
+(measured with torch 2.13). So a third one guards, and ends a process whose own thread cannot.
 
-    what                        is written by                          under ``changed``
-    doing, since                the rank's own thread, by the action
-    waits                       the rank's own thread, around a wait   in ``wait``
-    failure, lenient, run       the rank's own thread
-    cause                       whoever hears of it first, once        always
-    watch.beats                 the talking thread, by the heartbeat   always
-    watch.must_end_by           who learns the cause                   always
-    watch.asking                the talking thread
-
-``changed`` is notified of causes and beats, and by other threads of whatever ``wait`` waits for.
+A name is read without a lock, and what is more than one value is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -22,46 +16,43 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from math import inf
+from functools import partial
 from time import monotonic
 from typing import Any, NoReturn
 
-from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 from spectrain_ext.errors import RankError, StageError
 from spectrain_ext.interrupts import waiting
 
-from .blame import Cause, most_silent, seconds_stuck, suspect
-from .watch import FAILED, SLOW, Watch, connection
+from .store import SLOW, connection
+from .watch import FAILED, Beat, Cause, Watch, most_silent, suspect
 
 #: What ranks tell all others before they open links: one that fails says that in all of these.
 MEETING = "meeting"
 TIES, WEIGHTS, KEYS, GPUS = (f"comparing {what}" for what in ("ties", "weights", "keys", "GPUs"))
 _BEFORE_LINKS = (MEETING, TIES, WEIGHTS, KEYS, GPUS)
-_LOOK = 0.1  # seconds between two looks at whether a rank has failed, where nothing else tells
 _LATE = "late"  # as what is said in the place of a rank that has not come
 
 
 class Board:
     """One rank's side of the board: a store that all ranks read and write.
 
-    During a run its ``Watch`` tells the others what this rank does and hears what they do, so that
-    no wait outlasts its deadline and all ranks agree on the first cause. Once it knows of a failure
-    the rank's own thread has ``grace`` to raise it; a thread that is stuck elsewhere cannot, and
-    the process is ended from there.
+    In a run no wait outlasts its deadline, and all ranks agree on the first cause of a failure.
+    Once a rank knows of one its own thread has ``grace`` to raise it; a thread that is stuck
+    elsewhere cannot, and the process is ended from here.
 
     Args:
-        store: the store; connections of the board's own are made from it.
+        store: the store; a connection of the board's own is made from it.
         rank: this rank, counted within the pipeline.
         ranks: their number.
         timeout: seconds that a wait may take.
         grace: seconds that a rank may take to end once it knows that another has failed.
 
     Attributes:
-        rank, ranks, timeout, grace: as given.
         changed: notified by whoever fulfils what ``wait`` waits for.
         interval: seconds between two heartbeats.
+        beats: what each rank has last said.
         waits: what this rank waits for: another (None: all), what comes from there, and since when.
         cause: of a failure, the first one.
 
@@ -69,6 +60,8 @@ class Board:
         RuntimeError: the store still has what this rank said in an earlier start.
         RankError: the store does not answer.
     """
+
+    _watch: Watch
 
     def __init__(
         self,
@@ -81,16 +74,21 @@ class Board:
         self.rank, self.ranks, self.timeout, self.grace = rank, ranks, timeout, grace
         self.changed = threading.Condition()
         self.interval = min(max(timeout / 20, 0.02), 1.0)
-        self._patience = max(3 * self.interval, timeout / 2)
-        # A call blocks its connection: the watch's calls must not wait for the other's.
-        self._patient_store = store
-        self._watch = Watch(self)  # of a run; another one for every run
+        self.waits: tuple[int | None, str, float] | None = None
+        self.cause: Cause | None = None
+        self._ended = 0  # runs
+        self._away = False  # whether nobody waits for this rank any more before links are opened
+        self._failure = ""  # of this rank within ``together``, which the others may not have
+        self._lenient = False  # whether ranks may be waited for as long as they get on
+        self._forget_beats()
+        self.doing("starting")
         began, key = monotonic(), f"{MEETING}/{rank}"
         try:
             # first, as a new connection to a store that has gone is tried for a while
             said = json.loads(store.get(key)) if store.check([key]) else {_LATE: ""}
+            # others block the given one, with rendezvous of process groups
             self._store = connection(store, min(timeout, grace), timeout)
-            self._talking_store = connection(store, min(timeout, grace), timeout)
+            self._store.set(f"beat/{rank}", json.dumps(self.beat()))
             if rank == 0:
                 self._store.set(FAILED, "")
         except RuntimeError as error:
@@ -101,26 +99,16 @@ class Board:
                 "said before; give init_process_group a store whose prefix is "
                 "TORCHELASTIC_RESTART_COUNT, as docs/checkpoints.md does"
             )
-        self._away = False  # whether nobody waits for this rank any more before links are opened
-        self._run = 0  # those that have been finished
-        self._doing: tuple[object, ...] = ("starting",)
-        self._since = monotonic()
-        self._failure = ""  # of this rank within ``together``, which the others may not have
-        self._lenient = False  # whether ranks may be waited for as long as they get on
-        self.waits: tuple[int | None, str, float] | None = None
-        self.cause: Cause | None = None
+
+    # Before links are opened.
 
     def meet(
         self, settings: dict[str, object], own: dict[str, object] | None = None
     ) -> list[dict[str, object]]:
-        """Wait for all ranks, and check that all were given the same.
-
-        Args:
-            settings: in which all must agree.
-            own: what this rank has to say beside that.
+        """Wait for all ranks, and check that all were given the same settings.
 
         Returns:
-            What every rank says, by rank.
+            What every rank says, by rank: its settings, and its own.
 
         Raises:
             RankError: another has failed before it came here, or has not come in time.
@@ -147,7 +135,7 @@ class Board:
             RankError: one has failed before it came here, or has not come in time; all who wait
                 name the same one.
         """
-        store, began = self._patient_store, monotonic()
+        store, began = self._store, monotonic()
         limit = max(self.timeout, SLOW) if where == MEETING else self.timeout
         keys = [f"{where}/{r}" for r in range(self.ranks)]
         try:
@@ -183,14 +171,13 @@ class Board:
         self._away = True
         said = json.dumps({"failed": _described(error)})
         culprit = error.culprit if isinstance(error, RankError) else None
-        others = [r for r in range(1, self.ranks) if r != culprit]
+        others = [f"away/{r}" for r in range(1, self.ranks) if r != culprit]
         with suppress(RuntimeError):  # of a store that has gone, or whoever does not come
             for where in _BEFORE_LINKS:
                 self._store.compare_set(f"{where}/{self.rank}", "", said)
             self._store.set(f"away/{self.rank}", "")
             if self.rank == 0 and others:
-                keys = [f"away/{r}" for r in others]
-                self._patient_store.wait(keys, timedelta(seconds=self.grace / 2))
+                self._store.wait(others, timedelta(seconds=self.grace / 2))
 
     # What this rank does.
 
@@ -205,9 +192,8 @@ class Board:
     def run(self, starts: bool = False) -> Iterator[None]:
         """Take part in the board for the time of a run, or of its links being opened.
 
-        Those are opened by means that cannot be interrupted: the deadline is the thread's, as in
-        ``together``. Over a link that loses packets it takes seconds longer for one than for
-        others: deadlines of runs count from the end of that.
+        Those are opened by means that cannot be interrupted. Over a link that loses packets it
+        takes seconds longer for one than for others: deadlines of runs count from the end of that.
 
         An exception inside is the failure of this rank, unless another has failed before; a
         RankError then takes its place only if it is one.
@@ -221,14 +207,14 @@ class Board:
                 f"{self.cause.reason}), and what was in flight is lost; start the processes again"
             )
         self.doing("starting" if starts else "beginning a run")
-        self._failure = ""
-        self._starts = self._lenient = starts
+        self._failure, self._lenient = "", starts
         self._away = True  # who fails from here on says so by the watch
-        self._watch = watch = Watch(self)
-        watch.start(self._talking_store)
+        self._forget_beats()
+        self._watch = watch = Watch(self, self._store, self._ended + 1)
+        watch.start()
         try:
             yield
-            self._finish()
+            self._finish(starts)
         except BaseException as error:
             if not isinstance(error, RankError):
                 what = str(error) if isinstance(error, StageError) else _described(error)
@@ -237,15 +223,28 @@ class Board:
         finally:
             watch.stop()
 
+    def _finish(self, starts: bool) -> None:
+        """Wait for all ranks to finish the run: then nobody misses one that has gone home."""
+        self.doing(self._failure or ("starting" if starts else "ending the run"))
+        self._ended += 1
+        watch = self._watch
+        watch.finish()
+        while not watch.ended:
+            rank = next(iter(watch.missing), 0)
+            what = f"rank {rank} {'to start' if starts else 'to end the run'}"
+            self.wait(partial(self._has_ended, rank), rank, what)
+
+    def _has_ended(self, rank: int) -> bool:
+        return self._watch.ended or rank not in self._watch.missing
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Take part for the time of something that all ranks do together outside of a run.
 
-        Inside, they wait for each other by means that cannot be interrupted: the deadline is the
-        thread's, and does not pass while the rank that keeps the others waiting has begun something
-        new within it (``busy``). An exception there is expected on all ranks, as they tell each
-        other theirs, and is no failure of the board; but a ConnectionError says that a rank has
-        gone.
+        Inside, they wait for each other by means that cannot be interrupted: the deadline does not
+        pass while the rank that keeps the others waiting has begun something new within it
+        (``busy``). An exception there is expected on all ranks, as they tell each other theirs, and
+        is no failure of the board; but a ConnectionError says that a rank has gone.
 
         Raises:
             RankError: a rank has failed, or the deadline has passed.
@@ -260,7 +259,7 @@ class Board:
                 try:
                     yield
                 except ConnectionError as error:
-                    self.lost_any(what, error)
+                    self.lost(None, what, error)
                 except Exception as error:
                     failure = error
                     self._failure = f"{what}: {_described(error)}"
@@ -286,76 +285,6 @@ class Board:
             if waits is not None:
                 self.waits = *waits[:2], monotonic()
 
-    def _finish(self) -> None:
-        """Wait for all ranks to finish the run: then nobody misses one that has gone home.
-
-        Rank 0 may keep the store, and leaves when all others have heard that all have finished.
-        """
-        self.doing(self._failure or ("starting" if self._starts else "ending the run"))
-        to_do = "to start" if self._starts else "to end the run"
-        before, self._run = self._run, self._run + 1
-        self._say("ended")
-        self._meet("ended", to_do)
-        if self.rank == 0:
-            self._meet("left", to_do)
-        else:
-            self._watch.stop()  # the store may be gone as soon as rank 0 has heard this
-            self._say("left")
-        with suppress(RuntimeError):
-            for what in ("ended", "left"):  # nobody waits for these any more
-                self._store.delete_key(f"{what}/{before}/{self.rank}")
-
-    def _say(self, what: str) -> None:
-        with suppress(RuntimeError):  # of a store that has gone; who waits for others hears of it
-            self._store.set(f"{what}/{self._run}/{self.rank}", "")
-
-    def _meet(self, what: str, to_do: str) -> None:
-        """Wait until all others have said this."""
-        keys = {f"{what}/{self._run}/{r}": r for r in range(self.ranks) if r != self.rank}
-        store, began, missing = self._store, monotonic(), next(iter(keys.values()), 0)
-        while keys:
-            awaited = f"rank {missing} {to_do}"
-            self.waits = missing, awaited, began
-            try:
-                with waiting():
-                    store.wait(list(keys), timedelta(seconds=_LOOK))
-                break
-            except DistStoreError:  # some have not: has a rank failed?
-                pass
-            except RuntimeError as error:
-                self._raise(self._agree(self.without_store()), awaited, 0.0, error)
-            left = began + self.timeout - monotonic()
-            if self.cause is not None or (left <= 0 and self.timeout <= self._stuck()):
-                cause = self.cause or self._agree(self._suspect(missing))
-                self._raise(cause, awaited, monotonic() - began)
-            missing = next((r for key, r in keys.items() if not store.check([key])), missing)
-        self.waits = None
-
-    # What its watch asks.
-
-    def beat(self) -> dict[str, object]:
-        """What the others are told."""
-        now, waits = monotonic(), None if self._failure else self.waits
-        return {
-            "doing": self.action(),
-            "busy": now - self._since,
-            "waits": None if waits is None else waits[:2],
-        }
-
-    def overdue(self) -> Cause | None:
-        """Of a wait that the rank's own thread does not end: it cannot, or is about to."""
-        waits, late = self.waits, self.timeout + 2 * self.interval
-        if waits is None or monotonic() - waits[2] <= late or self._stuck() <= late:
-            return None
-        return self._suspect(waits[0])
-
-    def last_words(self) -> str:
-        """Why this process is ended."""
-        cause, waits = self.cause or self.without_store(), self.waits
-        what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
-        report = RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited)
-        return f"{report}; this rank did not end by itself within {self.grace:.0f} s"
-
     # Waiting.
 
     def check(self) -> None:
@@ -377,23 +306,17 @@ class Board:
             if ready():
                 return
             began = monotonic()
-            self.waits = (peer, what, began)
-            while not ready() and self.cause is None:
-                left = began + self.timeout - monotonic()
-                if left <= 0 and (left := self.timeout - self._stuck()) <= 0:
-                    break
+            self.waits = peer, what, began
+            while not ready():
+                if self.cause is not None:
+                    self._raise(self.cause, what, monotonic() - began)
                 with waiting():
-                    self.changed.wait(left)
-            cause = None if ready() else self.cause
-            if ready():
-                self.waits = None
-                return
-        waited = monotonic() - began
-        self._raise(cause or self._agree(self._suspect(peer)), what, waited)
+                    self.changed.wait()
+            self.waits = None
 
     @contextmanager
     def blocked(self, peer: int | None, what: str) -> Iterator[None]:
-        """Inside, this rank waits where it cannot be interrupted; its deadline is the thread's.
+        """Inside, this rank waits where it cannot be interrupted.
 
         Args:
             peer: whom it waits for, None: all others.
@@ -404,105 +327,112 @@ class Board:
             yield
         self.waits = before
 
-    def lost(self, peer: int, what: str, error: BaseException) -> NoReturn:
-        """Raise RankError: the connection that ``what`` came by has broken."""
-        since = self.waits[2] if self.waits is not None else monotonic()
-        self._raise(self._agree(self._closed(peer)), what, monotonic() - since, error)
-
-    def _closed(self, rank: int) -> Cause:
-        return Cause(rank, f"{self._watch.beats[rank]}: its connection was closed without a word")
-
-    def lost_any(self, what: str, error: BaseException) -> NoReturn:
-        """Raise RankError: a connection to one of the others has broken, nobody says which.
-
-        Who lives is heard of once per interval; whoever has gone is not.
-        """
-        since = monotonic()
-        with self.changed:
-            self.changed.wait_for(lambda: self.cause is not None, 4 * self.interval)
-        rank, silent = most_silent(self._watch.beats, self.rank)
-        cause = Cause(self.rank, f"{self.action()}: {_described(error)}")
-        if silent > 2 * self.interval:
-            cause = self._closed(rank)
-        self._raise(self._agree(cause), what, monotonic() - since, error)
-
     def lost_one_of(self, peers: Iterable[int], what: str, error: BaseException) -> NoReturn:
         """Raise RankError: a connection to one of these ranks has broken."""
         others = [peer for peer in peers if peer != self.rank]
-        if len(others) == 1:
-            self.lost(others[0], what, error)
-        self.lost_any(what, error)
+        self.lost(others[0] if len(others) == 1 else None, what, error)
 
-    def fail(self, reason: str) -> None:
-        self._agree(Cause(self.rank, reason))
-        self._stay()
+    def lost(self, peer: int | None, what: str, error: BaseException) -> NoReturn:
+        """Raise RankError: the connection that ``what`` came by has broken.
 
-    def _raise(
-        self, cause: Cause, what: str | None, waited: float, error: BaseException | None = None
-    ) -> NoReturn:
-        self._stay()
-        raise RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited) from error
+        Args:
+            peer: whose; None: one of the others, nobody says which. Who lives is heard of once per
+                interval, and whoever has gone is not.
+        """
+        since = self.waits[2] if self.waits is not None else monotonic()
+        silent = 0.0
+        if peer is None:
+            with self.changed:
+                self.changed.wait_for(lambda: self.cause is not None, 4 * self.interval)
+            peer, silent = most_silent(self.beats, self.rank)
+            if silent <= 2 * self.interval:
+                peer = None
+        cause = Cause(self.rank, f"{self.action()}: {_described(error)}")
+        if peer is not None:
+            cause = Cause(peer, f"{self.beats[peer]}: its connection was closed without a word")
+        self._raise(cause, what, monotonic() - since, error)
 
     # The first cause.
 
+    def fail(self, reason: str) -> None:
+        self._agree(Cause(self.rank, reason))
+
+    def _raise(
+        self, mine: Cause, what: str | None, waited: float, error: BaseException | None = None
+    ) -> NoReturn:
+        cause = self._agree(mine)
+        raise RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited) from error
+
     def _agree(self, mine: Cause) -> Cause:
-        """Put a cause on the board; returns the one that was there first."""
+        """Put a cause on the board; returns the one that was there first.
+
+        Rank 0 may keep the store: it stays until all that still live know the cause.
+        """
+        watch = self._watch
         with self.changed:
-            if self.cause is not None:
-                return self.cause
-            self._watch.must_end_by = monotonic() + self.grace
-        asking = self._watch.asking
-        if asking is not None and monotonic() - asking > self.grace / 4:
-            mine = self.without_store()  # which answers within milliseconds, or has stopped
-        else:
-            try:
-                said = self._store.compare_set(FAILED, "", json.dumps(mine))
-                mine = Cause.read(said) or mine
-            except (RuntimeError, ValueError):  # it has gone with the rank that kept it
-                mine = self.without_store()
-        self.learn(mine)
-        return mine
+            if self.cause is None:
+                watch.found = mine
+                watch.wake.set()
+                self.changed.wait_for(lambda: self.cause is not None, self.grace / 2)
+            cause = self.cause or self.without_store()  # whose answer takes milliseconds
+            self.learn(cause)
+            if self.rank == 0:
+                self.changed.wait_for(lambda: self._all_know(cause), self.grace / 2)
+        return cause
+
+    def _all_know(self, cause: Cause) -> bool:
+        """Whether all others know it, but for a culprit that lives no more."""
+        now = monotonic()
+        return all(
+            beat.knows or (r == cause.rank and now - beat.heard > 3 * self.interval)
+            for r, beat in enumerate(self.beats)
+            if r != self.rank
+        )
 
     def learn(self, cause: Cause) -> None:
         with self.changed:
             if self.cause is None:
                 self.cause = cause
                 self._watch.must_end_by = monotonic() + self.grace
+                self._watch.wake.set()
             self.changed.notify_all()
-        self._watch.wake.set()
 
     def without_store(self) -> Cause:
-        return Cause(0, f"{self._watch.beats[0]}: the store that it keeps does not answer")
+        return Cause(0, f"{self.beats[0]}: the store that it keeps does not answer")
 
-    def _suspect(self, peer: int | None) -> Cause:
+    # What its watch asks.
+
+    def _forget_beats(self) -> None:
+        self.beats = [Beat(b"", monotonic()) for _ in range(self.ranks)]
+
+    def beat(self) -> dict[str, object]:
+        """What the others are told."""
+        waits = None if self._failure else self.waits
+        return {
+            "doing": self.action(),
+            "busy": monotonic() - self._since,
+            "waits": None if waits is None else waits[:2],
+            "ended": self._ended,
+            "knows": self.cause is not None,
+        }
+
+    def overdue(self) -> Cause | None:
+        """Whom this rank has waited for too long."""
+        waits = self.waits
+        if waits is None or monotonic() - waits[2] <= self.timeout:
+            return None
         if self._failure:
             return Cause(self.rank, self._failure)
-        return suspect(self._watch.beats, self.rank, peer, self._patience)
+        patience = max(3 * self.interval, self.timeout / 2)
+        cause, busy = suspect(self.beats, self.rank, waits[0], patience)
+        return None if self._lenient and busy <= self.timeout else cause
 
-    def _stuck(self) -> float:
-        """Seconds since whoever keeps the others waiting has got on; infinity where none may."""
-        if not self._lenient or self._failure:
-            return inf
-        return seconds_stuck(self._watch.beats, self.rank, self._patience)
-
-    def _stay(self) -> None:
-        """Rank 0 may keep the store: it stays until all that still live have read the cause."""
-        cause = self.cause
-        if self.rank != 0 or cause is None:
-            return
-        until = monotonic() + self.grace / 2
-        try:
-            while monotonic() < until:
-                missing = [r for r in range(1, self.ranks) if not self._store.check([f"seen/{r}"])]
-                if not any(r != cause.rank or self._lives(r) for r in missing):
-                    return
-                self._watch.wake.wait(self.interval / 4)
-        except RuntimeError:
-            pass
-
-    def _lives(self, rank: int) -> bool:
-        """Whether the rank has been heard of just now, even if its own thread is stuck."""
-        return monotonic() - self._watch.beats[rank].heard < 3 * self.interval
+    def last_words(self) -> str:
+        """Why this process is ended."""
+        cause, waits = self.cause or self.without_store(), self.waits
+        what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
+        report = RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited)
+        return f"{report}; this rank did not end by itself within {self.grace:.0f} s"
 
 
 def _described(error: BaseException) -> str:

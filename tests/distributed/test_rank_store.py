@@ -8,8 +8,7 @@ from datetime import timedelta
 import pytest
 from helpers.cli_programs import listening
 
-from spectrain_ext.distributed.store import store_at
-from spectrain_ext.distributed.watch import connection
+from spectrain_ext.distributed.store import connection, store_at
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "127.0.0.2"])
