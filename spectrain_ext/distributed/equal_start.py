@@ -21,14 +21,10 @@ _OPTION = "the optimizer's "
 
 
 def resolved(method: Method, of_phases: Sequence[Sequence[Place]]) -> dict[str, object]:
-    """What a method of any name comes to, in which all ranks must agree; of JSON's types.
+    """What a method comes to, in which all ranks must agree; of JSON's types.
 
-    Args:
-        method: the method; its functions are told apart by what they give.
-        of_phases: the places of all stages in each of its phases.
-
-    Returns:
-        By the field of each phase a value, of a rule one for every stage.
+    By the field of each phase a value, of a rule one for every stage. Functions are told apart by
+    what they give.
     """
     found: dict[str, object] = {}
     for n, (phase, places) in enumerate(zip(phases_of(method), of_phases, strict=True)):
@@ -62,16 +58,7 @@ def check_equal_start(
     """Compare the parameters of every stage's replicas, and the options of their optimizers.
 
     Module buffers may differ: they are each replica's own. Every rank calls this, and all come to
-    the same end.
-
-    Args:
-        board: what the ranks know of each other.
-        replicas: of every stage.
-        module: this rank's stage.
-        optimizer: of its trainable parameters.
-
-    Raises:
-        ValueError: names the stage, two of its ranks and the first key that differs.
+    the same end: a ValueError names the stage, two of its ranks and the first key that differs.
     """
     mine = _digests(module, optimizer)
     wholes = board.gathered(WEIGHTS, hashlib.sha256(json.dumps(mine).encode()).hexdigest())

@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from spectrain_ext.errors import CheckpointError
 
@@ -22,38 +21,24 @@ class Watched(Protocol):
 
     timeout: float
 
-    def together(self, what: str) -> AbstractContextManager[None]:
-        """Inside, all do something together."""
-
-    def busy(self, what: str) -> AbstractContextManager[None]:
-        """Inside, within ``together``, this process says what the others wait for."""
+    def together(self, what: str) -> AbstractContextManager[None]: ...
+    def busy(self, what: str) -> AbstractContextManager[None]: ...
 
 
 class Peers:
-    """The processes of a group. What they tell one another is JSON.
+    """The processes of a group (None: all there are, or this one alone).
 
-    Torch's object collectives unpickle what arrives, and so execute whatever it says.
-
-    Args:
-        group: these processes, with a CPU backend; None: all there are, or this one alone.
-        watch: what ends all of them where one fails or keeps the others waiting; None: nothing
-            does, and they wait for as long as the group says.
-
-    Attributes:
-        rank: this process's in the group.
-        size: how many there are.
+    What they tell one another is JSON: torch's object collectives unpickle what arrives, and so
+    execute whatever it says. Without a watch they wait for as long as the group says.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        watch: Watched | None = None,
+        self, group: dist.ProcessGroup | None = None, watch: Watched | None = None
     ) -> None:
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group = group
-        self._watch = watch
+        self._group, self._watch = group, watch
 
     @property
     def timeout(self) -> timedelta | None:
@@ -69,11 +54,7 @@ class Peers:
         return nullcontext() if self._watch is None else self._watch.busy(what)
 
     def tell(self, value: Any) -> list[Any]:
-        """Return what every process gives, by rank: JSON's types.
-
-        Raises:
-            ConnectionError: a process has gone.
-        """
+        """What every process gives, by rank; raises ConnectionError where one has gone."""
         if self.size == 1:
             return [value]
         try:
@@ -82,7 +63,7 @@ class Peers:
             raise ConnectionError(f"the processes have lost one another: {lost}") from lost
 
     def gathered(self, make: Callable[[], T], doing: str) -> list[T]:
-        """Return what ``make`` returns in every process, by rank: JSON's types.
+        """What ``make`` returns in every process, by rank.
 
         Where it raises in one process it raises in all, so that none waits for the others.
         """
@@ -130,11 +111,8 @@ class Peers:
         dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
         longest = max(int(size) for size in sizes)
         found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(found, _padded(mine, longest), group=self._group)
+        padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+        dist.all_gather(found, padded, group=self._group)
         return [
             body[: int(size)].numpy().tobytes() for body, size in zip(found, sizes, strict=True)
         ]
-
-
-def _padded(text: bytes, size: int) -> Tensor:
-    return torch.frombuffer(bytearray(text.ljust(size, b"\0")), dtype=torch.uint8)

@@ -259,7 +259,7 @@ def _group(
                 use(made, device)
             stream.synchronize()
         except RuntimeError as error:
-            board.lost_any(name, error)
+            board.lost(None, name, error)
     return made
 
 

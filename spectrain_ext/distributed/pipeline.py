@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import lcm
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -253,10 +253,7 @@ class DistributedPipeline(Pipeline):
             yield
 
     def _forward_all(self, *given: Any, **more: Any) -> None:
-        if self._averages:
-            with self.averaged():
-                super()._forward_all(*given, **more)
-        else:
+        with self.averaged() if self._averages else nullcontext():
             super()._forward_all(*given, **more)
 
     def together(self, what: str) -> AbstractContextManager[None]:

@@ -1,13 +1,18 @@
-"""The store that a process group is made with, where nobody else can reach it."""
+"""Store: what a process group is made with, and further connections to it."""
 
 from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
+
+#: Seconds that new connections to a store may take. Torch asks a name server for the name of each
+#: address: 5 s where that does not answer (measured: for 103 connections of 6,000).
+SLOW = 15.0
 
 
 def store_at(
@@ -48,3 +53,38 @@ def _listening(address: str, port: int) -> socket.socket:
         failure = error
     reason = None if failure is None else failure.strerror
     raise OSError(f"cannot listen on {address}, port {port}: {reason}") from failure
+
+
+def connection(store: Store, patience: float, timeout: float) -> Store:
+    """A connection of its own to the same store, whose calls wait so many seconds for a key.
+
+    To make it takes ``timeout`` at most, or twice ``SLOW``, whatever the store's own is.
+    """
+    before = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=max(timeout / 2, SLOW)))  # torch tries twice
+    try:
+        made: Store = store.clone()  # type: ignore[attr-defined]
+    finally:
+        store.set_timeout(before)
+    made.set_timeout(timedelta(seconds=patience))
+    return made
+
+
+def come(store: Store, keys: list[str], seconds: float) -> bool:
+    """Whether somebody sets all of these keys within so many seconds.
+
+    Not ``store.wait``, which may hang for ever once its timeout has passed: seen with torch 2.13
+    where two processes wait at once, after some 20 to 100 waits.
+    """
+    began = monotonic()
+    while not store.check(keys):
+        waited = monotonic() - began
+        if waited > seconds:
+            return False
+        sleep(pause(waited))
+    return True
+
+
+def pause(waited: float) -> float:
+    """Seconds until one looks again for what one has waited for so long."""
+    return min(max(0.0005, waited / 16), 0.2)

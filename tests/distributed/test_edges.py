@@ -9,7 +9,7 @@ import torch
 from helpers import rank_programs
 from helpers.ranks import Ranks, run_ranks
 
-from spectrain_ext.distributed.blame import Beat, Cause, suspect
+from spectrain_ext.distributed.watch import Beat, Cause, suspect
 from spectrain_ext.distributed.wire import layout_of, text_of
 from spectrain_ext.transport.message import FlatMemory, Layout, Message
 
@@ -124,15 +124,15 @@ def test_blame_goes_to_whom_all_others_wait_for():
     now = monotonic()
     waiting = [Beat(b"x", now, doing=f"F {r}", waits=(r - 1, "edge")) for r in range(4)]
     busy = [Beat(b"x", now, doing="F 9", busy=3.0), *waiting[1:]]
-    assert suspect(busy, 3, 2, 1.0)[0] == 0
+    assert suspect(busy, 3, 2, 1.0)[0].rank == 0
     silent = [busy[0], Beat(b"x", now - 2.0, doing="B 1"), *busy[2:]]
-    cause = suspect(silent, 3, 2, 1.0)
+    cause, _ = suspect(silent, 3, 2, 1.0)
     assert cause.rank == 1
     assert "last known in B 1: no sign of life for 2.0 s" in cause.reason
     circle = [Beat(b"x", now, waits=(2, "edge")), *waiting[1:]]
-    assert "3 -> 2 -> 1 -> 0 -> 2" in suspect(circle, 3, 2, 1.0).reason
+    assert "3 -> 2 -> 1 -> 0 -> 2" in suspect(circle, 3, 2, 1.0)[0].reason
     pair = [Beat(b"x", now, waits=(1, "edge 1 -> 0")), waiting[1]]
-    assert suspect(pair, 1, 0, 1.0).rank == 0
+    assert suspect(pair, 1, 0, 1.0)[0].rank == 0
     assert Cause.read(b"") is None
 
 

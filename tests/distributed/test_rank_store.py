@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from threading import Timer
+from time import monotonic
 
 import pytest
 from helpers.cli_programs import listening
 
-from spectrain_ext.distributed.store import store_at
-from spectrain_ext.distributed.watch import connection
+from spectrain_ext.distributed.board import Board
+from spectrain_ext.distributed.store import come, connection, store_at
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "127.0.0.2"])
@@ -46,6 +48,31 @@ def test_a_connection_is_not_waited_for_as_long_as_the_store_says():
     made = connection(store, patience=1.0, timeout=80.0)
     assert (made.tried.seconds, made.timeout.seconds) == (40, 1)
     assert store.timeout == timedelta(minutes=30)
+
+
+def test_keys_that_are_waited_for():
+    kept = store_at("127.0.0.1", 0, listen=True)
+    kept.set("there", "")
+    began = monotonic()
+    assert not come(kept, ["there", "later"], 0.3)
+    assert 0.3 <= monotonic() - began < 5
+    Timer(0.2, kept.clone().set, ("later", "")).start()
+    assert come(kept, ["there", "later"], 10.0)
+    assert 0.5 <= monotonic() - began < 5
+
+
+def test_a_board_of_one_rank():
+    kept = store_at("127.0.0.1", 0, listen=True)
+    board = Board(kept, 0, 1, timeout=5.0)
+    assert board.meet({"method": "sync"}, {"own": 1}) == [{"method": "sync", "own": 1}]
+    for _ in range(3):
+        with board.run():
+            pass
+    with pytest.raises(ArithmeticError), board.run():
+        raise ArithmeticError("planned")
+    assert board.cause == (0, "beginning a run: ArithmeticError: planned")
+    with pytest.raises(RuntimeError, match="an earlier run"), board.run():
+        pass
 
 
 def test_what_cannot_be_listened_on_is_named():
