@@ -23,7 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as version
 from spectrain_ext.operators.corrections import Correction
 
 from .base import PredictingOptimizer
-from .binding import PredictionSink, Views
+from .parameters import PredictionSink, Views
 from .state import laid_out_as
 
 

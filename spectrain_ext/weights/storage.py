@@ -17,7 +17,7 @@ from .flat import Flat
 
 if TYPE_CHECKING:
     from spectrain_ext.operators.corrections import Correction
-    from spectrain_ext.optim.binding import PredictionSink
+    from spectrain_ext.optim import PredictionSink
     from spectrain_ext.optim.foreign import Updater
 
 
