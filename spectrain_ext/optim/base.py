@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from threading import RLock
 from typing import Any, TypeVar, cast
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -28,13 +27,15 @@ from .launch import Correcting, Launch, Launches, Scaling
 from .parameters import Binding, Parameters, PredictionSink, Views
 from .rule import Rule, Templates, plain
 from .state import (
+    Ordered,
     SaveGuard,
-    StateLoader,
     check_group,
     independent,
     loaded_dtype,
     named,
+    put_saved,
     read_entry,
+    without_state,
 )
 
 StateDict = dict[str, Any]
@@ -77,7 +78,7 @@ def _exclusive(method: F) -> F:
     return cast(F, alone)
 
 
-class PredictingOptimizer(torch.optim.Optimizer):
+class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     """Base of the optimizers here: a subclass adds its rule and torch's class of the same name.
 
     A step is one kernel launch per device for all parameter groups. Optimizers whose groups differ
@@ -90,10 +91,9 @@ class PredictingOptimizer(torch.optim.Optimizer):
     # GradScaler leaves dividing by its scale, and skipping, to a step that claims this.
     _step_supports_amp_scaling = True
 
-    _rule: Rule[Any]  # of the class; of an optimizer while its correction has state of its own
+    _rule: Rule[Any]  # steps obey that of the parameters, which may have a correction's state
     _momentum_dtype: torch.dtype | None
-    _loader: StateLoader | None = None
-    _order: WeakMethod[Callable[[], AbstractContextManager[object]]] | None = None
+    _loading: StateDict | None = None
     _parameters: Parameters
     _launches: Launches
     _templates: Templates
@@ -115,13 +115,12 @@ class PredictingOptimizer(torch.optim.Optimizer):
         parameters = Parameters(rule, self._momentum_dtype, binding)
         # Together: an exception between them would leave some that do not know each other.
         self.__dict__.update(
-            _rule=rule,
             _parameters=parameters,
             _launches=Launches(parameters),
             _templates=Templates(rule, correction),
         )
         self._predicted: list[Launch] | None = None
-        self._next_write: tuple[PredictionSink, tuple[Law, ...]] | None = None
+        self._next_write: tuple[PredictionSink, tuple[Law, ...], Any] | None = None
 
     _guard = SaveGuard("its weights are predicted; leave the block of predicted() first")
     profile_hook_step = staticmethod(_hooked)
@@ -145,7 +144,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
             raise
 
     def _check_group(self, index: int) -> None:
-        check_group(self._rule, index, self.param_groups[index], self._momentum_dtype)
+        check_group(self._parameters.rule, index, self.param_groups[index], self._momentum_dtype)
 
     @_exclusive
     def __getstate__(self) -> dict[str, Any]:
@@ -161,14 +160,15 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what ``__getstate__`` or ``load_state_dict`` hands in."""
-        if self._loader is not None:
-            self._loader.put(state["state"])  # before anybody can see it without
+        if self._loading is not None:  # before anybody can see the state without
+            rule, dtype = self._parameters.rule, self._momentum_dtype
+            put_saved(rule, dtype, self.defaults, self._loading, state)
         super().__setstate__(state)
         self.__dict__.setdefault("_momentum_dtype", None)
         self.__dict__.setdefault("_turn", RLock())
         if "_parameters" not in self.__dict__:
             self._begin()
-        elif self._loader is not None:
+        elif self._loading is not None:
             self._parameters.forget()
             self._parameters.look(self.param_groups, self.state)
 
@@ -184,20 +184,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
             result["state"] = {k: self._saved_entry(v) for k, v in result["state"].items()}
             return result
 
-    def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None:
-        """Enter what this bound method returns wherever the caller reads or loads state.
-
-        An owner that steps on streams of its own orders them there with the caller's. It is not
-        kept alive by this.
-        """
-        self._order = WeakMethod(turn)
-
-    def _owners_turn(self) -> AbstractContextManager[object]:
-        turn = None if self._order is None else self._order()
-        return nullcontext() if turn is None else turn()
-
     def _saved_entry(self, entry: Any) -> Any:
-        rule, bound = self._rule, self._parameters.binding is not None
+        rule, bound = self._parameters.rule, self._parameters.binding is not None
         return independent(entry, rule.keys if bound else tuple(rule.scalars))
 
     @_exclusive
@@ -211,23 +199,28 @@ class PredictingOptimizer(torch.optim.Optimizer):
         predicted.
         """
         self._refuse_while_predicted("load_state_dict")
-        self._loader = StateLoader(self._rule, self._momentum_dtype, self)
-        handle = self.register_load_state_dict_pre_hook(self._loader)
+
+        def take_state(_: torch.optim.Optimizer, given: StateDict) -> StateDict:
+            if self._loading is None:  # else a hook that an exception left behind has it
+                self._loading = given
+            return without_state(self._parameters.rule, given)
+
+        handle = self.register_load_state_dict_pre_hook(take_state)  # after the caller's
         try:
             with self._owners_turn():
                 super().load_state_dict(state_dict)
         finally:
-            self._loader = None
+            self._loading = None
             handle.remove()
 
     @property
     def buffer_keys(self) -> tuple[str, ...]:
         """Keys of the state that has a parameter's shape: what ``bind`` wants buffers for."""
-        return self._rule.buffers
+        return self._parameters.rule.buffers
 
     def momentum_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype that a parameter's buffers (momentum, moments) have, or will have."""
-        buffer = self.state[param].get(self._rule.buffers[0]) if param in self.state else None
+        buffer = self.state.get(param, {}).get(self._parameters.rule.buffers[0])
         saved = param.dtype if buffer is None else buffer.dtype
         return loaded_dtype(param.dtype, saved, self._momentum_dtype)
 
@@ -249,7 +242,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         steps is the host's, which waits for the answer, as GradScaler does for other optimizers.
         """
         if (
-            self._rule.scalars
+            self._parameters.rule.scalars
             and torch.cuda.is_initialized()
             and torch.cuda.is_current_stream_capturing()
         ):
@@ -265,11 +258,12 @@ class PredictingOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        correcting = self._correcting()
+        correction = self._templates.correction
+        correcting = None if correction is None else self._correcting(correction)
         templates = self._templates.of(self.param_groups)
-        sink, laws = (None, None) if self._next_write is None else self._next_write
+        sink, laws, checked = self._next_write or (None, None, None)
         launches = self._resolved(sink)
-        if laws is not None:
+        if laws is not None and checked is not templates:
             self._templates.check(self.param_groups, laws, has_gradient=True)
         for launch in launches:
             launch.read_gradients()
@@ -278,8 +272,10 @@ class PredictingOptimizer(torch.optim.Optimizer):
             for launch in launches:
                 launch.forget_gradients()
             return
-        if isinstance(self._templates.correction, AdaptiveBraking):
-            self._brake(self._templates.correction)
+        if isinstance(correction, AdaptiveBraking):
+            self._brake(correction)
+            for launch in launches:
+                launch.read_gradients()  # those of another layout had been copied
         prepared = []
         for launch in launches:
             options: StepOptions = {} if scaling is None else scaling.on(launch.device)
@@ -295,12 +291,11 @@ class PredictingOptimizer(torch.optim.Optimizer):
                 self._parameters.forget()
             if self._parameters.binding is None:
                 bump_versions(launch.updated())
-        self._parameters.counted()
         self._next_write = None
 
     def _brake(self, braking: AdaptiveBraking) -> None:
         """Scale the gradients of all parameters that have a momentum."""
-        key = self._rule.buffers[0]
+        key = self._parameters.rule.buffers[0]
         for group in self.param_groups:
             found = [
                 (p.grad, self.state[p][key])
@@ -314,13 +309,12 @@ class PredictingOptimizer(torch.optim.Optimizer):
         kinds = self._templates.kinds
         return self._launches.of(self.param_groups, self.state, kinds, sink, stash=stash)
 
-    def _correcting(self) -> Correcting | None:
+    def _correcting(self, correction: Correction) -> Correcting | None:
         """What reads stale weights, with the largest learning rate so far of every group.
 
         A group keeps that: it is state.
         """
-        correction = self._templates.correction
-        if correction is None or not correction.reads_stale:
+        if not correction.reads_stale:
             return None
         by = stale_correction(correction)
         if not by.buffers:
@@ -434,9 +428,9 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._refuse_while_predicted("bind")
         if self._parameters.binding is not None:
             raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
-        binding = Binding(self.param_groups, master, buffers, self._rule.buffers)
+        binding = Binding(self.param_groups, master, buffers, self._parameters.rule.buffers)
         for where, p in named(self.param_groups):
-            read_entry(where, self._rule, p, self.state.get(p) or {})
+            read_entry(where, self._parameters.rule, p, self.state.get(p) or {})
         self._begin(binding)
         self._parameters.look(self.param_groups, self.state)
 
@@ -450,7 +444,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._bound("unbind")
         for entry in self.state.values():
             if isinstance(entry, dict):
-                entry.update(independent(entry, self._rule.keys))
+                entry.update(independent(entry, self._parameters.rule.keys))
         self._begin()
 
     def is_bound_to(self, buffers: Views | Mapping[str, Views]) -> bool:
@@ -482,7 +476,8 @@ class PredictingOptimizer(torch.optim.Optimizer):
                 self._next_write = None
                 return
             self._bound("write_with_next_step", sink)
-            self._next_write = (sink, self._laws(steps, has_gradient=True)[1])
+            templates, laws = self._laws(steps, has_gradient=True)
+            self._next_write = sink, laws, templates
 
     @_exclusive
     def update_in(self, views: Views) -> None:
@@ -509,7 +504,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     def check_correction(self, correction: Correction | None) -> None:
         """Raise ValueError naming the first group that a correction is not defined for."""
-        Templates(self._rule, correction).of(self.param_groups)
+        Templates(self._parameters.rule, correction).of(self.param_groups)
 
     @_exclusive
     def correct(
@@ -553,7 +548,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
             rule = rule.with_average(averages)
         buffers = binding.buffers_for(self.param_groups, rule.buffers)
         for p, entry in self.state.items():
-            if rule.keys == self._rule.keys or not isinstance(entry, dict):
+            if rule.keys == self._parameters.rule.keys or not isinstance(entry, dict):
                 continue
             if not averages:  # whoever goes on without it keeps it
                 entry.update(independent(entry, ("gap_average", "gap_step")))

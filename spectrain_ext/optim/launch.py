@@ -46,16 +46,16 @@ class _Prepared(NamedTuple):
 
     A training loop makes the same call at nearly every step: preparing it took a third of a small
     step of SGD.
+
+    Attributes:
+        templates: in the very same list for as long as no number is read anew.
+        after: the scalar state of every cohort after a step.
     """
 
     templates: Sequence[Any]
     laws: tuple[Law, ...] | None
     call: Callable[[], None]
     after: Sequence[Scalars] = ()
-
-    def serves(self, templates: Sequence[Any], laws: tuple[Law, ...] | None) -> bool:
-        """Whether it is the call for these: numbers that are read anew are in a list anew."""
-        return self.templates is templates and self.laws == laws
 
 
 class Launch:
@@ -187,8 +187,8 @@ class Launch:
         With laws, one for each group, it writes the outs as well, but for what ``write_rest`` does.
         What corrects the step is the same for as long as there is this launch.
         """
-        known = self._step
-        if not options and known is not None and known.serves(templates, laws):
+        known = None if options else self._step
+        if known is not None and known.templates is templates and known.laws == laws:
             return known
         rule = self.parameters.rule
         before = list(map(self._scalars, self.cohorts))
@@ -268,7 +268,7 @@ class Launch:
     def predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Write the outs."""
         known = self._prediction
-        if known is None or not known.serves(templates, laws):
+        if known is None or known.templates is not templates or known.laws != laws:
             call: Callable[[], None] = self.plan.write_out
             if self._buffers is not None and any(map(terms_of, laws, templates)):
                 call = self.plan._prepared_predict(*self._now(templates, laws))
@@ -360,15 +360,17 @@ class Launches:
         bound = () if binding is None else (id(binding.weights), binding.stale)
         key = stash, sink, *bound
         known = self._known.get(key)
-        moved = None if known is None else _moved(known.launches)
-        if binding is not None and moved is not None:
-            raise RuntimeError(
-                f"a parameter of group {moved.cohorts[0].group} no longer has the storage it "
-                "was bound with (.to() or load_state_dict(assign=True) since bind)"
-            )
+        for launch in () if known is None else known.launches:
+            if not launch.in_place():
+                if binding is not None:
+                    raise RuntimeError(
+                        f"a parameter of group {launch.cohorts[0].group} no longer has the storage "
+                        "it was bound with (.to() or load_state_dict(assign=True) since bind)"
+                    )
+                known = None
+                break
         if (
             known is None
-            or moved is not None
             or known.version != version
             or known.kinds != kinds
             or (known.idle and not stash and any(p.grad is not None for p in known.idle))
@@ -397,13 +399,6 @@ class Launches:
             for (_, kind), positions in found.items()
         ]
         return _Resolved(kinds, version, idle, launches)
-
-
-def _moved(launches: list[Launch]) -> Launch | None:
-    for launch in launches:
-        if not launch.in_place():
-            return launch
-    return None
 
 
 class Scaling(NamedTuple):

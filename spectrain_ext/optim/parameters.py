@@ -184,16 +184,14 @@ class Parameters:
         if not positions or self._counts is None:
             return
         first, last = positions[0], positions[-1] + 1
-        for row, value in zip(self._counts, scalars, strict=True):
+        for row, values, value in zip(self._counts, self._values, scalars, strict=True):
             if last - first == len(positions):
                 row[first:last].fill_(value)
+                values[first:last] = [value] * len(positions)
             else:
                 row.index_fill_(0, torch.tensor(positions, device="cpu"), value)
-
-    def counted(self) -> None:
-        """Note that the scalar state is as it should be."""
-        if self._counts is not None:
-            self._values = self._counts.tolist()
+                for position in positions:
+                    values[position] = value
 
     def _read(self, groups: Sequence[Group], state: State) -> None:
         self.forget()
@@ -268,7 +266,7 @@ class Parameters:
             self._counts = torch.empty(shape, dtype=dtype, device="cpu")
         values = torch.tensor(saved, dtype=torch.float64, device="cpu")
         self._counts.copy_(values.reshape(shape[::-1]).T)
-        self.counted()
+        self._values = self._counts.tolist()
 
 
 def _by_key(given: Views | Mapping[str, Views], keys: Sequence[str]) -> Mapping[str, Views]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -147,67 +148,65 @@ def independent(entry: Any, keys: Sequence[str]) -> Any:
     }
 
 
-class StateLoader:
-    """Keeps what is loaded from torch, which would cast it to its parameter's dtype.
+def without_state(rule: Rule[Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state_dict with nothing that torch would cast to its parameter's dtype."""
+    state = {
+        key: {
+            name: value for name, value in entry.items() if value is None or name not in rule.keys
+        }
+        if isinstance(entry, Mapping)
+        else entry
+        for key, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
 
-    As a hook it removes a rule's state from a state_dict before torch sees it (hooks of the
-    caller's run first); ``put`` puts it back into what torch makes of the rest.
+
+def put_saved(
+    rule: Rule[Any],
+    state_dtype: torch.dtype | None,
+    defaults: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    loaded: Mapping[str, Any],
+) -> None:
+    """Put the state of a state_dict into what torch has made of the rest, before it takes that.
+
+    ValueError or TypeError if a state or a number is bad.
     """
+    for index, old in enumerate(saved["param_groups"]):
+        rule.read(index, {**defaults, **old})
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    for (where, p), key in zip(named(loaded["param_groups"]), keys, strict=True):
+        entry = saved["state"].get(key)
+        if not isinstance(entry, Mapping):
+            continue
+        found = read_entry(where, rule, p, entry)
+        if found is None:
+            if rule.scalars and entry:
+                raise ValueError(f"{where}: the state has no {next(iter(rule.scalars))}")
+            continue
+        dtype = loaded_dtype(p.dtype, found.buffers[0].dtype, state_dtype)
+        made = loaded["state"][p]
+        made.update(zip(rule.buffers, (converted(p, b, dtype) for b in found.buffers), strict=True))
+        for name, value in zip(rule.scalars, found.scalars, strict=True):
+            made[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
 
-    def __init__(
-        self, rule: Rule[Any], state_dtype: torch.dtype | None, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self._rule = rule
-        self._state_dtype = state_dtype
-        self._groups = optimizer.param_groups
-        self._defaults = optimizer.defaults
-        self._loaded: dict[Tensor, dict[str, Tensor]] = {}
 
-    def __call__(
-        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-    ) -> dict[str, Any] | None:
-        """Return a state_dict without the rule's state; ValueError or TypeError if it is bad."""
-        if getattr(optimizer, "_loader", None) is not self:
-            return None  # a hook that an exception left behind takes nothing
-        rule = self._rule
-        state = dict(state_dict["state"])
-        for where, p, key in self._matched(state_dict["param_groups"]):
-            entry = state.get(key)
-            if not isinstance(entry, Mapping):
-                continue
-            saved = read_entry(where, rule, p, entry)
-            if saved is None:
-                if rule.scalars and entry:
-                    raise ValueError(f"{where}: the state has no {next(iter(rule.scalars))}")
-                continue
-            dtype = loaded_dtype(p.dtype, saved.buffers[0].dtype, self._state_dtype)
-            loaded = {
-                name: converted(p, buffer, dtype)
-                for name, buffer in zip(rule.buffers, saved.buffers, strict=True)
-            }
-            for name, value in zip(rule.scalars, saved.scalars, strict=True):
-                loaded[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
-            self._loaded[p] = loaded
-            # Scalars stay until `put`: torch wants a step in any state that is not empty.
-            state[key] = {k: v for k, v in entry.items() if k not in rule.buffers}
-        return {**state_dict, "state": state}
+class Ordered:
+    """Has whoever reads or loads state take turns with an owner that steps elsewhere."""
 
-    def put(self, state: State) -> None:
-        """Put what was taken into the state that the optimizer is about to have."""
-        for p, loaded in self._loaded.items():
-            state[p].update(loaded)
+    _order: WeakMethod[Callable[[], AbstractContextManager[object]]] | None = None
 
-    def _matched(self, saved_groups: list[dict[str, Any]]) -> list[tuple[str, Tensor, Any]]:
-        """Pair saved keys with parameters, checking the saved numbers; [] if torch will refuse."""
-        if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in self._groups]:
-            return []
-        for index, saved in enumerate(saved_groups):
-            self._rule.read(index, {**self._defaults, **saved})
-        return [
-            (f"parameter {i} of group {index}", p, key)
-            for index, (group, saved) in enumerate(zip(self._groups, saved_groups, strict=True))
-            for i, (p, key) in enumerate(zip(group["params"], saved["params"], strict=True))
-        ]
+    def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None:
+        """Enter what this bound method returns wherever the caller reads or loads state.
+
+        An owner that steps on streams of its own orders them there with the caller's. It is not
+        kept alive by this.
+        """
+        self._order = WeakMethod(turn)
+
+    def _owners_turn(self) -> AbstractContextManager[object]:
+        turn = None if self._order is None else self._order()
+        return nullcontext() if turn is None else turn()
 
 
 class SaveGuard:
