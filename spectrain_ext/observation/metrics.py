@@ -20,8 +20,7 @@ from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.schedule import Kind, Place, Rules, flushes
 from spectrain_ext.weights import rates_of
 
-from .meter import Meter, Window
-from .probe import Probe
+from .meter import Meter, Probe, Window
 
 if TYPE_CHECKING:
     from spectrain_ext.pipeline.losses import Result
@@ -144,10 +143,6 @@ class Metrics(Observer):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def _flushes(self) -> bool:
-        return flushes(self._pipe._regime.method.schedule)
 
     def _write(self, meter: Meter, late: int) -> None:
         while len(meter.full) > late:
