@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain_ext._C import build_info
-from spectrain_ext.cli.imported import method_of
+from spectrain_ext.cli.options import method_of
 from spectrain_ext.timelines import draw_method_timelines
 
 from .judging import ACCURACY, METRICS, Metric, in_words

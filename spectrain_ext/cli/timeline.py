@@ -11,8 +11,7 @@ from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
 from spectrain_ext.timelines.method_timeline import devices_under, instructions_of, simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 
-from .imported import is_imported, method_of, own_failures
-from .options import POSITIVE, numbers, printable
+from .options import POSITIVE, is_imported, method_of, numbers, own_failures, printable
 
 _TIME = click.FloatRange(min=0.0)
 _SUFFIXES = (".svg", ".png", ".json")

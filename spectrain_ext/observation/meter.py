@@ -21,15 +21,10 @@ from .trace import WORK, Mark, Record, marked, seconds_between
 
 
 class Errors(NamedTuple):
-    """Norms of differences, divided by the norm of the weights they stood for.
+    """Norms of differences, divided by the norm of the weights they stood for."""
 
-    Attributes:
-        prediction: of the weights that a forward computed with; None where it predicts nothing.
-        staleness: of the newest weights of that time, which prediction starts from.
-    """
-
-    prediction: float | None
-    staleness: float
+    prediction: float | None  # of what a forward computed with; None where it predicts nothing
+    staleness: float  # of the newest weights of that time, which prediction starts from
 
 
 class _Kept(NamedTuple):
@@ -44,13 +39,7 @@ class Probe:
     It stands for the weights after as many updates as it predicts ahead; a method that predicts
     nothing, for those that the minibatch's own backward meets. Looking costs two copies of the
     stage's weights, until then, and a pass over them each time; the stage's prediction stream is
-    waited for.
-
-    Args:
-        stage: has trainable parameters.
-        rules: the method at this stage.
-        delay: the updates by which its forwards are late.
-        every: minibatches.
+    waited for. ``delay`` has the updates by which the stage's forwards are late.
     """
 
     def __init__(self, stage: Stage, rules: Rules, delay: int, every: int) -> None:
@@ -94,27 +83,17 @@ class Probe:
 
 @dataclass
 class Window:
-    """What was counted over some minibatches.
+    """What was counted over some minibatches of a stage."""
 
-    Attributes:
-        began, ended: by the host's clock, in seconds since the epoch.
-        minibatches, samples: that were updated from, and that went forward.
-        done: minibatches of this stage so far, over all runs.
-        work: begin and end of every piece of work, in order.
-        delays: number of backwards by the updates since their forward.
-        errors: the last ones found.
-        losses: of minibatches, on the last stage.
-    """
-
-    began: float
+    began: float  # in seconds since the epoch
     ended: float = 0.0
-    minibatches: int = 0
-    samples: int = 0
-    done: int = 0
+    minibatches: int = 0  # that were updated from
+    samples: int = 0  # that went forward
+    done: int = 0  # minibatches so far, over all runs
     work: list[Record] = field(default_factory=list)
-    delays: Counter[int] = field(default_factory=Counter)
-    errors: Errors | None = None
-    losses: list[Tensor] = field(default_factory=list)
+    delays: Counter[int] = field(default_factory=Counter)  # backwards, by updates since the forward
+    errors: Errors | None = None  # the last ones found
+    losses: list[Tensor] = field(default_factory=list)  # of minibatches, on the last stage
 
     def busy(self) -> dict[str, float]:
         """Seconds of each kind of work; on CUDA, waits until it has been done."""
@@ -134,18 +113,11 @@ class Window:
 
 
 class Meter:
-    """Of one stage.
-
-    Args:
-        stage: the stage.
-        probe: looks at its weights, None: nobody does.
-        every: minibatches of a window.
-        start: minibatches that were done before.
-        ended: is told whenever a window has.
+    """What one stage does, in windows of ``every`` minibatches; ``start`` of them were done before.
 
     Attributes:
         full: windows that have ended and not been taken.
-        probe: as given; another takes effect with the next ``handlers``.
+        probe: looks at its weights; another takes effect with the next ``handlers``.
     """
 
     def __init__(

@@ -54,15 +54,12 @@ _TURNS = frozenset(
 class _Phase:
     """A part of a run, in which all minibatches are trained on by the same rules.
 
-    Attributes:
-        rules: of all stages.
-        before: minibatches of the run before it.
-        records: in which minibatches are counted from there.
-        entry: of each stage that has weights what makes the actions of stage 0.
+    Its records count minibatches from its begin; of each stage that has weights ``entry`` makes the
+    actions of stage 0.
     """
 
     rules: Sequence[Rules]
-    before: int = 0
+    before: int = 0  # minibatches of the run
     records: list[Record] = field(default_factory=list)
     entry: dict[int, Callable[[], Iterator[Instruction]] | None] = field(default_factory=dict)
 
