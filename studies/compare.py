@@ -15,8 +15,8 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
-from spectrain_ext.cli.imported import method_of
-from spectrain_ext.cli.machine import threads
+from spectrain_ext.cli.doctor import threads
+from spectrain_ext.cli.options import method_of
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.observation.metrics import Metrics
 from spectrain_ext.pipeline.losses import Result

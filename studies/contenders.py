@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from spectrain_ext.cli.imported import method_of
+from spectrain_ext.cli.options import method_of
 from spectrain_ext.method import Method, delay, find_method, hybrid, recipe_clip, second_order
 from spectrain_ext.method.formulas import RatesByDelay, none, rest_of_delay
 from spectrain_ext.operators.averaging import Averaging, Elastic, Sparse

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from spectrain_ext.cli.imported import imported, is_imported, method_of
+from spectrain_ext.cli.options import imported, is_imported, method_of
 
 from .errors import OptionError
 

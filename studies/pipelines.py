@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spectrain_ext.cli.imported import method_of, own_failures
+from spectrain_ext.cli.options import method_of, own_failures
 from spectrain_ext.distributed import DistributedPipeline
 from spectrain_ext.method import Method, check, in_words, places_of
 from spectrain_ext.pipeline.pipeline import Pipeline

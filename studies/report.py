@@ -11,14 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain_ext._C import build_info
-from spectrain_ext.cli.imported import method_of
-from spectrain_ext.timelines.method_timeline import draw_method_timelines, draw_methods_together
+from spectrain_ext.cli.options import method_of
+from spectrain_ext.timelines import draw_method_timelines
 
 from .judging import ACCURACY, METRICS, Metric, in_words
 from .looks import looks
 from .pictures import draw_losses, draw_losses_over_time
 from .results import MethodResult, Run, summarize, write_results
 from .settings import TrainSettings, stages_of
+from .timelines import draw_methods_together
 from .times import relative_times
 from .workload import Maker, Workload
 from .world import World

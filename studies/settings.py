@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from spectrain_ext.cli.imported import is_imported, method_of
+from spectrain_ext.cli.options import is_imported, method_of
 from spectrain_ext.method import (
     Method,
     Window,

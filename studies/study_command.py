@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
-from spectrain_ext.cli.imported import own_failures
-from spectrain_ext.cli.machine import cpu_name
-from spectrain_ext.cli.options import POSITIVE, names, plain_console
+from spectrain_ext.cli.doctor import cpu_name
+from spectrain_ext.cli.options import POSITIVE, names, own_failures, plain_console
 from spectrain_ext.extras import require, require_matplotlib
 
 from . import REMEDY

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from spectrain_ext.cli.imported import method_of
-from spectrain_ext.cli.machine import threads
+from spectrain_ext.cli.doctor import threads
+from spectrain_ext.cli.options import method_of
 from spectrain_ext.method import Method, Window, find_method
 from spectrain_ext.schedule import summarize
-from spectrain_ext.timelines.method_timeline import simulate_method
+from spectrain_ext.timelines import simulate_method
 
 from .looks import REFERENCE
 from .pipelines import synchronize

@@ -8,8 +8,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from spectrain_ext.cli.imported import own_failures
-from spectrain_ext.cli.options import POSITIVE, finite, names, numbers, plain_console
+from spectrain_ext.cli.options import POSITIVE, finite, names, numbers, own_failures, plain_console
 from spectrain_ext.extras import require_matplotlib, require_tensorboard
 from spectrain_ext.method import find_method
 

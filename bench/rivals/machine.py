@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from spectrain_ext import _C
-from spectrain_ext.cli.machine import cpu_name, installed
+from spectrain_ext.cli.doctor import cpu_name, installed
 from spectrain_ext.operators.threads import cores
 
 

@@ -1,9 +1,12 @@
 """``spectrain doctor``: what was built, what there is, what is missing or does harm; remedies."""
 
+import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from pathlib import Path
 
 import click
 import torch
@@ -14,7 +17,6 @@ from rich.text import Text
 from spectrain_ext import _C
 from spectrain_ext.operators.threads import cores, crowded, disturbed
 
-from .machine import cpu_name, installed
 from .options import plain_console
 
 BuildInfo = Mapping[str, str | bool | list[str]]
@@ -194,3 +196,40 @@ def _print_rows(console: Console, title: str, rows: Mapping[str, str]) -> None:
     width = max(map(len, rows), default=0)
     for name, text in rows.items():
         console.print(f"  {name:<{width}}  {text}")
+
+
+# What runs here.
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """The versions of those that are."""
+    found = {}
+    for name in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def cpu_name() -> str:
+    """As the system calls it, with family and model where they tell processors apart."""
+    path = Path("/proc/cpuinfo")
+    fields: dict[str, str] = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in fields:
+        name += f", family {fields['cpu family']} model {fields.get('model', '?')}"
+    return name
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Inside, torch computes with so many threads on the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

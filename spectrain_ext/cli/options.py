@@ -1,13 +1,25 @@
-"""Options: what is typed, as values; and text, as it is, for a terminal."""
+"""Options: what is typed, as values, methods of one's own among them; and text for a terminal."""
 
+import importlib
 import math
-from collections.abc import Callable, Sequence
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
+from spectrain_ext.method import Method, find_method, methods
+
 POSITIVE = click.IntRange(min=1)
+# It becomes the name of files.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
 def names(
@@ -56,3 +68,105 @@ def printable(text: str) -> str:
         else character.encode("unicode_escape").decode("ascii")
         for character in text
     )
+
+
+# Methods that are named as module:NAME, from the working directory or PYTHONPATH.
+
+
+def is_imported(name: str) -> bool:
+    """Whether it names a method by its module."""
+    return ":" in name
+
+
+@lru_cache
+def method_of(name: str) -> Method:
+    """A method by its name, or, as ``module:NAME``, what a module has: a Method or what makes one.
+
+    The working directory comes first where modules are looked for, as for ``python -m``. What is
+    called is called without arguments, once.
+
+    Raises:
+        ValueError: there is none; the module cannot be imported, or has something else of that
+            name; or a method whose own name is taken, or cannot be the name of a file.
+    """
+    if not is_imported(name):
+        return find_method(name)
+    found = imported(name)
+    where = f"{name!r}"
+    if callable(found) and not isinstance(found, Method):
+        where = f"{name!r}, called,"
+        try:
+            found = found()
+        except Exception as error:
+            raise ValueError(f"{where} failed: {_told(error)}") from error
+    if not isinstance(found, Method):
+        raise ValueError(
+            f"{where} is of type {type(found).__name__}, expected a spectrain_ext.Method, or a "
+            "function without arguments that gives one"
+        )
+    if found.name in methods():
+        raise ValueError(
+            f"{where} has the name {found.name!r}, which is a method of spectrain_ext; give it "
+            "another: dataclasses.replace(method, name=...)"
+        )
+    if not isinstance(found.name, str) or not _NAME.fullmatch(found.name):
+        raise ValueError(
+            f"{where} has the name {found.name!r}, which is to be the name of files: expected "
+            "letters, digits, '_', '-', '+' and '.'"
+        )
+    return found
+
+
+def imported(name: str) -> Any:
+    """What a module has of a name, both as ``module:NAME``.
+
+    Raises:
+        ValueError: there is none, or the module cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: object = importlib.import_module(module)
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        raise ValueError(
+            f"there is no module {module!r} in {here} or on PYTHONPATH"
+            if missing
+            else f"module {module!r} cannot be imported: {_told(error)}"
+        ) from error
+    try:
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise ValueError(f"module {module!r} has no {attribute!r}") from error
+    return found
+
+
+def _told(error: Exception, files: Sequence[str | None] = ()) -> str:
+    """What went wrong, and in which line, of these or else the user's files if there is one."""
+    lines = traceback.extract_tb(error.__traceback__)
+    own = [at for at in lines if at.filename in files]
+    own = own or [at for at in lines if at.filename.startswith(os.getcwd())]
+    last = (own or lines)[-1]
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
+
+
+@contextmanager
+def own_failures(*names: str) -> Iterator[None]:
+    """Inside, what methods of one's own raise, or are refused for, is a ValueError in words.
+
+    Args:
+        names: of methods; what other methods raise stays as it is.
+    """
+    modules = [name.partition(":")[0] for name in names if is_imported(name)]
+    try:
+        yield
+    except Exception as error:
+        files = [getattr(sys.modules.get(module), "__file__", None) for module in modules]
+        if any(at.filename in files for at in traceback.extract_tb(error.__traceback__)):
+            raise ValueError(_told(error, files)) from error
+        if modules and isinstance(error, TypeError):
+            raise ValueError(str(error)) from error
+        raise

@@ -31,10 +31,18 @@ from spectrain_ext.planning import (
 from spectrain_ext.timelines.timeline import draw_timeline
 from spectrain_ext.transport import each
 
-from .imported import imported, is_imported, method_of, own_failures
+from .doctor import threads
 from .links import measured_link
-from .machine import threads
-from .options import POSITIVE, names, plain_console, printable
+from .options import (
+    POSITIVE,
+    imported,
+    is_imported,
+    method_of,
+    names,
+    own_failures,
+    plain_console,
+    printable,
+)
 
 _TABLE = 160  # columns that the table has
 _TOGETHER = 8  # processes that a link is measured with at most

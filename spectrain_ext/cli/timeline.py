@@ -8,12 +8,10 @@ import click
 
 from spectrain_ext.method import Method, Window, chunks_of, is_hybrid, methods, numbers_of
 from spectrain_ext.schedule import Durations, read_csv, simulate, summarize
-from spectrain_ext.timelines.listing import instructions_of
-from spectrain_ext.timelines.method_timeline import devices_under, simulate_method
+from spectrain_ext.timelines.method_timeline import devices_under, instructions_of, simulate_method
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
 
-from .imported import is_imported, method_of, own_failures
-from .options import POSITIVE, numbers, printable
+from .options import POSITIVE, is_imported, method_of, numbers, own_failures, printable
 
 _TIME = click.FloatRange(min=0.0)
 _SUFFIXES = (".svg", ".png", ".json")

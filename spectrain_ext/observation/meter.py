@@ -1,4 +1,4 @@
-"""Meter: counts and times what one stage does."""
+"""Meter: counts and times what one stage does, and probes how far its weights were off."""
 
 from __future__ import annotations
 
@@ -6,40 +6,94 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
+from spectrain_ext.operators import distance
 from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.pipeline.stage import Stage
-from spectrain_ext.schedule import Kind
+from spectrain_ext.schedule import Kind, Rules
 
-from .marks import WORK, Mark, Record, marked, seconds_between
-from .probe import Errors, Probe
+from .trace import WORK, Mark, Record, marked, seconds_between
+
+
+class Errors(NamedTuple):
+    """Norms of differences, divided by the norm of the weights they stood for."""
+
+    prediction: float | None  # of what a forward computed with; None where it predicts nothing
+    staleness: float  # of the newest weights of that time, which prediction starts from
+
+
+class _Kept(NamedTuple):
+    due: int
+    computed: list[Tensor] | None
+    newest: list[Tensor]
+
+
+class Probe:
+    """Looks at one forward in so many, and again once the updates it looked ahead by are made.
+
+    It stands for the weights after as many updates as it predicts ahead; a method that predicts
+    nothing, for those that the minibatch's own backward meets. Looking costs two copies of the
+    stage's weights, until then, and a pass over them each time; the stage's prediction stream is
+    waited for. ``delay`` has the updates by which the stage's forwards are late.
+    """
+
+    def __init__(self, stage: Stage, rules: Rules, delay: int, every: int) -> None:
+        assert stage.weights is not None
+        self._stage, self._weights = stage, stage.weights
+        horizon = rules.forward_horizon
+        self._predicts = horizon != 0
+        self._ahead = delay if horizon == "counted" or not horizon else horizon
+        self._every = every
+        self._kept: _Kept | None = None
+
+    def begin(self) -> None:
+        self._kept = None
+
+    def forward(self, i: int, j: int, updates: int) -> None:
+        """The forward of a microbatch has been issued, after so many updates."""
+        if j or i % self._every or self._kept is not None or not self._ahead:
+            return
+        with self._stage.looking():
+            newest = self._weights.newest()
+            computed = [
+                torch.empty_like(true).copy_(p)
+                for p, true in zip(self._weights.params, newest, strict=True)
+            ]
+            copies = [true.clone() for true in newest]
+        self._kept = _Kept(updates + self._ahead, computed if self._predicts else None, copies)
+
+    def update(self, updates: int) -> Errors | None:
+        """An update has been issued, the last of so many; the errors, if it is the one."""
+        kept = self._kept
+        if kept is None or kept.due != updates:
+            return None
+        self._kept = None
+        with self._stage.looking():
+            now = self._weights.newest()
+            others = [kept.newest, *([] if kept.computed is None else [kept.computed])]
+            _, norms = distance(now, others)
+            staleness, *prediction = (norms / get_total_norm(now).double()).tolist()
+        return Errors(prediction[0] if prediction else None, staleness)
 
 
 @dataclass
 class Window:
-    """What was counted over some minibatches.
+    """What was counted over some minibatches of a stage."""
 
-    Attributes:
-        began, ended: by the host's clock, in seconds since the epoch.
-        minibatches, samples: that were updated from, and that went forward.
-        done: minibatches of this stage so far, over all runs.
-        work: begin and end of every piece of work, in order.
-        delays: number of backwards by the updates since their forward.
-        errors: the last ones found.
-        losses: of minibatches, on the last stage.
-    """
-
-    began: float
+    began: float  # in seconds since the epoch
     ended: float = 0.0
-    minibatches: int = 0
-    samples: int = 0
-    done: int = 0
+    minibatches: int = 0  # that were updated from
+    samples: int = 0  # that went forward
+    done: int = 0  # minibatches so far, over all runs
     work: list[Record] = field(default_factory=list)
-    delays: Counter[int] = field(default_factory=Counter)
-    errors: Errors | None = None
-    losses: list[Tensor] = field(default_factory=list)
+    delays: Counter[int] = field(default_factory=Counter)  # backwards, by updates since the forward
+    errors: Errors | None = None  # the last ones found
+    losses: list[Tensor] = field(default_factory=list)  # of minibatches, on the last stage
 
     def busy(self) -> dict[str, float]:
         """Seconds of each kind of work; on CUDA, waits until it has been done."""
@@ -59,18 +113,11 @@ class Window:
 
 
 class Meter:
-    """Of one stage.
-
-    Args:
-        stage: the stage.
-        probe: looks at its weights, None: nobody does.
-        every: minibatches of a window.
-        start: minibatches that were done before.
-        ended: is told whenever a window has.
+    """What one stage does, in windows of ``every`` minibatches; ``start`` of them were done before.
 
     Attributes:
         full: windows that have ended and not been taken.
-        probe: as given; another takes effect with the next ``handlers``.
+        probe: looks at its weights; another takes effect with the next ``handlers``.
     """
 
     def __init__(

@@ -20,8 +20,7 @@ from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.schedule import Kind, Place, Rules, flushes
 from spectrain_ext.weights import rates_of
 
-from .meter import Meter, Window
-from .probe import Probe
+from .meter import Meter, Probe, Window
 
 if TYPE_CHECKING:
     from spectrain_ext.pipeline.losses import Result
@@ -66,11 +65,8 @@ class Metrics(Observer):
         start: int = 0,
         labels: Mapping[str, str | int | float] | None = None,
     ) -> None:
-        for name, value, least in (
-            ("every", every, 1),
-            ("errors_every", errors_every, 1),
-            ("start", start, 0),
-        ):
+        limits = ("every", every, 1), ("errors_every", errors_every, 1), ("start", start, 0)
+        for name, value, least in limits:
             if value is not None and value < least:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
         if path is None and tensorboard is None:
@@ -113,16 +109,11 @@ class Metrics(Observer):
         return meter.handlers(handlers)
 
     def _probe_of(self, stage: Stage) -> Probe | None:
-        if (
-            stage.weights is None
-            or self._errors_every is None
-            or flushes(self._pipe.method.schedule)
-        ):
+        schedule = self._pipe.method.schedule
+        if stage.weights is None or self._errors_every is None or flushes(schedule):
             return None
-        place = self._place_of(stage)
-        rules = self._pipe._rules[place.stage]
-        delay = delay_under(self._pipe.method.schedule, place)
-        return Probe(stage, rules, delay, self._errors_every)
+        delay = delay_under(schedule, self._place_of(stage))
+        return Probe(stage, self._pipe._rules[stage.index], delay, self._errors_every)
 
     def result(self, result: Result) -> None:
         for meter in self._meters.values():
@@ -144,10 +135,6 @@ class Metrics(Observer):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def _flushes(self) -> bool:
-        return flushes(self._pipe._entered.method.schedule)
 
     def _write(self, meter: Meter, late: int) -> None:
         while len(meter.full) > late:
@@ -217,12 +204,7 @@ class JsonLines:
 class TensorBoard:
     """Writes the numbers of every record as scalars ``stage<k>/<name>``, by minibatch.
 
-    Args:
-        folder: where it writes.
-        labels: entries that are the same in every record, and no curves.
-
-    Raises:
-        ModuleNotFoundError: the extra ``tensorboard`` is missing.
+    Labels are the same in every record, and no curves.
     """
 
     def __init__(self, folder: Path, labels: Iterable[str] = ()) -> None:

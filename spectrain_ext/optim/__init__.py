@@ -2,7 +2,7 @@
 
 from .adam import Adam, AdamW, NAdam
 from .base import PredictingOptimizer
-from .binding import PredictionSink
+from .parameters import PredictionSink
 from .sgd import SGD
 
 __all__ = ["SGD", "Adam", "AdamW", "NAdam", "PredictingOptimizer", "PredictionSink"]

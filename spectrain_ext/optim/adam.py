@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ class AdamRule(Rule[AdamNumbers]):
 
     buffers = ("exp_avg", "exp_avg_sq")
     columns = ("exp_avgs", "exp_avg_sqs")
-    scalars: ClassVar[Mapping[str, float]] = {"step": 0.0}
-    refused: ClassVar[Mapping[str, str]] = {
+    scalars: Mapping[str, float] = {"step": 0.0}
+    refused: Mapping[str, str] = {
         **Rule.refused,
         "amsgrad": "no kernel keeps the maximum of the second moments",
         "capturable": "the step count lives on the host",
@@ -55,7 +54,7 @@ class AdamRule(Rule[AdamNumbers]):
 class NAdamRule(AdamRule):
     """Adam with a momentum that changes from step to step, and the product of its values."""
 
-    scalars: ClassVar[Mapping[str, float]] = {"step": 0.0, "mu_product": 1.0}
+    scalars: Mapping[str, float] = {"step": 0.0, "mu_product": 1.0}
 
     def numbers(self, group: Group) -> AdamNumbers:
         """The numbers of a first step."""

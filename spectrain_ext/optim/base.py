@@ -3,39 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import wraps
 from threading import RLock
-from typing import Any
-from weakref import WeakMethod
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from spectrain_ext.interrupts import deferred
 from spectrain_ext.operators.corrections import (
     AdaptiveBraking,
     Correction,
-    StaleCorrection,
-    StepCorrection,
     as_correction,
     stale_correction,
 )
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
-from spectrain_ext.operators.lists import bump_versions
+from spectrain_ext.operators.lists import StepOptions, bump_versions
 from spectrain_ext.operators.numbers import Corrected
 
-from .binding import Binding, PredictionSink, Views
-from .guard import SaveGuard
-from .ledger import Ledger
-from .resolve import Resolver
-from .rows import Rows
-from .rule import Averaging, Rule, Templates, plain
-from .state import StateLoader, check_group, independent, loaded_dtype, named, read_entry
-from .step import Scaling, Work, exclusive, hooked
+from .launch import Correcting, Launch, Launches, Scaling
+from .parameters import Binding, Parameters, PredictionSink, Views
+from .rule import Rule, Templates, plain
+from .state import (
+    Ordered,
+    SaveGuard,
+    check_group,
+    independent,
+    loaded_dtype,
+    named,
+    put_saved,
+    read_entry,
+    without_state,
+)
 
 StateDict = dict[str, Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class PredictingOptimizer(torch.optim.Optimizer):
+def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a step in torch's hooks, and in its profiler range only while somebody profiles.
+
+    The range costs as much as the rest of a small step.
+    """
+    plain: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(func)
+
+    @wraps(func)
+    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or torch._C._autograd._profiler_enabled()
+        ):
+            return plain(self, *args, **kwargs)
+        return func(self, *args, **kwargs)
+
+    return step
+
+
+def _exclusive(method: F) -> F:
+    """Let one thread at a time into methods that read or change weights, state or what is resolved.
+
+    A Ctrl-C waits for their end.
+    """
+
+    @wraps(method)
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with deferred(), self._turn:
+            return method(self, *args, **kwargs)
+
+    return cast(F, alone)
+
+
+class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     """Base of the optimizers here: a subclass adds its rule and torch's class of the same name.
 
     A step is one kernel launch per device for all parameter groups. Optimizers whose groups differ
@@ -48,44 +91,50 @@ class PredictingOptimizer(torch.optim.Optimizer):
     # GradScaler leaves dividing by its scale, and skipping, to a step that claims this.
     _step_supports_amp_scaling = True
 
-    _rule: Rule[Any]  # of the class; of an optimizer while its correction has state of its own
+    _rule: Rule[Any]  # steps obey that of the parameters, which may have a correction's state
     _momentum_dtype: torch.dtype | None
-    _loader: StateLoader | None = None
-    _order: WeakMethod[Callable[[], AbstractContextManager[object]]] | None = None
-    _ledger: Ledger
-    _resolver: Resolver
+    _loading: StateDict | None = None
+    _parameters: Parameters
+    _launches: Launches
+    _templates: Templates
 
     def _prepare(self, momentum_dtype: torch.dtype | None) -> None:
         """Get ready for the parameter groups that torch's constructor is about to add."""
         self._turn = RLock()
         self._momentum_dtype = momentum_dtype
-        self._forget_resolved()
+        self._begin()
 
-    def _forget_resolved(self, rule: Rule[Any] | None = None) -> None:
+    def _begin(
+        self,
+        binding: Binding | None = None,
+        rule: Rule[Any] | None = None,
+        correction: Correction | None = None,
+    ) -> None:
+        """Forget what was resolved, and go on with this."""
         rule = type(self)._rule if rule is None else rule
-        ledger = Ledger(rule, self._momentum_dtype)
-        resolver = Resolver(ledger)
-        # Together: an exception between them would leave two that do not know each other.
-        self.__dict__.update(_rule=rule, _ledger=ledger, _resolver=resolver)
-        self._templates = Templates(rule)
-        self._predicted: list[Rows] | None = None
-        self._next_write: tuple[PredictionSink, tuple[Law, ...]] | None = None
-        self._binding: Binding | None = None
-        self._correction: StaleCorrection | None = None
+        parameters = Parameters(rule, self._momentum_dtype, binding)
+        # Together: an exception between them would leave some that do not know each other.
+        self.__dict__.update(
+            _parameters=parameters,
+            _launches=Launches(parameters),
+            _templates=Templates(rule, correction),
+        )
+        self._predicted: list[Launch] | None = None
+        self._next_write: tuple[PredictionSink, tuple[Law, ...], Any] | None = None
 
     _guard = SaveGuard("its weights are predicted; leave the block of predicted() first")
-    profile_hook_step = staticmethod(hooked)
+    profile_hook_step = staticmethod(_hooked)
 
     # Parameter groups and state, as torch.optim.Optimizer keeps them.
 
-    @exclusive
+    @_exclusive
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch does; an invalid one raises and is not added.
 
         RuntimeError while the weights are predicted or the optimizer is bound.
         """
         self._refuse_while_predicted("add_param_group")
-        if self._binding is not None:
+        if self._parameters.binding is not None:
             raise RuntimeError("add_param_group: unbind() the optimizer first")
         super().add_param_group(param_group)
         try:
@@ -95,9 +144,9 @@ class PredictingOptimizer(torch.optim.Optimizer):
             raise
 
     def _check_group(self, index: int) -> None:
-        check_group(self._rule, index, self.param_groups[index], self._momentum_dtype)
+        check_group(self._parameters.rule, index, self.param_groups[index], self._momentum_dtype)
 
-    @exclusive
+    @_exclusive
     def __getstate__(self) -> dict[str, Any]:
         """Return what deepcopy and pickle keep; RuntimeError while the weights are predicted."""
         self._refuse_while_predicted("copying or pickling the optimizer")
@@ -111,18 +160,19 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what ``__getstate__`` or ``load_state_dict`` hands in."""
-        if self._loader is not None:
-            self._loader.put(state["state"])  # before anybody can see it without
+        if self._loading is not None:  # before anybody can see the state without
+            rule, dtype = self._parameters.rule, self._momentum_dtype
+            put_saved(rule, dtype, self.defaults, self._loading, state)
         super().__setstate__(state)
         self.__dict__.setdefault("_momentum_dtype", None)
         self.__dict__.setdefault("_turn", RLock())
-        if "_ledger" not in self.__dict__:
-            self._forget_resolved()
-        elif self._loader is not None:
-            self._ledger.forget()
-            self._ledger.look(self.param_groups, self.state)
+        if "_parameters" not in self.__dict__:
+            self._begin()
+        elif self._loading is not None:
+            self._parameters.forget()
+            self._parameters.look(self.param_groups, self.state)
 
-    @exclusive
+    @_exclusive
     def state_dict(self) -> StateDict:
         """Return the state as torch's class of this name does, with the same keys.
 
@@ -134,23 +184,11 @@ class PredictingOptimizer(torch.optim.Optimizer):
             result["state"] = {k: self._saved_entry(v) for k, v in result["state"].items()}
             return result
 
-    def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None:
-        """Enter what this bound method returns wherever the caller reads or loads state.
-
-        An owner that steps on streams of its own orders them there with the caller's. It is not
-        kept alive by this.
-        """
-        self._order = WeakMethod(turn)
-
-    def _owners_turn(self) -> AbstractContextManager[object]:
-        turn = None if self._order is None else self._order()
-        return nullcontext() if turn is None else turn()
-
     def _saved_entry(self, entry: Any) -> Any:
-        rule = self._rule
-        return independent(entry, tuple(rule.scalars) if self._binding is None else rule.keys)
+        rule, bound = self._parameters.rule, self._parameters.binding is not None
+        return independent(entry, rule.keys if bound else tuple(rule.scalars))
 
-    @exclusive
+    @_exclusive
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state_dict of this class or of torch's class of this name.
 
@@ -161,23 +199,28 @@ class PredictingOptimizer(torch.optim.Optimizer):
         predicted.
         """
         self._refuse_while_predicted("load_state_dict")
-        self._loader = StateLoader(self._rule, self._momentum_dtype, self)
-        handle = self.register_load_state_dict_pre_hook(self._loader)
+
+        def take_state(_: torch.optim.Optimizer, given: StateDict) -> StateDict:
+            if self._loading is None:  # else a hook that an exception left behind has it
+                self._loading = given
+            return without_state(self._parameters.rule, given)
+
+        handle = self.register_load_state_dict_pre_hook(take_state)  # after the caller's
         try:
             with self._owners_turn():
                 super().load_state_dict(state_dict)
         finally:
-            self._loader = None
+            self._loading = None
             handle.remove()
 
     @property
     def buffer_keys(self) -> tuple[str, ...]:
         """Keys of the state that has a parameter's shape: what ``bind`` wants buffers for."""
-        return self._rule.buffers
+        return self._parameters.rule.buffers
 
     def momentum_dtype(self, param: Tensor) -> torch.dtype:
         """Return the dtype that a parameter's buffers (momentum, moments) have, or will have."""
-        buffer = self.state[param].get(self._rule.buffers[0]) if param in self.state else None
+        buffer = self.state.get(param, {}).get(self._parameters.rule.buffers[0])
         saved = param.dtype if buffer is None else buffer.dtype
         return loaded_dtype(param.dtype, saved, self._momentum_dtype)
 
@@ -199,7 +242,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         steps is the host's, which waits for the answer, as GradScaler does for other optimizers.
         """
         if (
-            self._rule.scalars
+            self._parameters.rule.scalars
             and torch.cuda.is_initialized()
             and torch.cuda.is_current_stream_capturing()
         ):
@@ -215,35 +258,44 @@ class PredictingOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        correcting = None
-        if self._correction is not None:
-            correcting = self._correction, self._largest_rates(self._correction)
+        correction = self._templates.correction
+        correcting = None if correction is None else self._correcting(correction)
         templates = self._templates.of(self.param_groups)
-        sink, laws = (None, None) if self._next_write is None else self._next_write
-        if correcting is not None and correcting[0].buffers:
-            self._check_averages(correcting[0])
-        todo = self._rows(sink)
-        if laws is not None:
+        sink, laws, checked = self._next_write or (None, None, None)
+        launches = self._resolved(sink)
+        if laws is not None and checked is not templates:
             self._templates.check(self.param_groups, laws, has_gradient=True)
-        for rows in todo:
-            rows.read_gradients()
+        for launch in launches:
+            launch.read_gradients()
         scaling = Scaling.of(self)
-        if scaling is not None and scaling.skips(todo):
-            for rows in todo:
-                rows.forget_gradients()
+        if scaling is not None and scaling.skips(launches):
+            for launch in launches:
+                launch.forget_gradients()
             return
-        if isinstance(self._templates.correction, AdaptiveBraking):
-            self._brake(self._templates.correction)
-        work = Work.of(todo, templates, laws, scaling, correcting)
-        changed = work.do(self.state, bump=self._binding is None)
-        self._ledger.counted()
-        if changed:
-            self._ledger.forget()
+        if isinstance(correction, AdaptiveBraking):
+            self._brake(correction)
+            for launch in launches:
+                launch.read_gradients()  # those of another layout had been copied
+        prepared = []
+        for launch in launches:
+            options: StepOptions = {} if scaling is None else scaling.on(launch.device)
+            prepared.append(launch.prepared_step(templates, laws, options, correcting))
+
+        # Nothing is left that could be refused.
+        for launch, (_, _, call, after) in zip(launches, prepared, strict=True):
+            call()
+            if laws is not None:
+                launch.write_rest(templates, laws)
+            launch.forget_gradients()
+            if launch.updated_to(after, self.state):
+                self._parameters.forget()
+            if self._parameters.binding is None:
+                bump_versions(launch.updated())
         self._next_write = None
 
     def _brake(self, braking: AdaptiveBraking) -> None:
         """Scale the gradients of all parameters that have a momentum."""
-        key = self._rule.buffers[0]
+        key = self._parameters.rule.buffers[0]
         for group in self.param_groups:
             found = [
                 (p.grad, self.state[p][key])
@@ -253,36 +305,37 @@ class PredictingOptimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 braking.brake_([g for g, _ in found], [v for _, v in found], group["maximize"])
 
-    def _rows(self, sink: PredictionSink | None = None) -> list[Rows]:
-        """Return the rows of a step, or of a sink, with state that was replaced taken over."""
-        if self._binding is None:
-            kinds = self._templates.kinds
-            return self._resolver.rows(self.param_groups, self.state, kinds, stash=False)
-        self._ledger.look(self.param_groups, self.state)
-        return self._binding.rows(self._ledger, self._templates.kinds, sink)
+    def _resolved(self, sink: PredictionSink | None = None, *, stash: bool = False) -> list[Launch]:
+        kinds = self._templates.kinds
+        return self._launches.of(self.param_groups, self.state, kinds, sink, stash=stash)
 
-    def _largest_rates(self, correction: StaleCorrection) -> list[float]:
-        """The largest learning rate so far of every group, which keeps it: it is state."""
-        if not correction.buffers:
-            return [0.0] * len(self.param_groups)  # it asks for none
+    def _correcting(self, correction: Correction) -> Correcting | None:
+        """What reads stale weights, with the largest learning rate so far of every group.
+
+        A group keeps that: it is state.
+        """
+        if not correction.reads_stale:
+            return None
+        by = stale_correction(correction)
+        if not by.buffers:
+            return by, [0.0] * len(self.param_groups)  # it asks for none
         rates = []
         for index, group in enumerate(self.param_groups):
             try:
                 now = float(plain(group["lr"], "lr"))
             except ValueError as error:
-                raise ValueError(f"parameter group {index}: {correction}: {error}") from error
+                raise ValueError(f"parameter group {index}: {by}: {error}") from error
             rates.append(max(now, group.get("gap_rate", 0.0)))
             if group.get("gap_rate") != rates[-1]:
                 group["gap_rate"] = rates[-1]
-        return rates
+        return by, rates
 
     # Prediction in place.
 
     def check_can_predict(self) -> None:
         """Raise ValueError naming the first group whose momentum is 0: it cannot be predicted."""
         self._templates.of(self.param_groups)
-        for index in range(len(self.param_groups)):
-            self._templates.check_can_predict(self.param_groups, index)
+        self._templates.check_can_predict(self.param_groups)
 
     def _laws(
         self, steps: Horizons, *, has_gradient: bool = False
@@ -293,7 +346,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._templates.check(self.param_groups, laws, has_gradient)
         return templates, laws
 
-    @exclusive
+    @_exclusive
     def predict_(self, steps: Horizons) -> None:
         """Replace every weight by its prediction ``steps`` updates ahead, until :meth:`restore_`.
 
@@ -308,32 +361,30 @@ class PredictingOptimizer(torch.optim.Optimizer):
         ValueError for bad ``steps`` or a group whose momentum is 0.
         """
         self._refuse_while_predicted("predict_")
-        if self._binding is not None:
+        if self._parameters.binding is not None:
             raise RuntimeError("predict_: the optimizer is bound, its owner predicts")
         self.check_can_predict()
         templates, laws = self._laws(steps)
-        kinds = self._templates.kinds
-        todo = self._resolver.rows(self.param_groups, self.state, kinds, stash=True)
         # Known before anything is written: an exception leaves what restore_ undoes.
-        self._predicted = todo
+        self._predicted = self._resolved(stash=True)
         try:
-            for rows in todo:
-                self._guard.put(rows.params)
-                rows.stash_predict(templates, laws)
-                bump_versions(tuple(rows.params))
+            for launch in self._predicted:
+                self._guard.put(launch.params)
+                launch.stash_predict(templates, laws)
+                bump_versions(launch.params)
         except BaseException:
             self.restore_()
             raise
 
-    @exclusive
+    @_exclusive
     def restore_(self) -> None:
         """Put back, to the bit, the weights that :meth:`predict_` replaced; else RuntimeError."""
         if self._predicted is None:
             raise RuntimeError("restore_: the weights are not predicted, call predict_ first")
-        for rows in self._predicted:
-            if rows.restore():
-                bump_versions(tuple(rows.params))
-            self._guard.take(rows.params)
+        for launch in self._predicted:
+            if launch.restore():
+                bump_versions(launch.params)
+            self._guard.take(launch.params)
         self._predicted = None
 
     @contextmanager
@@ -359,7 +410,7 @@ class PredictingOptimizer(torch.optim.Optimizer):
 
     # For a pipeline: weights and state live in its buffers.
 
-    @exclusive
+    @_exclusive
     def bind(self, master: Views | None, buffers: Views | Mapping[str, Views]) -> None:
         """Keep weights and state in tensors that the caller owns, until :meth:`unbind`.
 
@@ -375,17 +426,15 @@ class PredictingOptimizer(torch.optim.Optimizer):
         missing or unsuitable tensor; nothing has changed then.
         """
         self._refuse_while_predicted("bind")
-        if self._binding is not None:
+        if self._parameters.binding is not None:
             raise RuntimeError("bind: the optimizer is bound already, unbind() it first")
-        binding = Binding(self.param_groups, master, buffers, self._rule.buffers)
+        binding = Binding(self.param_groups, master, buffers, self._parameters.rule.buffers)
         for where, p in named(self.param_groups):
-            read_entry(where, self._rule, p, self.state.get(p) or {})
-        self._forget_resolved()
-        self._binding = binding
-        self._ledger.home = binding.buffers
-        self._ledger.look(self.param_groups, self.state)
+            read_entry(where, self._parameters.rule, p, self.state.get(p) or {})
+        self._begin(binding)
+        self._parameters.look(self.param_groups, self.state)
 
-    @exclusive
+    @_exclusive
     def unbind(self) -> None:
         """Give the state ordinary storage again; RuntimeError if the optimizer is not bound.
 
@@ -395,14 +444,15 @@ class PredictingOptimizer(torch.optim.Optimizer):
         self._bound("unbind")
         for entry in self.state.values():
             if isinstance(entry, dict):
-                entry.update(independent(entry, self._rule.keys))
-        self._forget_resolved()
+                entry.update(independent(entry, self._parameters.rule.keys))
+        self._begin()
 
     def is_bound_to(self, buffers: Views | Mapping[str, Views]) -> bool:
         """Tell whether these buffers are those of the last ``bind``, not undone since."""
-        return self._binding is not None and self._binding.given is buffers
+        binding = self._parameters.binding
+        return binding is not None and binding.given is buffers
 
-    @exclusive
+    @_exclusive
     def prediction_sink(self, outs: Views) -> PredictionSink:
         """Resolve where predictions go: ``outs[p]`` has the layout and device of p's weights.
 
@@ -410,10 +460,9 @@ class PredictingOptimizer(torch.optim.Optimizer):
         """
         sink = PredictionSink(self.param_groups, self._bound("prediction_sink"), outs, self._write)
         self._templates.of(self.param_groups)
-        self._rows(sink)
+        self._resolved(sink)
         return sink
 
-    @exclusive
     def write_with_next_step(self, sink: PredictionSink | None, steps: Horizons = 0.0) -> None:
         """Let the next :meth:`step` write what ``sink.write(steps)`` right after it would write.
 
@@ -422,42 +471,42 @@ class PredictingOptimizer(torch.optim.Optimizer):
         predicted by its unchanged momentum. The step that does it consumes the order; ``None``
         withdraws it.
         """
-        if sink is None:
-            self._next_write = None
-            return
-        self._bound("write_with_next_step", sink)
-        self._next_write = (sink, self._laws(steps, has_gradient=True)[1])
+        with self._turn:
+            if sink is None:
+                self._next_write = None
+                return
+            self._bound("write_with_next_step", sink)
+            templates, laws = self._laws(steps, has_gradient=True)
+            self._next_write = sink, laws, templates
 
-    @exclusive
+    @_exclusive
     def update_in(self, views: Views) -> None:
         """Update ``views[p]`` from the next step on: the owner has copied the weights there.
 
         What was updated before stays as it is. RuntimeError if the optimizer is not bound,
         ValueError for a missing or unsuitable tensor.
         """
-        self._bound("update_in").update_in(self.param_groups, views)
+        self._bound("update_in").update_in(self.param_groups, views, "weights")
 
-    @exclusive
+    @_exclusive
     def read_stale(self, sink: PredictionSink) -> None:
         """Let a correction find the stale weights in the outs of this sink from the next step on.
 
         RuntimeError if the optimizer is not bound, or corrects nothing by stale weights.
         """
         binding = self._bound("read_stale", sink)
-        if self._correction is None:
+        correction = self._templates.correction
+        if correction is None or not correction.reads_stale:
             raise RuntimeError(
                 "read_stale: no correction reads stale weights, call correct() first"
             )
-        binding.stale = sink.outs
+        binding.stale = sink
 
     def check_correction(self, correction: Correction | None) -> None:
         """Raise ValueError naming the first group that a correction is not defined for."""
-        Templates(self._rule, correction).of(self.param_groups)
-        if correction is not None and correction.buffers:
-            self._templates.of(self.param_groups)
-            self._check_averages(correction)
+        Templates(self._parameters.rule, correction).of(self.param_groups)
 
-    @exclusive
+    @_exclusive
     def correct(
         self, correction: Correction | Corrected | None, stale: PredictionSink | None = None
     ) -> None:
@@ -477,59 +526,49 @@ class PredictingOptimizer(torch.optim.Optimizer):
         ``GapAware`` and braking are not without momentum; nothing has changed then.
         """
         binding = self._bound("correct", stale)
-        rule, views = type(self)._rule, None
+        rule = type(self)._rule
         correction = None if correction is None else as_correction(correction)
-        own = correction is None or isinstance(correction, StepCorrection)
-        by = None if own else stale_correction(correction)
         self.check_correction(correction)
-        if by is not None:
+        averages: tuple[str, ...] = ()
+        if correction is None or not correction.reads_stale:
+            stale = None
+        else:
+            averages = correction.buffers
             if stale is None:
-                raise ValueError(f"correct: {by} reads stale weights, give the sink that has them")
-            views = stale.outs
+                raise ValueError(
+                    f"correct: {correction} reads stale weights, give the sink that has them"
+                )
             for where, p in named(self.param_groups):
                 if binding.weights[p].dtype not in (torch.float32, torch.float64):
                     raise TypeError(
                         f"correct: the true weights of {where} must be float32 or float64, as with "
                         f"a float32 master, got {binding.weights[p].dtype}"
                     )
-            if by.buffers:
-                rule = Averaging(rule, by.buffers)
+        if averages:
+            rule = rule.with_average(averages)
         buffers = binding.buffers_for(self.param_groups, rule.buffers)
         for p, entry in self.state.items():
-            if rule.keys == self._rule.keys or not isinstance(entry, dict):
+            if rule.keys == self._parameters.rule.keys or not isinstance(entry, dict):
                 continue
-            if by is None or not by.buffers:  # whoever goes on without it keeps it
+            if not averages:  # whoever goes on without it keeps it
                 entry.update(independent(entry, ("gap_average", "gap_step")))
             elif entry.get(rule.buffers[0]) is not None and entry.get("gap_average") is None:
                 entry.update(gap_average=torch.zeros_like(buffers[p][-1]), gap_step=0.0)
-        for known in binding.all_known:
-            known.clear()
-        binding.buffers, binding.stale = buffers, views
-        self._forget_resolved(rule)
-        self._templates = Templates(rule, correction)
-        self._binding, self._correction = binding, by
-        self._ledger.home = binding.buffers
-        self._ledger.look(self.param_groups, self.state)
+        binding.buffers, binding.stale = buffers, stale
+        self._begin(binding, rule, correction)
+        self._parameters.look(self.param_groups, self.state)
 
-    def _check_averages(self, correction: Correction) -> None:
-        for index, (kind, group) in enumerate(
-            zip(self._templates.kinds, self.param_groups, strict=True)
-        ):
-            if group["params"] and not kind:
-                raise ValueError(
-                    f"parameter group {index} has momentum 0: {correction} averages the momentum"
-                )
-
-    @exclusive
+    @_exclusive
     def _write(self, sink: PredictionSink, steps: Horizons) -> None:
         self._bound("write", sink)
         templates, laws = self._laws(steps)
-        for rows in self._rows(sink):
-            rows.predict(templates, laws)
+        for launch in self._resolved(sink):
+            launch.predict(templates, laws)
 
     def _bound(self, what: str, sink: PredictionSink | None = None) -> Binding:
-        if self._binding is None:
+        binding = self._parameters.binding
+        if binding is None:
             raise RuntimeError(f"{what}: the optimizer is not bound, call bind() first")
-        if sink is not None and sink.binding is not self._binding:
+        if sink is not None and sink.binding is not binding:
             raise RuntimeError(f"{what}: the sink belongs to another binding")
-        return self._binding
+        return binding

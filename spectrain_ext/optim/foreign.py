@@ -8,7 +8,7 @@ what the stage computes with again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakMethod
 
@@ -23,49 +23,28 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as version
 from spectrain_ext.operators.corrections import Correction
 
 from .base import PredictingOptimizer
-from .binding import PredictionSink, Views
-from .state import laid_out_as
+from .parameters import PredictionSink, Views
+from .state import Ordered, laid_out_as
 
 
 class Updater(Protocol):
     """What a stage's storage asks of an optimizer; see ``PredictingOptimizer``."""
 
     @property
-    def buffer_keys(self) -> tuple[str, ...]:
-        """Keys of the state that ``bind`` wants buffers for."""
-
-    def momentum_dtype(self, param: Tensor) -> torch.dtype:
-        """The dtype of a parameter's buffers."""
-
-    def bind(self, master: Views | None, buffers: Mapping[str, Views]) -> None:
-        """Update ``master[p]``, or p itself, until ``unbind``; keep the state in the buffers."""
-
-    def unbind(self) -> None:
-        """Give the state ordinary storage again."""
-
-    def is_bound_to(self, buffers: Mapping[str, Views]) -> bool:
-        """Whether these are what the last ``bind`` was given, not undone since."""
-
-    def prediction_sink(self, outs: Views) -> PredictionSink | None:
-        """What writes predictions there; None: the optimizer makes none."""
-
-    def update_in(self, views: Views) -> None:
-        """Update ``views[p]`` from the next step on."""
-
-    def read_stale(self, sink: Any) -> None:
-        """Let a correction read the stale weights there from the next step on."""
-
-    def write_with_next_step(self, sink: PredictionSink | None, steps: Any = 0.0) -> None:
-        """Let the next step write a prediction; None: it is not to."""
-
-    def correct(self, correction: Correction | None, stale: PredictionSink | None = None) -> None:
-        """Let all steps until ``unbind`` obey a correction."""
-
-    def step(self) -> Any:
-        """Update every parameter that has a gradient."""
-
-    def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None:
-        """Enter what this bound method returns wherever the caller reads or loads state."""
+    def buffer_keys(self) -> tuple[str, ...]: ...
+    def momentum_dtype(self, param: Tensor) -> torch.dtype: ...
+    def bind(self, master: Views | None, buffers: Mapping[str, Views]) -> None: ...
+    def unbind(self) -> None: ...
+    def is_bound_to(self, buffers: Mapping[str, Views]) -> bool: ...
+    def prediction_sink(self, outs: Views) -> PredictionSink | None: ...
+    def update_in(self, views: Views) -> None: ...
+    def read_stale(self, sink: Any) -> None: ...
+    def write_with_next_step(self, sink: PredictionSink | None, steps: Any = 0.0) -> None: ...
+    def correct(
+        self, correction: Correction | None, stale: PredictionSink | None = None
+    ) -> None: ...
+    def step(self) -> Any: ...
+    def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None: ...
 
 
 def updater_of(optimizer: torch.optim.Optimizer) -> Updater:
@@ -85,7 +64,7 @@ def _state_of(optimizer: torch.optim.Optimizer) -> Any:
     return getattr(optimizer, "state", {})
 
 
-class Foreign:
+class Foreign(Ordered):
     """A user's optimizer as an ``Updater``: its state stays where it puts it, it predicts nothing.
 
     With a master of a wider dtype a parameter is of that dtype for the length of a step, and its
@@ -102,7 +81,6 @@ class Foreign:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._order: WeakMethod[Callable[[], AbstractContextManager[object]]] | None = None
         self._forget()
         with suppress(AttributeError):  # of wrappers that never call torch's ``__init__``
             # Weak: whoever goes on with the optimizer alone would keep a pipeline's buffers.
@@ -121,11 +99,9 @@ class Foreign:
     # Binding.
 
     def momentum_dtype(self, param: Tensor) -> torch.dtype:
-        """The parameter's; nobody asks, as there are no buffers."""
         return param.dtype
 
     def bind(self, master: Views | None, buffers: Mapping[str, Views]) -> None:
-        """Make steps on the master from now on, or on the parameters where there is none."""
         self._forget()
         self._params = tuple(p for group in self._optimizer.param_groups for p in group["params"])
         self._master = master
@@ -136,30 +112,26 @@ class Foreign:
             self._convert_state(p, true)
 
     def unbind(self) -> None:
-        """Leave parameters and state to the optimizer alone."""
         for p in self._wide:
             self._convert_state(p, p)
         self._forget()
 
     def is_bound_to(self, buffers: Mapping[str, Views]) -> bool:
-        """Whether the last ``bind`` was given this very mapping."""
         return self._given is buffers
 
     def prediction_sink(self, outs: Views) -> None:
-        """There is none."""
+        """There is none: it predicts nothing, so it writes none with a step."""
 
     def update_in(self, views: Views) -> None:
-        """Make steps on these from now on."""
         self._master = views
 
     def read_stale(self, sink: Any) -> None:
-        """Nothing: it is not corrected."""
+        """There is nothing to do: it is not corrected."""
 
     def write_with_next_step(self, sink: PredictionSink | None, steps: Any = 0.0) -> None:
-        """Withdraw an order, of which there are none."""
+        """There is nothing to withdraw."""
 
     def correct(self, correction: Correction | None, stale: PredictionSink | None = None) -> None:
-        """Raise TypeError for any: a correction is a part of a step that is not made here."""
         if correction is not None:
             raise TypeError(
                 f"{type(self._optimizer).__name__} cannot be corrected by {correction}: that is a "
@@ -171,10 +143,8 @@ class Foreign:
     def step(self) -> None:
         """Make a step of the optimizer on the true weights.
 
-        What comes out of the optimizer has a note that its step may have been made in part.
-
-        Raises:
-            RuntimeError: it gave a parameter data of another shape.
+        What comes out of it has a note that its step may have been made in part. RuntimeError where
+        it gave a parameter data of another shape.
         """
         # A parameter may be in any of several buffers, and its true weights as well.
         at = id(self._master), self._params[0].data_ptr() if self._params else 0
@@ -194,10 +164,6 @@ class Foreign:
             self._leave(places)
 
     def _leave(self, places: list[_Place]) -> None:
-        """Give the parameters back what they had before a step, which keeps what it has made.
-
-        Gradients of parameters that were wider in between are gone.
-        """
         for k in [k for k, place in enumerate(places) if not place.leave()]:
             raise RuntimeError(
                 f"{type(self._optimizer).__name__}: its step gave parameter {k} data of another "
@@ -205,14 +171,6 @@ class Foreign:
             )
 
     # State that the caller reads or loads.
-
-    def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None:
-        """Enter what this bound method returns wherever the caller reads or loads state."""
-        self._order = WeakMethod(turn)
-
-    def _owners_turn(self) -> AbstractContextManager[object]:
-        turn = None if self._order is None else self._order()
-        return nullcontext() if turn is None else turn()
 
     def _copied(self, _: object, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What the next step does not change, which may run beside whoever reads it."""

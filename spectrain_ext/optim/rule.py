@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -34,17 +36,27 @@ class Rule(ABC, Generic[Numbers]):
         refused: flags of torch's that are not supported, and why.
     """
 
-    buffers: ClassVar[tuple[str, ...]]
-    columns: ClassVar[tuple[str, ...]]
-    scalars: ClassVar[Mapping[str, float]] = {}
-    refused: ClassVar[Mapping[str, str]] = {
-        "differentiable": "the step writes behind autograd's back",
-    }
+    buffers: tuple[str, ...]
+    columns: tuple[str, ...]
+    scalars: Mapping[str, float] = MappingProxyType({})
+    refused: Mapping[str, str] = MappingProxyType(
+        {"differentiable": "the step writes behind autograd's back"}
+    )
+    _has_average = False
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys of all state."""
         return (*self.buffers, *self.scalars)
+
+    def with_average(self, buffers: tuple[str, ...]) -> Rule[Numbers]:
+        """Return the rule with the state of a correction that averages, behind its own."""
+        made = copy(self)
+        made._has_average = True
+        made.buffers = (*self.buffers, *buffers)
+        made.columns = (*self.columns, "gap_averages")
+        made.scalars = {**self.scalars, "gap_step": 0.0}  # steps that the average has taken up
+        return made
 
     def read(self, index: int, group: Group) -> Numbers:
         """Return the numbers of parameter group ``index``; ValueError or TypeError names it."""
@@ -56,6 +68,11 @@ class Rule(ABC, Generic[Numbers]):
         except (ValueError, TypeError) as error:
             raise type(error)(f"parameter group {index}: {error}") from error
 
+    def after(self, numbers: Numbers, scalars: Scalars) -> Scalars:
+        """Return what all scalars are after one more step."""
+        own: Scalars = self.advance(numbers, scalars)
+        return (*own, scalars[-1] + 1.0) if self._has_average else own
+
     @abstractmethod
     def numbers(self, group: Group) -> Numbers:
         """Return the numbers of a group, before its first step where that matters."""
@@ -65,8 +82,8 @@ class Rule(ABC, Generic[Numbers]):
         return True
 
     def advance(self, numbers: Numbers, scalars: Scalars) -> Scalars:
-        """Return what the scalars are after one more step."""
-        return scalars
+        """Return what the rule's own scalars are after one more step."""
+        return ()
 
     def at(self, numbers: Numbers, scalars: Scalars) -> Numbers:
         """Return the numbers of the step that led to these scalars."""
@@ -81,53 +98,14 @@ class Rule(ABC, Generic[Numbers]):
         return False
 
 
-class Averaging(Rule[Any]):
-    """A rule whose steps a correction with an average corrects: state beside the rule's own.
-
-    Args:
-        rule: the rule.
-        buffers: keys of the average, one.
-    """
-
-    def __init__(self, rule: Rule[Any], buffers: tuple[str, ...]) -> None:
-        self._own = rule
-        vars(self).update(
-            buffers=(*rule.buffers, *buffers),
-            columns=(*rule.columns, "gap_averages"),
-            scalars={**rule.scalars, "gap_step": 0.0},  # steps that the average has taken up
-            refused=rule.refused,
-        )
-
-    def numbers(self, group: Group) -> Any:
-        return self._own.numbers(group)
-
-    def uses_buffers(self, numbers: Any) -> bool:
-        return self._own.uses_buffers(numbers)
-
-    def advance(self, numbers: Any, scalars: Scalars) -> Scalars:
-        return (*self._own.advance(numbers, scalars[:-1]), scalars[-1] + 1.0)
-
-    def at(self, numbers: Any, scalars: Scalars) -> Any:
-        return self._own.at(numbers, scalars[:-1])
-
-    def rests(self, scalars: Scalars) -> bool:
-        return self._own.rests(scalars[:-1])
-
-    def starts(self, numbers: Any) -> bool:
-        return self._own.starts(numbers)
-
-
 class Templates:
     """The numbers of every parameter group as a rule reads them, and what they allow.
 
     Asking costs a comparison while the groups are as they were. A value that may change in place,
     such as a learning rate in a tensor, is read every time.
 
-    Args:
-        rule: of the optimizer.
-        correction: what every step has otherwise; None: nothing.
-
     Attributes:
+        correction: what every step has otherwise; None: nothing.
         kinds: of every group, whether its rule uses the buffers.
     """
 
@@ -142,7 +120,7 @@ class Templates:
     def of(self, groups: Sequence[Group]) -> list[Any]:
         """Return the numbers of every group, the same list while nothing has changed.
 
-        Raises ValueError or TypeError for a number out of range.
+        ValueError or TypeError for a number out of range, or that the correction does not allow.
         """
         if self._seen is None or not _C.same(groups, self._seen):
             self._seen = None
@@ -151,6 +129,8 @@ class Templates:
                 self._numbers = list(map(self._corrected, range(len(groups)), self._numbers))
             self._good = []
             self.kinds = tuple(map(self._rule.uses_buffers, self._numbers))
+            if self.correction is not None and self.correction.buffers:
+                self._check_momentum(groups, f"{self.correction} averages the momentum")
             if all(map(_stays, groups)):
                 self._seen = tuple(tuple(group.values()) for group in groups)
         return self._numbers
@@ -183,12 +163,14 @@ class Templates:
         self._good[_REMEMBERED:] = []
         self._good.insert(0, (laws, has_gradient))
 
-    def check_can_predict(self, groups: Sequence[Group], index: int) -> None:
-        """Raise ValueError where the parameters of a group have no momentum."""
-        if groups[index]["params"] and not self.kinds[index]:
-            raise ValueError(
-                f"parameter group {index} has momentum 0: a prediction needs a momentum buffer"
-            )
+    def check_can_predict(self, groups: Sequence[Group], only: int | None = None) -> None:
+        """Raise ValueError for the first group, or this one, whose parameters have no momentum."""
+        self._check_momentum(groups, "a prediction needs a momentum buffer", only)
+
+    def _check_momentum(self, groups: Sequence[Group], why: str, only: int | None = None) -> None:
+        for index in range(len(groups)) if only is None else (only,):
+            if groups[index]["params"] and not self.kinds[index]:
+                raise ValueError(f"parameter group {index} has momentum 0: {why}")
 
 
 def _stays(group: Group) -> bool:

@@ -1,16 +1,24 @@
-"""State: what a parameter's state may be, and how a saved or foreign one is made to fit."""
+"""State: what a parameter's state may be, how a saved one is made to fit, when none is saved."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakMethod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from .rule import Group, Rule, Scalars
 
 State = MutableMapping[Tensor, dict[str, Any]]
+
+_SAVES = nn.Module._save_to_state_dict.__code__
+_GUARDED = ("detach", "__deepcopy__", "__reduce_ex__")
 
 WEIGHT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -140,64 +148,109 @@ def independent(entry: Any, keys: Sequence[str]) -> Any:
     }
 
 
-class StateLoader:
-    """Keeps what is loaded from torch, which would cast it to its parameter's dtype.
+def without_state(rule: Rule[Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state_dict with nothing that torch would cast to its parameter's dtype."""
+    state = {
+        key: {
+            name: value for name, value in entry.items() if value is None or name not in rule.keys
+        }
+        if isinstance(entry, Mapping)
+        else entry
+        for key, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
 
-    As a hook it removes a rule's state from a state_dict before torch sees it (hooks of the
-    caller's run first); ``put`` puts it back into what torch makes of the rest.
+
+def put_saved(
+    rule: Rule[Any],
+    state_dtype: torch.dtype | None,
+    defaults: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    loaded: Mapping[str, Any],
+) -> None:
+    """Put the state of a state_dict into what torch has made of the rest, before it takes that.
+
+    ValueError or TypeError if a state or a number is bad.
+    """
+    for index, old in enumerate(saved["param_groups"]):
+        rule.read(index, {**defaults, **old})
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    for (where, p), key in zip(named(loaded["param_groups"]), keys, strict=True):
+        entry = saved["state"].get(key)
+        if not isinstance(entry, Mapping):
+            continue
+        found = read_entry(where, rule, p, entry)
+        if found is None:
+            if rule.scalars and entry:
+                raise ValueError(f"{where}: the state has no {next(iter(rule.scalars))}")
+            continue
+        dtype = loaded_dtype(p.dtype, found.buffers[0].dtype, state_dtype)
+        made = loaded["state"][p]
+        made.update(zip(rule.buffers, (converted(p, b, dtype) for b in found.buffers), strict=True))
+        for name, value in zip(rule.scalars, found.scalars, strict=True):
+            made[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+class Ordered:
+    """Has whoever reads or loads state take turns with an owner that steps elsewhere."""
+
+    _order: WeakMethod[Callable[[], AbstractContextManager[object]]] | None = None
+
+    def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None:
+        """Enter what this bound method returns wherever the caller reads or loads state.
+
+        An owner that steps on streams of its own orders them there with the caller's. It is not
+        kept alive by this.
+        """
+        self._order = WeakMethod(turn)
+
+    def _owners_turn(self) -> AbstractContextManager[object]:
+        turn = None if self._order is None else self._order()
+        return nullcontext() if turn is None else turn()
+
+
+class SaveGuard:
+    """Has ``state_dict``, ``torch.save``, pickle and deepcopy of any module raise RuntimeError.
+
+    That module may be any that holds the parameters: a stage, the uncut model, a wrapper of it.
+    Torch's hooks belong to modules, so the parameters themselves raise, by attributes that shadow
+    their class's: ``detach`` where ``nn.Module._save_to_state_dict`` is what calls it, and what
+    ``copy`` and ``pickle`` ask an object for. Compiled code does not look at these.
+
+    Args:
+        why: the error's message, with the remedy.
     """
 
-    def __init__(
-        self, rule: Rule[Any], state_dtype: torch.dtype | None, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self._rule = rule
-        self._state_dtype = state_dtype
-        self._groups = optimizer.param_groups
-        self._defaults = optimizer.defaults
-        self._loaded: dict[Tensor, dict[str, Tensor]] = {}
+    def __init__(self, why: str) -> None:
+        self._why = why
+        self._lifted = False
 
-    def __call__(
-        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-    ) -> dict[str, Any] | None:
-        """Return a state_dict without the rule's state; ValueError or TypeError if it is bad."""
-        if getattr(optimizer, "_loader", None) is not self:
-            return None  # a hook that an exception left behind takes nothing
-        rule = self._rule
-        state = dict(state_dict["state"])
-        for where, p, key in self._matched(state_dict["param_groups"]):
-            entry = state.get(key)
-            if not isinstance(entry, Mapping):
-                continue
-            saved = read_entry(where, rule, p, entry)
-            if saved is None:
-                if rule.scalars and entry:
-                    raise ValueError(f"{where}: the state has no {next(iter(rule.scalars))}")
-                continue
-            dtype = loaded_dtype(p.dtype, saved.buffers[0].dtype, self._state_dtype)
-            loaded = {
-                name: converted(p, buffer, dtype)
-                for name, buffer in zip(rule.buffers, saved.buffers, strict=True)
-            }
-            for name, value in zip(rule.scalars, saved.scalars, strict=True):
-                loaded[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
-            self._loaded[p] = loaded
-            # Scalars stay until `put`: torch wants a step in any state that is not empty.
-            state[key] = {k: v for k, v in entry.items() if k not in rule.buffers}
-        return {**state_dict, "state": state}
+    def put(self, params: Iterable[Tensor]) -> None:
+        """Guard these parameters, until ``take`` is called."""
+        self._lifted = False
+        for p in params:
+            own = (partial(self._detach, p), self._copy, self._copy)
+            vars(p).update(zip(_GUARDED, own, strict=True))
 
-    def put(self, state: State) -> None:
-        """Put what was taken into the state that the optimizer is about to have."""
-        for p, loaded in self._loaded.items():
-            state[p].update(loaded)
+    def take(self, params: Iterable[Tensor]) -> None:
+        """Let them be saved again; may be repeated, or done without a ``put``."""
+        for p in params:
+            for name in _GUARDED:
+                vars(p).pop(name, None)
 
-    def _matched(self, saved_groups: list[dict[str, Any]]) -> list[tuple[str, Tensor, Any]]:
-        """Pair saved keys with parameters, checking the saved numbers; [] if torch will refuse."""
-        if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in self._groups]:
-            return []
-        for index, saved in enumerate(saved_groups):
-            self._rule.read(index, {**self._defaults, **saved})
-        return [
-            (f"parameter {i} of group {index}", p, key)
-            for index, (group, saved) in enumerate(zip(self._groups, saved_groups, strict=True))
-            for i, (p, key) in enumerate(zip(group["params"], saved["params"], strict=True))
-        ]
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside, a ``state_dict`` is made by somebody who puts the true weights into it."""
+        self._lifted = True
+        try:
+            yield
+        finally:
+            self._lifted = False
+
+    def _detach(self, p: Tensor) -> Tensor:
+        if not is_compiling() and not self._lifted and sys._getframe(1).f_code is _SAVES:
+            raise RuntimeError(f"state_dict: {self._why}")
+        return Tensor.detach(p)
+
+    def _copy(self, *_: Any) -> NoReturn:
+        raise RuntimeError(f"copying or pickling a module: {self._why}")

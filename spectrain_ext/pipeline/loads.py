@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.optim.guard import SaveGuard
+from spectrain_ext.optim.state import SaveGuard
 from spectrain_ext.rng import TURN
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Buffer, Event, new_stream

@@ -1,11 +1,11 @@
 """Draws what ran when: measured and simulated, as a picture and as a trace."""
 
-from .listing import instructions_of
 from .merging import merge_traces
-from .method_timeline import draw_method_timelines, simulate_method
+from .method_timeline import devices_under, draw_method_timelines, instructions_of, simulate_method
 from .timeline import draw_timeline, write_trace
 
 __all__ = [
+    "devices_under",
     "draw_method_timelines",
     "draw_timeline",
     "instructions_of",

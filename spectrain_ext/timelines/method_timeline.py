@@ -1,4 +1,4 @@
-"""Timelines of methods: what a simulation says of them, before anything is trained."""
+"""Timelines of methods, before anything is trained: simulated, and what each stage does."""
 
 from __future__ import annotations
 
@@ -15,11 +15,27 @@ from spectrain_ext.method import (
     microbatches_of,
     phase_places,
     phases_of,
+    places_of,
     rules_at,
 )
-from spectrain_ext.schedule import Durations, Span, lay_out, simulate, streams, takes_window
+from spectrain_ext.schedule import (
+    Durations,
+    Entries,
+    Kind,
+    Ledger,
+    Span,
+    bounded,
+    find_generator,
+    lay_out,
+    lower,
+    simulate,
+    streams,
+    takes_window,
+)
 
-from .timeline import draw_timeline, draw_timelines
+from .timeline import draw_timeline
+
+_LOADS = (Kind.LOAD_FORWARD, Kind.LOAD_BACKWARD, Kind.LOAD_BACKWARD_INPUT)
 
 
 def simulate_method(
@@ -107,54 +123,6 @@ def _one_by_one(phases: Iterable[tuple[int, Callable[..., Iterator[Span]]]]) -> 
         done, start = end, last
 
 
-def draw_methods_together(
-    path: Path,
-    methods: Iterable[tuple[str | Method, str]],
-    stages: int,
-    *,
-    microbatches: int | Literal["auto"] = "auto",
-    window: Window = None,
-) -> None:
-    """Draw what methods do in the same time, one below the other, into ``path``.
-
-    A minibatch's forward takes one unit on every stage and its backward two, a microbatch's its
-    share of that; updates and predictions take no time.
-
-    Args:
-        path: the picture.
-        methods: each with the colour of its name.
-        stages: their number.
-        microbatches: parts per minibatch; ``"auto"``: what is usual for each method.
-        window: as for ``Pipeline``; it does not concern methods that flush.
-    """
-    until = 6.0 * max(stages, 4)  # two minibatches of what does not overlap at all
-    runs, devices = [], []
-    for name, color in methods:
-        method = find_method(name)
-        parts = microbatches_of(method, stages) if microbatches == "auto" else microbatches
-        spans = simulate_method(
-            method,
-            stages,
-            int(until / 3.0) + 2,
-            microbatches=parts,
-            window=window if takes_window(method.schedule) else None,
-            forward=1.0 / parts,
-            backward=2.0 / parts,
-        )
-        of = f", M = {parts}" if parts > 1 else ""
-        devices.append(devices_under(method, stages))
-        if devices[-1] is not None:
-            of += f", on {1 + max(devices[-1])} devices"
-        runs.append((f"{method.name}{of}", color, spans))
-    title = (
-        f"The same time under every method: {stages} stages, simulated without costs of updates, "
-        "predictions and copies"
-    )
-    unit = "time, in forwards of a minibatch"
-    given = devices if any(devices) else None
-    draw_timelines(path, runs, until=until, title=title, unit=unit, devices=given)
-
-
 def draw_method_timelines(
     folder: Path,
     methods: Iterable[str | Method],
@@ -196,3 +164,51 @@ def draw_method_timelines(
         )
         drawn.append(path)
     return drawn
+
+
+def instructions_of(
+    method: str | Method,
+    stages: int,
+    stage: int,
+    minibatches: int,
+    *,
+    microbatches: int | Literal["auto"] = "auto",
+    window: Window = None,
+) -> Iterator[str]:
+    """The instructions of a stage in a run, a line each, with the weights that they load.
+
+    Args:
+        method: a name, or a Method; of one that changes its first phase.
+        stages: their number.
+        stage: which of them, counted from 0.
+        minibatches: the length of the run.
+        microbatches: parts per minibatch; ``"auto"``: what is usual for the method.
+        window: as for ``Pipeline``.
+
+    Raises:
+        ValueError: an argument is out of range, or the method is not defined for these.
+    """
+    method = find_method(method)
+    if not 0 <= stage < stages:
+        raise ValueError(f"stage: expected one of 0 to {stages - 1}, got {stage}")
+    parts = microbatches_of(method, stages) if microbatches == "auto" else microbatches
+    places = places_of(method, stages, parts, window)
+    place, generate = places[stage], find_generator(method.schedule)
+    ledger = Ledger(
+        stage,
+        rules_at(method, place),
+        microbatches=parts,
+        entries=Entries(generate(places[0])),
+    )
+    for instruction in bounded(generate(place), stage, minibatches):
+        ((version, horizon),) = ledger.enter([instruction])
+        for each in lower([instruction], place):
+            line = f"{each.kind.value:<36} {each.minibatch}"
+            if parts > 1 and each.kind not in (Kind.PULL, Kind.UPDATE):
+                line += f".{each.microbatch}"
+            if each.kind in _LOADS:
+                ahead = f", predicted {horizon} ahead" if horizon else ""
+                line = f"{line:<44} version {version}{ahead}"
+            elif each.kind is Kind.UPDATE:
+                line = f"{line:<44} makes version {version}"
+            yield line

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,14 +39,12 @@ _LOOKS = {
     Kind.SEND_ACTIVATION: _SEND,
     Kind.SEND_GRADIENT: _SEND,
 }
-_COMPUTED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS)
+COMPUTED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS)
 
 # Heights, where rows are 1 apart.
 _ROW, _LOWER_ROW = 0.8, 0.6  # of a stage's blocks; lower where copies are drawn in between
 _STRIP = 0.17  # of a lane of copies
 _INCH = 72.0  # points
-_ROUNDING = 1.0 + 1e-9  # of sums of durations
-_TALLEST = 30.0  # inches of rows, where there are very many
 
 
 def draw_timeline(
@@ -82,84 +80,27 @@ def draw_timeline(
     drawn = list(spans)
     if not drawn:
         raise ValueError("spans: expected at least one, got none")
-    rows = _Rows(drawn, devices)
+    rows = Rows(drawn, devices)
     first, last = min(span.start for span in drawn), max(span.end for span in drawn)
     length = (last - first) or 1.0
     width = _width(drawn, length, versions)
     height = 0.9 + (0.42 + 0.1 * versions + 0.12 * communication) * len(rows)
     with picture(path, width, height) as figure:
         axes = figure.add_subplot()
-        _draw_rows(axes, drawn, rows, (first, last - first), communication)
+        draw_rows(axes, drawn, rows, (first, last - first), communication)
         points = 0.88 * width * _INCH / length  # per unit of time; the rest is margins
         _write_numbers(axes, drawn, rows, points, versions)
         axes.set_yticks(range(len(rows)), rows.names())
-        _finish(axes, (first, last), len(rows))
+        finish_axes(axes, (first, last), len(rows))
         axes.set_xlabel(unit)
         if title:
             axes.set_title(title, fontsize=10, parse_math=False, loc="left")
         bubbles = summarize(drawn, devices).bubbles
         idle = f"idle: {100 * sum(bubbles) / len(bubbles):.0f} % of all"
-        _draw_legend(figure, drawn, communication, idle)
+        draw_legend(figure, drawn, communication, idle)
 
 
-def draw_timelines(
-    path: str | Path,
-    runs: Sequence[tuple[str, str, Iterable[Span]]],
-    *,
-    until: float,
-    title: str,
-    unit: str = "time",
-    devices: Sequence[Sequence[int] | None] | None = None,
-) -> None:
-    """Draw the beginnings of several simulations one below the other, on one axis of time.
-
-    Beside its name stands how many minibatches each has ended, and how long its stages were idle.
-
-    Args:
-        path: the picture, a PNG or an SVG.
-        runs: of each the name, the name's colour, and its spans, at least as long as the picture.
-        until: the length of the picture; all begin at 0.
-        title: above it.
-        unit: of the time axis.
-        devices: of each run, of every stage, counted from 0; None: each stage has its own.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is missing.
-        ValueError: there is nothing to draw.
-    """
-    if not runs:
-        raise ValueError("runs: expected at least one, got none")
-    seen = [
-        (name, color, [span for span in spans if span.start <= until * _ROUNDING])
-        for name, color, spans in runs
-    ]
-    laid_out = devices or [None] * len(runs)
-    rows = [_Rows(drawn, given) for (*_, drawn), given in zip(seen, laid_out, strict=True)]
-    counts = list(map(len, rows))
-    row = min(0.12, _TALLEST / sum(counts))
-    height = 0.9 + sum(0.3 + row * stages for stages in counts)
-    with picture(path, 12.0, height) as figure:
-        figure.suptitle(title, fontsize=10, parse_math=False, x=0.01, ha="left")
-        panels = figure.subplots(len(seen), 1, sharex=True, squeeze=False, height_ratios=counts)
-        for axes, of, (name, color, drawn) in zip(panels[:, 0], rows, seen, strict=True):
-            _draw_rows(axes, drawn, of, (0.0, until), False, edge=0.2)
-            axes.set_yticks([])
-            _finish(axes, (0.0, until), len(of))
-            axes.tick_params(axis="x", length=3, labelbottom=axes is panels[-1, 0])
-            busy = sum(max(0.0, min(s.end, until) - s.start) for s in drawn if s.kind in _COMPUTED)
-            count = _ended(drawn, until)
-            said = f"{count} minibatch{'es' * (count != 1)} ended, "
-            said += f"idle {100 * (1 - busy / (until * len(of))):.0f} %"
-            axes.set_title(
-                name, fontsize=9, color=color, weight="bold", loc="left", pad=2, parse_math=False
-            )
-            axes.set_title(said, fontsize=8, color="#555555", loc="right", pad=2)
-        what = "stages" if devices is None else "devices"
-        panels[-1, 0].set_xlabel(f"{unit}; rows are {what}, the first on top")
-        _draw_legend(figure, [span for *_, drawn in seen for span in drawn], False, "idle")
-
-
-class _Rows:
+class Rows:
     """Which row a stage's blocks are in, and how light they are."""
 
     def __init__(self, drawn: Sequence[Span], devices: Sequence[int] | None) -> None:
@@ -191,16 +132,7 @@ class _Rows:
         return look._replace(color=f"#{mixed}", text=look.text if share < 0.3 else "#000000")
 
 
-def _ended(drawn: Sequence[Span], until: float) -> int:
-    """Minibatches that all stages have updated with."""
-    stages = 1 + max(span.stage for span in drawn)
-    updates = Counter(
-        s.stage for s in drawn if s.kind is Kind.UPDATE and s.end <= until * _ROUNDING
-    )
-    return min(updates[k] for k in range(stages))
-
-
-def _finish(axes: Any, whole: tuple[float, float], stages: int) -> None:
+def finish_axes(axes: Any, whole: tuple[float, float], stages: int) -> None:
     axes.set_xlim(*whole)
     axes.set_ylim(stages - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -209,15 +141,15 @@ def _finish(axes: Any, whole: tuple[float, float], stages: int) -> None:
 
 def _width(drawn: Sequence[Span], length: float, versions: bool) -> float:
     """Inches, so that a usual block has room for what is written in it."""
-    blocks = sorted(s.end - s.start for s in drawn if s.kind in _COMPUTED and s.end > s.start)
+    blocks = sorted(s.end - s.start for s in drawn if s.kind in COMPUTED and s.end > s.start)
     usual = blocks[len(blocks) // 4] if blocks else length
     return min(max(6.0, (0.42 if versions else 0.2) * length / usual + 0.8), 22.0)
 
 
-def _draw_rows(
+def draw_rows(
     axes: Any,
     drawn: Sequence[Span],
-    rows: _Rows,
+    rows: Rows,
     whole: tuple[float, float],
     communication: bool,
     edge: float = 0.5,
@@ -242,11 +174,11 @@ def _draw_rows(
 
 
 def _write_numbers(
-    axes: Any, drawn: Sequence[Span], rows: _Rows, points: float, versions: bool
+    axes: Any, drawn: Sequence[Span], rows: Rows, points: float, versions: bool
 ) -> None:
     parted = any(span.microbatch for span in drawn)
     for span in drawn:
-        if span.kind not in _COMPUTED:
+        if span.kind not in COMPUTED:
             continue
         lines = [f"{span.minibatch}.{span.microbatch}" if parted else f"{span.minibatch}"]
         if versions and span.version is not None:
@@ -269,7 +201,7 @@ def _write_numbers(
         )
 
 
-def _draw_legend(figure: Any, drawn: Sequence[Span], communication: bool, idle: str) -> None:
+def draw_legend(figure: Any, drawn: Sequence[Span], communication: bool, idle: str) -> None:
     from matplotlib.patches import Patch
 
     shown = {_LOOKS[span.kind] for span in drawn if span.end > span.start}

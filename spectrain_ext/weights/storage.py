@@ -17,7 +17,7 @@ from spectrain_ext.schedule import Rules
 from spectrain_ext.transport import Buffer, Event
 
 if TYPE_CHECKING:
-    from spectrain_ext.optim.binding import PredictionSink
+    from spectrain_ext.optim import PredictionSink
     from spectrain_ext.optim.foreign import Updater
 
 ALIGNMENT = 256  # bytes: vector loads, and what matrix libraries ask of their operands

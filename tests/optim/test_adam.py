@@ -105,7 +105,7 @@ def test_groups_have_their_own_options_in_one_launch(name: str) -> None:
         reference.step()
     assert_same(ours, theirs)
     assert_same_state(states(optimizer, ours), states(reference, theirs))
-    (rows,) = optimizer._resolver._known[False].rows
+    (rows,) = next(iter(optimizer._launches._known.values())).launches
     assert len(rows.cohorts) == 4  # parameter 1 has made one step less
     assert rows.plan._native.last_launch()[0] == 1
 

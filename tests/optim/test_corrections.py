@@ -12,7 +12,7 @@ from helpers.optim_cases import adam_step, assert_bits, give_gradients, make_par
 from torch import Tensor, nn
 
 import spectrain_ext as st
-from spectrain_ext.operators.corrections import DelayCompensation, GapAware
+from spectrain_ext.operators.corrections import AdaptiveBraking, DelayCompensation, GapAware
 from spectrain_ext.optim.foreign import Foreign
 from spectrain_ext.schedule import Rules
 from spectrain_ext.weights.storage import Storage
@@ -329,3 +329,18 @@ class TestRefusals:
         foreign.correct(None)
         with pytest.raises(TypeError, match=r"SGD cannot be corrected by GapAware"):
             foreign.correct(GapAware())
+
+
+def test_braking_has_gradients_of_another_layout_as_well() -> None:
+    found = []
+    for transposed in (False, True):
+        p = nn.Parameter(torch.ones(3, 2))
+        optimizer = st.optim.SGD([p], lr=0.1, momentum=0.9)
+        optimizer.bind(None, {p: torch.zeros(3, 2)})
+        optimizer.correct(AdaptiveBraking(0.5))
+        for step in range(3):
+            grad = torch.arange(6.0).reshape(3, 2) - step
+            p.grad = grad.T.contiguous().T if transposed else grad
+            optimizer.step()
+        found.append(p.detach().clone())
+    assert torch.equal(*found)

@@ -72,7 +72,7 @@ def test_groups_may_differ_in_the_extras() -> None:
         optimizer.step()
         reference.step()
     assert_same(ours, theirs)
-    assert len(optimizer._resolver._known[False].rows) == 1
+    assert len(next(iter(optimizer._launches._known.values())).launches) == 1
 
 
 def test_the_extras_are_keys_of_the_groups_only_where_asked_for() -> None:
@@ -130,7 +130,7 @@ def test_groups_that_differ_in_having_momentum_take_a_launch_each() -> None:
     give_gradients(params)
     optimizer.step()
     assert not any(torch.equal(p, k) for p, k in zip(params, kept, strict=True))
-    rows = optimizer._resolver._known[False].rows
+    rows = next(iter(optimizer._launches._known.values())).launches
     assert [len(each.params) for each in rows] == [2, 3]
     assert [each.plan._native.last_launch()[0] for each in rows] == [1, 1]
     assert not any(p in optimizer.state for p in params[:2])

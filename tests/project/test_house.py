@@ -163,7 +163,7 @@ BEHIND_FACES = {
     *("checkpoint.pickles", "distributed.board", "distributed.exchange", "distributed.store"),
     *("method.formulas", "observation.metrics", "operators.averaging", "optim.foreign"),
     *("pipeline.averaging", "pipeline.batch", "pipeline.clipping", "pipeline.losses"),
-    *("pipeline.pipeline", "timelines.method_timeline", "weights.storage", "weights.versions"),
+    *("pipeline.pipeline", "timelines.timeline", "weights.storage", "weights.versions"),
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from helpers.cli_programs import free_port
 
-from spectrain_ext.cli import imported
+from spectrain_ext.cli import options
 from spectrain_ext.cli.group import main
 from spectrain_ext.method import find_method
 from spectrain_ext.partitioning import BlockProfile, Profile
@@ -78,7 +78,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def _forget(name: str) -> None:
     sys.modules.pop(name, None)
-    imported.method_of.cache_clear()
+    options.method_of.cache_clear()
 
 
 def _spectrain(*arguments: str) -> Result:
@@ -204,7 +204,7 @@ def test_all_and_ones_own(module: str) -> None:
     from studies.settings import choose_methods
 
     assert choose_methods([f"{module}:mine", "all"]) == (*methods(), f"{module}:mine")
-    assert imported.method_of("auto") is find_method("auto")
+    assert options.method_of("auto") is find_method("auto")
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

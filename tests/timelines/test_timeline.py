@@ -14,10 +14,10 @@ from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
 from spectrain_ext.schedule import write_csv as write_schedule
 from spectrain_ext.timelines.method_timeline import (
     draw_method_timelines,
-    draw_methods_together,
     simulate_method,
 )
-from spectrain_ext.timelines.timeline import draw_timeline, draw_timelines, write_trace
+from spectrain_ext.timelines.timeline import draw_timeline, write_trace
+from studies.timelines import draw_methods_together, draw_timelines
 
 pytest.importorskip("matplotlib")
 

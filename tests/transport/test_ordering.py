@@ -20,7 +20,7 @@ from helpers.pipeline_cases import (
 from torch import nn
 
 from spectrain_ext.errors import OrderingError, StageError
-from spectrain_ext.observation.probe import Probe
+from spectrain_ext.observation.meter import Probe
 from spectrain_ext.pipeline.phases import Gap
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Kind, Rules

@@ -1,0 +1,436 @@
+"""Launch: what a step does: some parameters on one device, and the kernel that updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, compress
+from operator import attrgetter, is_
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from spectrain_ext import _C
+from spectrain_ext.operators.corrections import StaleCorrection
+from spectrain_ext.operators.laws import Law, Linear, SecondOrder, terms_of
+from spectrain_ext.operators.lists import StepOptions
+from spectrain_ext.operators.plan import Plan
+
+from .parameters import Parameters, PredictionSink
+from .rule import Group, Kinds, Scalars
+from .state import State, empty_like
+
+# What corrects a step, and the largest learning rate of every group.
+Correcting: TypeAlias = tuple[StaleCorrection, Sequence[float]]
+
+_STILL = Linear(0)  # the law of weights that were never updated
+_gradient = attrgetter("grad")
+
+
+class _Plan(Plan):
+    """The plan of a Launch, which keeps the memory and looks after the addresses itself."""
+
+    _watches = False
+
+
+class Cohort(NamedTuple):
+    """Parameters of one group that have been updated equally often: the same numbers apply."""
+
+    group: int
+    started: bool
+    rows: list[int]
+
+
+class _Prepared(NamedTuple):
+    """A native call, and what it was prepared from, beside the cohorts and the plan of a Launch.
+
+    A training loop makes the same call at nearly every step: preparing it took a third of a small
+    step of SGD.
+
+    Attributes:
+        templates: in the very same list for as long as no number is read anew.
+        after: the scalar state of every cohort after a step.
+    """
+
+    templates: Sequence[Any]
+    laws: tuple[Law, ...] | None
+    call: Callable[[], None]
+    after: Sequence[Scalars] = ()
+
+
+class Launch:
+    """The tensors of a few parameters of one device, resolved once, and what is done with them.
+
+    A plan keeps raw addresses, and a parameter can get another storage at any time
+    (``p.data = ...``, ``module.to()``), as its state can get another buffer. So ``Launches`` asks
+    ``in_place`` before every use. The plan holds detached aliases of the tensors: they keep the
+    storage it points to alive whatever becomes of the parameter.
+
+    Args:
+        parameters: where parameters and state are listed.
+        positions: of the parameters in it, ascending.
+        with_buffers: whether the rule's numbers need the buffers.
+        sink: where predictions are written.
+        stash: whether weights are kept while they are predicted.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        positions: Sequence[int],
+        with_buffers: bool,
+        sink: PredictionSink | None = None,
+        *,
+        stash: bool = False,
+    ) -> None:
+        self.parameters = parameters
+        self.params = params = [parameters.params[i] for i in positions]
+        self.device = params[0].device
+        self._positions = positions
+        self._sink = sink
+        binding = parameters.binding
+        weights = params if binding is None else [binding.weights[p] for p in params]
+        self._weights = [w.detach() for w in weights]
+        self._buffers: list[tuple[Tensor, ...]] | None = None
+        if with_buffers:
+            self._buffers = list(zip(*map(parameters.buffers_of, positions), strict=True))
+        self._stashed = [empty_like(p, p.dtype) for p in params] if stash else None
+        self.in_place = _C.Watch((*weights, *chain.from_iterable(self._buffers or ()))).in_place
+
+        keys = [parameters.cohort(i) for i in positions]
+        index = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+        self._assignment = [index[key] for key in keys]
+        self.cohorts = [Cohort(group, started, []) for group, started, _ in index]
+        for row, n in enumerate(self._assignment):
+            self.cohorts[n].rows.append(row)
+        self.started = not with_buffers or all(cohort.started for cohort in self.cohorts)
+
+        stale = None if binding is None or binding.stale is None else binding.stale.outs
+        state = zip(parameters.rule.columns, self._buffers or (), strict=False)
+        self.plan = _Plan(
+            self._weights,
+            grads=[None] * len(params),
+            stashed=self._stashed,
+            outs=() if sink is None else [[sink.outs[p].detach() for p in params]],
+            stale=None if stale is None else [stale[p].detach() for p in params],
+            groups=self._assignment,
+            **{name: [buffer.detach() for buffer in column] for name, column in state},
+        )
+        self._all_active = False
+        self._active: list[bool] = []
+        self._rest: tuple[list[bool], Launch] | None = None  # of what is not active
+        self._step: _Prepared | None = None
+        self._prediction: _Prepared | None = None
+        self._replaced = False  # whether a prediction has taken the weights' place
+
+    # Gradients.
+
+    def read_gradients(self) -> None:
+        """Hand the parameters' gradients to the plan, and note which rows have one.
+
+        A gradient of another layout than its parameter (autograd gives the same one, but a hook or
+        a caller may not) is copied into the parameter's layout; what cannot be a gradient of the
+        parameter raises and leaves the plan's gradients as they were.
+        """
+        grads = tuple(map(_gradient, self.params))
+        try:
+            self._all_active = self.plan._native.set_gradients(grads, False)
+        except (TypeError, ValueError, RuntimeError):
+            fitted = tuple(map(self._fitted, range(len(grads)), grads))
+            if all(map(is_, fitted, grads)):
+                raise
+            self._all_active = self.plan._native.set_gradients(fitted, False)
+        if not self._all_active:
+            self._active = [g is not None for g in grads]
+
+    def forget_gradients(self) -> None:
+        """Let go of the gradients, so that ``zero_grad`` really frees their memory."""
+        self.plan._native.forget_gradients()
+
+    def _fitted(self, row: int, grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
+        weight = self._weights[row]
+        where = f"the gradient of {self.parameters.places[self._positions[row]]}"
+        if grad.layout != torch.strided:
+            raise RuntimeError(f"{where} is sparse ({grad.layout}): a dense one is needed")
+        if grad.shape != weight.shape:
+            raise ValueError(
+                f"{where} must have shape {tuple(weight.shape)}, got {tuple(grad.shape)}"
+            )
+        if grad.device != weight.device:
+            raise ValueError(f"{where} must be on {weight.device}, got {grad.device}")
+        if grad.is_complex() or torch.promote_types(grad.dtype, weight.dtype) != weight.dtype:
+            raise TypeError(f"{where} must be {weight.dtype}, got {grad.dtype}")
+        if grad.dtype == weight.dtype and grad.stride() == weight.stride() and not grad.is_neg():
+            return grad
+        return empty_like(weight, weight.dtype).copy_(grad.detach())
+
+    def _active_of(self, rows: list[int]) -> list[int]:
+        return rows if self._all_active else [row for row in rows if self._active[row]]
+
+    def updated(self) -> tuple[Tensor, ...]:
+        """The parameters that have a gradient."""
+        return tuple(self.params if self._all_active else compress(self.params, self._active))
+
+    # What runs. `templates`: the numbers of every parameter group, as the rule read them.
+
+    def prepared_step(
+        self,
+        templates: Sequence[Any],
+        laws: tuple[Law, ...] | None,
+        options: StepOptions,
+        correcting: Correcting | None,
+    ) -> _Prepared:
+        """What updates the rows that have a gradient, and the scalar state after it.
+
+        With laws, one for each group, it writes the outs as well, but for what ``write_rest`` does.
+        What corrects the step is the same for as long as there is this launch.
+        """
+        known = None if options else self._step
+        if known is not None and known.templates is templates and known.laws == laws:
+            return known
+        rule = self.parameters.rule
+        before = list(map(self._scalars, self.cohorts))
+        groups = [templates[cohort.group] for cohort in self.cohorts]
+        after = list(map(rule.after, groups, before))
+        numbers = list(map(rule.at, groups, after))
+        predict: tuple[tuple[Law, ...], ...] = ()
+        if laws is not None and self._buffers is not None:
+            predict = (tuple([laws[cohort.group] for cohort in self.cohorts]),)
+        correction = None
+        if correcting is not None:
+            by, rates = correcting
+            averages = bool(by.buffers)
+            correction = (
+                averages,
+                [
+                    by.coefficients(n, rates[cohort.group], int(scalars[-1]) if averages else 0)
+                    for n, cohort, scalars in zip(numbers, self.cohorts, before, strict=True)
+                ],
+            )
+        first = self._first_step(groups)
+        call = self.plan._prepared_step(numbers, first, predict, options, correction)
+        made = _Prepared(templates, laws, call, after)
+        self._step = made if not options and self._stays(laws) else None
+        return made
+
+    def _scalars(self, cohort: Cohort) -> Scalars:
+        return self.parameters.scalars(self._positions[cohort.rows[0]])
+
+    def _stays(self, laws: tuple[Law, ...] | None) -> bool:
+        """Whether a call serves once more: no step counts, and no law reads what may change."""
+        return not self.parameters.rule.scalars and all(map(_is_plain, laws or ()))
+
+    def _first_step(self, groups: Sequence[Any]) -> bool | list[bool]:
+        if self._buffers is None:
+            return False
+        starts = [
+            not cohort.started and self.parameters.rule.starts(group)
+            for cohort, group in zip(self.cohorts, groups, strict=True)
+        ]
+        if all(starts) or not any(starts):
+            return starts[0]
+        return [starts[n] for n in self._assignment]
+
+    def write_rest(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
+        """Write the outs that a step with laws does not."""
+        if self._buffers is None:
+            self.plan.write_out()
+        elif not self._all_active and any(map(terms_of, laws, templates)):
+            # The step gives a row without a gradient its weights, not their prediction.
+            if self._rest is None or self._rest[0] != self._active:
+                idle = [i for i, on in zip(self._positions, self._active, strict=True) if not on]
+                self._rest = self._active, Launch(self.parameters, idle, True, self._sink)
+            self._rest[1].predict(templates, tuple(map(_without_gradient, laws)))
+
+    def updated_to(self, after: Sequence[Scalars], state: State) -> bool:
+        """Give the rows that a step has updated the scalar state after it; start state.
+
+        Returns whether rows now belong to other cohorts: begun, or counted apart.
+        """
+        counts = bool(self.parameters.rule.scalars)
+        if self._all_active and self.started and not counts:
+            return False
+        changed = False
+        for cohort, scalars in zip(self.cohorts, after, strict=True):
+            active = self._active_of(cohort.rows)
+            if counts:
+                self.parameters.count([self._positions[row] for row in active], scalars)
+                changed = changed or 0 < len(active) < len(cohort.rows)
+            if self._buffers is not None and not cohort.started:
+                changed = changed or bool(active)
+                for row in active:
+                    buffers = [column[row] for column in self._buffers]
+                    self.parameters.start(state, self._positions[row], buffers)
+        return changed
+
+    def predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
+        """Write the outs."""
+        known = self._prediction
+        if known is None or known.templates is not templates or known.laws != laws:
+            call: Callable[[], None] = self.plan.write_out
+            if self._buffers is not None and any(map(terms_of, laws, templates)):
+                call = self.plan._prepared_predict(*self._now(templates, laws))
+            known = _Prepared(templates, laws, call)
+            self._prediction = known if self._stays(laws) else None
+        known.call()
+
+    def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
+        """Keep the weights and replace them by their prediction, unless that is the weights."""
+        if any(map(terms_of, laws, templates)):
+            call = self.plan._prepared_stash_predict(*self._now(templates, laws))
+            call()
+            self._replaced = True
+
+    def _now(
+        self, templates: Sequence[Any], laws: tuple[Law, ...]
+    ) -> tuple[list[Any], tuple[Law, ...]]:
+        """The numbers of the cohorts as their last update left them, and their laws."""
+        rule = self.parameters.rule
+        numbers, own = [], []
+        for cohort in self.cohorts:
+            scalars = self._scalars(cohort)
+            rests = not cohort.started or rule.rests(scalars)
+            template = templates[cohort.group]
+            numbers.append(template if rests else rule.at(template, scalars))
+            own.append(_STILL if rests else laws[cohort.group])
+        return numbers, tuple(own)
+
+    def restore(self) -> bool:
+        """Write the stashed weights back, wherever the parameters' storage is by now.
+
+        Returns whether they had been replaced.
+        """
+        if not self._replaced:
+            return False
+        if self.in_place():
+            self.plan.restore_()
+        else:
+            for param, kept in zip(self.params, self._stashed or (), strict=True):
+                param.detach().copy_(kept)
+        self._replaced = False
+        return True
+
+
+def _is_plain(law: Law) -> bool:
+    """Whether an equal law is the same: other laws, and other numbers, may read what changes."""
+    if type(law) is SecondOrder:
+        return type(law.delay) is float and type(law.lead) is float
+    return type(law) is Linear and type(law.steps) is float
+
+
+def _without_gradient(law: Law) -> Law:
+    """The law for a parameter that has no gradient now: its momentum did not change."""
+    return Linear(law.delay + law.lead) if isinstance(law, SecondOrder) else law
+
+
+class _Resolved(NamedTuple):
+    kinds: Kinds
+    version: int
+    idle: list[Tensor]  # parameters that need no launch as yet
+    launches: list[Launch]
+
+
+class Launches:
+    """The launches of an optimizer, one for each device and kind of group, kept while true."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters = parameters
+        self._known: dict[tuple[object, ...], _Resolved] = {}
+
+    def of(
+        self,
+        groups: Sequence[Group],
+        state: State,
+        kinds: Kinds,
+        sink: PredictionSink | None = None,
+        *,
+        stash: bool = False,
+    ) -> list[Launch]:
+        """Return the launches of a step: of parameters that have a gradient, state, or need none.
+
+        Those of a prediction in place, which have a stash, are of parameters with state; those of a
+        bound optimizer, of all: they may write a sink. They are resolved on first use and not
+        before: until then the owner may still move the parameters into a buffer
+        (``p.data = view``). RuntimeError for one that has moved since.
+        """
+        parameters = self._parameters
+        version, binding = parameters.look(groups, state), parameters.binding
+        bound = () if binding is None else (id(binding.weights), binding.stale)
+        key = stash, sink, *bound
+        known = self._known.get(key)
+        for launch in () if known is None else known.launches:
+            if not launch.in_place():
+                if binding is not None:
+                    raise RuntimeError(
+                        f"a parameter of group {launch.cohorts[0].group} no longer has the storage "
+                        "it was bound with (.to() or load_state_dict(assign=True) since bind)"
+                    )
+                known = None
+                break
+        if (
+            known is None
+            or known.version != version
+            or known.kinds != kinds
+            or (known.idle and not stash and any(p.grad is not None for p in known.idle))
+        ):
+            if binding is None:
+                parameters.forget()  # parameters may have moved: their state follows them
+                version = parameters.look(groups, state)
+            known = self._known[key] = self._resolved(kinds, version, sink, stash)
+        return known.launches
+
+    def _resolved(
+        self, kinds: Kinds, version: int, sink: PredictionSink | None, stash: bool
+    ) -> _Resolved:
+        parameters = self._parameters
+        idle: list[Tensor] = []
+        found: dict[tuple[torch.device, bool], list[int]] = {}
+        for i, p in enumerate(parameters.params):
+            kind = kinds[parameters.groups[i]]
+            steps = not stash and (p.grad is not None or not kind)
+            if parameters.binding is not None or steps or parameters.buffers[i] is not None:
+                found.setdefault((p.device, kind), []).append(i)
+            else:
+                idle.append(p)
+        launches = [
+            Launch(parameters, positions, kind, sink, stash=stash)
+            for (_, kind), positions in found.items()
+        ]
+        return _Resolved(kinds, version, idle, launches)
+
+
+class Scaling(NamedTuple):
+    """Scalars of a scaled step; GradScaler sets them on an optimizer around its ``step``.
+
+    Attributes:
+        grad_scale: what gradients are divided by; None where they have been unscaled already.
+        found_inf: not 0 where a gradient is not finite, and the step is not to be made.
+    """
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> Scaling | None:
+        grad_scale = getattr(optimizer, "grad_scale", None)
+        found_inf = getattr(optimizer, "found_inf", None)
+        return None if grad_scale is found_inf is None else cls(grad_scale, found_inf)
+
+    def skips(self, launches: Sequence[Launch]) -> bool:
+        """Whether the step is not to be made, where the host knows, or must and waits for it."""
+        found = self.found_inf
+        if found is None:
+            return False
+        # A count lives on the host, and so does what a first step starts: both have to know.
+        asks = any(each.parameters.rule.scalars or not each.started for each in launches)
+        return (asks or found.device.type == "cpu") and bool(found.item())
+
+    def on(self, device: torch.device) -> StepOptions:
+        """What a plan on the device takes of it."""
+        grad_scale, found_inf = (
+            None if value is None else value.to(device, torch.float32, non_blocking=True)
+            for value in self
+        )
+        return {"grad_scale": grad_scale, "found_inf": found_inf}

@@ -1,0 +1,294 @@
+"""Parameters: all that an optimizer updates, its state, and where both lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from spectrain_ext import _C
+from spectrain_ext.operators.laws import Horizons
+
+from .rule import Group, Rule, Scalars
+from .state import (
+    State,
+    check_dtypes,
+    converted,
+    empty_like,
+    fits,
+    loaded_dtype,
+    named,
+    read_entry,
+)
+
+Views = Mapping[Tensor, Tensor]
+
+
+class Binding:
+    """Which tensors hold each parameter's true weights and its state, as ``bind`` was given them.
+
+    Attributes:
+        given: a mapping of buffers for each key of the state, or for the only one.
+        weights: what is updated.
+        buffers: the state of every parameter.
+        stale: whose outs a correction reads.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        master: Views | None,
+        given: Views | Mapping[str, Views],
+        keys: Sequence[str],
+    ) -> None:
+        self.given = given
+        self.stale: PredictionSink | None = None
+        self._checked: dict[int, Views] = {}  # by address; kept, so that no other can lie there
+        self.update_in(groups, master, "master")
+        self.buffers = self.buffers_for(groups, keys)
+
+    def update_in(self, groups: Sequence[Group], views: Views | None, name: str) -> None:
+        """Have the weights in these tensors from now on; None: in the parameters."""
+        if id(views) not in self._checked:
+            weights = {p: p for _, p in named(groups)} if views is None else views
+            for where, p in named(groups):
+                _given(name, where, p, weights)
+            self._checked[id(views)] = weights
+        self.weights = self._checked[id(views)]
+
+    def buffers_for(
+        self, groups: Sequence[Group], keys: Sequence[str]
+    ) -> dict[Tensor, tuple[Tensor, ...]]:
+        """The given buffers of every parameter; ValueError where there are none, or unsuitable."""
+        buffers = {}
+        by_key = _by_key(self.given, keys)
+        for where, p in named(groups):
+            found: list[Tensor] = []
+            for key in keys:
+                found.append(_given(key, where, p, by_key[key]))
+                if not fits(self.weights[p], found[-1]) or found[-1].dtype != found[0].dtype:
+                    raise ValueError(
+                        f"{key} of {where} must have the shape, strides, device and dtype of its "
+                        f"weights ({_words(self.weights[p])}), got {_words(found[-1])}"
+                    )
+            buffers[p] = tuple(found)
+        return buffers
+
+
+class PredictionSink:
+    """Where predictions of an optimizer's weights go: one tensor per parameter, resolved once.
+
+    Made by :meth:`PredictingOptimizer.prediction_sink`, valid until the optimizer is unbound.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        binding: Binding,
+        outs: Views,
+        write: Callable[[PredictionSink, Horizons], None],
+    ) -> None:
+        for where, p in named(groups):
+            out, weight = _given("outs", where, p, outs), binding.weights[p]
+            if out.shape != weight.shape or out.stride() != weight.stride():
+                raise ValueError(f"outs of {where} must be {_words(weight)}, got {_words(out)}")
+        self._write = write
+        self.binding = binding
+        self.outs = outs
+
+    def write(self, steps: Horizons) -> None:
+        """Write the prediction of every parameter, with each group's current learning rate.
+
+        ``steps`` counts updates (>= 0; 0 copies the weights' bits), or is a law of
+        ``spectrain_ext.laws`` that needs no gradient; or a tuple of these, one for each group.
+        Nothing is allocated and autograd's version counters stay as they are. ValueError: bad
+        ``steps``, or a prediction of a group whose momentum is 0. RuntimeError: the optimizer is
+        not bound as it was.
+        """
+        self._write(self, steps)
+
+
+class Parameters:
+    """Every parameter of an optimizer under one number, its position, with its state.
+
+    Torch keeps state in dicts that anybody may change at any time: so each use asks ``look`` first,
+    which costs some list comparisons while nothing has changed. Scalar state (a step count) lives
+    in one tensor for all parameters, whose elements ``state[p]`` holds: counting a step of all of
+    them is one operation.
+
+    It does not refer to the optimizer: that would be a cycle, and dropping the optimizer would no
+    longer free its memory at once.
+    """
+
+    def __init__(
+        self, rule: Rule[Any], state_dtype: torch.dtype | None, binding: Binding | None = None
+    ) -> None:
+        self.rule = rule
+        self.binding = binding
+        self._state_dtype = state_dtype
+        self.params: list[Tensor] = []
+        self.places: list[str] = []  # for errors
+        self.groups: list[int] = []
+        self.buffers: list[tuple[Tensor, ...] | None] = []  # None: never updated
+        self._counts: Tensor | None = None  # a row for each kind of scalar
+        self._values: list[list[float]] = []  # what they were last
+        self._version = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Read everything again at the next look."""
+        self._seen: tuple[Any, ...] | None = None
+
+    def look(self, groups: Sequence[Group], state: State) -> int:
+        """Make sure that all of this is true now; return a number that changes with it.
+
+        Raises ValueError or TypeError for a state that does not fit its parameter.
+        """
+        if (
+            self._seen is None
+            or not _C.same((groups, state), self._seen)
+            or (self._counts is not None and self._counts.tolist() != self._values)
+        ):
+            self._read(groups, state)
+        return self._version
+
+    def scalars(self, position: int) -> Scalars:
+        return tuple(values[position] for values in self._values)
+
+    def buffers_of(self, position: int) -> tuple[Tensor, ...]:
+        """The buffers of a parameter; new ones where it was never updated."""
+        found, p = self.buffers[position], self.params[position]
+        if found is not None:
+            return found
+        if self.binding is not None:
+            return self.binding.buffers[p]
+        dtype = loaded_dtype(p.dtype, p.dtype, self._state_dtype)
+        return tuple(empty_like(p, dtype).zero_() for _ in self.rule.buffers)
+
+    def cohort(self, position: int) -> tuple[int, bool, Scalars]:
+        """What parameters share that the same numbers apply to."""
+        started = self.buffers[position] is not None
+        return self.groups[position], started, self.scalars(position)
+
+    def start(self, state: State, position: int, buffers: Sequence[Tensor]) -> None:
+        """Put the first state of a parameter where torch keeps it, sharing memory."""
+        entry = state[self.params[position]]
+        if self._counts is not None:
+            entry.update(zip(self.rule.scalars, self._counts[:, position].unbind(), strict=True))
+        entry.update(zip(self.rule.buffers, buffers, strict=True))
+
+    def count(self, positions: Sequence[int], scalars: Scalars) -> None:
+        """Give parameters, in ascending order, new scalar state."""
+        if not positions or self._counts is None:
+            return
+        first, last = positions[0], positions[-1] + 1
+        for row, values, value in zip(self._counts, self._values, scalars, strict=True):
+            if last - first == len(positions):
+                row[first:last].fill_(value)
+                values[first:last] = [value] * len(positions)
+            else:
+                row.index_fill_(0, torch.tensor(positions, device="cpu"), value)
+                for position in positions:
+                    values[position] = value
+
+    def _read(self, groups: Sequence[Group], state: State) -> None:
+        self.forget()
+        self.places = [where for where, _ in named(groups)]
+        self.params = [p for _, p in named(groups)]
+        self.groups = [index for index, group in enumerate(groups) for _ in group["params"]]
+        saved = []
+        for where, p in zip(self.places, self.params, strict=True):
+            check_dtypes(where, p.dtype, None)
+            # Not state[p]: it is a defaultdict, and looking must not add an entry.
+            saved.append(read_entry(where, self.rule, p, state.get(p) or {}))
+        self.buffers = [
+            None if found is None else self._settled(p, found.buffers)
+            for p, found in zip(self.params, saved, strict=True)
+        ]
+        initial = tuple(self.rule.scalars.values())
+        self._take_scalars([initial if found is None else found.scalars for found in saved])
+        noted = {
+            p: self._noted(i, state[p], buffers)
+            for i, (p, buffers) in enumerate(zip(self.params, self.buffers, strict=True))
+            if p in state
+        }
+        if self.binding is not None:
+            for p, buffers in zip(self.params, self.buffers, strict=True):
+                if buffers is None:
+                    for view in self.binding.buffers[p]:
+                        view.zero_()  # so that the prediction is the weights themselves
+        self._version += 1
+        # Last: from here on it is true.
+        self._seen = (
+            tuple({"params": tuple(group["params"])} for group in groups),
+            tuple(noted.get(p, entry) for p, entry in state.items()),
+        )
+
+    def _noted(
+        self, position: int, entry: dict[str, Any], buffers: tuple[Tensor, ...] | None
+    ) -> dict[str, Any]:
+        """What an entry of the state has, now that it is where it belongs."""
+        if buffers is None:
+            return dict.fromkeys(self.rule.keys)
+        entry.update(zip(self.rule.buffers, buffers, strict=True))
+        if self._counts is not None:
+            numbers = self._counts[:, position].unbind()
+            for key, number in zip(self.rule.scalars, numbers, strict=True):
+                kept = entry[key]
+                if not isinstance(kept, Tensor) or kept.data_ptr() != number.data_ptr():
+                    entry[key] = number
+        return {key: entry[key] for key in self.rule.keys}
+
+    def _settled(self, p: Tensor, buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The buffers where they belong, in a layout and dtype that the kernels take."""
+        if self.binding is not None:
+            home = self.binding.buffers[p]
+            for view, buffer in zip(home, buffers, strict=True):
+                if view is not buffer:
+                    view.copy_(buffer)
+            return home
+        dtype = loaded_dtype(p.dtype, buffers[0].dtype, None)
+        if all(fits(p, buffer) and buffer.dtype == dtype for buffer in buffers):
+            return buffers
+        dtype = loaded_dtype(p.dtype, buffers[0].dtype, self._state_dtype)
+        return tuple(converted(p, buffer, dtype) for buffer in buffers)
+
+    def _take_scalars(self, saved: Sequence[Scalars]) -> None:
+        if not self.rule.scalars:
+            return
+        shape = len(self.rule.scalars), len(saved)
+        if self._counts is None or self._counts.shape != shape:
+            # torch.optim's choice: float32 unless the default is float64.
+            wide = torch.get_default_dtype() == torch.float64
+            dtype = torch.float64 if wide else torch.float32
+            self._counts = torch.empty(shape, dtype=dtype, device="cpu")
+        values = torch.tensor(saved, dtype=torch.float64, device="cpu")
+        self._counts.copy_(values.reshape(shape[::-1]).T)
+        self._values = self._counts.tolist()
+
+
+def _by_key(given: Views | Mapping[str, Views], keys: Sequence[str]) -> Mapping[str, Views]:
+    by_key = cast("Mapping[str, Views]", given)
+    if all(key in by_key for key in keys):
+        return by_key
+    if len(keys) == 1 and not any(isinstance(key, str) for key in given):
+        return {keys[0]: cast("Views", given)}
+    raise ValueError(f"bind: buffers must have a mapping of tensors for {' and '.join(keys)}")
+
+
+def _given(name: str, where: str, p: Tensor, tensors: Views) -> Tensor:
+    if p not in tensors:
+        raise ValueError(f"{name} has no tensor for {where}")
+    found = tensors[p]
+    if found.shape != p.shape or found.device != p.device:
+        raise ValueError(f"{name} of {where} must be {_words(p)}, got {_words(found)}")
+    return found
+
+
+def _words(tensor: Tensor) -> str:
+    return (
+        f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())} "
+        f"on {tensor.device}"
+    )
