@@ -113,7 +113,7 @@ def stale_correction(correction: object) -> StaleCorrection:
     return correction  # type: ignore[return-value]
 
 
-def native(
+def coefficients_of(
     correction: object,
     groups: Sequence[Sgd] | Sequence[Adam],
     largest_lr: float | None,

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
-from .corrections import StaleCorrection
-from .expressions import traced
-from .laws import Horizon
+from .calls import prediction, sgd_prediction, sgd_step_arguments, step_arguments
+from .corrections import StaleCorrection, coefficients_of
+from .expressions import lower, traced
+from .laws import Horizon, as_laws
 from .library import traceable
 from .lists import Gradients, Lists, Role, StepOptions, Tensors, bump_versions
-from .numbers import Adam
-from .plan import Plan
+from .numbers import Adam, Sgd, horizon
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
@@ -69,14 +69,9 @@ def predict_(
     """
     lists = Lists(params, "params", writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
-    Plan.of(lists).predict_(
-        lr=lr,
-        steps=steps,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        stream=stream,
-    )
+    plan = lists.plan()
+    terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.predict_(terms, eps, stream, program)
     bump_versions(lists.params)
 
 
@@ -101,14 +96,9 @@ def predict(
     lists = Lists(params, "params", writes=False)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     result, written = _output(lists, Role.OUT, out, stream)
-    Plan.of(lists).predict(
-        lr=lr,
-        steps=steps,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        stream=stream,
-    )
+    plan = lists.plan()
+    terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.predict(terms, eps, 0, stream, program)
     bump_versions(written)
     return cast(T, result)
 
@@ -118,7 +108,7 @@ def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
     """Return a copy of the weights, bit for bit, in `out` or in new tensors of the same layout."""
     lists = Lists(params, "params", writes=False)
     result, written = _output(lists, Role.STASHED, out, stream)
-    Plan.of(lists).stash(stream=stream)
+    lists.plan().stash(stream)
     bump_versions(written)
     return cast(T, result)
 
@@ -128,7 +118,7 @@ def restore_(params: Tensors, stashed: Tensors, *, stream: Any = None) -> None:
     """W <- stashed, bit for bit: the inverse of `stash`."""
     lists = Lists(params, "params", writes=True)
     lists.add(Role.STASHED, "stashed", stashed, writes=False)
-    Plan.of(lists).restore_(stream=stream)
+    lists.plan().restore_(stream)
     bump_versions(lists.params)
 
 
@@ -137,7 +127,7 @@ def swap_(a: Tensors, b: Tensors, *, stream: Any = None) -> None:
     """A <-> b, bit for bit, without a third buffer."""
     lists = Lists(a, "a", writes=True)
     written = lists.add(Role.STASHED, "b", b, writes=True)
-    Plan.of(lists).swap_(stream=stream)
+    lists.plan().swap_(stream)
     bump_versions(lists.params, written)
 
 
@@ -158,14 +148,9 @@ def stash_predict_(
     lists = Lists(params, "params", writes=True)
     written = lists.add(Role.STASHED, "stashed", stashed, writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
-    Plan.of(lists).stash_predict_(
-        lr=lr,
-        steps=steps,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        stream=stream,
-    )
+    plan = lists.plan()
+    terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.stash_predict_(terms, eps, stream, program)
     bump_versions(lists.params, written)
 
 
@@ -257,23 +242,14 @@ def sgd_step_(
             stepped.append(v)
     horizons, outs = _add_outs(lists, predict)
     stepped.extend(_add_stale(lists, stale, gap_averages))
-    Plan.of(lists).sgd_step_(
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-        decoupled_weight_decay=decoupled_weight_decay,
-        ema=ema,
-        first_step=first_step,
-        predict=horizons,
-        correction=correction,
-        largest_lr=largest_lr,
-        averaged=averaged,
-        stream=stream,
-        **options,
-    )
+    plan = lists.plan()
+    row = lr, momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay, ema
+    (settings, with_momentum, predictions), program = sgd_step_arguments(row, 1, horizons)
+    correcting = None
+    if correction is not None:
+        correcting = coefficients_of(correction, [Sgd(*row)], largest_lr, averaged)
+    more = options, stream, program, correcting
+    plan.sgd_step_(settings, with_momentum, first_step, predictions, *more)
     _bump_stepped(g, [*stepped, *([g] if zero_grad else [])], outs)
 
 
@@ -297,6 +273,7 @@ def adam_step_(
     correction: StaleCorrection | None = None,
     stale: Tensors | None = None,
     gap_averages: Tensors | None = None,
+    largest_lr: float | None = None,
     averaged: int = 0,
     stream: Any = None,
     **options: Unpack[StepOptions],
@@ -329,7 +306,7 @@ def adam_step_(
         predict: pairs of a horizon (a number of updates, or a law of `spectrain_ext.laws`) and
             outputs like the parameters, bfloat16 or float16 beside float32 ones. They are made from
             the values as they were stored.
-        correction, stale, gap_averages, averaged: as in `sgd_step_`.
+        correction, stale, gap_averages, largest_lr, averaged: as in `sgd_step_`.
         grad_scale, found_inf, clip_factor: as in `sgd_step_`. A skipped step counts nowhere: the
             next one has the same number.
         zero_grad, rounding_seed: as in `sgd_step_`.
@@ -344,8 +321,12 @@ def adam_step_(
     averages = _add_stale(lists, stale, gap_averages)
     more = decoupled_weight_decay, maximize, momentum_decay, mu_product
     numbers = Adam(lr, betas, eps, weight_decay, step, *more)
-    correcting: Any = {"correction": correction, "averaged": averaged}
-    Plan.of(lists).adam_step_([numbers], predict=horizons, stream=stream, **correcting, **options)
+    plan = lists.plan()
+    (settings, _, predictions), program = step_arguments([numbers], horizons)
+    correcting = None
+    if correction is not None:
+        correcting = coefficients_of(correction, [numbers], largest_lr, averaged)
+    plan.adam_step_(settings, predictions, options, stream, program, correcting)
     _bump_stepped(g, [lists.params, m, u, *averages, *([g] if zero_grad else [])], outs)
 
 
@@ -375,7 +356,9 @@ def adam_predict(
     lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=False)
     result, written = _output(lists, Role.OUT, out, stream)
     numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
-    Plan.of(lists).predict([numbers], steps=steps, stream=stream)
+    plan = lists.plan()
+    terms, each_eps, program = prediction([numbers], as_laws(steps, 1))
+    plan.predict(terms, each_eps, 0, stream, program)
     bump_versions(written)
     return cast(T, result)
 
@@ -393,7 +376,9 @@ def extrapolate(
     lists = Lists(params, "params", writes=False)
     lists.add(Role.STASHED, "previous", previous, writes=False)
     result, written = _output(lists, Role.OUT, out, stream)
-    Plan.of(lists).extrapolate(steps=steps, stream=stream)
+    plan = lists.plan()
+    steps, program = lower(horizon("steps", steps))
+    plan.extrapolate(steps, 0, stream, program)
     bump_versions(written)
     return cast(T, result)
 
