@@ -14,8 +14,9 @@ the argument and the index, and leave every tensor as it was.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
+import torch
 from torch import Tensor
 
 from .calls import prediction, sgd_prediction, sgd_step_arguments, step_arguments
@@ -23,7 +24,18 @@ from .corrections import StaleCorrection, coefficients_of
 from .expressions import lower, traced
 from .laws import Horizon, as_laws
 from .library import traceable
-from .lists import Gradients, Lists, Role, StepOptions, Tensors, bump_versions
+from .lists import (
+    Gradients,
+    Lists,
+    Role,
+    StepOptions,
+    Tensors,
+    current,
+    device_of,
+    dtype_of,
+    framework_of,
+    is_array,
+)
 from .numbers import Adam, Sgd, horizon
 
 if TYPE_CHECKING:
@@ -32,14 +44,13 @@ if TYPE_CHECKING:
 T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other frameworks
 
 
-def _output(
-    lists: Lists, role: Role, out: Tensors | None, stream: Any
-) -> tuple[Any, tuple[object, ...]]:
-    """Take `out`, or new tensors with the layout of the parameters: what to return, and a tuple."""
+def _output(lists: Lists, role: Role, out: Tensors | None, stream: Any) -> Any:
+    """Take `out`, or new tensors with the layout of the parameters."""
     if out is None:
         new = lists.new_like_params(stream)
         out = new[0] if lists.single else new
-    return out, lists.add(role, "out", out, writes=True)
+    lists.add(role, "out", out, writes=True)
+    return out
 
 
 @traceable
@@ -72,7 +83,7 @@ def predict_(
     plan = lists.plan()
     terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
     plan.predict_(terms, eps, stream, program)
-    bump_versions(lists.params)
+    lists.bump()
 
 
 @traceable
@@ -95,11 +106,11 @@ def predict(
     """
     lists = Lists(params, "params", writes=False)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
-    result, written = _output(lists, Role.OUT, out, stream)
+    result = _output(lists, Role.OUT, out, stream)
     plan = lists.plan()
     terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
     plan.predict(terms, eps, 0, stream, program)
-    bump_versions(written)
+    lists.bump()
     return cast(T, result)
 
 
@@ -107,9 +118,9 @@ def predict(
 def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
     """Return a copy of the weights, bit for bit, in `out` or in new tensors of the same layout."""
     lists = Lists(params, "params", writes=False)
-    result, written = _output(lists, Role.STASHED, out, stream)
+    result = _output(lists, Role.STASHED, out, stream)
     lists.plan().stash(stream)
-    bump_versions(written)
+    lists.bump()
     return cast(T, result)
 
 
@@ -119,16 +130,16 @@ def restore_(params: Tensors, stashed: Tensors, *, stream: Any = None) -> None:
     lists = Lists(params, "params", writes=True)
     lists.add(Role.STASHED, "stashed", stashed, writes=False)
     lists.plan().restore_(stream)
-    bump_versions(lists.params)
+    lists.bump()
 
 
 @traceable
 def swap_(a: Tensors, b: Tensors, *, stream: Any = None) -> None:
     """A <-> b, bit for bit, without a third buffer."""
     lists = Lists(a, "a", writes=True)
-    written = lists.add(Role.STASHED, "b", b, writes=True)
+    lists.add(Role.STASHED, "b", b, writes=True)
     lists.plan().swap_(stream)
-    bump_versions(lists.params, written)
+    lists.bump()
 
 
 @traceable
@@ -146,12 +157,12 @@ def stash_predict_(
 ) -> None:
     """Stashed <- W and W <- W - lr*steps*v, in one pass over memory; see `predict_`."""
     lists = Lists(params, "params", writes=True)
-    written = lists.add(Role.STASHED, "stashed", stashed, writes=True)
+    lists.add(Role.STASHED, "stashed", stashed, writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
     plan = lists.plan()
     terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
     plan.stash_predict_(terms, eps, stream, program)
-    bump_versions(lists.params, written)
+    lists.bump()
 
 
 @traceable
@@ -232,16 +243,11 @@ def sgd_step_(
             alone: the same on every device. Give every step another seed.
         stream: CUDA stream; None: the current one.
     """
-    zero_grad = bool(options.get("zero_grad"))
-    lists = Lists(params, "params", writes=True)
-    g = lists.add(Role.GRADS, "grads", grads, writes=zero_grad)
-    stepped: list[tuple[object, ...]] = [lists.params]
+    lists = _stepped(params, grads, options)
     if momentum_buffers is not None:
-        v = lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
-        if traced("momentum", momentum) is not None or momentum != 0.0:
-            stepped.append(v)
-    horizons, outs = _add_outs(lists, predict)
-    stepped.extend(_add_stale(lists, stale, gap_averages))
+        lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
+    horizons = _add_outs(lists, predict)
+    _add_stale(lists, stale, gap_averages)
     plan = lists.plan()
     row = lr, momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay, ema
     (settings, with_momentum, predictions), program = sgd_step_arguments(row, 1, horizons)
@@ -250,7 +256,8 @@ def sgd_step_(
         correcting = coefficients_of(correction, [Sgd(*row)], largest_lr, averaged)
     more = options, stream, program, correcting
     plan.sgd_step_(settings, with_momentum, first_step, predictions, *more)
-    _bump_stepped(g, [*stepped, *([g] if zero_grad else [])], outs)
+    without = traced("momentum", momentum) is None and momentum == 0.0
+    lists.bump(untouched=Role.MOMENTUM if without else None)
 
 
 @traceable
@@ -312,13 +319,11 @@ def adam_step_(
         zero_grad, rounding_seed: as in `sgd_step_`.
         stream: CUDA stream; None: the current one.
     """
-    zero_grad = bool(options.get("zero_grad"))
-    lists = Lists(params, "params", writes=True)
-    g = lists.add(Role.GRADS, "grads", grads, writes=zero_grad)
-    m = lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
-    u = lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
-    horizons, outs = _add_outs(lists, predict)
-    averages = _add_stale(lists, stale, gap_averages)
+    lists = _stepped(params, grads, options)
+    lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
+    lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
+    horizons = _add_outs(lists, predict)
+    _add_stale(lists, stale, gap_averages)
     more = decoupled_weight_decay, maximize, momentum_decay, mu_product
     numbers = Adam(lr, betas, eps, weight_decay, step, *more)
     plan = lists.plan()
@@ -327,7 +332,7 @@ def adam_step_(
     if correction is not None:
         correcting = coefficients_of(correction, [numbers], largest_lr, averaged)
     plan.adam_step_(settings, predictions, options, stream, program, correcting)
-    _bump_stepped(g, [lists.params, m, u, *averages, *([g] if zero_grad else [])], outs)
+    lists.bump()
 
 
 @traceable
@@ -354,12 +359,12 @@ def adam_predict(
     lists = Lists(params, "params", writes=False)
     lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=False)
     lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=False)
-    result, written = _output(lists, Role.OUT, out, stream)
+    result = _output(lists, Role.OUT, out, stream)
     numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
     plan = lists.plan()
     terms, each_eps, program = prediction([numbers], as_laws(steps, 1))
     plan.predict(terms, each_eps, 0, stream, program)
-    bump_versions(written)
+    lists.bump()
     return cast(T, result)
 
 
@@ -375,44 +380,96 @@ def extrapolate(
     """Return W + steps*(W - previous): prediction by weight difference (LWP^w)."""
     lists = Lists(params, "params", writes=False)
     lists.add(Role.STASHED, "previous", previous, writes=False)
-    result, written = _output(lists, Role.OUT, out, stream)
+    result = _output(lists, Role.OUT, out, stream)
     plan = lists.plan()
     steps, program = lower(horizon("steps", steps))
     plan.extrapolate(steps, 0, stream, program)
-    bump_versions(written)
+    lists.bump()
     return cast(T, result)
 
 
-def _add_outs(
-    lists: Lists, predict: Sequence[tuple[Horizon, Tensors]]
-) -> tuple[list[Horizon], list[tuple[object, ...]]]:
+@overload
+def distance(
+    params: Tensor | Sequence[Tensor], others: Sequence[Tensors], *, stream: Any = ...
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def distance(
+    params: Tensors, others: Sequence[Tensors], *, stream: Any = ...
+) -> tuple[Any, Any]: ...
+
+
+def distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None) -> tuple[Any, Any]:
+    """How far other versions of the weights are from them, in one pass and without a copy.
+
+    With a prediction made s updates ago and the stale weights of that time as `others`, these are
+    the errors that the SpecTrain paper draws (as root mean squares: divide by the root of the
+    number of elements).
+
+    Args:
+        params: the weights now; n tensors, or arrays of other frameworks.
+        others: k lists like the parameters.
+        stream: CUDA stream; None: the current one.
+
+    Returns:
+        Two float64 tensors on the parameters' device, or NumPy arrays where the first of params is
+        one: the Euclidean norm of others[j][i] - params[i], of shape (k, n), and that of the whole
+        lists, of shape (k,). The sums are made in an order that depends on the shapes only: the
+        same bits on the CPU and on every GPU.
+    """
+    norms: Any = _distance(params, others, stream=stream)
+    first = params if is_array(params) else next(iter(cast("Sequence[object]", params)), None)
+    if framework_of(first) == "numpy":
+        norms = norms.numpy()
+    return norms[:, :-1], norms[:, -1]
+
+
+@traceable
+def _distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None) -> Tensor:
+    """The two in one tensor, which a graph can hold: of shape (k, n + 1)."""
+    if isinstance(others, Tensor) or not isinstance(others, Sequence):
+        raise TypeError(f"others: expected a sequence of lists, got {type(others).__name__}")
+    lists = Lists(params, "params", writes=False)
+    given = [
+        lists.add(Role.OUT, f"others[{j}]", other, writes=False) for j, other in enumerate(others)
+    ]
+    native = lists.plan()
+    # Outputs may be narrower than their parameters, versions may not.
+    for j, arrays in enumerate(given):
+        for i, (array, version) in enumerate(zip(lists.params, arrays, strict=True)):
+            wanted, came = dtype_of(array), dtype_of(version)
+            if str(came).rpartition(".")[2] != str(wanted).rpartition(".")[2]:
+                raise ValueError(f"others[{j}][{i}]: expected {wanted}, got {came}")
+    arrays = lists.params
+    device = device_of(arrays[0]) if arrays else None
+    with current(stream, device):
+        squares = torch.zeros(len(others), len(arrays) + 1, dtype=torch.float64, device=device)
+        scratch = torch.empty(native.distance_scratch(), dtype=torch.uint8, device=device)
+        native.distances(squares.data_ptr(), scratch.data_ptr(), stream)
+        return squares.sqrt_()
+
+
+def _stepped(params: Tensors, grads: Gradients, options: StepOptions) -> Lists:
+    lists = Lists(params, "params", writes=True)
+    lists.add(Role.GRADS, "grads", grads, writes=bool(options.get("zero_grad")))
+    return lists
+
+
+def _add_outs(lists: Lists, predict: Sequence[tuple[Horizon, Tensors]]) -> list[Horizon]:
     horizons: list[Horizon] = []
-    outs = []
     for j, pair in enumerate(predict):
         if not isinstance(pair, Sequence) or len(pair) != 2:
             raise TypeError(f"predict[{j}]: expected a pair (steps, out), got {pair!r}")
         if pair[0] is None:
             raise TypeError(f"predict[{j}]: expected a number of steps or a law, got None")
         horizons.append(pair[0])
-        outs.append(lists.add(Role.OUT, f"predict[{j}].out", pair[1], writes=True))
-    return horizons, outs
+        lists.add(Role.OUT, f"predict[{j}].out", pair[1], writes=True)
+    return horizons
 
 
-def _add_stale(
-    lists: Lists, stale: Tensors | None, averages: Tensors | None
-) -> list[tuple[object, ...]]:
-    """Take what a correction reads; return what it writes."""
+def _add_stale(lists: Lists, stale: Tensors | None, averages: Tensors | None) -> None:
     if stale is not None:
         lists.add(Role.STALE, "stale", stale, writes=False)
-    if averages is None:
-        return []
-    return [lists.add(Role.AVERAGE, "gap_averages", averages, writes=True)]
-
-
-def _bump_stepped(
-    grads: tuple[object, ...],
-    stepped: Sequence[tuple[object, ...]],
-    outs: Sequence[tuple[object, ...]],
-) -> None:
-    changed = [i for i, grad in enumerate(grads) if grad is not None]
-    bump_versions(*([arrays[i] for i in changed] for arrays in stepped), *outs)
+    if averages is not None:
+        lists.add(Role.AVERAGE, "gap_averages", averages, writes=True)

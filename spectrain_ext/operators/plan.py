@@ -129,7 +129,7 @@ class Plan:
             (Role.STASHED, "stashed", stashed),
         ):
             if given is not None:
-                lists.add(role, name, given, writes=role != Role.GRADS)
+                lists.add(role, name, given, writes=role is not Role.GRADS)
         if is_array(outs):
             raise TypeError("outs: expected a sequence of outputs, got one tensor")
         for j, out in enumerate(outs):
