@@ -1,11 +1,11 @@
 """The fused operators on lists of arrays, prepared plans, the laws of prediction, corrections."""
 
 from . import averaging, corrections, laws
-from .distances import distance
 from .expressions import Scalar
 from .functions import (
     adam_predict,
     adam_step_,
+    distance,
     extrapolate,
     predict,
     predict_,

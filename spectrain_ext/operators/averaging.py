@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from math import ceil
 from typing import Protocol
 
@@ -144,26 +145,13 @@ class Sparse(Averaging):
         return _Sparse(self, weights, exchange, stage)
 
 
-class _Pending:
-    """A part of the weights, as the replica had it, and the mean of all once they have come."""
-
-    def __init__(self, own: Tensor, others: Callable[[], Sequence[Tensor]]) -> None:
-        self.own, self._others = own, others
-        self._mean: Tensor | None = None
-
-    @property
-    def mean(self) -> Tensor:
-        if self._mean is None:
-            self._mean = _mean(self._others())
-        return self._mean
-
-
 class _Sparse:
     def __init__(self, asked: Sparse, weights: Tensor, exchange: Exchange, stage: int) -> None:
         self._asked, self._exchange, self._stage = asked, exchange, stage
         self._moves = torch.zeros_like(weights)
         self._updates = 0
-        self._pending: list[_Pending] = []
+        # A part of the weights as they were, and what waits for its mean over all replicas.
+        self._pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
         self._dealt: tuple[int, Tensor] | None = None  # the round, and the order of the weights
         self._parts = min(ceil(1 / asked.share), max(1, len(weights)))
 
@@ -181,18 +169,19 @@ class _Sparse:
 
     def made(self, weights: Tensor) -> None:
         own = weights[self._part(self._updates)]
-        self._pending.append(_Pending(own, self._exchange(own)))
+        others = self._exchange(own)
+        self._pending.append((own, cache(lambda: _mean(others()))))
         self._updates += 1
 
     def after(self, weights: Tensor) -> Tensor | None:
         if len(self._pending) <= self._asked.delay:
             return None
-        arrived, decay = self._pending.pop(0), self._asked.decay
+        (own, mean), decay = self._pending.pop(0), self._asked.decay
         part = self._part(self._updates - 1 - self._asked.delay)
-        move = (weights[part] - arrived.own).mul_(1 - decay)
+        move = (weights[part] - own).mul_(1 - decay)
         move.add_(self._moves[part], alpha=decay)
         self._moves[part] = move
-        weights[part] = move.add_(arrived.mean)
+        weights[part] = move.add_(mean())
         return weights
 
     def average(self, weights: Tensor) -> Callable[[], Tensor]:
@@ -201,8 +190,8 @@ class _Sparse:
 
     def state(self) -> tuple[dict[str, Tensor], int]:
         kept = {"moves": self._moves}
-        for n, one in enumerate(self._pending):
-            kept |= {f"own{n}": one.own, f"mean{n}": one.mean}
+        for n, (own, mean) in enumerate(self._pending):
+            kept |= {f"own{n}": own, f"mean{n}": mean()}
         return kept, self._updates
 
     def load_state(self, tensors: Mapping[str, Tensor], updates: int) -> None:
@@ -212,12 +201,8 @@ class _Sparse:
         for n, update in enumerate(range(updates - waiting, updates)):
             like = self._moves[self._part(update)]
             own, mean = (fitting(tensors, f"{kind}{n}", like) for kind in ("own", "mean"))
-            self._pending.append(_Pending(like.copy_(own), _known(torch.empty_like(like), mean)))
-
-
-def _known(at: Tensor, mean: Tensor) -> Callable[[], Sequence[Tensor]]:
-    held = [at.copy_(mean)]
-    return lambda: held
+            known = [torch.empty_like(like).copy_(mean)]
+            self._pending.append((like.copy_(own), cache(partial(_mean, known))))
 
 
 def fitting(tensors: Mapping[str, Tensor], key: str, like: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import Any, TypeAlias, TypedDict, cast
 
 from .expressions import Program, lower
-from .laws import Horizons, Law, as_laws, terms_of
+from .laws import Horizons, Law, as_laws, needs_momentum, terms_of
 from .lists import StepOptions
-from .numbers import Adam, Setting, Sgd, Term
+from .numbers import Adam, Setting, Sgd, Term, horizon, non_negative
 
 Numbers: TypeAlias = Sequence[Sgd] | Sequence[Adam]  # of every parameter group
 Terms: TypeAlias = list[list[Term]]  # of every parameter group
@@ -17,9 +17,7 @@ Terms: TypeAlias = list[list[Term]]  # of every parameter group
 Prediction: TypeAlias = tuple[Terms, tuple[float, ...], Program | None]
 # Settings; whether there is momentum; what is predicted into which out.
 Step: TypeAlias = tuple[list[Setting], bool, list[tuple[int, Terms]]]
-
-PLAIN = frozenset((float, int, bool, type(None)))
-HORIZONS = PLAIN - {bool}
+SgdRow: TypeAlias = tuple[Any, Any, float, float, bool, bool, bool, bool]  # `Sgd` takes it
 
 
 class SgdNumbers(TypedDict, total=False):
@@ -49,6 +47,44 @@ class AdamStep(StepOptions, total=False):
     mu_product: float
 
 
+_PLAIN = frozenset((float, int, bool, type(None)))
+_HORIZONS = _PLAIN - {bool}
+
+
+def sgd_prediction(
+    n_groups: int,
+    steps: Horizons,
+    lr: float,
+    momentum: float | None = None,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    dampening: float = 0.0,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = False,
+    ema: bool = False,
+) -> Prediction:
+    """A prediction under SGD with the same numbers for all groups."""
+    rate = non_negative("lr", lr)
+    if type(weight_decay) is not float:
+        weight_decay = non_negative("weight_decay", weight_decay)
+    plain = momentum is None and not weight_decay and not nesterov
+    if plain and isinstance(steps, (int, float)):  # the common case, without a detour
+        distance = rate * horizon("steps", steps)
+        terms = [[Term(1.0, distance)] if distance else []] * n_groups
+        if type(distance) is float:
+            return terms, (), None
+        terms, program = lower(terms)
+        return terms, (), program
+    laws = as_laws(steps, n_groups)
+    if momentum is None:
+        for law in laws:
+            if needs_momentum(law):
+                raise ValueError(f"momentum: {law} needs it")
+        momentum = 1.0
+    more = nesterov, maximize, decoupled_weight_decay, ema
+    return prediction([Sgd(rate, momentum, dampening, weight_decay, *more)] * n_groups, laws)
+
+
 def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
     """A prediction without a step; ValueError where it needs the gradient."""
     terms = list(map(terms_of, laws, groups))
@@ -66,12 +102,34 @@ def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
     return terms, eps, program
 
 
-def step_arguments(groups: Numbers, predict: Sequence[Horizons | None]) -> Step:
+def step_arguments(
+    groups: Numbers, predict: Sequence[Horizons | None]
+) -> tuple[Step, Program | None]:
     """A step that also predicts; ValueError where its numbers do not go together."""
-    first = groups[0]
+    return lower(_step(groups, predict))
+
+
+def sgd_step_arguments(
+    row: SgdRow, n_groups: int, predict: Sequence[Horizons | None]
+) -> tuple[Step, Program | None]:
+    """The same of SGD with the same numbers for all groups."""
+    if _PLAIN.issuperset(map(type, row)) and (
+        len(predict) == 0 or _HORIZONS.issuperset(map(type, predict))
+    ):
+        return _remembered_step(row, tuple(predict), n_groups), None
+    return step_arguments([Sgd(*row)] * n_groups, predict)
+
+
+@lru_cache(maxsize=256)
+def _remembered_step(row: SgdRow, predict: tuple[Any, ...], n_groups: int) -> Step:
+    """Plain numbers: a training loop gives the same ones at most of its steps."""
+    return _step([Sgd(*row)] * n_groups, predict)
+
+
+def _step(groups: Numbers, predict: Sequence[Horizons | None]) -> Step:
     with_momentum = True
-    if isinstance(first, Sgd):
-        with_momentum = first.momentum != 0.0
+    if isinstance(groups[0], Sgd):
+        with_momentum = groups[0].momentum != 0.0
         for numbers in cast("Sequence[Sgd]", groups):
             if (numbers.momentum != 0.0) is not with_momentum:
                 raise ValueError("momentum: expected it to be 0 in all groups, or in none")
@@ -83,9 +141,3 @@ def step_arguments(groups: Numbers, predict: Sequence[Horizons | None]) -> Step:
             laws = as_laws(steps, len(groups), f"predict[{j}]")
             predictions.append((j, list(map(terms_of, laws, groups))))
     return [numbers.setting() for numbers in groups], with_momentum, predictions
-
-
-@lru_cache(maxsize=256)
-def remembered_step(numbers: tuple[Any, ...], predict: tuple[Any, ...], n_groups: int) -> Step:
-    """The same of plain numbers: a training loop gives the same ones at most of its steps."""
-    return step_arguments([Sgd(*numbers)] * n_groups, predict)

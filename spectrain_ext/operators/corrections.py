@@ -46,11 +46,8 @@ class StaleCorrection(Correction, Protocol):
     def coefficients(self, numbers: Sgd | Adam, largest_lr: float, averaged: int) -> Coefficients:
         """What the kernel takes.
 
-        Args:
-            numbers: of the step.
-            largest_lr: the largest learning rate that the weights have been updated with, this
-                step's included.
-            averaged: updates whose squares are in the buffer.
+        `largest_lr` is the largest learning rate that the weights have been updated with, this
+        step's included; `averaged` the updates whose squares are in the buffer.
         """
 
 
@@ -69,7 +66,6 @@ class DelayCompensation(StaleCorrection):
         object.__setattr__(self, "strength", non_negative("strength", self.strength))
 
     def coefficients(self, numbers: Sgd | Adam, largest_lr: float, averaged: int) -> Coefficients:
-        """The strength alone."""
         return self.strength, 0.0, 0.0, 0.0
 
 
@@ -113,24 +109,15 @@ def stale_correction(correction: object) -> StaleCorrection:
     return correction  # type: ignore[return-value]
 
 
-def native(
+def coefficients_of(
     correction: object,
     groups: Sequence[Sgd] | Sequence[Adam],
     largest_lr: float | None,
     averaged: int,
 ) -> tuple[bool, list[Coefficients]]:
-    """What the native step takes, of every parameter group.
+    """What the native step takes of every group: whether there is an average, and coefficients.
 
-    Args:
-        correction: one that reads stale weights.
-        groups: the numbers of the step.
-        largest_lr: for all groups; None: the step's own.
-        averaged: for all groups.
-
-    Raises:
-        TypeError: it is no such correction, or an argument no number; `largest_lr` is missing where
-            a learning rate is read when the kernel runs.
-        ValueError: a number out of range.
+    `largest_lr` (None: the step's own) and `averaged` are those of all groups.
     """
     stale = stale_correction(correction)
     updates = number("averaged", averaged)
@@ -146,10 +133,15 @@ def native(
     return bool(stale.buffers), coefficients
 
 
-class StepCorrection(Correction):
-    """A correction that is in a step's coefficients, and costs nothing; here they are the plain."""
+class StepCorrection:
+    """A `Correction` in a step's coefficients, which costs nothing; here they are the plain ones.
+
+    Steps ask for it by isinstance, which takes a microsecond where a Protocol is among the bases.
+    """
 
     __slots__ = ()
+    reads_stale: ClassVar[bool] = False
+    buffers: ClassVar[tuple[str, ...]] = ()
 
     def sgd(self, numbers: Sgd) -> Term:
         """The step under SGD; ValueError for numbers that it is not defined for."""

@@ -8,7 +8,7 @@ the records, which the native half evaluates (csrc/core/program.h) beside the ke
 from __future__ import annotations
 
 import struct
-from collections.abc import Sized
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
@@ -30,6 +30,29 @@ _Input: TypeAlias = tuple[int, InputType, bool, int, str]
 Program: TypeAlias = tuple[list[_Input], list[float], list[tuple[int, int, Opcode]]]
 
 
+_Operator: TypeAlias = "Callable[[Expression, Expression | float], float]"
+
+
+def _operators(operation: Opcode) -> tuple[_Operator, _Operator]:
+    """What records an operation on an expression, and on one that is its second operand."""
+
+    def forward(self: Expression, other: Expression | float) -> float:
+        return _record(operation, self, other)
+
+    def reflected(self: Expression, other: Expression | float) -> float:
+        return _record(operation, other, self)
+
+    return forward, reflected
+
+
+def _record(operation: Opcode, a: Expression | float, b: Expression | float) -> float:
+    """The result, which formulas know as a float."""
+    for operand in (a, b):
+        if not isinstance(operand, (Expression, int, float)):
+            return NotImplemented
+    return cast(float, Expression(operation, a, b))
+
+
 class Expression:
     """A number that is not known on the host, in its place in a formula.
 
@@ -43,35 +66,11 @@ class Expression:
         self.operation = operation
         self.operands = operands
 
-    def __add__(self, other: Expression | float) -> float:
-        return _record(Opcode.ADD, self, other)
-
-    def __radd__(self, other: float) -> float:
-        return _record(Opcode.ADD, other, self)
-
-    def __sub__(self, other: Expression | float) -> float:
-        return _record(Opcode.SUBTRACT, self, other)
-
-    def __rsub__(self, other: float) -> float:
-        return _record(Opcode.SUBTRACT, other, self)
-
-    def __mul__(self, other: Expression | float) -> float:
-        return _record(Opcode.MULTIPLY, self, other)
-
-    def __rmul__(self, other: float) -> float:
-        return _record(Opcode.MULTIPLY, other, self)
-
-    def __truediv__(self, other: Expression | float) -> float:
-        return _record(Opcode.DIVIDE, self, other)
-
-    def __rtruediv__(self, other: float) -> float:
-        return _record(Opcode.DIVIDE, other, self)
-
-    def __pow__(self, other: Expression | float) -> float:
-        return _record(Opcode.POWER, self, other)
-
-    def __rpow__(self, other: float) -> float:
-        return _record(Opcode.POWER, other, self)
+    __add__, __radd__ = _operators(Opcode.ADD)
+    __sub__, __rsub__ = _operators(Opcode.SUBTRACT)
+    __mul__, __rmul__ = _operators(Opcode.MULTIPLY)
+    __truediv__, __rtruediv__ = _operators(Opcode.DIVIDE)
+    __pow__, __rpow__ = _operators(Opcode.POWER)
 
     def __neg__(self) -> float:
         return _record(Opcode.MULTIPLY, self, -1.0)
@@ -80,14 +79,6 @@ class Expression:
         raise TypeError("a number on a device is needed on the host here; give a plain number")
 
     __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __index__ = _refuse
-
-
-def _record(operation: Opcode, a: Expression | float, b: Expression | float) -> float:
-    """The result, which formulas know as a float."""
-    for operand in (a, b):
-        if not isinstance(operand, (Expression, int, float)):
-            return NotImplemented
-    return cast(float, Expression(operation, a, b))
 
 
 class Scalar(Expression):
@@ -164,10 +155,8 @@ class _Lowering:
     """Collects the expressions of one call, each operation on the same numbers once."""
 
     def __init__(self) -> None:
-        self._inputs: dict[tuple[int, InputType], _Input] = {}
-        self._constants: dict[bytes, float] = {}
-        self._code: dict[tuple[_Place, _Place, Opcode], None] = {}
-        self._places: dict[tuple[int, object], _Place] = {}
+        # Of each kind: the index and what the program has, by what makes it the same.
+        self._tables: tuple[dict[object, tuple[int, Any]], ...] = ({}, {}, {})
         self._known: dict[int, _Place] = {}  # by id: the expressions outlive this
 
     def add(self, expression: Expression) -> None:
@@ -192,36 +181,33 @@ class _Lowering:
                     f"{expression.name}: expected one element in memory, got a tensor whose "
                     "storage was resized and does not hold it any more"
                 )
-            entry = (t.data_ptr(), _TYPES[t.dtype])
-            index = t.device.index if t.is_cuda else 0
-            self._inputs.setdefault(entry, (*entry, t.is_cuda, index, expression.name))
-            return self._intern(_INPUT, entry, self._inputs)
-        assert expression.operation is not None  # else it is a Scalar
-        a, b = (self._operand(operand) for operand in expression.operands)
-        code = (a, b, expression.operation)
-        self._code.setdefault(code)
-        return self._intern(_RESULT, code, self._code)
+            entry = t.data_ptr(), _TYPES[t.dtype]
+            device = t.device.index if t.is_cuda else 0
+            return self._intern(_INPUT, entry, (*entry, t.is_cuda, device, expression.name))
+        a, b = map(self._operand, expression.operands)
+        code = a, b, expression.operation
+        return self._intern(_RESULT, code, code)
 
     def _operand(self, operand: Expression | float) -> _Place:
         if isinstance(operand, Expression):
             return self._known[id(operand)]
-        bits = struct.pack("<d", operand)
-        self._constants.setdefault(bits, float(operand))
-        return self._intern(_CONSTANT, bits, self._constants)
+        return self._intern(_CONSTANT, struct.pack("<d", operand), float(operand))
 
-    def _intern(self, kind: int, key: object, table: Sized) -> _Place:
-        return self._places.setdefault((kind, key), (kind, len(table) - 1))
+    def _intern(self, kind: int, key: object, what: object) -> _Place:
+        table = self._tables[kind]
+        return kind, table.setdefault(key, (len(table), what))[0]
 
     def _register(self, place: _Place) -> int:
-        before = (0, len(self._inputs), len(self._inputs) + len(self._constants))
-        return before[place[0]] + place[1]
+        kind, index = place
+        return index + sum(map(len, self._tables[:kind]))
 
-    def program(self) -> Program:
-        """The program of all that was added."""
-        if len(self._inputs) + len(self._constants) + len(self._code) > _C.MAX_REGISTERS:
+    def program(self) -> Program | None:
+        """The program of all that was added; None where nothing was."""
+        if sum(map(len, self._tables)) > _C.MAX_REGISTERS:
             raise ValueError("steps: the formulas of numbers on the device are too long")
-        code = [(self._register(a), self._register(b), op) for a, b, op in self._code]
-        return list(self._inputs.values()), list(self._constants.values()), code
+        inputs, constants, code = ([what for _, what in t.values()] for t in self._tables)
+        code = [(self._register(a), self._register(b), operation) for a, b, operation in code]
+        return (inputs, constants, code) if self._known else None
 
     def placeholder(self, expression: Expression) -> float:
         """The NaN that stands for an expression that was added, once all are."""
@@ -240,29 +226,17 @@ def lower(numbers: T) -> tuple[T, Program | None]:
     """
     if _C.all_plain(numbers):  # in most calls all are: this is the quick way to know
         return numbers, None
-    found: list[Expression] = []
-    _find(numbers, found)
-    if not found:
-        return numbers, None
     lowering = _Lowering()
-    for expression in found:
-        lowering.add(expression)
+    _mapped(numbers, lowering.add)
     program = lowering.program()
-    return cast(T, _replace(numbers, lowering)), program
+    return cast(T, numbers if program is None else _mapped(numbers, lowering.placeholder)), program
 
 
-def _find(value: object, found: list[Expression]) -> None:
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            _find(part, found)
-    elif isinstance(value, Expression):
-        found.append(value)
-
-
-def _replace(value: object, lowering: _Lowering) -> object:
+def _mapped(value: object, of: Callable[[Expression], object]) -> object:
+    """The same structure with something else for each expression."""
     if isinstance(value, Expression):
-        return lowering.placeholder(value)
+        return of(value)
     if isinstance(value, (list, tuple)):
-        parts = [_replace(part, lowering) for part in value]
+        parts = [_mapped(part, of) for part in value]
         return parts if isinstance(value, list) else tuple(parts)
     return value

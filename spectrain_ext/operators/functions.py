@@ -14,17 +14,29 @@ the argument and the index, and leave every tensor as it was.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
+import torch
 from torch import Tensor
 
-from .corrections import StaleCorrection
-from .expressions import traced
-from .laws import Horizon
+from .calls import prediction, sgd_prediction, sgd_step_arguments, step_arguments
+from .corrections import StaleCorrection, coefficients_of
+from .expressions import lower, traced
+from .laws import Horizon, as_laws
 from .library import traceable
-from .lists import Gradients, Lists, Role, StepOptions, Tensors, bump_versions
-from .numbers import Adam
-from .plan import Plan
+from .lists import (
+    Gradients,
+    Lists,
+    Role,
+    StepOptions,
+    Tensors,
+    current,
+    device_of,
+    dtype_of,
+    framework_of,
+    is_array,
+)
+from .numbers import Adam, Sgd, horizon
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # of typing from Python 3.11 on
@@ -32,14 +44,13 @@ if TYPE_CHECKING:
 T = TypeVar("T", Tensor, Sequence[Tensor], Any)  # Any: arrays of other frameworks
 
 
-def _output(
-    lists: Lists, role: Role, out: Tensors | None, stream: Any
-) -> tuple[Any, tuple[object, ...]]:
-    """Take `out`, or new tensors with the layout of the parameters: what to return, and a tuple."""
+def _output(lists: Lists, role: Role, out: Tensors | None, stream: Any) -> Any:
+    """Take `out`, or new tensors with the layout of the parameters."""
     if out is None:
         new = lists.new_like_params(stream)
         out = new[0] if lists.single else new
-    return out, lists.add(role, "out", out, writes=True)
+    lists.add(role, "out", out, writes=True)
+    return out
 
 
 @traceable
@@ -69,15 +80,10 @@ def predict_(
     """
     lists = Lists(params, "params", writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
-    Plan.of(lists).predict_(
-        lr=lr,
-        steps=steps,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        stream=stream,
-    )
-    bump_versions(lists.params)
+    plan = lists.plan()
+    terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.predict_(terms, eps, stream, program)
+    lists.bump()
 
 
 @traceable
@@ -100,16 +106,11 @@ def predict(
     """
     lists = Lists(params, "params", writes=False)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
-    result, written = _output(lists, Role.OUT, out, stream)
-    Plan.of(lists).predict(
-        lr=lr,
-        steps=steps,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        stream=stream,
-    )
-    bump_versions(written)
+    result = _output(lists, Role.OUT, out, stream)
+    plan = lists.plan()
+    terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.predict(terms, eps, 0, stream, program)
+    lists.bump()
     return cast(T, result)
 
 
@@ -117,9 +118,9 @@ def predict(
 def stash(params: T, out: T | None = None, *, stream: Any = None) -> T:
     """Return a copy of the weights, bit for bit, in `out` or in new tensors of the same layout."""
     lists = Lists(params, "params", writes=False)
-    result, written = _output(lists, Role.STASHED, out, stream)
-    Plan.of(lists).stash(stream=stream)
-    bump_versions(written)
+    result = _output(lists, Role.STASHED, out, stream)
+    lists.plan().stash(stream)
+    lists.bump()
     return cast(T, result)
 
 
@@ -128,17 +129,17 @@ def restore_(params: Tensors, stashed: Tensors, *, stream: Any = None) -> None:
     """W <- stashed, bit for bit: the inverse of `stash`."""
     lists = Lists(params, "params", writes=True)
     lists.add(Role.STASHED, "stashed", stashed, writes=False)
-    Plan.of(lists).restore_(stream=stream)
-    bump_versions(lists.params)
+    lists.plan().restore_(stream)
+    lists.bump()
 
 
 @traceable
 def swap_(a: Tensors, b: Tensors, *, stream: Any = None) -> None:
     """A <-> b, bit for bit, without a third buffer."""
     lists = Lists(a, "a", writes=True)
-    written = lists.add(Role.STASHED, "b", b, writes=True)
-    Plan.of(lists).swap_(stream=stream)
-    bump_versions(lists.params, written)
+    lists.add(Role.STASHED, "b", b, writes=True)
+    lists.plan().swap_(stream)
+    lists.bump()
 
 
 @traceable
@@ -156,17 +157,12 @@ def stash_predict_(
 ) -> None:
     """Stashed <- W and W <- W - lr*steps*v, in one pass over memory; see `predict_`."""
     lists = Lists(params, "params", writes=True)
-    written = lists.add(Role.STASHED, "stashed", stashed, writes=True)
+    lists.add(Role.STASHED, "stashed", stashed, writes=True)
     lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=False)
-    Plan.of(lists).stash_predict_(
-        lr=lr,
-        steps=steps,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        stream=stream,
-    )
-    bump_versions(lists.params, written)
+    plan = lists.plan()
+    terms, eps, program = sgd_prediction(1, steps, lr, momentum, weight_decay, nesterov)
+    plan.stash_predict_(terms, eps, stream, program)
+    lists.bump()
 
 
 @traceable
@@ -247,34 +243,21 @@ def sgd_step_(
             alone: the same on every device. Give every step another seed.
         stream: CUDA stream; None: the current one.
     """
-    zero_grad = bool(options.get("zero_grad"))
-    lists = Lists(params, "params", writes=True)
-    g = lists.add(Role.GRADS, "grads", grads, writes=zero_grad)
-    stepped: list[tuple[object, ...]] = [lists.params]
+    lists = _stepped(params, grads, options)
     if momentum_buffers is not None:
-        v = lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
-        if traced("momentum", momentum) is not None or momentum != 0.0:
-            stepped.append(v)
-    horizons, outs = _add_outs(lists, predict)
-    stepped.extend(_add_stale(lists, stale, gap_averages))
-    Plan.of(lists).sgd_step_(
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-        decoupled_weight_decay=decoupled_weight_decay,
-        ema=ema,
-        first_step=first_step,
-        predict=horizons,
-        correction=correction,
-        largest_lr=largest_lr,
-        averaged=averaged,
-        stream=stream,
-        **options,
-    )
-    _bump_stepped(g, [*stepped, *([g] if zero_grad else [])], outs)
+        lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
+    horizons = _add_outs(lists, predict)
+    _add_stale(lists, stale, gap_averages)
+    plan = lists.plan()
+    row = lr, momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay, ema
+    (settings, with_momentum, predictions), program = sgd_step_arguments(row, 1, horizons)
+    correcting = None
+    if correction is not None:
+        correcting = coefficients_of(correction, [Sgd(*row)], largest_lr, averaged)
+    more = options, stream, program, correcting
+    plan.sgd_step_(settings, with_momentum, first_step, predictions, *more)
+    without = traced("momentum", momentum) is None and momentum == 0.0
+    lists.bump(untouched=Role.MOMENTUM if without else None)
 
 
 @traceable
@@ -297,6 +280,7 @@ def adam_step_(
     correction: StaleCorrection | None = None,
     stale: Tensors | None = None,
     gap_averages: Tensors | None = None,
+    largest_lr: float | None = None,
     averaged: int = 0,
     stream: Any = None,
     **options: Unpack[StepOptions],
@@ -329,24 +313,26 @@ def adam_step_(
         predict: pairs of a horizon (a number of updates, or a law of `spectrain_ext.laws`) and
             outputs like the parameters, bfloat16 or float16 beside float32 ones. They are made from
             the values as they were stored.
-        correction, stale, gap_averages, averaged: as in `sgd_step_`.
+        correction, stale, gap_averages, largest_lr, averaged: as in `sgd_step_`.
         grad_scale, found_inf, clip_factor: as in `sgd_step_`. A skipped step counts nowhere: the
             next one has the same number.
         zero_grad, rounding_seed: as in `sgd_step_`.
         stream: CUDA stream; None: the current one.
     """
-    zero_grad = bool(options.get("zero_grad"))
-    lists = Lists(params, "params", writes=True)
-    g = lists.add(Role.GRADS, "grads", grads, writes=zero_grad)
-    m = lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
-    u = lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
-    horizons, outs = _add_outs(lists, predict)
-    averages = _add_stale(lists, stale, gap_averages)
+    lists = _stepped(params, grads, options)
+    lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
+    lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
+    horizons = _add_outs(lists, predict)
+    _add_stale(lists, stale, gap_averages)
     more = decoupled_weight_decay, maximize, momentum_decay, mu_product
     numbers = Adam(lr, betas, eps, weight_decay, step, *more)
-    correcting: Any = {"correction": correction, "averaged": averaged}
-    Plan.of(lists).adam_step_([numbers], predict=horizons, stream=stream, **correcting, **options)
-    _bump_stepped(g, [lists.params, m, u, *averages, *([g] if zero_grad else [])], outs)
+    plan = lists.plan()
+    (settings, _, predictions), program = step_arguments([numbers], horizons)
+    correcting = None
+    if correction is not None:
+        correcting = coefficients_of(correction, [numbers], largest_lr, averaged)
+    plan.adam_step_(settings, predictions, options, stream, program, correcting)
+    lists.bump()
 
 
 @traceable
@@ -373,10 +359,12 @@ def adam_predict(
     lists = Lists(params, "params", writes=False)
     lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=False)
     lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=False)
-    result, written = _output(lists, Role.OUT, out, stream)
+    result = _output(lists, Role.OUT, out, stream)
     numbers = Adam(lr, betas, eps, weight_decay, step, decoupled_weight_decay)
-    Plan.of(lists).predict([numbers], steps=steps, stream=stream)
-    bump_versions(written)
+    plan = lists.plan()
+    terms, each_eps, program = prediction([numbers], as_laws(steps, 1))
+    plan.predict(terms, each_eps, 0, stream, program)
+    lists.bump()
     return cast(T, result)
 
 
@@ -392,42 +380,96 @@ def extrapolate(
     """Return W + steps*(W - previous): prediction by weight difference (LWP^w)."""
     lists = Lists(params, "params", writes=False)
     lists.add(Role.STASHED, "previous", previous, writes=False)
-    result, written = _output(lists, Role.OUT, out, stream)
-    Plan.of(lists).extrapolate(steps=steps, stream=stream)
-    bump_versions(written)
+    result = _output(lists, Role.OUT, out, stream)
+    plan = lists.plan()
+    steps, program = lower(horizon("steps", steps))
+    plan.extrapolate(steps, 0, stream, program)
+    lists.bump()
     return cast(T, result)
 
 
-def _add_outs(
-    lists: Lists, predict: Sequence[tuple[Horizon, Tensors]]
-) -> tuple[list[Horizon], list[tuple[object, ...]]]:
+@overload
+def distance(
+    params: Tensor | Sequence[Tensor], others: Sequence[Tensors], *, stream: Any = ...
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def distance(
+    params: Tensors, others: Sequence[Tensors], *, stream: Any = ...
+) -> tuple[Any, Any]: ...
+
+
+def distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None) -> tuple[Any, Any]:
+    """How far other versions of the weights are from them, in one pass and without a copy.
+
+    With a prediction made s updates ago and the stale weights of that time as `others`, these are
+    the errors that the SpecTrain paper draws (as root mean squares: divide by the root of the
+    number of elements).
+
+    Args:
+        params: the weights now; n tensors, or arrays of other frameworks.
+        others: k lists like the parameters.
+        stream: CUDA stream; None: the current one.
+
+    Returns:
+        Two float64 tensors on the parameters' device, or NumPy arrays where the first of params is
+        one: the Euclidean norm of others[j][i] - params[i], of shape (k, n), and that of the whole
+        lists, of shape (k,). The sums are made in an order that depends on the shapes only: the
+        same bits on the CPU and on every GPU.
+    """
+    norms: Any = _distance(params, others, stream=stream)
+    first = params if is_array(params) else next(iter(cast("Sequence[object]", params)), None)
+    if framework_of(first) == "numpy":
+        norms = norms.numpy()
+    return norms[:, :-1], norms[:, -1]
+
+
+@traceable
+def _distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None) -> Tensor:
+    """The two in one tensor, which a graph can hold: of shape (k, n + 1)."""
+    if isinstance(others, Tensor) or not isinstance(others, Sequence):
+        raise TypeError(f"others: expected a sequence of lists, got {type(others).__name__}")
+    lists = Lists(params, "params", writes=False)
+    given = [
+        lists.add(Role.OUT, f"others[{j}]", other, writes=False) for j, other in enumerate(others)
+    ]
+    native = lists.plan()
+    # Outputs may be narrower than their parameters, versions may not.
+    for j, arrays in enumerate(given):
+        for i, (array, version) in enumerate(zip(lists.params, arrays, strict=True)):
+            wanted, came = dtype_of(array), dtype_of(version)
+            if str(came).rpartition(".")[2] != str(wanted).rpartition(".")[2]:
+                raise ValueError(f"others[{j}][{i}]: expected {wanted}, got {came}")
+    arrays = lists.params
+    device = device_of(arrays[0]) if arrays else None
+    with current(stream, device):
+        squares = torch.zeros(len(others), len(arrays) + 1, dtype=torch.float64, device=device)
+        scratch = torch.empty(native.distance_scratch(), dtype=torch.uint8, device=device)
+        native.distances(squares.data_ptr(), scratch.data_ptr(), stream)
+        return squares.sqrt_()
+
+
+def _stepped(params: Tensors, grads: Gradients, options: StepOptions) -> Lists:
+    lists = Lists(params, "params", writes=True)
+    lists.add(Role.GRADS, "grads", grads, writes=bool(options.get("zero_grad")))
+    return lists
+
+
+def _add_outs(lists: Lists, predict: Sequence[tuple[Horizon, Tensors]]) -> list[Horizon]:
     horizons: list[Horizon] = []
-    outs = []
     for j, pair in enumerate(predict):
         if not isinstance(pair, Sequence) or len(pair) != 2:
             raise TypeError(f"predict[{j}]: expected a pair (steps, out), got {pair!r}")
         if pair[0] is None:
             raise TypeError(f"predict[{j}]: expected a number of steps or a law, got None")
         horizons.append(pair[0])
-        outs.append(lists.add(Role.OUT, f"predict[{j}].out", pair[1], writes=True))
-    return horizons, outs
+        lists.add(Role.OUT, f"predict[{j}].out", pair[1], writes=True)
+    return horizons
 
 
-def _add_stale(
-    lists: Lists, stale: Tensors | None, averages: Tensors | None
-) -> list[tuple[object, ...]]:
-    """Take what a correction reads; return what it writes."""
+def _add_stale(lists: Lists, stale: Tensors | None, averages: Tensors | None) -> None:
     if stale is not None:
         lists.add(Role.STALE, "stale", stale, writes=False)
-    if averages is None:
-        return []
-    return [lists.add(Role.AVERAGE, "gap_averages", averages, writes=True)]
-
-
-def _bump_stepped(
-    grads: tuple[object, ...],
-    stepped: Sequence[tuple[object, ...]],
-    outs: Sequence[tuple[object, ...]],
-) -> None:
-    changed = [i for i, grad in enumerate(grads) if grad is not None]
-    bump_versions(*([arrays[i] for i in changed] for arrays in stepped), *outs)
+    if averages is not None:
+        lists.add(Role.AVERAGE, "gap_averages", averages, writes=True)

@@ -54,9 +54,8 @@ class Linear(Law):
     def adam(self, numbers: Adam) -> list[Term]:
         if not self.steps:
             return []
-        return [
-            Term(1.0, self.steps * _rate(numbers, numbers.lr, 0), 0.0, numbers.root(numbers.step))
-        ]
+        rate = _rate(numbers, numbers.lr, 0)
+        return [Term(1.0, self.steps * rate, 0.0, numbers.root(numbers.step))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +168,6 @@ class SecondOrder(Law):
 _linear = lru_cache(maxsize=256)(Linear)  # a training loop asks for the same few at every step
 
 
-def as_law(steps: Horizon, name: str = "steps") -> Law:
-    """A number of steps as the linear law."""
-    if isinstance(steps, (int, float)):
-        return _linear(horizon(name, steps))
-    if hasattr(type(steps), "sgd"):
-        return steps  # type: ignore[return-value]
-    return Linear(horizon(name, steps))  # type: ignore[arg-type]
-
-
 def as_laws(steps: Horizons, n_groups: int, name: str = "steps") -> Sequence[Law]:
     """The law of every parameter group: one for all of them, or a tuple with one for each."""
     if not isinstance(steps, tuple):
@@ -185,6 +175,15 @@ def as_laws(steps: Horizons, n_groups: int, name: str = "steps") -> Sequence[Law
     if len(steps) != n_groups:
         raise ValueError(f"{name}: expected one for each of {n_groups} groups, got {len(steps)}")
     return [as_law(each, f"{name}[{i}]") for i, each in enumerate(steps)]
+
+
+def as_law(steps: Horizon, name: str = "steps") -> Law:
+    """A number of steps as the linear law."""
+    if isinstance(steps, (int, float)):
+        return _linear(horizon(name, steps))
+    if hasattr(type(steps), "sgd"):
+        return steps  # type: ignore[return-value]
+    return Linear(horizon(name, steps))  # type: ignore[arg-type]
 
 
 def terms_of(law: Law, numbers: Sgd | Adam) -> list[Term]:

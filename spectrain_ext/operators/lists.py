@@ -34,6 +34,8 @@ Array: TypeAlias = "Tensor | SupportsDLPack | SupportsCudaArray | memoryview | a
 Tensors: TypeAlias = "Array | Sequence[Array]"
 Gradients: TypeAlias = "Array | Sequence[Array | None] | None"
 
+_DLPACK_CUDA = 2  # kDLCUDA
+
 
 class StepOptions(TypedDict, total=False):
     """What a step is told beside its numbers, see `sgd_step_`; None is as good as absent.
@@ -63,14 +65,32 @@ def is_array(value: object) -> bool:
     return True
 
 
-class Lists:
-    """The arguments of one call, each of the kind of the first: one array, or a sequence.
+def framework_of(array: object) -> str:
+    """Which of NumPy and CuPy an array is of, maybe by a class of its own; else nothing."""
+    modules = (base.__module__.partition(".")[0] for base in type(array).__mro__)
+    return next((module for module in modules if module in ("numpy", "cupy")), "")
 
-    Args:
-        params: the first argument, which all others are measured by.
-        name: what errors call it.
-        writes: whether the call writes it.
-    """
+
+def dtype_of(array: Any) -> object:
+    """Its dtype in its framework's words; that of a buffer, which has none, in torch's."""
+    if hasattr(array, "dtype"):
+        return array.dtype
+    return {"e": torch.float16, "f": torch.float32, "d": torch.float64}[memoryview(array).format]
+
+
+def device_of(array: Any) -> torch.device:
+    """Where an array lies, of whatever framework."""
+    if isinstance(array, Tensor):
+        return array.device
+    if not hasattr(array, "__dlpack_device__"):
+        cuda = hasattr(array, "__cuda_array_interface__")  # of the device that is current
+        return torch.device("cuda" if cuda else "cpu")
+    kind, index = array.__dlpack_device__()
+    return torch.device("cuda", index) if kind == _DLPACK_CUDA else torch.device("cpu")
+
+
+class Lists:
+    """The arguments of one call, each of the kind of the first: one array, or a sequence."""
 
     def __init__(self, params: object, name: str, *, writes: bool) -> None:
         self.single = is_array(params)
@@ -97,6 +117,23 @@ class Lists:
         self._lists.append((role, name, writes, arrays))
         return arrays
 
+    def bump(self, untouched: Role | None = None) -> None:
+        """Tell autograd what was written: in a step, but for its outs, only where a gradient is.
+
+        An `untouched` list was checked as one to be written, and was left alone.
+        """
+        grads = next((arrays for role, _, _, arrays in self._lists if role is Role.GRADS), None)
+        stepped = None
+        if grads is not None and None in grads:
+            stepped = [i for i, grad in enumerate(grads) if grad is not None]
+        bump_versions(
+            *(
+                arrays if stepped is None or role is Role.OUT else [arrays[i] for i in stepped]
+                for role, _, writes, arrays in self._lists
+                if writes and role is not untouched
+            )
+        )
+
     def new_like_params(self, stream: Any) -> list[Any]:
         """New arrays with the layouts of the first argument, each of its own framework.
 
@@ -109,16 +146,16 @@ class Lists:
         if isinstance(value, Tensor):
             with current(stream, value.device):
                 return torch.empty_like(value)
-        for base in type(value).__mro__:
-            framework = base.__module__.partition(".")[0]
-            if framework == "numpy":  # a plain array where it is memory-mapped or the like
-                return cast(Any, sys.modules["numpy"]).empty_like(value, subok=False)
-            if framework == "cupy":
-                cupy = cast(Any, sys.modules["cupy"])
-                if stream is None:
-                    return cupy.empty_like(value)
-                with cupy.cuda.ExternalStream(_C.stream_handle(stream)):
-                    return cupy.empty_like(value)
+        framework = framework_of(value)
+        if framework == "numpy":  # a plain array where it is memory-mapped or the like
+            return cast(Any, sys.modules["numpy"]).empty_like(value, subok=False)
+        if framework == "cupy":
+            cupy = cast(Any, sys.modules["cupy"])
+            external = nullcontext()
+            if stream is not None:
+                external = cupy.cuda.ExternalStream(_C.stream_handle(stream))
+            with external:
+                return cupy.empty_like(value)
         place = self._first if self.single else f"{self._first}[{i}]"
         raise TypeError(
             f"{place}: expected a tensor, or a NumPy or CuPy array, where out is None; "

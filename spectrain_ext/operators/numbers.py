@@ -40,7 +40,7 @@ def number(name: str, value: SupportsFloat) -> float:
 
 
 def non_negative(name: str, value: SupportsFloat) -> float:
-    """Return a finite float that is not negative; raises as `number`."""
+    """The same, and not negative."""
     if type(value) is float and 0.0 <= value < math.inf:  # the common case, without a detour
         return value
     result = _float(name, value)
@@ -49,16 +49,19 @@ def non_negative(name: str, value: SupportsFloat) -> float:
     return result
 
 
+def fraction(name: str, value: SupportsFloat) -> float:
+    """The same, and below 1."""
+    result = non_negative(name, value)
+    if type(result) is float and result >= 1.0:
+        raise ValueError(f"{name}: expected a number in [0, 1), got {result!r}")
+    return result
+
+
 _WHOLE = 2**53  # up to here every int is a float
 
 
 def horizon(name: str, value: SupportsFloat) -> float:
-    """Return a number of updates as `non_negative` does, and no bool.
-
-    Raises:
-        TypeError: it is not a number; says what a horizon may be.
-        ValueError: it is negative, NaN or infinite.
-    """
+    """A number of updates, as `non_negative`; no bool, and the TypeError says what it may be."""
     if type(value) is float and 0.0 <= value < math.inf:
         return value
     if type(value) is int and 0 <= value <= _WHOLE:
@@ -85,14 +88,6 @@ def _float(name: str, value: SupportsFloat) -> float:
         raise TypeError(f"{name}: expected a number, got {value!r}") from None
 
 
-def fraction(name: str, value: SupportsFloat) -> float:
-    """Return a float in [0, 1); raises as `number`."""
-    result = non_negative(name, value)
-    if type(result) is float and result >= 1.0:
-        raise ValueError(f"{name}: expected a number in [0, 1), got {result!r}")
-    return result
-
-
 def _check(numbers: object, names: tuple[str, ...]) -> None:
     """Make attributes non-negative floats. Most are already: asking is cheaper than setting."""
     for name in names:
@@ -115,16 +110,8 @@ class Corrected(Protocol):
 class Sgd:
     """SGD with momentum as torch.optim.SGD has it, or with an averaged (EMA) momentum.
 
-    Attributes:
-        lr: learning rate.
-        momentum: factor of the old buffer.
-        dampening: the buffer takes 1 - dampening of the gradient.
-        weight_decay: L2 penalty, or decoupled from the gradient.
-        nesterov: Nesterov momentum.
-        maximize: step up the gradient.
-        decoupled_weight_decay: W <- (1 - lr*weight_decay)*W instead of an L2 penalty.
-        ema: v = momentum*v + (1 - momentum)*d, as the SpecTrain paper writes it.
-        correction: of a late gradient's step; None: none.
+    The fields are arguments of `spectrain_ext.sgd_step_`, which says what they are. A correction
+    here gives the step otherwise.
     """
 
     lr: float
@@ -155,7 +142,6 @@ class Sgd:
 
     @property
     def l2(self) -> float:
-        """The L2 penalty; 0 where weight decay is decoupled."""
         return 0.0 if self.decoupled_weight_decay else self.weight_decay
 
     def term(self) -> Term:
@@ -168,7 +154,6 @@ class Sgd:
         return Term(keep, self.lr)
 
     def setting(self) -> Setting:
-        """The coefficients of the step."""
         step = self.term() if self.correction is None else self.correction.sgd(self)
         sign = -1.0 if self.maximize else 1.0
         return sign, self.l2, self.momentum, self.gain, 0.0, 0.0, step
@@ -178,18 +163,9 @@ class Sgd:
 class Adam:
     """Adam, AdamW or NAdam as torch.optim has them.
 
-    Attributes:
-        lr: learning rate.
-        betas: decay of the first and of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: L2 penalty (Adam), or decoupled (AdamW).
-        step: number of the update, counted from 1: the one that is made now, or (for a prediction
-            alone) the last one made.
-        decoupled_weight_decay: AdamW.
-        maximize: step up the gradient.
-        momentum_decay: NAdam's; None is Adam.
-        mu_product: NAdam's product of all mu up to and including `step`.
-        correction: of a late gradient's step; None: none.
+    The fields are arguments of `spectrain_ext.adam_step_`, which says what they are. `step` is the
+    update that is made now, or (for a prediction alone) the last one made. A correction here gives
+    the step otherwise.
     """
 
     lr: float
@@ -207,13 +183,11 @@ class Adam:
         _check(self, ("lr", "eps", "weight_decay"))
         try:
             first, second = self.betas
-        except TypeError:
-            raise TypeError(f"betas: expected a pair of numbers, got {self.betas!r}") from None
-        except ValueError:
-            raise ValueError(f"betas: expected a pair of numbers, got {self.betas!r}") from None
-        object.__setattr__(
-            self, "betas", (fraction("betas[0]", first), fraction("betas[1]", second))
-        )
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"betas: expected a pair of numbers, got {self.betas!r}") from None
+        betas = fraction("betas[0]", first), fraction("betas[1]", second)
+        object.__setattr__(self, "betas", betas)
         step = number("step", self.step)
         if type(step) is float:
             if step < 1 or step != int(step):
@@ -232,8 +206,7 @@ class Adam:
 
     def root(self, step: float) -> float:
         """The bias correction of the second moment's root."""
-        root: float = (1.0 - self.betas[1] ** step) ** -0.5
-        return root
+        return cast(float, (1.0 - self.betas[1] ** step) ** -0.5)
 
     def term(self) -> Term:
         """The step without its correction."""
@@ -248,7 +221,6 @@ class Adam:
         return Term(keep, momentum, gradient, self.root(self.step))
 
     def setting(self) -> Setting:
-        """The coefficients of the step."""
         beta1, beta2 = self.betas
         step = self.term() if self.correction is None else self.correction.adam(self)
         l2 = 0.0 if self.decoupled_weight_decay else self.weight_decay

@@ -7,12 +7,19 @@ from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
-from . import corrections
-from .calls import HORIZONS, PLAIN, Prediction, prediction, remembered_step, step_arguments
+from .calls import (
+    Prediction,
+    SgdRow,
+    prediction,
+    sgd_prediction,
+    sgd_step_arguments,
+    step_arguments,
+)
+from .corrections import coefficients_of
 from .expressions import lower
-from .laws import Horizons, as_laws, needs_momentum
+from .laws import Horizons, as_laws
 from .lists import Gradients, Lists, Role, StepOptions, Tensors, is_array
-from .numbers import Adam, Sgd, Term, horizon, non_negative
+from .numbers import Adam, Sgd, horizon
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind")
 _OF_ADAM = frozenset(Adam.__slots__) - {"correction"}
-_NO_NUMBERS = None, None, 0.0, 0.0, False, False, False, False  # what `sgd_step_` has by default
+_NO_NUMBERS: SgdRow = None, None, 0.0, 0.0, False, False, False, False  # `sgd_step_` has by default
 
 
 def _out_of_graphs(cls: type[Kind]) -> type[Kind]:
@@ -95,6 +102,8 @@ class Plan:
         ValueError: shapes, strides, dtypes, devices or lengths differ, or memory overlaps.
     """
 
+    _watches: ClassVar[bool] = True
+
     def __init__(
         self,
         params: Tensors,
@@ -112,16 +121,15 @@ class Plan:
         lists = Lists(params, "params", writes=True)
         if momentum_buffers is not None and exp_avgs is not None:
             raise ValueError("exp_avgs: momentum_buffers are given; a plan has one or the other")
-        if momentum_buffers is not None:
-            lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
-        if exp_avgs is not None:
-            lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
-        if exp_avg_sqs is not None:
-            lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
-        if grads is not None:
-            lists.add(Role.GRADS, "grads", grads, writes=False)
-        if stashed is not None:
-            lists.add(Role.STASHED, "stashed", stashed, writes=True)
+        for role, name, given in (
+            (Role.MOMENTUM, "momentum_buffers", momentum_buffers),
+            (Role.MOMENTUM, "exp_avgs", exp_avgs),
+            (Role.SECOND, "exp_avg_sqs", exp_avg_sqs),
+            (Role.GRADS, "grads", grads),
+            (Role.STASHED, "stashed", stashed),
+        ):
+            if given is not None:
+                lists.add(role, name, given, writes=role is not Role.GRADS)
         if is_array(outs):
             raise TypeError("outs: expected a sequence of outputs, got one tensor")
         for j, out in enumerate(outs):
@@ -130,23 +138,11 @@ class Plan:
             lists.add(Role.STALE, "stale", stale, writes=False)
         if gap_averages is not None:
             lists.add(Role.AVERAGE, "gap_averages", gap_averages, writes=True)
-        self._take(lists, groups)
-        self._native.keep(self._watches)
-
-    def _take(self, lists: Lists, groups: Sequence[int] | None) -> None:
         self._single = lists.single
         self._native = lists.plan(groups)
+        self._native.keep(self._watches)
         self._n_groups: int = 1 if groups is None else self._native.n_groups
         self._n_outs: int = self._native.n_outs
-
-    _watches: ClassVar[bool] = True
-
-    @classmethod
-    def of(cls, lists: Lists) -> Plan:
-        """The plan of one call, of lists that name what may be written. For operators."""
-        plan = cls.__new__(cls)
-        plan._take(lists, None)
-        return plan
 
     # Predictions.
 
@@ -232,28 +228,21 @@ class Plan:
             options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
         """
         self._check_predict(predict)
-        given: Any = lr, momentum, dampening, weight_decay, nesterov, maximize
-        numbers = *given, decoupled_weight_decay, ema
-        program = None
-        plain = groups is None and PLAIN.issuperset(map(type, numbers))
-        if plain and (len(predict) == 0 or HORIZONS.issuperset(map(type, predict))):
-            arguments = remembered_step(numbers, tuple(predict), self._n_groups)
+        row = lr, momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay, ema
+        if groups is None:
+            step, program = sgd_step_arguments(row, self._n_groups, predict)
+        elif row != _NO_NUMBERS:
+            pairs = zip(Sgd.__slots__, row, _NO_NUMBERS, strict=False)
+            raise _given_twice(name for name, number, no in pairs if number != no)
         else:
-            if groups is None:
-                groups = [Sgd(*numbers)] * self._n_groups
-            elif numbers != _NO_NUMBERS:
-                pairs = zip(Sgd.__slots__, numbers, _NO_NUMBERS, strict=False)
-                raise _given_twice(name for name, number, no in pairs if number != no)
-            arguments, program = lower(step_arguments(self._checked(groups, Sgd), predict))
-        settings, with_momentum, predictions = arguments
-        call = self._native.sgd_step_
-        if correction is None:
-            call(settings, with_momentum, first_step, predictions, options, stream, program)
-            return
-        own = [Sgd(*numbers)] * self._n_groups if groups is None else groups
-        correcting = corrections.native(correction, own, largest_lr, averaged)
+            step, program = step_arguments(self._checked(groups, Sgd), predict)
+        correcting = None
+        if correction is not None:
+            own = groups or [Sgd(*cast("SgdRow", row))] * self._n_groups
+            correcting = coefficients_of(correction, own, largest_lr, averaged)
+        settings, with_momentum, predictions = step
         more = options, stream, program, correcting
-        call(settings, with_momentum, first_step, predictions, *more)
+        self._native.sgd_step_(settings, with_momentum, first_step, predictions, *more)
 
     def adam_step_(
         self,
@@ -275,13 +264,10 @@ class Plan:
         self._check_predict(predict)
         if groups is None or (options and not _OF_ADAM.isdisjoint(options)):
             groups = self._adams(groups, cast("dict[str, Any]", options))
-        (settings, _, predictions), program = lower(
-            step_arguments(self._checked(groups, Adam), predict)
-        )
-        if correction is None:
-            self._native.adam_step_(settings, predictions, options, stream, program)
-            return
-        correcting = corrections.native(correction, groups, largest_lr, averaged)
+        (settings, _, predictions), program = step_arguments(self._checked(groups, Adam), predict)
+        correcting = None
+        if correction is not None:
+            correcting = coefficients_of(correction, groups, largest_lr, averaged)
         self._native.adam_step_(settings, predictions, options, stream, program, correcting)
 
     # Versions of the weights.
@@ -326,7 +312,7 @@ class Plan:
         options: StepOptions,
         correction: tuple[bool, list[Coefficients]] | None = None,
     ) -> Callable[[], None]:
-        (settings, momentum, predictions), program = lower(step_arguments(groups, predict))
+        (settings, momentum, predictions), program = step_arguments(groups, predict)
         more = options, None, program, correction
         if isinstance(groups[0], Adam):
             return partial(self._native.adam_step_, settings, predictions, *more)
@@ -343,43 +329,9 @@ class Plan:
 
     # Arguments.
 
-    def _terms(
-        self,
-        steps: Horizons,
-        lr: float,
-        momentum: float | None = None,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        dampening: float = 0.0,
-        maximize: bool = False,
-        decoupled_weight_decay: bool = False,
-        ema: bool = False,
-    ) -> Prediction:
-        """What the native predictions take, of numbers for all groups."""
-        rate = non_negative("lr", lr)
-        if type(weight_decay) is not float:
-            weight_decay = non_negative("weight_decay", weight_decay)
-        plain = momentum is None and not weight_decay and not nesterov
-        if plain and isinstance(steps, (int, float)):  # the common case, without a detour
-            distance = rate * horizon("steps", steps)
-            terms = [[Term(1.0, distance)] if distance else []] * self._n_groups
-            if type(distance) is float:
-                return terms, (), None
-            terms, program = lower(terms)
-            return terms, (), program
-        laws = as_laws(steps, self._n_groups)
-        if momentum is None:
-            for law in laws:
-                if needs_momentum(law):
-                    raise ValueError(f"momentum: {law} needs it")
-            momentum = 1.0
-        more = nesterov, maximize, decoupled_weight_decay, ema
-        numbers = Sgd(rate, momentum, dampening, weight_decay, *more)
-        return prediction([numbers] * self._n_groups, laws)
-
     def _terms_of(self, groups: Any, steps: Horizons, numbers: Any = ()) -> Prediction:
         if numbers and groups is None:
-            return self._terms(steps, **numbers)
+            return sgd_prediction(self._n_groups, steps, **numbers)
         if numbers:
             raise _given_twice(numbers)
         checked = self._checked(groups)
@@ -413,11 +365,9 @@ class Plan:
 
     def _adams(self, groups: Sequence[Adam] | None, options: dict[str, Any]) -> list[Adam]:
         """Take Adam's numbers out of the keywords."""
-        numbers = {
-            name: options.pop(name) for name in Adam.__slots__ if name in _OF_ADAM & options.keys()
-        }
+        numbers = {name: options.pop(name) for name in _OF_ADAM & options.keys()}
         if groups is not None:
-            raise _given_twice(numbers)
+            raise _given_twice(name for name in Adam.__slots__ if name in numbers)
         for name in ("lr", "step"):
             if name not in numbers:
                 raise TypeError(f"{name}: adam_step_ needs it, or groups, which have their own")

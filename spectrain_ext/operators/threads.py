@@ -22,12 +22,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Crowd(NamedTuple):
-    """Threads that have no core each.
-
-    Attributes:
-        what: how many of what.
-        remedy: what helps.
-    """
+    """Threads that have no core each: how many of what, and what helps."""
 
     what: str
     remedy: str
@@ -44,44 +39,31 @@ def cores() -> int:
 
 def _quota() -> float:
     """Cores' worth of time, as containers are given it; infinite where nobody says."""
-    try:
-        text = (_CGROUP / "cpu.max").read_text().split()
-    except OSError:
+    old = [_CGROUP / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
+    for files in ([_CGROUP / "cpu.max"], old):
         try:
-            text = [
-                (_CGROUP / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
-            ]
-        except OSError:
-            return math.inf
-    try:
-        quota, period = map(float, text)
-    except ValueError:  # "max"
-        return math.inf
-    return quota / period if quota > 0 and period > 0 else math.inf
+            quota, period = (float(part) for file in files for part in file.read_text().split())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        return quota / period if quota > 0 and period > 0 else math.inf
+    return math.inf
 
 
-def crowded(processes: int | None = None) -> Crowd | None:
-    """What is said of so many processes like this one on this machine; None: all have a core.
-
-    Args:
-        processes: their number; None: as torchrun says, else 1.
-    """
-    if processes is None:
-        given = os.environ.get("LOCAL_WORLD_SIZE", "")
-        processes = max(1, int(given)) if given.isdigit() else 1
+def crowded() -> Crowd | None:
+    """What is said of the processes that torchrun has started here; None: all have a core."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    processes = max(1, int(given)) if given.isdigit() else 1
     threads, there = torch.get_num_threads(), cores()
     if threads * processes <= there:
         return None
     each = max(1, there // processes)
     on = f"{there} core{'s' * (there != 1)}"
+    shared = f"{processes} processes share {on}"
     if threads <= each:
-        what = f"{processes} processes share {on}."
-        return Crowd(what, f"start at most {there} of them here")
+        return Crowd(f"{shared}.", f"start at most {there} of them here")
     what = f"torch computes with {threads} threads on {on}."
     if processes > 1:
-        what = (
-            f"{processes} processes share {on}, and torch computes with {threads} threads in each."
-        )
+        what = f"{shared}, and torch computes with {threads} threads in each."
     return Crowd(
         what,
         f"OMP_NUM_THREADS={each} before Python starts, or torch.set_num_threads({each}); small "
