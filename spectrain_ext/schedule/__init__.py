@@ -1,6 +1,5 @@
 """Schedules are data: generators write actions, the executor runs them, a count checks them."""
 
-from .chunks import Interleaved, WPipe
 from .compute_csv import read_csv, write_csv
 from .counting import Met, check_generator, read, validate
 from .devices import device_order, lay_out
@@ -8,6 +7,8 @@ from .generators import (
     FLUSHING,
     GENERATORS,
     Generator,
+    Interleaved,
+    WPipe,
     find_generator,
     flushes,
     name_of,
