@@ -18,18 +18,9 @@ from typing import NamedTuple
 
 from spectrain_ext.files import read_text
 
-from .counting import validate
-from .instructions import (
-    Instruction,
-    Kind,
-    ScheduleError,
-    backward,
-    backward_input,
-    backward_weights,
-    forward,
-)
-from .interleaving import bounded
-from .place import Place
+from .generators import bounded
+from .instructions import COMPUTE, Instruction, Kind, ScheduleError
+from .order import validate
 
 _CELL = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{0,9})")
 _LARGEST = 1 << 26  # bytes of a file
@@ -39,12 +30,6 @@ _TURNS = {
     "B": Kind.BACKWARD,
     "I": Kind.BACKWARD_INPUT,
     "W": Kind.BACKWARD_WEIGHTS,
-}
-_MADE = {
-    Kind.FORWARD: forward,
-    Kind.BACKWARD: backward,
-    Kind.BACKWARD_INPUT: backward_input,
-    Kind.BACKWARD_WEIGHTS: backward_weights,
 }
 _EDGES = {
     "RECV_F": Kind.RECEIVE_ACTIVATION,
@@ -128,7 +113,7 @@ def read_csv(
         for k in range(n - 1):
             _check_order(rows, k, k + 1, "F", microbatches)
             _check_order(rows, k + 1, k, "B", microbatches)
-    actions = [list(_actions(row, k, n, microbatches)) for k, row in enumerate(rows)]
+    actions = [list(_actions(row, microbatches)) for row in rows]
     validate(actions)
     return actions
 
@@ -156,15 +141,14 @@ def _cells(row: Sequence[str], k: int) -> Iterator[_Cell]:
         yield _Cell(_KINDS[name], int(part))
 
 
-def _actions(row: Iterable[_Cell], k: int, n: int, microbatches: int) -> Iterator[Instruction]:
-    """All actions around a row's forwards and backwards, and the updates."""
-    no_update = Place(k, n, 1, microbatches + 1)
+def _actions(row: Iterable[_Cell], microbatches: int) -> Iterator[Instruction]:
+    """A row's forwards and backwards, and an update after the last backward of each minibatch."""
     left: dict[int, int] = {}  # minibatch -> backwards to come before its update
     for kind, part in row:
-        i, j = divmod(part, microbatches)
-        if kind not in _MADE:
+        if kind not in COMPUTE:
             continue
-        yield from _MADE[kind](no_update, i, j)
+        i, j = divmod(part, microbatches)
+        yield Instruction(kind, i, j)
         if kind is Kind.BACKWARD or kind is Kind.BACKWARD_WEIGHTS:
             left[i] = left.get(i, microbatches) - 1
             if not left[i]:

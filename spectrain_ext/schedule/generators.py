@@ -6,11 +6,20 @@ k mod ceil(N/v).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, takewhile
 
-from .instructions import Instruction, Kind, backward, backward_input, backward_weights, forward
+from .instructions import (
+    COMPUTE,
+    Instruction,
+    Kind,
+    ScheduleError,
+    backward,
+    backward_input,
+    backward_weights,
+    forward,
+)
 from .place import Place
 
 #: A schedule: a stage's place -> what it computes, without an end.
@@ -39,7 +48,7 @@ def asynchronous(place: Place) -> Iterator[Instruction]:
 
 def _rounds(place: Place) -> Iterator[tuple[Instruction, ...]]:
     # Every method without a flush runs this: a call for each round, and none of the helpers.
-    new, (_, _, window, parts) = tuple.__new__, place
+    new, window, parts = tuple.__new__, place.window, place.microbatches
     forwards, backwards, update = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
     for q in range(window):
         yield (new(Instruction, (forwards, *divmod(q, parts))),)
@@ -312,3 +321,46 @@ def streams(
             raise ValueError(f"windows[{k}]: expected at least 1 microbatch, got {window}")
     n = len(windows)
     return [generate(Place(k, n, window, microbatches)) for k, window in enumerate(windows)]
+
+
+# What an endless stream may hold beyond the last minibatch of a run before it ends that one.
+_BEYOND = 200_000
+
+
+def bounded(
+    instructions: Iterable[Instruction], stage: int, minibatches: int | None = None
+) -> Iterator[Instruction]:
+    """The instructions of a stage's schedule in a run of some minibatches, lazily.
+
+    Args:
+        instructions: finite, or endless with ``minibatches``.
+        stage: whose they are.
+        minibatches: the length of the run: instructions of later minibatches are left out, and
+            nothing is read after the last update. None: all that there are.
+
+    Raises:
+        ScheduleError: one that is no computation: a receive, a send or a load belongs to no
+            schedule; or there is no end of a minibatch.
+    """
+    end = -1 if minibatches is None else minibatches
+    beyond = 0
+    if not end:
+        return
+    for instruction in instructions:
+        kind, i, _ = instruction
+        if kind not in COMPUTE:
+            raise ScheduleError(
+                stage,
+                instruction,
+                "a schedule is made of forwards, backwards and updates only, as forward(place, i, "
+                "j) and backward(place, i, j) give them; loads, receives and sends follow",
+            )
+        if i >= end > 0:
+            beyond += 1
+            if beyond > _BEYOND or kind is Kind.UPDATE:
+                wanted = Instruction(Kind.UPDATE, end - 1)
+                raise ScheduleError(stage, instruction, f"expected the {wanted} before it")
+            continue
+        yield instruction
+        if kind is Kind.UPDATE and i + 1 == end:
+            return

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .generators import Generator, streams
+from .generators import Generator, bounded, streams
 from .instructions import Instruction, Kind, ScheduleError
-from .interleaving import bounded
 from .simulation import Durations, Summary, period_of
 
 _UNKNOWN = np.inf

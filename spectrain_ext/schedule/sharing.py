@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
+from .generators import bounded
 from .instructions import Instruction, Kind, ScheduleError
-from .interleaving import bounded, receive
+from .order import receive
 from .place import Replicas
 from .simulation import LOADS, SENDS, Durations, Span, takes_of
 

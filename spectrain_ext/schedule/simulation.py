@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from operator import sub
 from typing import Literal, NamedTuple
 
-from .counting import follow
 from .instructions import Instruction, Kind
 from .ledger import open_ledgers
+from .order import follow
 from .reading import Rules
 
 #: What a stage computes, and its copies to either neighbour; each lane does one thing at a time.
