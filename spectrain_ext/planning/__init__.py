@@ -2,8 +2,7 @@
 
 from .layers import Layers, measure_layers, read_layers, write_layers
 from .link import LINKS, Link, find_link
-from .plan import METHODS, Candidate, Plan, plan, write_plan
-from .quality import Quality
+from .plan import METHODS, Candidate, Plan, Quality, plan, write_plan
 
 __all__ = [
     "LINKS",

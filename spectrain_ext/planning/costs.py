@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate
+from typing import NamedTuple, cast
 
 from spectrain_ext.method import (
     Method,
     Window,
     check_replicas,
     delay_under,
+    find_method,
     places_of,
     rules_at,
 )
-from spectrain_ext.partitioning import BlockProfile, Profile
+from spectrain_ext.partitioning import BlockProfile
 from spectrain_ext.schedule import (
     Count,
     Durations,
+    Entries,
+    Kind,
     Place,
     Replicas,
     Span,
@@ -31,11 +35,14 @@ from spectrain_ext.schedule import (
     streams,
     summarize,
 )
+from spectrain_ext.weights.storage import Content, Storage
+from spectrain_ext.weights.versions import Versions
 
 from .layers import Layers
 from .link import Link
-from .passes import STEP, passes_of
 
+#: Bytes per float32 parameter of an SGD step: gradient, momentum, weight; the last two written.
+STEP = 20
 # As distributed/collectives.py cuts gradients, which are summed piece by piece.
 _PIECES, _LEAST_BYTES, _MOST_BYTES = 8, 2**20, 25 * 2**20
 _FLOAT = 4
@@ -58,13 +65,8 @@ class Setting:
     ) -> None:
         self.layers, self.link, self.batch = layers, link, batch
         self.cores, self.state = cores, state
-        self._profiles: dict[int, Profile] = {}
-
-    def profile(self, microbatches: int) -> Profile:
-        """The model's blocks, for one of so many microbatches."""
-        if microbatches not in self._profiles:
-            self._profiles[microbatches] = self.layers.at(self.batch / microbatches)
-        return self._profiles[microbatches]
+        #: the model's blocks, for one of so many microbatches
+        self.profile = cache(lambda microbatches: layers.at(batch / microbatches))
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Costs:
 
     Attributes:
         places: of every stage; its replicas have the same.
-        flushes: whether it is synchronous.
+        rounds: minibatches that its first stage has in flight; 0: it is synchronous, and flushes.
 
     Raises:
         ValueError: the method is not defined for these.
@@ -107,8 +109,9 @@ class Costs:
         stages = len(way.ends)
         method = way.method
         self.places = places_of(method, stages, way.microbatches, way.window, self._seats)
-        self.flushes = flushes(method.schedule)
-        self._rules = [rules_at(method, place) for place in self.places]
+        first = self.places[0]
+        self.rounds = 0 if flushes(method.schedule) else -(-first.window // first.microbatches)
+        self._rules = [_rules_at(method, place) for place in self.places]
         check_replicas(method, [self.places], self._seats)
         blocks = setting.profile(way.microbatches).blocks
         starts = (0, *way.ends[:-1])
@@ -127,7 +130,6 @@ class Costs:
 
     @cached_property
     def durations(self) -> Durations:
-        """Of every stage, in seconds."""
         per_byte, stages = self.setting.layers.byte_seconds / _FLOAT, self._stages
         passes = [passes_of(self.way.method, self.places[0], place) for place in self.places]
         weights = [per_byte * stage.parameters for stage in stages]
@@ -161,8 +163,7 @@ class Costs:
     @property
     def delay(self) -> int:
         """The most updates that a forward is late."""
-        schedule = self.way.method.schedule
-        return max(delay_under(schedule, place) for place in self.places)
+        return max(delay_under(self.way.method.schedule, place) for place in self.places)
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
@@ -200,7 +201,7 @@ class Costs:
         if self.setting.cores is not None:
             all_work = sum(r * w for r, w in zip(self.way.replicas, work, strict=True))
             found.append(all_work / self.setting.cores)
-        if self.flushes:
+        if not self.rounds:
             # Before a stage's first microbatch come the forwards of those before it, and their
             # backwards after its last: a flush has nothing else to do meanwhile.
             above = accumulate(
@@ -231,17 +232,13 @@ class Costs:
     @cached_property
     def period(self) -> float:
         """Seconds of a minibatch, simulated; the bound, where a run is too short to come to it."""
-        place = self.places[0]
-        rounds = 1 if self.flushes else -(-place.window // place.microbatches)
-        minibatches = 3 * (2 + 2 * rounds)
+        minibatches = 3 * (2 + 2 * max(1, self.rounds))
         if self._columns:
-            windows = [place.window for place in self.places]
-            method = self.way.method
-            found = simulate_repeating(
-                method.schedule, windows, place.microbatches, minibatches, self.durations
-            )
-            return max(found.period, self.bound)
-        return max(summarize(self.spans(minibatches)).period, self.bound)
+            parts, schedule = self.places[0].microbatches, self.way.method.schedule
+            found = simulate_repeating(schedule, self._windows, parts, minibatches, self.durations)
+        else:
+            found = summarize(self.spans(minibatches))
+        return max(found.period, self.bound)
 
     @property
     def _columns(self) -> bool:
@@ -249,18 +246,17 @@ class Costs:
         cores, ranks = self.setting.cores, self._seats.ranks
         return len(set(self.way.replicas)) == 1 and (cores is None or cores >= ranks)
 
+    @property
+    def _windows(self) -> list[int]:
+        return [place.window for place in self.places]
+
     def spans(self, minibatches: int) -> Iterator[Span]:
         """A simulated run: of one replica of every stage, where they all do the same at once."""
-        method = self.way.method
+        schedule, seats = self.way.method.schedule, self._seats
         if self._columns:
-            actions = streams(
-                method.schedule,
-                [place.window for place in self.places],
-                self.places[0].microbatches,
-            )
+            actions = streams(schedule, self._windows, self.places[0].microbatches)
             return simulate(actions, self.durations, minibatches=minibatches, rules=self._rules)
-        generate = find_generator(method.schedule)
-        seats = self._seats
+        generate = find_generator(schedule)
         runs = [generate(self.places[seats.seat(rank)[0]]) for rank in range(seats.ranks)]
         return simulate_ranks(
             runs, self.durations, seats, minibatches=minibatches, cores=self.setting.cores
@@ -278,6 +274,97 @@ class _Stage:
         self.outputs = blocks[-1].output_bytes
 
 
+_rules_at = lru_cache(maxsize=1 << 14)(rules_at)
+
+
 @lru_cache(maxsize=1 << 14)
 def _count(method: Method, entry: Place, place: Place) -> Count:
-    return count_stage(method.schedule, entry, place, rules_at(method, place), False)
+    return count_stage(method.schedule, entry, place, _rules_at(method, place), False)
+
+
+class Passes(NamedTuple):
+    """Bytes read and written per float32 parameter, the mean over a run's steady state.
+
+    Attributes:
+        forward: to have the weights of a microbatch's forward.
+        backward: of its backward.
+        update: of a minibatch's step, with the prediction that it may write.
+    """
+
+    forward: float
+    backward: float
+    update: float
+
+
+class _Buffer:
+    """Stands for a ``VersionBuffer``, without memory."""
+
+    def __init__(self) -> None:
+        self.content: Content | None = None
+
+
+class _Books:
+    """Stands for ``Storage``: has buffers of no memory."""
+
+    same_dtype = predicts = True
+
+    def __init__(self, master: bool) -> None:
+        self.home = _Buffer()
+        self.pool = [self.home]
+        self.master = _Buffer() if master else None
+        self.true = self.master or self.home
+
+    def new_buffer(self) -> _Buffer:
+        self.pool.append(_Buffer())
+        return self.pool[-1]
+
+
+@lru_cache(maxsize=1 << 14)
+def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
+    """Count what a stage does to have its weights, by the engine's own books.
+
+    Args:
+        method: its rules.
+        entry: the place of stage 0.
+        place: the stage's.
+    """
+    method = find_method(method)
+    rules, parts = _rules_at(method, place), place.microbatches
+    generate = find_generator(method.schedule)
+    books = _Books(rules.predicts)
+    versions = Versions(
+        rules, place, Entries(generate(entry)), cast(Storage, books), lambda: (0.1,)
+    )
+    warm = (entry.window + place.window) // parts + 2
+    end = warm + max(4, warm)
+    found = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.UPDATE: 0}
+    following = generate(place)
+    turn = next(following)
+    while versions.version < end:
+        then = next(following)
+        kind, i, j = turn
+        counted, moved = versions.version >= warm, 0
+        if kind is Kind.UPDATE:
+            ahead = (then.minibatch, then.microbatch) if then.kind is Kind.FORWARD else None
+            update = versions.begin_update(ahead)
+            if update.kept is not None and books.master is None:
+                books.true = cast(_Buffer, update.kept)
+            moved = STEP + 8 * (update.kept is not None) + 4 * (update.written is not None)
+        else:
+            if kind is Kind.FORWARD:
+                wanted = versions.for_forward(i, j)
+            else:
+                wanted = versions.for_backward(i, j, kind is not Kind.BACKWARD_INPUT)
+                kind = Kind.BACKWARD  # both halves of it
+            if versions.find(wanted) is None:
+                versions.room(wanted)
+                moved = 12 if wanted.law else 8
+        if counted:
+            found[kind] += moved
+        turn = then
+    updates = end - warm
+    return Passes(
+        found[Kind.FORWARD] / (updates * parts),
+        found[Kind.BACKWARD] / (updates * parts),
+        found[Kind.UPDATE] / updates,
+    )

@@ -6,18 +6,19 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spectrain_ext.files import finite, replace_file
 from spectrain_ext.method import Method, chunks_of, find_method
 from spectrain_ext.partitioning.profile import check_number
-from spectrain_ext.schedule import Span
+from spectrain_ext.schedule import Span, flushes
 
 from .costs import Costs, Setting
 from .layers import Layers
 from .link import Link, find_link
-from .quality import Quality, expected
 from .search import Search
 
 #: What is compared where nobody says: synchronous training, the others with and without prediction.
@@ -27,6 +28,68 @@ METHODS = (
 )
 # A timeline shows as many minibatches, and two windows of them.
 _SHOWN = 3
+
+
+class Quality(NamedTuple):
+    """What was measured of a method at a delay, against synchronous training.
+
+    Attributes:
+        low: the least gap of the test loss over workloads, after as many updates: 0.01 is 1 % more.
+        high: the largest.
+        where: the workloads with their stages, that of the largest gap first.
+        updates: those to the loss that synchronous training has after three quarters of its own,
+            over these; of the workload that needs most. Infinite: one did not get there.
+    """
+
+    low: float
+    high: float
+    where: tuple[str, ...]
+    updates: float
+
+
+SYNCHRONOUS = Quality(0.0, 0.0, (), 1.0)
+
+
+@lru_cache
+def measurements() -> tuple[dict[str, Any], ...]:
+    """The rows of ``quality.json``: one per workload, method, stages and microbatches.
+
+    It is made of a study's results: see docs/frontier.md for what was trained and how.
+    """
+    text = (files(__package__) / "quality.json").read_text(encoding="utf-8")
+    return tuple(json.loads(text)["rows"])
+
+
+def expected(method: Method, stages: int, delay: int) -> Quality | None:
+    """What is known of a method with this delay; None: it was not measured.
+
+    Of every workload the row with the most similar number of stages counts.
+    """
+    if flushes(method.schedule) or delay == 0:
+        return SYNCHRONOUS
+    nearest: dict[str, dict[str, Any]] = {}
+    for row in measurements():
+        if row["method"] == method.name and row["delay"] == delay:
+            known = nearest.get(row["workload"])
+            if known is None or _far(row, stages) < _far(known, stages):
+                nearest[row["workload"]] = row
+    if not nearest:
+        return None
+    rows = sorted(nearest.values(), key=_gap, reverse=True)
+    return Quality(
+        _gap(rows[-1]),
+        _gap(rows[0]),
+        tuple(f"{row['workload']}, N = {row['stages']}" for row in rows),
+        max(math.inf if row["updates"] is None else row["updates"] for row in rows),
+    )
+
+
+def _gap(row: dict[str, Any]) -> float:
+    return math.inf if row["gap"] is None else float(row["gap"])
+
+
+def _far(row: dict[str, Any], stages: int) -> float:
+    return abs(math.log(row["stages"] / stages))
 
 
 @dataclass(frozen=True)
@@ -125,9 +188,7 @@ class Plan:
     def spans(self, candidate: Candidate) -> Iterator[Span]:
         """The timeline of one of the candidates, simulated."""
         costs = self._costs[self.candidates.index(candidate)]
-        place = costs.places[0]
-        rounds = 0 if costs.flushes else -(-place.window // place.microbatches)
-        return costs.spans(_SHOWN + 2 * rounds)
+        return costs.spans(_SHOWN + 2 * costs.rounds)
 
 
 def plan(

@@ -171,10 +171,7 @@ class Search:
                 limit = int(self._memory)
                 found.add(cut(profile, stages, replicas=replicas, memory_limit=limit).ends)
             held = tuple(
-                replace(
-                    b, seconds=float(4 * b.parameter_bytes + b.saved_bytes), forward_seconds=None
-                )
-                for b in profile.blocks
+                _taking(b, float(4 * b.parameter_bytes + b.saved_bytes)) for b in profile.blocks
             )
             found.add(cut(Profile(held, profile.ties), stages).ends)
             yield from found - {best.ends}
@@ -182,17 +179,15 @@ class Search:
     def _work(self, microbatches: int) -> Profile:
         """The blocks with what they take of a minibatch, their share of the update included."""
         profile, per_byte = self._setting.profile(microbatches), self._setting.layers.byte_seconds
-        blocks = (
-            BlockProfile(
-                microbatches * b.seconds + 5 * per_byte * b.parameter_bytes,
-                b.output_bytes,
-                b.parameter_bytes,
-                b.saved_bytes,
-                b.name,
-            )
+        blocks = tuple(
+            _taking(b, microbatches * b.seconds + 5 * per_byte * b.parameter_bytes)
             for b in profile.blocks
         )
-        return Profile(tuple(blocks), profile.ties)
+        return Profile(blocks, profile.ties)
+
+
+def _taking(block: BlockProfile, seconds: float) -> BlockProfile:
+    return replace(block, seconds=seconds, forward_seconds=None)
 
 
 def _sums(total: int, count: int) -> Iterator[tuple[int, ...]]:

@@ -1,13 +1,13 @@
 """Schedules are data: generators write actions, the executor runs them, a count checks them."""
 
-from .chunks import Interleaved, WPipe
 from .compute_csv import read_csv, write_csv
-from .counting import Met, check_generator, read, validate
-from .devices import device_order, lay_out
 from .generators import (
     FLUSHING,
     GENERATORS,
     Generator,
+    Interleaved,
+    WPipe,
+    bounded,
     find_generator,
     flushes,
     name_of,
@@ -24,10 +24,10 @@ from .instructions import (
     backward_weights,
     forward,
 )
-from .interleaving import bounded, interleave
 from .ledger import Count, Ledger, count_stage, open_ledgers
 from .levels import simulate_repeating
 from .lowering import Duties, lower, tables
+from .order import Met, check_generator, device_order, interleave, lay_out, read, validate
 from .place import Place, Replicas
 from .reading import Backward, Entries, Law, OwnLaw, Reader, Reading, Reads, Rules
 from .sharing import simulate_ranks

@@ -13,23 +13,14 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from os import PathLike
-from typing import NamedTuple
 
 from spectrain_ext.files import read_text
 
-from .counting import validate
-from .instructions import (
-    Instruction,
-    Kind,
-    ScheduleError,
-    backward,
-    backward_input,
-    backward_weights,
-    forward,
-)
-from .interleaving import bounded
-from .place import Place
+from .generators import bounded
+from .instructions import COMPUTE, Instruction, Kind, ScheduleError
+from .order import validate
 
 _CELL = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{0,9})")
 _LARGEST = 1 << 26  # bytes of a file
@@ -39,12 +30,6 @@ _TURNS = {
     "B": Kind.BACKWARD,
     "I": Kind.BACKWARD_INPUT,
     "W": Kind.BACKWARD_WEIGHTS,
-}
-_MADE = {
-    Kind.FORWARD: forward,
-    Kind.BACKWARD: backward,
-    Kind.BACKWARD_INPUT: backward_input,
-    Kind.BACKWARD_WEIGHTS: backward_weights,
 }
 _EDGES = {
     "RECV_F": Kind.RECEIVE_ACTIVATION,
@@ -109,36 +94,31 @@ def read_csv(
             than one stage per row; or the file is no UTF-8, or has more than 64 MiB or 10,000 rows.
     """
     text = read_text(path, _LARGEST)
-    rows: list[list[_Cell]] = []
+    cells: list[list[tuple[Kind, int]]] = []
     try:
-        for cells in csv.reader(io.StringIO(text, newline="")):
-            if len(rows) == _MOST:
+        for texts in csv.reader(io.StringIO(text, newline="")):
+            if len(cells) == _MOST:
                 raise ValueError(f"expected at most {_MOST} rows, got more")
-            rows.append(list(_cells(cells, len(rows))))
+            cells.append(list(_cells(texts, len(cells))))
     except csv.Error as error:
-        raise ValueError(f"row {len(rows)}: expected cells and commas: {error}") from error
-    n = len(rows)
+        raise ValueError(f"row {len(cells)}: expected cells and commas: {error}") from error
     if microbatches is None:
-        microbatches = 1 + max((cell.part for row in rows for cell in row), default=0)
+        microbatches = 1 + max((part for row in cells for _, part in row), default=0)
     elif microbatches < 1:
         raise ValueError(f"microbatches: expected at least 1, got {microbatches}")
-    if any(cell.kind in _EDGES.values() for row in rows for cell in row):
+    rows = [[Instruction(kind, *divmod(part, microbatches)) for kind, part in row] for row in cells]
+    if any(turn.kind not in COMPUTE for row in rows for turn in row):
         for k, row in enumerate(rows):
-            _check_edges(row, k, n, microbatches)
-        for k in range(n - 1):
-            _check_order(rows, k, k + 1, "F", microbatches)
-            _check_order(rows, k + 1, k, "B", microbatches)
-    actions = [list(_actions(row, k, n, microbatches)) for k, row in enumerate(rows)]
+            _check_edges(row, k, len(rows))
+        for k in range(len(rows) - 1):
+            _check_order(rows, k, k + 1, "F")
+            _check_order(rows, k + 1, k, "B")
+    actions = [list(_computed(row, microbatches)) for row in rows]
     validate(actions)
     return actions
 
 
-class _Cell(NamedTuple):
-    kind: Kind
-    part: int
-
-
-def _cells(row: Sequence[str], k: int) -> Iterator[_Cell]:
+def _cells(row: Sequence[str], k: int) -> Iterator[tuple[Kind, int]]:
     for column, text in enumerate(row):
         where = f"row {k}, column {column}"
         if not text.strip():
@@ -153,63 +133,52 @@ def _cells(row: Sequence[str], k: int) -> Iterator[_Cell]:
             continue
         if name not in _KINDS or not part:
             raise ValueError(f"{where}: expected a forward or a backward, got {text[:40]!r}")
-        yield _Cell(_KINDS[name], int(part))
+        yield _KINDS[name], int(part)
 
 
-def _actions(row: Iterable[_Cell], k: int, n: int, microbatches: int) -> Iterator[Instruction]:
-    """All actions around a row's forwards and backwards, and the updates."""
-    no_update = Place(k, n, 1, microbatches + 1)
+def _computed(row: Iterable[Instruction], microbatches: int) -> Iterator[Instruction]:
+    """A row's forwards and backwards, and an update after the last backward of each minibatch."""
     left: dict[int, int] = {}  # minibatch -> backwards to come before its update
-    for kind, part in row:
-        i, j = divmod(part, microbatches)
-        if kind not in _MADE:
-            continue
-        yield from _MADE[kind](no_update, i, j)
-        if kind is Kind.BACKWARD or kind is Kind.BACKWARD_WEIGHTS:
+    for turn in row:
+        if turn.kind in COMPUTE:
+            yield turn
+        if turn.kind is Kind.BACKWARD or turn.kind is Kind.BACKWARD_WEIGHTS:
+            i = turn.minibatch
             left[i] = left.get(i, microbatches) - 1
             if not left[i]:
                 yield Instruction(Kind.UPDATE, i)
 
 
-def _check_edges(row: Sequence[_Cell], k: int, n: int, microbatches: int) -> None:
+def _check_edges(row: Sequence[Instruction], k: int, n: int) -> None:
     """Every forward and backward of a row has its receive before it, and its send after it."""
-    where = {cell: position for position, cell in enumerate(row)}
-    for cell, position in where.items():
-        needed: list[tuple[Kind, bool]] = []
-        if cell.kind is Kind.FORWARD:
-            needed += [(Kind.RECEIVE_ACTIVATION, True)] * (k > 0)
-            needed += [(Kind.SEND_ACTIVATION, False)] * (k < n - 1)
-        elif cell.kind is Kind.BACKWARD or cell.kind is Kind.BACKWARD_INPUT:
-            needed += [(Kind.RECEIVE_GRADIENT, True)] * (k < n - 1)
-            needed += [(Kind.SEND_GRADIENT, False)] * (k > 0)
-        for kind, before in needed:
-            found = where.get(_Cell(kind, cell.part))
-            if found is None or (found < position) != before:
-                i, j = divmod(cell.part, microbatches)
-                side = "before" if before else "after"
-                turn = Instruction(cell.kind, i, j)
-                raise ScheduleError(
-                    k, Instruction(kind, i, j), f"missing: expected {side} the {turn}"
-                )
+    has_previous, has_next = k > 0, k < n - 1
+    forward = Kind.RECEIVE_ACTIVATION, has_previous, Kind.SEND_ACTIVATION, has_next
+    backward = Kind.RECEIVE_GRADIENT, has_next, Kind.SEND_GRADIENT, has_previous
+    around = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.BACKWARD_INPUT: backward}
+    where = {turn: position for position, turn in enumerate(row)}
+    for turn, position in where.items():
+        if turn.kind not in around:
+            continue
+        receive, receives, send, sends = around[turn.kind]
+        for needed, kind, side in ((receives, receive, "before"), (sends, send, "after")):
+            other = turn._replace(kind=kind)
+            found = where.get(other)
+            if needed and (found is None or (found < position) != (side == "before")):
+                raise ScheduleError(k, other, f"missing: expected {side} the {turn}")
 
 
-def _check_order(
-    rows: Sequence[Sequence[_Cell]], source: int, target: int, way: str, microbatches: int
-) -> None:
+def _check_order(rows: Sequence[Sequence[Instruction]], source: int, target: int, way: str) -> None:
     """Both ends of an edge name the same microbatches in the same order."""
     send, receive = _EDGES[f"SEND_{way}"], _EDGES[f"RECV_{way}"]
-    sent = [cell.part for cell in rows[source] if cell.kind is send]
-    received = [cell.part for cell in rows[target] if cell.kind is receive]
-    for position in range(max(len(sent), len(received))):
-        pair = sent[position : position + 1], received[position : position + 1]
-        if pair[0] == pair[1]:
-            continue
-        if not pair[1]:
-            reason = f"missing: stage {source} sends it"
-            wanted = pair[0][0]
-        else:
-            found = divmod(pair[0][0], microbatches) if pair[0] else None
-            instead = f"minibatch {found[0]}, microbatch {found[1]}" if found else "nothing further"
+    sent = [turn for turn in rows[source] if turn.kind is send]
+    received = [turn for turn in rows[target] if turn.kind is receive]
+    for found, wanted in zip_longest(sent, received):
+        if wanted is None:
+            missing = found._replace(kind=receive)
+            raise ScheduleError(target, missing, f"missing: stage {source} sends it")
+        if found is None or found[1:] != wanted[1:]:
+            instead = "nothing further"
+            if found is not None:
+                instead = f"minibatch {found.minibatch}, microbatch {found.microbatch}"
             reason = f"stage {source} sends {instead} at this point"
-            wanted = pair[1][0]
-        raise ScheduleError(target, Instruction(receive, *divmod(wanted, microbatches)), reason)
+            raise ScheduleError(target, wanted, reason)

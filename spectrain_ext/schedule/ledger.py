@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from .generators import Generator, find_generator
+from .generators import Generator, bounded, find_generator
 from .instructions import Instruction, Kind, ScheduleError
-from .interleaving import bounded
 from .place import Place
 from .reading import Entries, Reader, Rules
 

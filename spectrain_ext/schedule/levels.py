@@ -1,4 +1,9 @@
-"""Levels: the simulation of a schedule that repeats, vectorized over stages."""
+"""Levels: the simulation of a schedule that repeats, vectorized over stages.
+
+It stands beside ``simulate`` because of its time: without a flush 1,024 stages with 2,048
+minibatches take 1.4 s, where the same recurrence in plain Python, without spans and versions, takes
+13.6 s; 64 stages with 12 minibatches of 512 microbatches take 0.5 s instead of 1.6 s.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .generators import Generator, streams
+from .generators import Generator, bounded, streams
 from .instructions import Instruction, Kind, ScheduleError
-from .interleaving import bounded
 from .simulation import Durations, Summary, period_of
 
 _UNKNOWN = np.inf

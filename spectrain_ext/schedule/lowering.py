@@ -1,21 +1,8 @@
 """Lowering: what else a stage does around the instructions of its schedule, in which order.
 
 A schedule says what a stage computes. The rest follows from where the stage is, and from what it
-does beside that (``Duties``). Each pass below adds the instructions of one feature to a table of
-what an instruction of the schedule becomes:
-
-    instruction            becomes
-    forward                [pull,] receive activation, load forward weights, [send tied weights,]
-                           [receive tied weights,] forward, send activation | loss
-    backward               [receive gradient,] load backward weights, [load tied weights,]
-                           [recompute,] [expect the gradients that are summed,] backward,
-                           [free tied weights,] [send gradient]
-    backward of the input  the same with load weights of the input's backward
-    backward of the        load backward weights, [load tied weights,] backward of the weights,
-    weights                [free tied weights]; its summed gradients are expected as well
-    update                 [send tied gradients,] [add tied gradients,] [sum gradients over
-                           replicas,] [send norm,] [clip,] [send weights to replicas,] update,
-                           [average weights over replicas,] [report to the caller]
+does beside that (``Duties``): ``tables`` say what an instruction of the schedule becomes, in the
+order in which the stage does it.
 
 Where a receive blocks, as between processes, loads come before it, which hides the time that they
 take. Stage 0 pulls a minibatch before its first microbatch, and sends no gradient; the last stage
@@ -28,7 +15,7 @@ goes from stage to stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -69,19 +56,6 @@ class Duties(NamedTuple):
     reports: bool = False
 
 
-_COMPUTES: Table = {
-    kind: (kind,)
-    for kind in (
-        *(Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS),
-        Kind.UPDATE,
-    )
-}
-_EVALUATION: Table = {Kind.FORWARD: (Kind.FORWARD,), Kind.BACKWARD: (), Kind.UPDATE: ()}
-_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS)
-_BEGIN_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-_END_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_WEIGHTS)
-
-
 def lower(
     instructions: Iterable[Instruction], place: Place, duties: Duties | None = None
 ) -> Iterator[Instruction]:
@@ -105,98 +79,81 @@ def lower(
 
 def tables(place: Place, duties: Duties) -> tuple[Table, Table]:
     """What instructions of a minibatch's first microbatch become, and those of the others."""
-    if duties.evaluates:
-        table = add_words(add_edges(_EVALUATION, place), place)
-    else:
-        if duties.blocks:
-            table = add_loads(add_edges(_COMPUTES, place))
-        else:
-            table = add_edges(add_loads(_COMPUTES), place)
-        table = add_ties(table, duties)
-        if duties.recomputes:
-            table = _beside(table, _BEGIN_BACKWARD, Kind.RECOMPUTE)
-        table = add_update(table, duties)
+    later = _evaluation(place) if duties.evaluates else _training(place, duties)
     pulls = place.stage == 0 if duties.pulls is None else duties.pulls
-    return (add_pull(table) if pulls else table), table
+    first = {**later, Kind.FORWARD: (Kind.PULL, *later[Kind.FORWARD])} if pulls else later
+    return first, later
 
 
-def add_edges(table: Table, place: Place) -> Table:
-    """Receive before, and send after, what has a neighbour there; the last stage's is the loss."""
-    found = dict(table)
-    is_first, is_last = place.stage == 0, place.stage == place.stages - 1
-    out = Kind.LOSS if is_last else Kind.SEND_ACTIVATION
-    found[Kind.FORWARD] = (Kind.RECEIVE_ACTIVATION, *table[Kind.FORWARD], out)
-    for kind in _BEGIN_BACKWARD:
-        if kind in table:
-            receive = () if is_last else (Kind.RECEIVE_GRADIENT,)
-            send = () if is_first else (Kind.SEND_GRADIENT,)
-            found[kind] = (*receive, *table[kind], *send)
-    return found
+def _training(place: Place, does: Duties) -> Table:
+    is_last = place.stage == place.stages - 1
+    receive_gradient = _if(not is_last, Kind.RECEIVE_GRADIENT)
+    send_gradient = _if(place.stage > 0, Kind.SEND_GRADIENT)
 
+    def begin(load: Kind, receive: Sequence[Kind]) -> tuple[Kind, ...]:
+        return (load, *receive) if does.blocks else (*receive, load)
 
-def add_words(table: Table, place: Place) -> Table:
-    """In an evaluation, what takes the place of losses and gradients."""
-    instead = {
-        Kind.LOSS: Kind.MEASURE,
-        Kind.RECEIVE_GRADIENT: Kind.RECEIVE_WORD,
-        Kind.SEND_GRADIENT: Kind.SEND_WORD,
-    }
-    return {kind: tuple(instead.get(each, each) for each in to) for kind, to in table.items()}
-
-
-def add_loads(table: Table) -> Table:
-    """First of all that there is so far the weights."""
-    loads = {
-        Kind.FORWARD: Kind.LOAD_FORWARD,
-        Kind.BACKWARD: Kind.LOAD_BACKWARD,
-        Kind.BACKWARD_INPUT: Kind.LOAD_BACKWARD_INPUT,
-        Kind.BACKWARD_WEIGHTS: Kind.LOAD_BACKWARD,
-    }
-    return {kind: (loads[kind], *to) if kind in loads else to for kind, to in table.items()}
-
-
-def add_ties(table: Table, duties: Duties) -> Table:
-    """Weights that several stages have: from the first of them, and their gradients back there."""
-    if duties.lends:
-        # Not before the receive, which may find that there is no such minibatch.
-        table = _beside(table, (Kind.FORWARD,), Kind.SEND_TIED_WEIGHTS)
-    if duties.borrows:
-        table = _beside(table, (Kind.FORWARD,), Kind.RECEIVE_TIED_WEIGHTS)
-        table = _beside(table, _BACKWARDS, Kind.LOAD_TIED_WEIGHTS)
-        table = _beside(table, _END_BACKWARD, Kind.FREE_TIED_WEIGHTS, after=True)
-    return table
-
-
-def add_update(table: Table, duties: Duties) -> Table:
-    """What belongs to an update, after the last backward of the minibatch that there is."""
-    before = {
-        Kind.SEND_TIED_GRADIENTS: duties.borrows,
-        Kind.ADD_TIED_GRADIENTS: duties.lends,
-        Kind.SUM_GRADIENTS: duties.sums,
-        Kind.SEND_NORM: duties.tells_norm,
-        Kind.CLIP: duties.clips,
-        Kind.SEND_WEIGHTS: duties.averages,
-    }
-    update = [kind for kind, wanted in before.items() if wanted]
-    after = {Kind.AVERAGE: duties.averages, Kind.REPORT: duties.reports}
-    update += [*table[Kind.UPDATE], *(kind for kind, wanted in after.items() if wanted)]
-    if duties.sums:
-        table = _beside(table, _END_BACKWARD, Kind.EXPECT_SUM)
-    return {**table, Kind.UPDATE: tuple(update)}
-
-
-def add_pull(table: Table) -> Table:
-    """What the forward of a minibatch's first microbatch becomes where batches come in."""
-    return {**table, Kind.FORWARD: (Kind.PULL, *table[Kind.FORWARD])}
-
-
-def _beside(table: Table, kinds: Iterable[Kind], added: Kind, after: bool = False) -> Table:
-    """With an instruction right before each of these, or right after."""
     return {
-        kind: _put(to, to.index(kind) + after, added) if kind in kinds else to
-        for kind, to in table.items()
+        Kind.FORWARD: (
+            *begin(Kind.LOAD_FORWARD, [Kind.RECEIVE_ACTIVATION]),
+            # Not before the receive, which may find that there is no such minibatch.
+            *_if(does.lends, Kind.SEND_TIED_WEIGHTS),
+            *_if(does.borrows, Kind.RECEIVE_TIED_WEIGHTS),
+            Kind.FORWARD,
+            Kind.LOSS if is_last else Kind.SEND_ACTIVATION,
+        ),
+        Kind.BACKWARD: (
+            *begin(Kind.LOAD_BACKWARD, receive_gradient),
+            *_if(does.borrows, Kind.LOAD_TIED_WEIGHTS),
+            *_if(does.recomputes, Kind.RECOMPUTE),
+            *_if(does.sums, Kind.EXPECT_SUM),
+            Kind.BACKWARD,
+            *_if(does.borrows, Kind.FREE_TIED_WEIGHTS),
+            *send_gradient,
+        ),
+        Kind.BACKWARD_INPUT: (
+            *begin(Kind.LOAD_BACKWARD_INPUT, receive_gradient),
+            *_if(does.borrows, Kind.LOAD_TIED_WEIGHTS),
+            *_if(does.recomputes, Kind.RECOMPUTE),
+            Kind.BACKWARD_INPUT,
+            *send_gradient,
+        ),
+        Kind.BACKWARD_WEIGHTS: (
+            Kind.LOAD_BACKWARD,
+            *_if(does.borrows, Kind.LOAD_TIED_WEIGHTS),
+            *_if(does.sums, Kind.EXPECT_SUM),
+            Kind.BACKWARD_WEIGHTS,
+            *_if(does.borrows, Kind.FREE_TIED_WEIGHTS),
+        ),
+        Kind.UPDATE: (
+            *_if(does.borrows, Kind.SEND_TIED_GRADIENTS),
+            *_if(does.lends, Kind.ADD_TIED_GRADIENTS),
+            *_if(does.sums, Kind.SUM_GRADIENTS),
+            *_if(does.tells_norm, Kind.SEND_NORM),
+            *_if(does.clips, Kind.CLIP),
+            *_if(does.averages, Kind.SEND_WEIGHTS),
+            Kind.UPDATE,
+            *_if(does.averages, Kind.AVERAGE),
+            *_if(does.reports, Kind.REPORT),
+        ),
     }
 
 
-def _put(to: tuple[Kind, ...], at: int, added: Kind) -> tuple[Kind, ...]:
-    return (*to[:at], added, *to[at:])
+def _evaluation(place: Place) -> Table:
+    is_last = place.stage == place.stages - 1
+    return {
+        Kind.FORWARD: (
+            Kind.RECEIVE_ACTIVATION,
+            Kind.FORWARD,
+            Kind.MEASURE if is_last else Kind.SEND_ACTIVATION,
+        ),
+        Kind.BACKWARD: (
+            *_if(not is_last, Kind.RECEIVE_WORD),
+            *_if(place.stage > 0, Kind.SEND_WORD),
+        ),
+        Kind.UPDATE: (),
+    }
+
+
+def _if(wanted: bool, kind: Kind) -> tuple[Kind, ...]:
+    return (kind,) if wanted else ()

@@ -1,4 +1,4 @@
-"""Sharing: when the actions of ranks run, where stages have replicas and ranks share cores."""
+"""Sharing: when the instructions of ranks run where stages have replicas and ranks share cores."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
+from .generators import bounded
 from .instructions import Instruction, Kind, ScheduleError
-from .interleaving import bounded
+from .order import receive
 from .place import Replicas
-from .simulation import LOADS, Durations, Span
+from .simulation import LOADS, SENDS, Durations, Span, takes_of
 
-_FORWARD, _UPDATE, _WEIGHTS = Kind.FORWARD, Kind.UPDATE, Kind.BACKWARD_WEIGHTS
 _NEVER = float("inf")
-_Key = tuple[bool, int, int]  # whether it is an activation; minibatch, microbatch
+_Message = tuple[int, bool, int, int]  # to which rank; whether forward; minibatch, microbatch
 
 
 def simulate_ranks(
@@ -52,64 +52,39 @@ def simulate_ranks(
             raise ValueError(f"{name}: expected {wanted}, got {found}")
     if cores is not None and cores < 1:
         raise ValueError(f"cores: expected at least 1, got {cores}")
-    seats = [replicas.seat(rank) for rank in range(replicas.ranks)]
-    ranks = [
-        _Rank(bounded(actions[rank], k, minibatches), k, c, replicas.counts[k])
-        for rank, (k, c) in enumerate(seats)
-    ]
-    return _Machine(ranks, durations, replicas, cores or replicas.ranks).run()
-
-
-class _Rank:
-    """What a rank is about to do, and what it was sent."""
-
-    def __init__(self, turns: Iterator[Instruction], stage: int, replica: int, count: int) -> None:
-        self.turns = turns
-        self.stage = stage
-        self._replica, self._count = replica, count
-        self.turn: Instruction | None = None
-        self.begun = 0.0
-        self.loading = False
-        self.waits: _Key | None = None
-        self.arrived: dict[_Key, float] = {}
-        self.free = {True: 0.0, False: 0.0}  # its edges: to the next, to the previous
-
-    def of_minibatch(self, turn: Instruction) -> _Key:
-        """What it waits for or sends, by the microbatch of the whole minibatch."""
-        return turn.kind is _FORWARD, turn.minibatch, self._replica + turn.microbatch * self._count
+    return _Machine(actions, durations, replicas, minibatches, cores or replicas.ranks).run()
 
 
 class _Machine:
     """All ranks and their cores, from one event to the next."""
 
     def __init__(
-        self, ranks: list[_Rank], durations: Durations, replicas: Replicas, cores: int
+        self,
+        actions: Sequence[Iterable[Instruction]],
+        durations: Durations,
+        replicas: Replicas,
+        minibatches: int,
+        cores: int,
     ) -> None:
-        self._ranks, self._replicas, self._cores = ranks, replicas, cores
-        d = durations
-        self._loads = {
-            _FORWARD: d.load_forward,
-            Kind.BACKWARD: d.load_backward,
-            Kind.BACKWARD_INPUT: d.load_backward,
-            _WEIGHTS: (0.0,) * replicas.stages,
-        }
-        self._computes = {
-            _FORWARD: d.forward,
-            Kind.BACKWARD: d.backward,
-            Kind.BACKWARD_INPUT: d.backward_input,
-            _WEIGHTS: d.backward_weights,
-        }
-        self._sends = {True: d.activation, False: d.gradient}
-        self._update = d.update
+        self._durations, self._replicas, self._cores = durations, replicas, cores
         self._now = self._served = 0.0  # the time, and what every rank that computes has got of it
-        self._running: list[tuple[float, int, int]] = []
-        self._wakes: list[tuple[float, int, int]] = []
-        self._ready: dict[tuple[int, int], list[int]] = {}
-        self._order = count()
+        self._order = count()  # of events at the same time
+        self._running: list[tuple[float, int, int]] = []  # ranks that compute, until served so far
+        self._wakes: list[tuple[float, int, int]] = []  # ranks whose input has come, and when
+        self._begun = [0.0] * replicas.ranks
+        self._pending: list[Instruction | None] = [None] * replicas.ranks
+        self._ended: dict[tuple[int, int], list[int]] = {}  # who waits for a stage's update
+        self._arrived: dict[_Message, float] = {}
+        self._awaited: set[_Message] = set()
+        self._spans: list[Span] = []
+        self._ranks = [
+            self._rank(rank, bounded(run, replicas.seat(rank)[0], minibatches))
+            for rank, run in enumerate(actions)
+        ]
 
     def run(self) -> Iterator[Span]:
         for rank in range(len(self._ranks)):
-            self._next(rank)
+            self._resume(rank)
         while self._running or self._wakes:
             rate = min(1.0, self._cores / max(1, len(self._running)))
             end = wake = _NEVER
@@ -120,89 +95,79 @@ class _Machine:
             if end <= wake:
                 self._now = end
                 self._served, _, rank = heappop(self._running)
-                yield from self._ended(rank)
             else:
                 self._served += (wake - self._now) * rate
                 self._now, _, rank = heappop(self._wakes)
-                self._compute(rank, self._computes)
-        for state in self._ranks:
-            if state.turn is not None:
-                kind = state.turn.kind
-                received = Kind.RECEIVE_ACTIVATION if kind is _FORWARD else Kind.RECEIVE_GRADIENT
-                action = Instruction(received, *state.turn[1:])
-                raise ScheduleError(state.stage, action, "never arrives: no rank can go on")
+            self._resume(rank)
+            yield from self._spans
+            self._spans.clear()
+        for rank, turn in enumerate(self._pending):
+            if turn is not None:
+                stage, _ = self._replicas.seat(rank)
+                raise ScheduleError(stage, receive(turn), "never arrives: no rank can go on")
 
-    def _next(self, rank: int) -> None:
-        state = self._ranks[rank]
-        state.turn = turn = next(state.turns, None)
-        if turn is None:
-            return
-        if turn.kind is not _UPDATE:
-            state.loading = True
-            self._compute(rank, self._loads)
-            return
-        together = self._ready.setdefault((state.stage, turn.minibatch), [])
-        together.append(rank)
-        if len(together) == self._replicas.counts[state.stage]:
-            for member in together:
-                self._begin(member, self._update[state.stage])
+    def _resume(self, rank: int) -> None:
+        next(self._ranks[rank], None)
 
-    def _compute(self, rank: int, durations: dict[Kind, tuple[float, ...]]) -> None:
-        state = self._ranks[rank]
-        assert state.turn is not None
-        self._begin(rank, durations[state.turn.kind][state.stage])
+    def _rank(self, rank: int, instructions: Iterator[Instruction]) -> Iterator[None]:
+        """What a rank does; where it yields it goes on when it has computed, or may go on."""
+        stage, replica = self._replicas.seat(rank)
+        counts, d = self._replicas.counts, self._durations
+        takes = takes_of(d, stage)
+        edge = {True: d.activation[stage], False: d.gradient[stage]}
+        free = {True: 0.0, False: 0.0}  # when its edges are, to the next and to the previous
+        for turn in instructions:
+            self._pending[rank] = turn
+            kind, i, j = turn
+            load, compute = takes[kind]
+            forward, microbatch = kind is Kind.FORWARD, replica + j * counts[stage]
+            if kind is Kind.UPDATE:
+                together = self._ended.setdefault((stage, i), [])
+                together.append(rank)
+                if len(together) == counts[stage]:
+                    for member in self._ended.pop((stage, i)):
+                        self._compute(member, compute)
+            else:
+                self._compute(rank, load)
+                yield
+                if self._begun[rank] < self._now:
+                    self._note(rank, turn._replace(kind=LOADS[kind]))
+                self._receive(rank, stage, (rank, forward, i, microbatch), kind)
+                yield
+                self._compute(rank, compute)
+            yield
+            self._note(rank, turn)
+            to = stage + (1 if forward else -1)
+            if kind in SENDS and 0 <= to < len(counts):
+                start = max(self._now, free[forward])
+                free[forward] = end = start + edge[forward]
+                lane, send = SENDS[kind]
+                self._spans.append(Span(rank, lane, send, i, j, start, end, None))
+                self._send((self._replicas.runs(to, microbatch), forward, i, microbatch), end)
+        self._pending[rank] = None
 
-    def _begin(self, rank: int, duration: float) -> None:
-        self._ranks[rank].begun = self._now
+    def _compute(self, rank: int, duration: float) -> None:
+        self._begun[rank] = self._now
         heappush(self._running, (self._served + duration, next(self._order), rank))
 
-    def _ended(self, rank: int) -> Iterator[Span]:
-        state = self._ranks[rank]
-        turn = state.turn
-        assert turn is not None
-        kind, i, j = turn
-        if state.loading:
-            state.loading = False
-            if state.begun < self._now:
-                yield Span(rank, "compute", LOADS[kind], i, j, state.begun, self._now, None)
-            self._receive(rank)
-            return
-        yield Span(rank, "compute", kind, i, j, state.begun, self._now, None)
-        if kind is not _UPDATE and kind is not _WEIGHTS:
-            yield from self._send(rank)
-        self._next(rank)
+    def _note(self, rank: int, turn: Instruction) -> None:
+        self._spans.append(Span(rank, "compute", *turn, self._begun[rank], self._now, None))
 
-    def _receive(self, rank: int) -> None:
-        """Go on when the input is there."""
-        state = self._ranks[rank]
-        assert state.turn is not None
-        edge = 0 if state.turn.kind is _FORWARD else self._replicas.stages - 1
-        key = state.of_minibatch(state.turn)
-        if state.stage == edge or state.turn.kind is _WEIGHTS:
-            heappush(self._wakes, (self._now, next(self._order), rank))
-        elif key in state.arrived:
-            at = max(self._now, state.arrived.pop(key))
-            heappush(self._wakes, (at, next(self._order), rank))
+    def _receive(self, rank: int, stage: int, message: _Message, kind: Kind) -> None:
+        source = 0 if kind is Kind.FORWARD else self._replicas.stages - 1
+        if stage == source or kind not in SENDS:
+            self._wake(rank, self._now)
+        elif message in self._arrived:
+            self._wake(rank, max(self._now, self._arrived.pop(message)))
         else:
-            state.waits = key
+            self._awaited.add(message)
 
-    def _send(self, rank: int) -> Iterator[Span]:
-        state = self._ranks[rank]
-        assert state.turn is not None
-        kind, i, j = state.turn
-        ahead = kind is _FORWARD
-        to = state.stage + (1 if ahead else -1)
-        if not 0 <= to < self._replicas.stages:
-            return
-        start = max(self._now, state.free[ahead])
-        state.free[ahead] = end = start + self._sends[ahead][state.stage]
-        action = Kind.SEND_ACTIVATION if ahead else Kind.SEND_GRADIENT
-        yield Span(rank, "to next" if ahead else "to previous", action, i, j, start, end, None)
-        key = state.of_minibatch(state.turn)
-        other = self._replicas.runs(to, key[2])
-        receiver = self._ranks[other]
-        if receiver.waits == key:
-            receiver.waits = None
-            heappush(self._wakes, (end, next(self._order), other))
+    def _send(self, message: _Message, arrives: float) -> None:
+        if message in self._awaited:
+            self._awaited.remove(message)
+            self._wake(message[0], arrives)
         else:
-            receiver.arrived[key] = end
+            self._arrived[message] = arrives
+
+    def _wake(self, rank: int, at: float) -> None:
+        heappush(self._wakes, (at, next(self._order), rank))

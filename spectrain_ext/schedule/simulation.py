@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from operator import sub
 from typing import Literal, NamedTuple
 
-from .counting import follow
 from .instructions import Instruction, Kind
 from .ledger import open_ledgers
+from .order import follow
 from .reading import Rules
 
 #: What a stage computes, and its copies to either neighbour; each lane does one thing at a time.
@@ -183,95 +183,108 @@ def simulate(
     if len(durations.forward) != n:
         raise ValueError(f"durations: expected {n} stages, got {len(durations.forward)}")
     ledgers = open_ledgers(n, rules)
-    free = [0.0] * (1 + max(devices, default=-1) if devices else n)  # of every device
-    clocks = [_Clock(k, devices[k] if devices else k, free, durations) for k in range(n)]
+    clocks = _clocks(durations, devices or range(n))
     for k, run, readings in follow(actions, ledgers, minibatches, devices):
         clock = clocks[k]
-        next_clock = clocks[k + 1] if k + 1 < n else None
-        previous = clocks[k - 1] if k else None
-        for turn, (version, horizon) in zip(run, readings, strict=True):
-            kind, i, j = turn
-            if kind is Kind.UPDATE:
-                yield Span(k, "compute", kind, i, j, *clock.update(), version, horizon)
-                continue
-            if kind is Kind.BACKWARD_WEIGHTS:
-                yield Span(k, "compute", kind, i, j, *clock.weights(), version, horizon)
-                continue
-            forward = kind is Kind.FORWARD
-            loaded, computed, sent = clock.turn(kind)
-            if loaded[0] < loaded[1]:
-                load = LOADS[kind]
-                yield Span(k, "compute", load, i, j, *loaded, version, horizon)
-            yield Span(k, "compute", kind, i, j, *computed, version, horizon)
-            neighbour = next_clock if forward else previous
-            if neighbour is not None:
-                if forward:
-                    neighbour.activations.append(sent[1])
-                    yield Span(k, "to next", Kind.SEND_ACTIVATION, i, j, *sent, None)
-                else:
-                    neighbour.gradients.append(sent[1])
-                    yield Span(k, "to previous", Kind.SEND_GRADIENT, i, j, *sent, None)
+        for (kind, i, j), (version, horizon) in zip(run, readings, strict=True):
+            begun, loaded, start, end = clock.advance(kind)
+            if begun < loaded:
+                yield Span(k, "compute", LOADS[kind], i, j, begun, loaded, version, horizon)
+            yield Span(k, "compute", kind, i, j, start, end, version, horizon)
+            if kind in clock.edges:
+                lane, sends = SENDS[kind]
+                yield Span(k, lane, sends, i, j, *clock.edges[kind].send(end), None)
 
 
-_Interval = tuple[float, float]
+#: What comes before an instruction where it takes time, and its message.
 LOADS = {
     Kind.FORWARD: Kind.LOAD_FORWARD,
     Kind.BACKWARD: Kind.LOAD_BACKWARD,
     Kind.BACKWARD_INPUT: Kind.LOAD_BACKWARD_INPUT,
 }
+SENDS: dict[Kind, tuple[Lane, Kind]] = {
+    Kind.FORWARD: ("to next", Kind.SEND_ACTIVATION),
+    Kind.BACKWARD: ("to previous", Kind.SEND_GRADIENT),
+    Kind.BACKWARD_INPUT: ("to previous", Kind.SEND_GRADIENT),
+}
+
+
+def takes_of(d: Durations, k: int) -> dict[Kind, tuple[float, float]]:
+    """How long a stage loads and computes for each kind of instruction."""
+    return {
+        Kind.FORWARD: (d.load_forward[k], d.forward[k]),
+        Kind.BACKWARD: (d.load_backward[k], d.backward[k]),
+        Kind.BACKWARD_INPUT: (d.load_backward[k], d.backward_input[k]),
+        Kind.BACKWARD_WEIGHTS: (0.0, d.backward_weights[k]),
+        Kind.UPDATE: (0.0, d.update[k]),
+    }
+
+
+class _Edge:
+    """When messages of one direction leave a stage and arrive at its neighbour, one by one."""
+
+    def __init__(self, takes: float) -> None:
+        self.arrivals: deque[float] = deque()
+        self._takes, self._free = takes, 0.0
+
+    def send(self, ready: float) -> tuple[float, float]:
+        leaves = max(ready, self._free)
+        self._free = arrives = leaves + self._takes
+        self.arrivals.append(arrives)
+        return leaves, arrives
 
 
 class _Clock:
-    """When a stage's device and its two edges are free, and when what was sent to it arrives."""
+    """When a stage's device is free.
 
-    def __init__(self, k: int, device: int, free: list[float], durations: Durations) -> None:
-        self.activations: deque[float] = deque()
-        self.gradients: deque[float] = deque()
-        self._free, self._device = free, device
-        self._next_free = self._previous_free = 0.0
-        self._first, self._last = k == 0, k == len(durations.forward) - 1
-        d = durations
-        self._takes = {
-            Kind.FORWARD: (d.load_forward[k], d.forward[k], d.activation[k]),
-            Kind.BACKWARD: (d.load_backward[k], d.backward[k], d.gradient[k]),
-            Kind.BACKWARD_INPUT: (d.load_backward[k], d.backward_input[k], d.gradient[k]),
-        }
-        self._weights = d.backward_weights[k]
-        self._update = d.update[k]
+    Args:
+        free: when each device is.
+        sources: the edges that its forwards and its backwards receive by, where they do.
+        edges: those that they send by.
+    """
 
-    def turn(self, kind: Kind) -> tuple[_Interval, _Interval, _Interval]:
-        """The load, the computation and the send of a forward, a backward or its first half."""
-        load, compute, send = self._takes[kind]
-        forward = kind is Kind.FORWARD
+    def __init__(
+        self,
+        device: int,
+        free: list[float],
+        takes: dict[Kind, tuple[float, float]],
+        sources: dict[Kind, _Edge],
+        edges: dict[Kind, _Edge],
+    ) -> None:
+        self._device, self._free = device, free
+        self._takes, self._sources, self.edges = takes, sources, edges
+
+    def advance(self, kind: Kind) -> tuple[float, float, float, float]:
+        """When the next instruction begins to load and has, begins to compute and has."""
+        load, compute = self._takes[kind]
         begun = self._free[self._device]
-        loaded = begun + load
-        start = loaded
-        if forward:
-            if not self._first:
-                start = max(loaded, self.activations.popleft())
-        elif not self._last:
-            start = max(loaded, self.gradients.popleft())
+        loaded = start = begun + load
+        if kind in self._sources:
+            start = max(loaded, self._sources[kind].arrivals.popleft())
         self._free[self._device] = end = start + compute
-        sending = max(end, self._next_free if forward else self._previous_free)
-        sent = sending + send
-        if forward:
-            self._next_free = sent
-        else:
-            self._previous_free = sent
-        return (begun, loaded), (start, end), (sending, sent)
+        return begun, loaded, start, end
 
-    def weights(self) -> _Interval:
-        """The second half of a backward."""
-        return self._alone(self._weights)
 
-    def update(self) -> _Interval:
-        """The update."""
-        return self._alone(self._update)
+def _clocks(d: Durations, devices: Sequence[int]) -> list[_Clock]:
+    n = len(devices)
+    free = [0.0] * (1 + max(devices, default=-1))
+    ahead = [_Edge(d.activation[k]) for k in range(n)]
+    back = [_Edge(d.gradient[k]) for k in range(n)]
 
-    def _alone(self, duration: float) -> _Interval:
-        start = self._free[self._device]
-        self._free[self._device] = end = start + duration
-        return start, end
+    def edges(forward: _Edge | None, backward: _Edge | None) -> dict[Kind, _Edge]:
+        by = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.BACKWARD_INPUT: backward}
+        return {kind: edge for kind, edge in by.items() if edge is not None}
+
+    return [
+        _Clock(
+            device,
+            free,
+            takes_of(d, k),
+            edges(ahead[k - 1] if k else None, back[k + 1] if k + 1 < n else None),
+            edges(ahead[k] if k + 1 < n else None, back[k] if k else None),
+        )
+        for k, device in enumerate(devices)
+    ]
 
 
 def summarize(spans: Iterable[Span], devices: Sequence[int] | None = None) -> Summary:

@@ -31,9 +31,8 @@ from spectrain_ext.planning import (
     write_layers,
     write_plan,
 )
-from spectrain_ext.planning.costs import Costs, Setting, Way
-from spectrain_ext.planning.passes import passes_of
-from spectrain_ext.planning.quality import SYNCHRONOUS, expected, measurements
+from spectrain_ext.planning.costs import Costs, Setting, Way, passes_of
+from spectrain_ext.planning.plan import SYNCHRONOUS, expected, measurements
 from spectrain_ext.planning.search import Search
 from spectrain_ext.schedule import Place, Replicas, count_stage, flushes
 

@@ -1,0 +1,387 @@
+"""Order: all stages' instructions run against each other, as they can run; checked and counted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import tee
+from typing import NamedTuple
+
+from .generators import Generator, bounded
+from .instructions import Instruction, Kind, ScheduleError
+from .ledger import Count, Ledger, Pair, open_ledgers
+from .place import Place
+from .reading import Reading, Rules
+
+_FORWARD, _UPDATE, _WEIGHTS = Kind.FORWARD, Kind.UPDATE, Kind.BACKWARD_WEIGHTS
+_RUN = 4096  # instructions after which a stage that waits for nobody lets the others go on
+# Of what a device can begin at once: an update goes first, and what nobody waits for last.
+_RANKS = {_UPDATE: 0, _WEIGHTS: 3}
+_ALONE = frozenset((_UPDATE, _WEIGHTS))  # they receive nothing and send nothing
+_NEVER = float("inf")
+
+
+class _Stage:
+    """One stage's instructions, and what its neighbours have sent it: theirs, in order."""
+
+    def __init__(self, instructions: Iterator[Instruction], last: bool, first: bool) -> None:
+        self.instructions = instructions
+        self.activations: deque[Instruction] | None = None if first else deque()
+        self.gradients: deque[Instruction] | None = None if last else deque()
+        self.waiting: Instruction | None = None
+
+
+def interleave(
+    schedules: Sequence[Iterable[Instruction]], minibatches: int | None = None
+) -> Iterator[tuple[int, list[Instruction]]]:
+    """The instructions of all stages in an order in which they can run, as (stage, some of them).
+
+    A forward or a backward waits for that of the neighbour that it gets its input from; nobody
+    waits for a send. What can run does not depend on the order that is chosen, so that a schedule
+    which ends here ends on any machine.
+
+    Args:
+        schedules: of every stage; finite, or endless with ``minibatches``. Read lazily: no more is
+            kept than what is on its way from one stage to the next.
+        minibatches: the length of the run.
+
+    Raises:
+        ScheduleError: what a stage waits for is never sent, or what is sent is never received; the
+            two ends of an edge differ in their order; stages wait for each other for ever; or
+            ``bounded`` raises it.
+    """
+    n = len(schedules)
+    stages = [_Stage(bounded(schedules[k], k, minibatches), k == n - 1, k == 0) for k in range(n)]
+    # Down and up again: activations travel the whole way in one sweep, and so do gradients.
+    sweep = [*range(n), *range(n - 2, 0, -1)]
+    progress = True
+    while progress:
+        progress = False
+        for k in sweep:
+            run = _advance(stages, k)
+            if run:
+                progress = True
+                yield k, run
+    for k, stage in enumerate(stages):
+        if stage.waiting is not None:
+            raise _stuck(stages, k, stage.waiting)
+    for k, stage in enumerate(stages):
+        for edge, kind in (
+            (stage.activations, Kind.RECEIVE_ACTIVATION),
+            (stage.gradients, Kind.RECEIVE_GRADIENT),
+        ):
+            if edge:
+                missing = Instruction(kind, *edge[0][1:])
+                raise ScheduleError(k, missing, "missing: it has been sent")
+
+
+def _advance(stages: list[_Stage], k: int) -> list[Instruction]:
+    """What stage k can do until it has to wait."""
+    stage = stages[k]
+    to_next = stages[k + 1].activations if stage.gradients is not None else None
+    to_previous = stages[k - 1].gradients if stage.activations is not None else None
+    activations, gradients, following = stage.activations, stage.gradients, stage.instructions
+    run: list[Instruction] = []
+    instruction = stage.waiting or next(following, None)
+    stage.waiting = None
+    while instruction is not None:
+        kind = instruction[0]
+        if kind is not _UPDATE and kind is not _WEIGHTS:
+            if kind is _FORWARD:
+                inputs, outputs = activations, to_next
+            else:
+                inputs, outputs = gradients, to_previous
+            if inputs is not None:
+                if not inputs:
+                    stage.waiting = instruction
+                    return run
+                sent = inputs.popleft()
+                # one may have halves, the other not
+                if sent != instruction and sent[1:] != instruction[1:]:
+                    raise _out_of_order(k, instruction, sent)
+            if outputs is not None:
+                outputs.append(instruction)
+        run.append(instruction)
+        if len(run) >= _RUN:
+            return run
+        instruction = next(following, None)
+    return run
+
+
+def receive(instruction: Instruction) -> Instruction:
+    """What a forward or a backward waits for."""
+    forward = instruction.kind is _FORWARD
+    kind = Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT
+    return Instruction(kind, *instruction[1:])
+
+
+def _sender(k: int, instruction: Instruction) -> int:
+    return k - 1 if instruction.kind is _FORWARD else k + 1
+
+
+def _out_of_order(k: int, instruction: Instruction, sent: Instruction) -> ScheduleError:
+    return ScheduleError(
+        k,
+        receive(instruction),
+        f"stage {_sender(k, instruction)} sends minibatch {sent.minibatch}, microbatch "
+        f"{sent.microbatch} before it or instead of it",
+    )
+
+
+def _stuck(stages: list[_Stage], k: int, instruction: Instruction) -> ScheduleError:
+    """Why stage k waits for ever: the stage at the end of the chain of those that wait."""
+    sender = _sender(k, instruction)
+    other = stages[sender].waiting
+    if other is None:
+        reason = f"stage {sender} ends without sending it"
+    elif _sender(sender, other) != k:
+        return _stuck(stages, sender, other)
+    else:
+        reason = (
+            f"a deadlock: stage {sender}, which sends it, waits at {receive(other)}, which stage "
+            f"{k} sends later"
+        )
+    return ScheduleError(k, receive(instruction), reason)
+
+
+# Several stages on one device, which does one thing at a time.
+
+
+def lay_out(stages: int, chunks: int) -> list[int]:
+    """The device of every stage: k mod ceil(stages/chunks)."""
+    devices = -(-stages // min(chunks, stages))
+    return [k % devices for k in range(stages)]
+
+
+def device_order(
+    actions: Sequence[Iterable[Instruction]],
+    device_of: Sequence[int],
+    minibatches: int | None = None,
+) -> list[Iterator[tuple[int, Instruction]]]:
+    """What every device does one after another, as (stage, turn), lazily.
+
+    The order of a device is part of one order of all turns, in which everything that a turn waits
+    for comes before it: devices that keep to it, whatever time their work takes, never wait for
+    each other for ever. It is the same on every machine.
+
+    Args:
+        actions: of every stage; finite, or endless with ``minibatches``.
+        device_of: the device of every stage, counted from 0.
+        minibatches: the length of the run; None: all that there are.
+
+    Raises:
+        ScheduleError: as they are read: the schedule cannot be run.
+        ValueError: there is not one device for every stage.
+    """
+    # Who reads the order of one device only lets go of the other copies, and nothing is kept.
+    copies = tee(_one_by_one(actions, device_of, minibatches), 1 + max(device_of, default=-1))
+    return [_of_device(copy, d, device_of) for d, copy in enumerate(copies)]
+
+
+def _of_device(
+    order: Iterator[tuple[int, Instruction]], d: int, device_of: Sequence[int]
+) -> Iterator[tuple[int, Instruction]]:
+    return (at for at in order if device_of[at[0]] == d)
+
+
+def _one_by_one(
+    actions: Sequence[Iterable[Instruction]],
+    device_of: Sequence[int],
+    minibatches: int | None = None,
+) -> Iterator[tuple[int, Instruction]]:
+    """The turns of all stages as devices begin them that are never idle without need.
+
+    A forward, a backward and half of one take one unit of time, an update and a message none. A
+    device does what can begin first; of turns that can begin at once an update, and the weights'
+    half of a backward last; else a forward after a backward and a backward after a forward, else
+    one of the oldest round of as many microbatches as there are devices, else a forward of the
+    first stage or a backward of the last. Interleaved 1F1B comes out in the order of Megatron-LM;
+    but that from three chunks and four devices on waits for some forwards, where these devices do a
+    backward meanwhile and end at the same time.
+    """
+    n = len(actions)
+    if len(device_of) != n:
+        raise ValueError(f"device_of: expected one device per stage, {n}, got {len(device_of)}")
+    following = [bounded(actions[k], k, minibatches) for k in range(n)]
+    heads = [next(stage, None) for stage in following]
+    # What was sent to each stage and when it is there: gradients, activations.
+    inboxes: tuple[list[deque[tuple[Instruction, int]]], ...] = (
+        [deque() for _ in range(n)],
+        [deque() for _ in range(n)],
+    )
+    sources, ends = (n - 1, 0), (0, n - 1)  # stages that receive none, and that send none
+    devices = 1 + max(device_of, default=-1)
+    stages_of = [[k for k in range(n) if device_of[k] == d] for d in range(devices)]
+    free = [0] * devices
+    done = [0] * n, [0] * n
+    went_ahead = [False] * devices
+
+    def choice(d: int) -> tuple[float, int, int, int, int]:
+        """When a device can begin something, and which stage's turn that is."""
+        found = (_NEVER, 0, 0, 0, -1)
+        for k in stages_of[d]:
+            turn = heads[k]
+            if turn is None:
+                continue
+            ahead = turn.kind is _FORWARD
+            start = free[d]
+            if turn.kind not in _ALONE and k != sources[ahead]:
+                inbox = inboxes[ahead][k]
+                if not inbox:
+                    continue
+                start = max(start, inbox[0][1])
+            rank = _RANKS.get(turn.kind, 1 + (ahead is went_ahead[d]))
+            found = min(found, (start, rank, done[ahead][k] // devices, k if ahead else -k, k))
+        return found
+
+    choices = [choice(d) for d in range(devices)]
+    while choices:
+        start, _, _, _, k = min(choices)
+        turn = heads[k]
+        if start == _NEVER or turn is None:
+            break
+        yield k, turn
+        heads[k] = next(following[k], None)
+        d, ahead = device_of[k], turn.kind is _FORWARD
+        if turn.kind is not _UPDATE:
+            free[d], went_ahead[d] = int(start) + 1, ahead
+        if turn.kind not in _ALONE:
+            done[ahead][k] += 1
+            if k != sources[ahead]:
+                sent, _ = inboxes[ahead][k].popleft()
+                if sent[1:] != turn[1:]:
+                    raise _out_of_order(k, turn, sent)
+            if k != ends[ahead]:
+                to = k + 1 if ahead else k - 1
+                inboxes[ahead][to].append((turn, free[d]))
+                if device_of[to] != d:
+                    choices[device_of[to]] = choice(device_of[to])
+        choices[d] = choice(d)
+    for k, turn in enumerate(heads):
+        if turn is not None:
+            raise ScheduleError(k, receive(turn), "never arrives: no device can go on")
+
+
+# Checked, and counted.
+
+
+def follow(
+    actions: Sequence[Iterable[Instruction]],
+    ledgers: Sequence[Ledger],
+    minibatches: int | None = None,
+    devices: Sequence[int] | None = None,
+) -> Iterator[tuple[int, list[Instruction], list[Pair]]]:
+    """Some turns of a stage with what they compute with, of one stage after another as they run.
+
+    Where devices have several stages each, they run in ``device_order``.
+    """
+    if devices is None:
+        order = interleave(actions, minibatches)
+    else:
+        order = ((k, [turn]) for k, turn in _one_by_one(actions, devices, minibatches))
+    for k, run in order:
+        yield k, run, ledgers[k].enter(run)
+    for ledger in ledgers:
+        ledger.close(minibatches)
+
+
+def validate(
+    actions: Sequence[Iterable[Instruction]],
+    *,
+    minibatches: int | None = None,
+    microbatches: int | None = None,
+    windows: Sequence[int] | None = None,
+    rules: Sequence[Rules] | None = None,
+) -> list[Count]:
+    """Run the actions of all stages against each other, computing nothing, and count.
+
+    Checked are: there is nothing but computation; what a stage waits for is sent, and what is sent
+    is received, in the same order; no stages wait for each other for ever;
+    every microbatch has exactly one forward and one backward, whole or in two halves, in this
+    order, and every minibatch an update after its last backward, in the order of minibatches; no
+    stage has more microbatches in flight than its window; no version of the weights is read before
+    it exists or after it was dropped.
+
+    Args:
+        actions: of every stage; finite, or endless with ``minibatches``. They are read lazily: the
+            memory it takes does not grow with the length of the run.
+        minibatches: the length of the run.
+        microbatches: the number that every minibatch must have, None to allow any.
+        windows: the most microbatches in flight on every stage, None to allow any number.
+        rules: which weights the method has every stage compute with; None: the newest.
+
+    Returns:
+        What every stage's actions come to.
+
+    Raises:
+        ScheduleError: names the stage, the action, and what was expected.
+        ValueError: ``windows`` or ``rules`` has another length than ``actions``.
+    """
+    ledgers = open_ledgers(len(actions), rules, windows, microbatches)
+    deque(follow(actions, ledgers, minibatches), maxlen=0)
+    return [ledger.count for ledger in ledgers]
+
+
+def check_generator(generate: Generator, places: Sequence[Place]) -> None:
+    """Raise unless a generator's actions can be run, and every update is of one minibatch alone.
+
+    Some minibatches are looked at, enough for any window to be full and for its steady state. Both
+    halves of a backward have the update before and after them in common: so they meet one version,
+    and the first may add gradients as well (of what cannot be put off).
+
+    Args:
+        generate: the generator.
+        places: of all stages, with the windows that their actions have to keep to.
+
+    Raises:
+        ScheduleError: as ``validate``; or a backward adds to the gradient of another minibatch.
+        TypeError: it gives something else than actions.
+    """
+    microbatches = places[0].microbatches
+    minibatches = max(place.window for place in places) // microbatches + 6
+    for place in places:
+        action = next(iter(generate(place)), None)
+        if action is not None and not isinstance(action, Instruction):
+            raise TypeError(
+                f"expected actions one by one, got {action!r} for stage {place.stage} of "
+                f"{place.stages}: 'yield from forward(place, i, j)' gives those of a forward"
+            )
+    windows = [place.window for place in places]
+    made = [generate(place) for place in places]
+    validate(made, minibatches=minibatches, microbatches=microbatches, windows=windows)
+    for place in places:
+        updates = 0
+        for turn in bounded(generate(place), place.stage, minibatches):
+            updates += turn.kind is _UPDATE
+            if turn.kind not in (_FORWARD, _UPDATE) and turn.minibatch != updates:
+                due = Instruction(_UPDATE, updates)
+                raise ScheduleError(place.stage, turn, f"expected {due} before it")
+
+
+class Met(NamedTuple):
+    """The weights that a microbatch's forward and its backward computed with on one stage."""
+
+    minibatch: int
+    microbatch: int
+    forward: Reading
+    backward: Reading
+
+
+def read(
+    actions: Sequence[Iterable[Instruction]],
+    rules: Sequence[Rules] | None = None,
+    minibatches: int | None = None,
+) -> Iterator[tuple[int, Met]]:
+    """What every microbatch meets on every stage, as (stage, Met), lazily, in order of backwards.
+
+    Raises:
+        ScheduleError: the schedule cannot be run.
+    """
+    ledgers = open_ledgers(len(actions), rules)
+    forwards: list[dict[tuple[int, int], Pair]] = [{} for _ in actions]
+    for k, run, readings in follow(actions, ledgers, minibatches):
+        for (kind, i, j), reading in zip(run, readings, strict=True):
+            if kind is _FORWARD:
+                forwards[k][i, j] = reading
+            elif kind not in _ALONE:
+                yield k, Met(i, j, Reading(*forwards[k].pop((i, j))), Reading(*reading))
