@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -42,6 +42,7 @@ class Loads:
     Attributes:
         cursor: where the stage stands in a run.
         guard: has whoever saves a module in a run hear of it.
+        immediate: whether what has been issued to both streams has been done, as on the CPU alone.
     """
 
     cursor: Cursor
@@ -70,9 +71,9 @@ class Loads:
         self._no_weights = Buffer(f"weights of stage {index}, which has none")
         self._gradients_read: tuple[Event, list[Tensor | None]] | None = None
         # On the CPU alone: what has been issued has been done.
-        self._immediate = self.compute.immediate and self.predict.immediate
+        self.immediate = self.compute.immediate and self.predict.immediate
         # There one stands for the memory of whatever is computed.
-        self._untracked = Buffer(f"memory of stage {index}") if self._immediate else None
+        self._untracked = Buffer(f"memory of stage {index}") if self.immediate else None
         self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
         self.guard = SaveGuard(
             "a run of this pipeline has not ended, and its stages may hold predicted weights; take "
@@ -117,6 +118,12 @@ class Loads:
     def share(self, buffer: Buffer) -> None:
         """The caller may use this as well."""
         self._shared = (*self._shared, buffer)
+
+    def computing(
+        self, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> AbstractContextManager[object]:
+        """Inside, work is issued to the compute stream; on the CPU alone there is no order."""
+        return NOTHING if self.immediate else self.compute.using(reads=reads, writes=writes)
 
     # A run.
 
@@ -209,7 +216,7 @@ class Loads:
 
     def _written(self, *buffers: VersionBuffer) -> None:
         """Something has been written to these on the prediction stream."""
-        if self._immediate:
+        if self.immediate:
             return
         for buffer in buffers:
             if buffer.written is None:
@@ -220,7 +227,7 @@ class Loads:
 
     def _has_computed(self) -> None:
         """Something has been computed, with the weights that are bound."""
-        if self._immediate:
+        if self.immediate:
             return
         compute = self.compute
         compute.record(self.computed)
@@ -265,7 +272,7 @@ class Loads:
             forward = following.minibatch, following.microbatch
         update, storage = weights.begin_update(forward), weights.storage
         assert storage is not None
-        if self._immediate:
+        if self.immediate:
             with TURN:  # a hook may draw
                 weights.make(update)
             return

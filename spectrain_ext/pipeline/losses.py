@@ -110,7 +110,7 @@ class Losses:
         self._parts.append(kept)
         if j == 0:
             self._buffer = Buffer("loss")
-        with last.compute.using(writes=(self._buffer,)):
+        with last.computing(writes=(self._buffer,)):
             part = loss if shares[j] == 1.0 else loss * shares[j]
             self._sum = part if j == 0 else self._sum + part
         ends = j == len(shares) - 1
@@ -128,7 +128,7 @@ class Losses:
     def _whole(self, parts: list[Any], shares: Sequence[float]) -> Any:
         """What is kept of a minibatch, for whoever works on the caller's stream."""
         last, caller = self._last, callers_stream(self._last.device)
-        with last.compute.using():
+        with last.computing():
             whole = parts[0] if len(parts) == 1 else _joined(parts, shares)
         last.compute.record(last.computed)
         caller.wait(last.computed)
@@ -138,6 +138,9 @@ class Losses:
     def _hand_out(self, i: int, loss: Tensor, kept: Any) -> None:
         """Give the caller a loss in memory of its own stream."""
         last, buffer = self._last, self._buffer
+        if last.immediate:
+            self._results.append(Result(i, loss.clone(), kept))
+            return
         last.compute.record(last.computed)
         caller = callers_stream(last.device)
         caller.wait(last.computed)

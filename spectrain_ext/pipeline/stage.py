@@ -194,9 +194,7 @@ class Stage(Loads):
         # An in-place first layer writes the slot.
         writes = (slot.buffer, self.module_buffers, tape.buffer)
         with (
-            NOTHING
-            if self._immediate
-            else self.compute.using(reads=(self.working,), writes=writes),
+            NOTHING if self.immediate else self.compute.using(reads=(self.working,), writes=writes),
             NOTHING if graph and torch.is_grad_enabled() else _grad(graph),
             TURN,
             self._numbers,
@@ -217,7 +215,7 @@ class Stage(Loads):
             if not graph and self._mode is Mode.TRAIN:
                 learns = self.weights is not None or any(message.differentiable)
                 tape.message = tape.message.with_gradient(learns)
-        if not self._immediate:
+        if not self.immediate:
             self._has_computed()
         self._tapes[i, j] = tape
         if self._mode is Mode.TRAIN:
@@ -266,10 +264,10 @@ class Stage(Loads):
     ) -> tuple[Tensor, Any]:
         """Compute the loss of a microbatch; returns it detached, and what is to be kept beside."""
         tape = self._tapes[i, j]
-        graph, compute = self._keeps_graph, self.compute
+        graph = self._keeps_graph
         self._take_target(i, j, tape)
         writes = (tape.target.buffer, tape.buffer)
-        with compute.using(writes=writes), _grad(graph), TURN, self.random, self._follows:
+        with self.computing(writes=writes), _grad(graph), TURN, self.random, self._follows:
             if not graph:
                 tape.found.append(ModuleBuffers(loss_fn))
                 tape.loss_fn = loss_fn
@@ -279,27 +277,28 @@ class Stage(Loads):
         if graph:
             check_dependence(loss, tape.output)
             tape.output = loss
-        compute.record(self.computed)
+        if not self.immediate:
+            self.compute.record(self.computed)
         return loss.detach(), kept
 
     def measure(self, i: int, j: int, measure: Callable[..., Any]) -> None:
         """Have the output of an evaluation measured."""
-        tape, slot, compute = self._tapes.pop((i, j)), self._target_at(j), self.compute
+        tape, slot = self._tapes.pop((i, j)), self._target_at(j)
         message = slot.message
         assert message is not None
         writes = slot.buffer, tape.buffer
-        with compute.using(writes=writes), torch.no_grad(), TURN, self._numbers:
+        with self.computing(writes=writes), torch.no_grad(), TURN, self._numbers:
             measure(tape.output, apart(value_of(message), message))
-        compute.record(self.computed)
+        self.compute.record(self.computed)
         self.edges.targets[j].free(slot)
-        compute.writes(tape.buffer)  # freed
+        self.compute.writes(tape.buffer)  # freed
 
     def _take_target(self, i: int, j: int, tape: Tape) -> None:
         """Find a microbatch's target, which has come with those of all its minibatch."""
         found = self._targets.get(i)
         if found is None:
             slot = self._target_at(j)
-            with self.compute.using(reads=(slot.buffer,)):
+            with self.computing(reads=(slot.buffer,)):
                 found = self._targets[i] = Targets(slot, self.edges.targets_of(slot))
         tape.target, tape.wanted = found.slot, found.parts[j]
 
@@ -327,7 +326,7 @@ class Stage(Loads):
         writes = [tape.slot.buffer, tape.buffer, self.module_buffers]
         if self.edges.targets:
             writes.append(tape.target.buffer)
-        with self.compute.using(reads=(self.working,), writes=writes), torch.enable_grad():
+        with self.computing(reads=(self.working,), writes=writes), torch.enable_grad():
             self._before = [ModuleBuffers(self.module), ModuleBuffers(tape.loss_fn)]
             with torch.no_grad():
                 for found in reversed(tape.found):  # a loss may have the module in it
@@ -342,7 +341,7 @@ class Stage(Loads):
     def _restore_buffers(self) -> None:
         """Have the module buffers of before a recomputation, whose graph is of no more use."""
         if self._before:
-            with self.compute.using(writes=(self.module_buffers,)), torch.no_grad():
+            with self.computing(writes=(self.module_buffers,)), torch.no_grad():
                 for before in self._before:
                     before.restore()
             self._before = ()
@@ -361,7 +360,7 @@ class Stage(Loads):
         tape = self._tapes[i, j]
         tape.gradient = self._received if self.edges.gradients else tape.target
         tape.rest = self._differentiate(i, j, tape, tape.gradient, halves=not self.recomputes)
-        if not self._immediate:
+        if not self.immediate:
             self._has_computed()
 
     def backward_weights(self, i: int, j: int) -> None:
@@ -370,13 +369,13 @@ class Stage(Loads):
         if tape.rest is not None:
             reads = (self.working, tape.buffer, tape.slot.buffer, tape.gradient.buffer)
             writes = (self.weight_gradients, self.module_buffers)
-            with self.compute.using(reads=reads, writes=writes), TURN:
+            with self.computing(reads=reads, writes=writes), TURN:
                 tape.rest()
         self._finish(i, j, tape, tape.gradient)
 
     def _finish(self, i: int, j: int, tape: Tape, arrived: Slot) -> None:
         """A backward has ended: let go of what it needed."""
-        if not self._immediate:
+        if not self.immediate:
             self.compute.writes(tape.buffer)  # freed
             self._has_computed()
         edges = self.edges
@@ -401,7 +400,7 @@ class Stage(Loads):
             self._free_gradients()
         outgoing = self._untracked or Buffer("gradients of the input")
         on_compute: AbstractContextManager[object] = NOTHING
-        if not self._immediate:
+        if not self.immediate:
             reads = (self.working, tape.buffer, tape.slot.buffer, arrived.buffer)
             # torch.utils.checkpoint runs layers again, and puts other random numbers there.
             writes = (self.weight_gradients, self.module_buffers, outgoing)
@@ -433,7 +432,8 @@ class Stage(Loads):
         header = NO_HEADER if self.losses is None else self.losses.header(i, j)
         to = self.edges.to_previous[j]
         read = to.send(Message(gradients), buffer, self.computed, header=header)
-        self._in_transit.hold(read, buffer, gradients)
+        if not self.immediate:
+            self._in_transit.hold(read, buffer, gradients)
 
     # In an evaluation: the word that a batch is through, which is an empty message.
 
