@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -164,7 +165,7 @@ def sizes_of(samples: int, parts: int) -> list[int]:
 
 def samples_of(parts: list[Microbatch]) -> int:
     """The samples of a minibatch that ``split`` has cut; 0 of one that it has not."""
-    return sum(part.samples for part in parts)
+    return sum(map(attrgetter("samples"), parts))
 
 
 def hand_in(edge: Sender, value: Value, batch: Buffer, header: Header = NO_HEADER) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spectrain_ext.interrupts import waiting
 from spectrain_ext.schedule import Replicas
-from spectrain_ext.transport import Buffer, Edge, Header, Receiver, Sender, Slot
+from spectrain_ext.transport import Buffer, Header, Receiver, Sender, Slot
 
 from .batch import (
     Microbatch,
@@ -163,20 +163,8 @@ class Source:
             elif len(targets) < len(parts):
                 found = joined(targets, sides_of(self._split_dim)[1])
                 hand_in(edge, found, self._batch, header)
-            elif not self._sends_on(parts, edge):
+            else:
                 hand_in(edge, target_of(batch), self._batch, header)
-
-    def _sends_on(self, parts: Sequence[Microbatch], targets: Sender) -> bool:
-        """Send a batch that is input and target on: it comes from the host once."""
-        inputs = self._inputs[0]
-        if len(parts) > 1 or parts[0].target is not parts[0].input:
-            return False
-        if not (isinstance(inputs, Edge) and isinstance(targets, Edge)):
-            return False
-        if inputs.target != targets.target:
-            return False
-        inputs.send_on(targets)
-        return True
 
     def _split(self, batch: object, i: int) -> list[Microbatch]:
         if self._whole:

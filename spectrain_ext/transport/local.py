@@ -152,17 +152,6 @@ class Edge:
         self._sent += 1
         return slot.arrived
 
-    def send_on(self, other: Sender) -> None:
-        """Send what was just sent from its slot here to another edge, on the same device.
-
-        It is there as soon as it has arrived here, and has then come from the host once.
-        """
-        slot = self._ring[(self._sent - 1) % len(self._ring)]
-        assert slot.message is not None
-        read = other.send(slot.message, slot.buffer, slot.arrived, header=slot.header)
-        self.stream.wait(read)
-        self.stream.record(slot.arrived)  # the receiver may now write the slot
-
     def _fit(self, slot: Slot, message: Message) -> None:
         """Have the slot's memory be like the message, as it is in a steady state."""
         layout = Layout.of(message)
