@@ -88,7 +88,7 @@ def _count(method: Method, entry: Place, place: Place) -> Passes:
             update = versions.begin_update(ahead)
             if update.kept is not None and books.master is None:
                 books.true = cast(_Buffer, update.kept)
-            moved = STEP + 8 * (update.kept is not None) + 4 * (update.written is not None)
+            moved = STEP + 8 * (update.kept is not None) + 4 * (update.room is not None)
         else:
             if kind is Kind.FORWARD:
                 wanted = versions.for_forward(i, j)
