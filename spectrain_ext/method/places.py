@@ -18,7 +18,7 @@ from spectrain_ext.schedule import (
     takes_window,
 )
 
-from .value import Method, at_least, phases_of
+from .value import Method, at_least, named, phases_of
 
 #: A window setting: of the method, by name, for all stages, or one per stage.
 Window = Literal["classic", "wide"] | int | Sequence[int] | None
@@ -65,7 +65,7 @@ def places_of(
     try:
         generate = find_generator(method.schedule)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"method: schedule of {method.name!r}: {error}") from None
+        raise type(error)(f"{named(method, 'schedule')}: {error}") from None
     if hasattr(generate, "window") and len(set(replicas.counts)) > 1:
         raise ValueError(
             f"replicas: method {method.name!r} has a schedule with windows of its own "
@@ -92,7 +92,7 @@ def places_of(
             check_generator(generate, places)
         except (ScheduleError, TypeError) as error:
             kind = ValueError if isinstance(error, ScheduleError) else TypeError
-            raise kind(f"method: schedule of {method.name!r}: {error}") from error
+            raise kind(f"{named(method, 'schedule')}: {error}") from error
     elif not (replicas.dealt and flushes(method.schedule)):
         _check_windows(windows, replicas)
     return places

@@ -349,7 +349,7 @@ def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
             update = versions.begin_update(ahead)
             if update.kept is not None and books.master is None:
                 books.true = cast(_Buffer, update.kept)
-            moved = STEP + 8 * (update.kept is not None) + 4 * (update.written is not None)
+            moved = STEP + 8 * (update.kept is not None) + 4 * (update.room is not None)
         else:
             if kind is Kind.FORWARD:
                 wanted = versions.for_forward(i, j)

@@ -239,19 +239,18 @@ class Reader(ABC, Generic[W]):
         return version
 
     def for_backward(self, i: int, j: int, ends: bool = True) -> W:
-        """What the backward of a microbatch computes with, which a first half does not end."""
+        """What a backward computes with; ``ends`` is False for the first of its two halves."""
         if j == self._last and ends:
             self.written = None  # an update comes before the next forward
         if self._stashes:
             if not ends:
                 return self._in_flight[i, j]
             weights = self._in_flight.pop((i, j))
-            if not self._corrects:
-                self._release(weights)
-                return weights
-            if self._stale is not None:
-                self._release(self._stale)
-            self._stale = weights
+            over: W | None = weights
+            if self._corrects:
+                over, self._stale = self._stale, weights
+            if over is not None:
+                self._release(over)
             return weights
         self._newest[1] = weights = self._weights(self.version, self._backward_horizon)
         return weights

@@ -257,7 +257,8 @@ class StageWeights:
         """Step the optimizer and the scheduler."""
         storage, updater = self.storage, self.updater
         assert storage is not None
-        written, room = update.written, update.room
+        room = update.room
+        written = None if room is None else room.content
         if update.stale is not None:
             updater.read_stale(storage.sink_of(update.stale))
         storage.before_update(update.kept)
@@ -267,7 +268,7 @@ class StageWeights:
         # A hook may have changed them. Not asked for in vain: one on a GPU takes a wait.
         after = rates_of(self.optimizer) if storage.predicts else ()
         if written is not None and room is not None and written.rates not in (None, after):
-            room.content = None
+            room.content = None  # not what the next forward will ask for
         if self.scheduler is not None:
             self.scheduler.step()
             self._rates_move = storage.predicts and rates_of(self.optimizer) != after

@@ -45,7 +45,7 @@ class Flat:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, gaps between parameters included."""
+        """Gaps between parameters included."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
 

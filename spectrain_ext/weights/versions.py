@@ -16,13 +16,11 @@ class Update(NamedTuple):
     """What an update writes beside the true weights, and reads beside the gradients.
 
     Attributes:
-        written: the weights of the next forward, which the step writes as well.
-        room: where it writes them.
+        room: where the step writes the weights of the next forward as well.
         kept: where the true weights go that somebody still wants, see ``Storage.keep_true``.
         stale: what the last backward computed with, which a correcting step reads.
     """
 
-    written: Content | None
     room: VersionBuffer | None
     kept: VersionBuffer | None
     stale: VersionBuffer | None
@@ -119,7 +117,7 @@ class Versions(Reader[Content]):
         elif self._is_wanted(true) and self.find(true) is None:
             kept = self.room(true)
         written = self._following(forward, moves, rates_move)
-        return Update(written, None if written is None else self.room(written), kept, stale)
+        return Update(None if written is None else self.room(written), kept, stale)
 
     def _following(
         self, forward: tuple[int, int] | None, moves: bool, rates_move: bool
