@@ -70,18 +70,19 @@ class _Home:
 
     def __init__(self, stage: Stage, tie: Tie, weights: Sender, gradients: Receiver | None) -> None:
         known = dict(stage.module.named_parameters(remove_duplicate=False))
-        self._params = {m.home_name: known[found_as(m.home_name, known)] for m in tie.members}
-        self._trained = [self._params[m.home_name] for m in tie.members if m.trained]
+        self._names = [m.home_name for m in tie.members]  # one may have several copies
+        self._params = [known[found_as(name, known)] for name in self._names]
+        self._trained = [p for p, m in zip(self._params, tie.members, strict=True) if m.trained]
         self.stage, self.weights, self.gradients = stage, weights, gradients
 
     def begin(self, readings: _Readings) -> None:
-        _refuse_hooks(self.stage, self._params.items())
+        _refuse_hooks(self.stage, zip(self._names, self._params, strict=True))
         self._readings = readings
 
     def send_weights(self, i: int, j: int) -> None:
         """Before a forward: what it reads, if that is something else than before."""
         if self._readings.differ(i, j):
-            self._send([p.detach() for p in self._params.values()], self.stage.working)
+            self._send([p.detach() for p in self._params], self.stage.working)
 
     def _send(self, tensors: Sequence[Tensor], source: Buffer) -> None:
         stage = self.stage
@@ -96,7 +97,7 @@ class _Home:
         sent = Buffer(f"true weights of stage {stage.index} that others have as well")
         stage.predict.wait(stage.computed)
         with stage.predict.using(reads=stage.memory, writes=(sent,)):
-            tensors = [true.get(p, p).detach().to(p.dtype) for p in self._params.values()]
+            tensors = [true.get(p, p).detach().to(p.dtype) for p in self._params]
         stage.predict.record(stage.loaded)
         self._send(tensors, sent)
         self.weights.end()

@@ -391,6 +391,25 @@ def test_said_by_an_attribute():
     close(found[0], found[1])
 
 
+def test_one_parameter_with_two_copies_on_a_stage():
+    stages = [nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(2)]
+    stages[1].tied_parameters = {f"{place}.weight": (0, "0.weight") for place in (0, 2)}
+    for place in (0, 2):
+        stages[1][place].load_state_dict(
+            {**stages[1][place].state_dict(), "weight": stages[0][0].weight}
+        )
+    one = copy.deepcopy(stages)
+    for place in (0, 2):
+        one[1][place].weight = one[0][0].weight
+    data, found = batches(6), []
+    for these in (stages, one):
+        pipe = st.Pipeline(these, sgd(), mse, "sync")
+        found.append((torch.stack(losses(pipe, data)), pipe.state_dict()))
+    close(found[0], found[1])
+    weights = [found[0][1][name] for name in ("0.0.weight", "1.0.weight", "1.2.weight")]
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+
+
 def test_stages_that_are_compiled():
     plain = tied(3)
     stages = copy.deepcopy(nn.ModuleList(plain))
