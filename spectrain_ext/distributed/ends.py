@@ -298,14 +298,15 @@ class Outlet(_End):
             for to, tensor in zip(slot.memory.views(layout), message.tensors, strict=True):
                 if to is not None and tensor is not None:
                     to.copy_(tensor, non_blocking=True)
-        slot.frame.fit(nbytes if link.by_host else 0, pinned=self._pinned)
+        if slot.memory is not slot.frame:
+            slot.frame.fit(nbytes if link.staged else 0, pinned=self._pinned)
         if link.staged:
             copy.wait(slot.free)
             with copy.using(writes=(slot.buffer,)):
                 slot.frame.bytes[:nbytes].copy_(slot.memory.bytes[:nbytes], non_blocking=True)
         copy.record(slot.arrived)
         slot.frame.write(self._sent, header, number, len(text), nbytes)
-        pieces = [(self._fit(slot.frame), TAG_FRAME)]
+        pieces = [(slot.frame.whole[: HEAD + self._capacity], TAG_FRAME)]
         if text:
             pieces.append((torch.frombuffer(bytearray(text), dtype=torch.uint8), TAG_LAYOUT))
         if link.by_host and nbytes > self._capacity:
