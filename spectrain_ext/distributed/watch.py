@@ -256,7 +256,7 @@ class Watch:
                 self._wake.clear()
                 if self._ends_since is not None and self.cause is None:
                     self._meet(self._ends_since)
-        except Exception:
+        except Exception:  # whatever: this thread keeps the deadlines
             if not self._over.is_set():
                 self.learn(self.without_store())
 
