@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import click
@@ -34,3 +35,10 @@ def numbers_listed(
             f"expected numbers of at least 1 with commas, got {','.join(texts)!r}"
         )
     return [int(text) for text in texts]
+
+
+def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """A finite number that is not negative, or None where none was given."""
+    if value is not None and not (math.isfinite(value) and value >= 0):
+        raise click.BadParameter(f"expected a finite number of at least 0, got {value}")
+    return value

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from spectrain_ext.cli.options import POSITIVE, finite, names, numbers, own_failures, plain_console
+from spectrain_ext.cli.options import POSITIVE, names, numbers, own_failures, plain_console
 from spectrain_ext.extras import require_matplotlib, require_tensorboard
 from spectrain_ext.method import find_method
 
@@ -16,7 +16,7 @@ from .builtin import maker_of
 from .compare import Observation, train_all
 from .looks import REFERENCE
 from .once import OnceToldCommand, agreed, joined, logged, told
-from .options import data_dir, workload
+from .options import data_dir, finite, workload
 from .pipelines import choice, fitting
 from .presets import DATA_SETS, MODELS
 from .report import report

@@ -1,7 +1,6 @@
 """Options: what is typed, as values, methods of one's own among them; and text for a terminal."""
 
 import importlib
-import math
 import os
 import re
 import sys
@@ -46,13 +45,6 @@ def numbers(*words: str) -> Callable[[click.Context, click.Parameter, str | None
         return found[0] if len(found) == 1 else found
 
     return convert
-
-
-def finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """A finite number that is not negative, or None where none was given."""
-    if value is not None and not (math.isfinite(value) and value >= 0):
-        raise click.BadParameter(f"expected a finite number of at least 0, got {value}")
-    return value
 
 
 def plain_console(**more: Any) -> Console:

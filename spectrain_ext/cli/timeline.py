@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -103,31 +104,22 @@ def timeline(
             str(error).removeprefix("window: "), param_hint="'--window'"
         ) from error
     devices = None
+    parts: int | Literal["auto"] = microbatches or "auto"
+    times = {"forward": forward, "backward": backward, "update": update}
     try:
         if instructions:
             if csv is not None:
                 raise ValueError("--instructions are those of a method, not of --csv")
             with own_failures(method):
-                lines = instructions_of(
-                    _found(method),
-                    stages,
-                    stage,
-                    minibatches,
-                    microbatches=microbatches or "auto",
-                    window=window,
-                )
-                for line in lines:
+                for line in instructions_of(
+                    _found(method), stages, stage, minibatches, microbatches=parts, window=window
+                ):
                     click.echo(line)
             return
         if csv is not None:
             actions = read_csv(csv, microbatches=None if microbatches == 1 else microbatches)
             durations = Durations.of(
-                len(actions),
-                forward=forward,
-                backward=backward,
-                update=update,
-                activation=communication,
-                gradient=communication,
+                len(actions), **times, activation=communication, gradient=communication
             )
             name, spans = printable(csv.name), list(simulate(actions, durations))
         else:
@@ -144,11 +136,9 @@ def timeline(
                     chosen,
                     stages,
                     minibatches,
-                    microbatches=microbatches or "auto",
+                    microbatches=parts,
                     window=window,
-                    forward=forward,
-                    backward=backward,
-                    update=update,
+                    **times,
                     prediction=prediction,
                     communication=communication,
                 )

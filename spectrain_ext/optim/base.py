@@ -306,8 +306,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                 braking.brake_([g for g, _ in found], [v for _, v in found], group["maximize"])
 
     def _resolved(self, sink: PredictionSink | None = None, *, stash: bool = False) -> list[Launch]:
-        kinds = self._templates.kinds
-        return self._launches.of(self.param_groups, self.state, kinds, sink, stash=stash)
+        kinds, outs = self._templates.kinds, None if sink is None else sink.outs
+        return self._launches.of(self.param_groups, self.state, kinds, outs, stash=stash)
 
     def _correcting(self, correction: Correction) -> Correcting | None:
         """What reads stale weights, with the largest learning rate so far of every group.
@@ -500,7 +500,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             raise RuntimeError(
                 "read_stale: no correction reads stale weights, call correct() first"
             )
-        binding.stale = sink
+        binding.stale = sink.outs
 
     def check_correction(self, correction: Correction | None) -> None:
         """Raise ValueError naming the first group that a correction is not defined for."""
@@ -554,7 +554,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                 entry.update(independent(entry, ("gap_average", "gap_step")))
             elif entry.get(rule.buffers[0]) is not None and entry.get("gap_average") is None:
                 entry.update(gap_average=torch.zeros_like(buffers[p][-1]), gap_step=0.0)
-        binding.buffers, binding.stale = buffers, stale
+        binding.buffers, binding.stale = buffers, None if stale is None else stale.outs
         self._begin(binding, rule, correction)
         self._parameters.look(self.param_groups, self.state)
 

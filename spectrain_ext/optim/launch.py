@@ -16,7 +16,7 @@ from spectrain_ext.operators.laws import Law, Linear, SecondOrder, terms_of
 from spectrain_ext.operators.lists import StepOptions
 from spectrain_ext.operators.plan import Plan
 
-from .parameters import Parameters, PredictionSink
+from .parameters import Parameters, Views
 from .rule import Group, Kinds, Scalars
 from .state import State, empty_like
 
@@ -67,10 +67,9 @@ class Launch:
     storage it points to alive whatever becomes of the parameter.
 
     Args:
-        parameters: where parameters and state are listed.
-        positions: of the parameters in it, ascending.
+        positions: of the parameters, ascending.
         with_buffers: whether the rule's numbers need the buffers.
-        sink: where predictions are written.
+        outs: where predictions are written.
         stash: whether weights are kept while they are predicted.
     """
 
@@ -79,7 +78,7 @@ class Launch:
         parameters: Parameters,
         positions: Sequence[int],
         with_buffers: bool,
-        sink: PredictionSink | None = None,
+        outs: Views | None = None,
         *,
         stash: bool = False,
     ) -> None:
@@ -87,7 +86,7 @@ class Launch:
         self.params = params = [parameters.params[i] for i in positions]
         self.device = params[0].device
         self._positions = positions
-        self._sink = sink
+        self._outs = outs
         binding = parameters.binding
         weights = params if binding is None else [binding.weights[p] for p in params]
         self._weights = [w.detach() for w in weights]
@@ -105,13 +104,13 @@ class Launch:
             self.cohorts[n].rows.append(row)
         self.started = not with_buffers or all(cohort.started for cohort in self.cohorts)
 
-        stale = None if binding is None or binding.stale is None else binding.stale.outs
+        stale = None if binding is None else binding.stale
         state = zip(parameters.rule.columns, self._buffers or (), strict=False)
         self.plan = _Plan(
             self._weights,
             grads=[None] * len(params),
             stashed=self._stashed,
-            outs=() if sink is None else [[sink.outs[p].detach() for p in params]],
+            outs=() if outs is None else [[outs[p].detach() for p in params]],
             stale=None if stale is None else [stale[p].detach() for p in params],
             groups=self._assignment,
             **{name: [buffer.detach() for buffer in column] for name, column in state},
@@ -170,7 +169,6 @@ class Launch:
         return rows if self._all_active else [row for row in rows if self._active[row]]
 
     def updated(self) -> tuple[Tensor, ...]:
-        """The parameters that have a gradient."""
         return tuple(self.params if self._all_active else compress(self.params, self._active))
 
     # What runs. `templates`: the numbers of every parameter group, as the rule read them.
@@ -241,7 +239,7 @@ class Launch:
             # The step gives a row without a gradient its weights, not their prediction.
             if self._rest is None or self._rest[0] != self._active:
                 idle = [i for i, on in zip(self._positions, self._active, strict=True) if not on]
-                self._rest = self._active, Launch(self.parameters, idle, True, self._sink)
+                self._rest = self._active, Launch(self.parameters, idle, True, self._outs)
             self._rest[1].predict(templates, tuple(map(_without_gradient, laws)))
 
     def updated_to(self, after: Sequence[Scalars], state: State) -> bool:
@@ -326,6 +324,7 @@ def _without_gradient(law: Law) -> Law:
 
 
 class _Resolved(NamedTuple):
+    of: tuple[object, ...]  # known by their addresses, and kept: no others come to lie there
     kinds: Kinds
     version: int
     idle: list[Tensor]  # parameters that need no launch as yet
@@ -337,28 +336,28 @@ class Launches:
 
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
-        self._known: dict[tuple[object, ...], _Resolved] = {}
+        self._known: dict[tuple[int, ...], _Resolved] = {}
 
     def of(
         self,
         groups: Sequence[Group],
         state: State,
         kinds: Kinds,
-        sink: PredictionSink | None = None,
+        outs: Views | None = None,
         *,
         stash: bool = False,
     ) -> list[Launch]:
         """Return the launches of a step: of parameters that have a gradient, state, or need none.
 
         Those of a prediction in place, which have a stash, are of parameters with state; those of a
-        bound optimizer, of all: they may write a sink. They are resolved on first use and not
+        bound optimizer, of all: they may write outs. They are resolved on first use and not
         before: until then the owner may still move the parameters into a buffer
         (``p.data = view``). RuntimeError for one that has moved since.
         """
         parameters = self._parameters
         version, binding = parameters.look(groups, state), parameters.binding
-        bound = () if binding is None else (id(binding.weights), binding.stale)
-        key = stash, sink, *bound
+        places = (outs,) if binding is None else (outs, binding.weights, binding.stale)
+        key = stash, *map(id, places)
         known = self._known.get(key)
         for launch in () if known is None else known.launches:
             if not launch.in_place():
@@ -378,12 +377,13 @@ class Launches:
             if binding is None:
                 parameters.forget()  # parameters may have moved: their state follows them
                 version = parameters.look(groups, state)
-            known = self._known[key] = self._resolved(kinds, version, sink, stash)
+            launches, idle = self._made(kinds, outs, stash)
+            known = self._known[key] = _Resolved(places, kinds, version, idle, launches)
         return known.launches
 
-    def _resolved(
-        self, kinds: Kinds, version: int, sink: PredictionSink | None, stash: bool
-    ) -> _Resolved:
+    def _made(
+        self, kinds: Kinds, outs: Views | None, stash: bool
+    ) -> tuple[list[Launch], list[Tensor]]:
         parameters = self._parameters
         idle: list[Tensor] = []
         found: dict[tuple[torch.device, bool], list[int]] = {}
@@ -395,22 +395,17 @@ class Launches:
             else:
                 idle.append(p)
         launches = [
-            Launch(parameters, positions, kind, sink, stash=stash)
+            Launch(parameters, positions, kind, outs, stash=stash)
             for (_, kind), positions in found.items()
         ]
-        return _Resolved(kinds, version, idle, launches)
+        return launches, idle
 
 
 class Scaling(NamedTuple):
-    """Scalars of a scaled step; GradScaler sets them on an optimizer around its ``step``.
+    """Scalars of a scaled step; GradScaler sets them on an optimizer around its ``step``."""
 
-    Attributes:
-        grad_scale: what gradients are divided by; None where they have been unscaled already.
-        found_inf: not 0 where a gradient is not finite, and the step is not to be made.
-    """
-
-    grad_scale: Tensor | None
-    found_inf: Tensor | None
+    grad_scale: Tensor | None  # divides gradients; None where they have been unscaled already
+    found_inf: Tensor | None  # not 0 where a gradient is not finite, and no step is to be made
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Scaling | None:
@@ -428,9 +423,5 @@ class Scaling(NamedTuple):
         return (asks or found.device.type == "cpu") and bool(found.item())
 
     def on(self, device: torch.device) -> StepOptions:
-        """What a plan on the device takes of it."""
-        grad_scale, found_inf = (
-            None if value is None else value.to(device, torch.float32, non_blocking=True)
-            for value in self
-        )
-        return {"grad_scale": grad_scale, "found_inf": found_inf}
+        there = [v if v is None else v.to(device, torch.float32, non_blocking=True) for v in self]
+        return {"grad_scale": there[0], "found_inf": there[1]}

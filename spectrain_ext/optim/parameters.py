@@ -33,7 +33,7 @@ class Binding:
         given: a mapping of buffers for each key of the state, or for the only one.
         weights: what is updated.
         buffers: the state of every parameter.
-        stale: whose outs a correction reads.
+        stale: what a correction reads; None: nothing.
     """
 
     def __init__(
@@ -44,13 +44,12 @@ class Binding:
         keys: Sequence[str],
     ) -> None:
         self.given = given
-        self.stale: PredictionSink | None = None
+        self.stale: Views | None = None
         self._checked: dict[int, Views] = {}  # by address; kept, so that no other can lie there
         self.update_in(groups, master, "master")
         self.buffers = self.buffers_for(groups, keys)
 
     def update_in(self, groups: Sequence[Group], views: Views | None, name: str) -> None:
-        """Have the weights in these tensors from now on; None: in the parameters."""
         if id(views) not in self._checked:
             weights = {p: p for _, p in named(groups)} if views is None else views
             for where, p in named(groups):

@@ -47,26 +47,24 @@ def check_group(rule: Rule[Any], index: int, group: Group, state_dtype: torch.dt
 
 
 def allowed(weight: torch.dtype, state: torch.dtype) -> bool:
-    """Tell whether the kernels take this pair of dtypes."""
     return state == weight or (state == torch.float32 and weight.itemsize == 2)
 
 
 def loaded_dtype(
     weight: torch.dtype, saved: torch.dtype, wanted: torch.dtype | None
 ) -> torch.dtype:
-    """Return the dtype a saved buffer gets: the one asked for, else a float32 one stays float32."""
+    """The dtype that a saved buffer gets: the one asked for, else a float32 one stays float32."""
     if wanted is not None and allowed(weight, wanted):
         return wanted
     return saved if allowed(weight, saved) else weight
 
 
 def empty_like(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialized tensor with the shape, strides and device of ``weight``."""
     return torch.empty_strided(weight.shape, weight.stride(), dtype=dtype, device=weight.device)
 
 
 def fits(weight: Tensor, buffer: Tensor) -> bool:
-    """Tell whether the kernels can walk ``buffer`` beside ``weight`` as it is."""
+    """Whether the kernels can walk ``buffer`` beside ``weight`` as it is."""
     return (
         buffer.shape == weight.shape
         and buffer.stride() == weight.stride()
@@ -77,7 +75,6 @@ def fits(weight: Tensor, buffer: Tensor) -> bool:
 
 
 def converted(weight: Tensor, buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an independent copy of ``buffer`` with the layout and device of ``weight``."""
     return empty_like(weight, dtype).copy_(buffer.detach())
 
 
@@ -103,7 +100,7 @@ class Saved(NamedTuple):
 
 
 def named(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
-    """Return every parameter, with a name for errors."""
+    """Every parameter, with a name for errors."""
     return [
         (f"parameter {i} of group {index}", p)
         for index, group in enumerate(groups)
@@ -112,9 +109,9 @@ def named(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
 
 
 def read_entry(where: str, rule: Rule[Any], p: Tensor, entry: Mapping[str, Any]) -> Saved | None:
-    """Return what ``entry`` holds for a parameter, None if it was never updated.
+    """What ``entry`` holds for a parameter, None if it was never updated.
 
-    Raises ValueError or TypeError for half a state, or one that does not fit the parameter.
+    ValueError or TypeError for half a state, or one that does not fit the parameter.
     """
     missing = [key for key in rule.keys if entry.get(key) is None]
     if len(missing) == len(rule.keys):
@@ -139,7 +136,6 @@ def read_entry(where: str, rule: Rule[Any], p: Tensor, entry: Mapping[str, Any])
 
 
 def independent(entry: Any, keys: Sequence[str]) -> Any:
-    """Return a parameter's state with clones of some of its tensors."""
     if not isinstance(entry, dict):
         return entry
     return {
@@ -215,10 +211,8 @@ class SaveGuard:
     That module may be any that holds the parameters: a stage, the uncut model, a wrapper of it.
     Torch's hooks belong to modules, so the parameters themselves raise, by attributes that shadow
     their class's: ``detach`` where ``nn.Module._save_to_state_dict`` is what calls it, and what
-    ``copy`` and ``pickle`` ask an object for. Compiled code does not look at these.
-
-    Args:
-        why: the error's message, with the remedy.
+    ``copy`` and ``pickle`` ask an object for. Compiled code does not look at these. ``why`` is the
+    error's message, with the remedy.
     """
 
     def __init__(self, why: str) -> None:
@@ -226,7 +220,6 @@ class SaveGuard:
         self._lifted = False
 
     def put(self, params: Iterable[Tensor]) -> None:
-        """Guard these parameters, until ``take`` is called."""
         self._lifted = False
         for p in params:
             own = (partial(self._detach, p), self._copy, self._copy)
