@@ -236,6 +236,8 @@ def lower(numbers: T) -> tuple[T, Program | None]:
 
 def _mapped(value: object, of: Callable[[Expression], object]) -> object:
     """The same structure with something else for each expression."""
+    if type(value) is float:  # most of it
+        return value
     if isinstance(value, Expression):
         return of(value)
     if isinstance(value, (list, tuple)):
