@@ -128,9 +128,12 @@ class Lists:
         """
         written: list[object] = []
         for role, _, writes, arrays in self._lists:
-            if writes and role is not untouched:
-                everywhere = self._stepped is None or role is Role.OUT
-                written += arrays if everywhere else compress(arrays, self._stepped or ())
+            if not writes or role is untouched:
+                continue
+            if self._stepped is None or role is Role.OUT:
+                written += arrays
+            else:
+                written += compress(arrays, self._stepped)
         bump_versions(written)
 
     def new_like_params(self, stream: Any) -> list[Any]:
@@ -150,10 +153,9 @@ class Lists:
             return cast(Any, sys.modules["numpy"]).empty_like(value, subok=False)
         if framework == "cupy":
             cupy = cast(Any, sys.modules["cupy"])
-            external = nullcontext()
-            if stream is not None:
-                external = cupy.cuda.ExternalStream(_C.stream_handle(stream))
-            with external:
+            if stream is None:
+                return cupy.empty_like(value)
+            with cupy.cuda.ExternalStream(_C.stream_handle(stream)):
                 return cupy.empty_like(value)
         place = self._first if self.single else f"{self._first}[{i}]"
         raise TypeError(
