@@ -8,16 +8,7 @@ from typing import Any
 
 
 def require(module: str, what: str, remedy: str) -> Any:
-    """Return a module that not everyone has.
-
-    Args:
-        module: its name.
-        what: needs which package; begins the message.
-        remedy: what installs it.
-
-    Raises:
-        ModuleNotFoundError: it is missing; the message names the remedy.
-    """
+    """Return a module that not everyone has; else say what needs it, and what installs it."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
@@ -199,11 +200,12 @@ class _Lowering:
 
     def _register(self, place: _Place) -> int:
         kind, index = place
-        return index + sum(map(len, self._tables[:kind]))
+        return self._starts[kind] + index
 
     def program(self) -> Program | None:
         """The program of all that was added; None where nothing was."""
-        if sum(map(len, self._tables)) > _C.MAX_REGISTERS:
+        *self._starts, registers = accumulate(map(len, self._tables), initial=0)
+        if registers > _C.MAX_REGISTERS:
             raise ValueError("steps: the formulas of numbers on the device are too long")
         inputs, constants, code = ([what for _, what in t.values()] for t in self._tables)
         code = [(self._register(a), self._register(b), operation) for a, b, operation in code]
@@ -234,6 +236,8 @@ def lower(numbers: T) -> tuple[T, Program | None]:
 
 def _mapped(value: object, of: Callable[[Expression], object]) -> object:
     """The same structure with something else for each expression."""
+    if type(value) is float:  # most of it
+        return value
     if isinstance(value, Expression):
         return of(value)
     if isinstance(value, (list, tuple)):

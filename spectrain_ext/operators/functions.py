@@ -243,7 +243,7 @@ def sgd_step_(
             alone: the same on every device. Give every step another seed.
         stream: CUDA stream; None: the current one.
     """
-    lists = _stepped(params, grads, options)
+    lists = _step_lists(params, grads, options)
     if momentum_buffers is not None:
         lists.add(Role.MOMENTUM, "momentum_buffers", momentum_buffers, writes=True)
     horizons = _add_outs(lists, predict)
@@ -319,7 +319,7 @@ def adam_step_(
         zero_grad, rounding_seed: as in `sgd_step_`.
         stream: CUDA stream; None: the current one.
     """
-    lists = _stepped(params, grads, options)
+    lists = _step_lists(params, grads, options)
     lists.add(Role.MOMENTUM, "exp_avgs", exp_avgs, writes=True)
     lists.add(Role.SECOND, "exp_avg_sqs", exp_avg_sqs, writes=True)
     horizons = _add_outs(lists, predict)
@@ -450,7 +450,7 @@ def _distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None)
         return squares.sqrt_()
 
 
-def _stepped(params: Tensors, grads: Gradients, options: StepOptions) -> Lists:
+def _step_lists(params: Tensors, grads: Gradients, options: StepOptions) -> Lists:
     lists = Lists(params, "params", writes=True)
     lists.add(Role.GRADS, "grads", grads, writes=bool(options.get("zero_grad")))
     return lists

@@ -80,34 +80,33 @@ SCHEMAS = (
 
 # Laws as schemas hold them.
 
+_LAWS: dict[str, tuple[Callable[..., Horizon], tuple[str, ...]]] = {
+    "geometric": (Geometric, ("steps",)),
+    "linear": (Linear, ("steps",)),
+    "second_order": (SecondOrder, ("delay", "lead")),
+}
+
 
 def _encoded(steps: Horizon) -> tuple[str, list[float]]:
-    if isinstance(steps, Geometric):
-        return "geometric", [steps.steps]
-    if isinstance(steps, SecondOrder):
-        return "second_order", [steps.delay, steps.lead]
     if isinstance(steps, FutureRates):
         return f"rates:{steps.law}", list(steps.rates)
-    if isinstance(steps, Linear):
-        return "linear", [steps.steps]
+    for name, (law, fields) in _LAWS.items():
+        if isinstance(steps, law):  # type: ignore[arg-type]
+            return name, [getattr(steps, field) for field in fields]
     return "linear", [steps]  # type: ignore[list-item]  # a number, or refused by the schema
 
 
-def _decoded(law: str, numbers: Sequence[float]) -> Horizon:
-    name, _, kind = law.partition(":")
-    if name == "rates":
-        return FutureRates(numbers, kind)
-    takes: dict[str, Callable[..., Horizon]] = {
-        "linear": Linear,
-        "geometric": Geometric,
-        "second_order": SecondOrder,
-    }
-    if name not in takes or kind:
-        raise ValueError(f"law: expected one of {sorted(takes)} or 'rates:...', got {law!r}")
-    expected = 2 if name == "second_order" else 1
-    if len(numbers) != expected:
-        raise ValueError(f"steps: expected {expected} numbers of law {law!r}, got {len(numbers)}")
-    return takes[name](*numbers)
+def _decoded(name: str, numbers: Sequence[float]) -> Horizon:
+    if name.startswith("rates:"):
+        return FutureRates(numbers, name.removeprefix("rates:"))
+    if name not in _LAWS:
+        raise ValueError(f"law: expected one of {sorted(_LAWS)} or 'rates:...', got {name!r}")
+    law, fields = _LAWS[name]
+    if len(numbers) != len(fields):
+        raise ValueError(
+            f"steps: expected {len(fields)} numbers of law {name!r}, got {len(numbers)}"
+        )
+    return law(*numbers)
 
 
 # Arguments as schemas hold them: `_in_graph` makes them so, `_kernel` undoes it.

@@ -6,6 +6,7 @@ import array
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import compress
 from typing import Any, Protocol, TypeAlias, TypedDict, cast
 
 import torch
@@ -101,6 +102,7 @@ class Lists:
         self._first = name
         self.params: tuple[object, ...] = self._tuple(params)
         self._lists = [(Role.PARAMS, name, writes, self.params)]
+        self._stepped: list[bool] | None = None  # whether a tensor has a gradient, in a step
 
     def _tuple(self, value: object) -> tuple[object, ...]:
         return (value,) if self.single else tuple(value)  # type: ignore[arg-type]
@@ -115,6 +117,8 @@ class Lists:
             )
         arrays = self._tuple(value)
         self._lists.append((role, name, writes, arrays))
+        if role is Role.GRADS:
+            self._stepped = [grad is not None for grad in arrays]
         return arrays
 
     def bump(self, untouched: Role | None = None) -> None:
@@ -122,17 +126,15 @@ class Lists:
 
         An `untouched` list was checked as one to be written, and was left alone.
         """
-        grads = next((arrays for role, _, _, arrays in self._lists if role is Role.GRADS), None)
-        stepped = None
-        if grads is not None and None in grads:
-            stepped = [i for i, grad in enumerate(grads) if grad is not None]
-        bump_versions(
-            *(
-                arrays if stepped is None or role is Role.OUT else [arrays[i] for i in stepped]
-                for role, _, writes, arrays in self._lists
-                if writes and role is not untouched
-            )
-        )
+        written: list[object] = []
+        for role, _, writes, arrays in self._lists:
+            if not writes or role is untouched:
+                continue
+            if self._stepped is None or role is Role.OUT:
+                written += arrays
+            else:
+                written += compress(arrays, self._stepped)
+        bump_versions(written)
 
     def new_like_params(self, stream: Any) -> list[Any]:
         """New arrays with the layouts of the first argument, each of its own framework.
@@ -151,10 +153,9 @@ class Lists:
             return cast(Any, sys.modules["numpy"]).empty_like(value, subok=False)
         if framework == "cupy":
             cupy = cast(Any, sys.modules["cupy"])
-            external = nullcontext()
-            if stream is not None:
-                external = cupy.cuda.ExternalStream(_C.stream_handle(stream))
-            with external:
+            if stream is None:
+                return cupy.empty_like(value)
+            with cupy.cuda.ExternalStream(_C.stream_handle(stream)):
                 return cupy.empty_like(value)
         place = self._first if self.single else f"{self._first}[{i}]"
         raise TypeError(
