@@ -131,18 +131,19 @@ class Costs:
     @cached_property
     def durations(self) -> Durations:
         per_byte, stages = self.setting.layers.byte_seconds / _FLOAT, self._stages
-        passes = [passes_of(self.way.method, self.places[0], place) for place in self.places]
         weights = [per_byte * stage.parameters for stage in stages]
+        passes = (passes_of(self.way.method, self.places[0], place) for place in self.places)
+        forward, backward, update = (
+            [each * w for each, w in zip(moved, weights, strict=True)]
+            for moved in zip(*passes, strict=True)
+        )
         return Durations.of(
             len(stages),
             forward=[stage.forward for stage in stages],
             backward=[stage.backward for stage in stages],
-            load_forward=[p.forward * w for p, w in zip(passes, weights, strict=True)],
-            load_backward=[p.backward * w for p, w in zip(passes, weights, strict=True)],
-            update=[
-                p.update * w + reduced
-                for p, w, reduced in zip(passes, weights, self._reduced, strict=True)
-            ],
+            load_forward=forward,
+            load_backward=backward,
+            update=[u + reduced for u, reduced in zip(update, self._reduced, strict=True)],
             activation=[*self._sent, 0.0],
             gradient=[0.0, *self._sent],
         )
