@@ -49,15 +49,10 @@ _FLOAT = 4
 
 
 class Setting:
-    """What a plan is for.
+    """What a plan is for: a model, and a minibatch of so many samples over all devices.
 
-    Args:
-        layers: of the model.
-        link: between any two devices.
-        batch: samples of a minibatch, over all devices.
-        cores: that all devices compute on together, as processes of one machine do; None: each has
-            its own.
-        state: bytes of the optimizer's state per byte of parameters: 1 is SGD's momentum, 2 Adam's.
+    Processes of one machine share its ``cores``; None: each device computes alone. ``state`` is
+    bytes of the optimizer's state per byte of parameters: 1 is SGD's momentum, 2 Adam's.
     """
 
     def __init__(
@@ -71,15 +66,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: what ``DistributedPipeline`` is given.
-
-    Attributes:
-        method: the method.
-        ends: of every stage, the index after its last block.
-        replicas: of every stage.
-        microbatches: of a minibatch.
-        window: of the method's rule (None) or ``"wide"``.
-    """
+    """One way to train: what ``DistributedPipeline`` is given; ``ends`` as in a ``Candidate``."""
 
     method: Method
     ends: tuple[int, ...]
@@ -89,15 +76,7 @@ class Way:
 
 
 class Costs:
-    """What a way to train costs in a setting.
-
-    Args:
-        setting: the model, the devices and the minibatch.
-        way: the method and the division.
-
-    Attributes:
-        places: of every stage; its replicas have the same.
-        rounds: minibatches that its first stage has in flight; 0: it is synchronous, and flushes.
+    """What a way to train costs in a setting; a stage's replicas all have its place.
 
     Raises:
         ValueError: the method is not defined for these.
@@ -110,6 +89,7 @@ class Costs:
         method = way.method
         self.places = places_of(method, stages, way.microbatches, way.window, self._seats)
         first = self.places[0]
+        #: minibatches that the first stage has in flight; 0: the schedule flushes
         self.rounds = 0 if flushes(method.schedule) else -(-first.window // first.microbatches)
         self._rules = [_rules_at(method, place) for place in self.places]
         check_replicas(method, [self.places], self._seats)
@@ -131,18 +111,19 @@ class Costs:
     @cached_property
     def durations(self) -> Durations:
         per_byte, stages = self.setting.layers.byte_seconds / _FLOAT, self._stages
-        passes = [passes_of(self.way.method, self.places[0], place) for place in self.places]
         weights = [per_byte * stage.parameters for stage in stages]
+        passes = (passes_of(self.way.method, self.places[0], place) for place in self.places)
+        forward, backward, update = (
+            [each * w for each, w in zip(moved, weights, strict=True)]
+            for moved in zip(*passes, strict=True)
+        )
         return Durations.of(
             len(stages),
             forward=[stage.forward for stage in stages],
             backward=[stage.backward for stage in stages],
-            load_forward=[p.forward * w for p, w in zip(passes, weights, strict=True)],
-            load_backward=[p.backward * w for p, w in zip(passes, weights, strict=True)],
-            update=[
-                p.update * w + reduced
-                for p, w, reduced in zip(passes, weights, self._reduced, strict=True)
-            ],
+            load_forward=forward,
+            load_backward=backward,
+            update=[u + reduced for u, reduced in zip(update, self._reduced, strict=True)],
             activation=[*self._sent, 0.0],
             gradient=[0.0, *self._sent],
         )
@@ -323,10 +304,7 @@ class _Books:
 def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
     """Count what a stage does to have its weights, by the engine's own books.
 
-    Args:
-        method: its rules.
-        entry: the place of stage 0.
-        place: the stage's.
+    ``entry`` is the place of stage 0.
     """
     method = find_method(method)
     rules, parts = _rules_at(method, place), place.microbatches

@@ -27,13 +27,7 @@ _MOST = 8
 
 
 class Search:
-    """All ways of some methods, by what they cost.
-
-    Args:
-        setting: the model, the link and the minibatch.
-        devices: how many there are; all of them are used.
-        methods: that are tried.
-        memory: bytes of a device; None: not limited.
+    """All ways of some methods on all of the devices, by what they cost.
 
     Attributes:
         tried: the ways that were looked at.
@@ -48,8 +42,6 @@ class Search:
         methods: Sequence[Method],
         memory: float | None = None,
     ) -> None:
-        if devices < 1:
-            raise ValueError(f"devices: expected at least 1, got {devices}")
         self._setting, self._devices, self._methods = setting, devices, methods
         self._memory = math.inf if memory is None else memory
         self.simulated = 0
@@ -74,11 +66,8 @@ class Search:
         """The way of a method whose period times its price is least; None: there is none.
 
         Ways are simulated in the order of their bounds, until the next one's exceeds the best that
-        was found: the result is then the least of all, and else of the first so many.
-
-        Args:
-            method: one of those that are searched.
-            price: a factor on the period, infinite for ways that are not wanted.
+        was found: the result is then the least of all, and else of the first so many. An infinite
+        price is that of ways that are not wanted.
         """
         found, least, left = None, math.inf, _MOST
         ways = [(costs.bound * price(costs), costs) for costs in self._by_method[method.name]]

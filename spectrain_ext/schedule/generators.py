@@ -160,7 +160,18 @@ class Interleaved:
 
     def __call__(self, place: Place) -> Iterator[Instruction]:
         """The endless actions of a stage, whatever the window of its place."""
-        return chain.from_iterable(self._runs(place))
+        parts = place.microbatches
+        begun = 0
+        for q in count():
+            i, j = divmod(q, parts)
+            if self.flushes:
+                due = i * parts + min(parts, self._begun(place, j))
+            else:
+                due = self._begun(place, q)
+            while begun < due:
+                yield from forward(place, *divmod(begun, parts))
+                begun += 1
+            yield from backward(place, i, j)
 
     def window(self, k: int, n: int, m: int) -> int:
         """The most microbatches that stage k of n ever has in flight."""
@@ -179,20 +190,6 @@ class Interleaved:
         rounds, rest = divmod(last - chunk * p, p * v)
         return rounds * p + min(p, rest + 1)
 
-    def _runs(self, place: Place) -> Iterator[tuple[Instruction, ...]]:
-        parts = place.microbatches
-        begun = 0
-        for q in count():
-            i, j = divmod(q, parts)
-            if self.flushes:
-                due = i * parts + min(parts, self._begun(place, j))
-            else:
-                due = self._begun(place, q)
-            while begun < due:
-                yield forward(place, *divmod(begun, parts))
-                begun += 1
-            yield backward(place, i, j)
-
 
 @dataclass(frozen=True)
 class WPipe:
@@ -208,26 +205,22 @@ class WPipe:
 
     def __call__(self, place: Place) -> Iterator[Instruction]:
         """The endless actions of a stage, whatever the window of its place."""
-        k, n = place.stage, place.stages
+        k, n, _, m = place
         if k >= n // 2:
-            return flushing(place._replace(window=n - k))
-        return chain.from_iterable(self._moved(place))
+            yield from flushing(place._replace(window=n - k))  # without an end
+        ahead = min(m, n // 2 - k)
+        for j in range(m):
+            yield from forward(place, 0, j)
+        for i in count():
+            for q in range(m + ahead):
+                if q >= ahead:
+                    yield from backward(place, i, q - ahead)
+                if q < m:
+                    yield from forward(place, i + 1, q)
 
     def window(self, k: int, n: int, m: int) -> int:
         """The most microbatches that stage k of n ever has in flight."""
         return m + min(m, n // 2 - k) if k < n // 2 else min(m, n - k)
-
-    def _moved(self, place: Place) -> Iterator[tuple[Instruction, ...]]:
-        k, n, _, m = place
-        ahead = min(m, n // 2 - k)
-        for j in range(m):
-            yield forward(place, 0, j)
-        for i in count():
-            for q in range(m + ahead):
-                if q >= ahead:
-                    yield backward(place, i, q - ahead)
-                if q < m:
-                    yield forward(place, i + 1, q)
 
 
 GENERATORS: dict[str, Generator] = {

@@ -8,7 +8,7 @@ minibatches take 1.4 s, where the same recurrence in plain Python, without spans
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from .generators import Generator, bounded, streams
 from .instructions import Instruction, Kind, ScheduleError
 from .simulation import Durations, Summary, period_of
 
+_Turns: TypeAlias = NDArray[np.int64]
 _UNKNOWN = np.inf
 _CODES = {
     Kind.FORWARD: 0,
@@ -62,7 +63,7 @@ def simulate_repeating(
         for k, actions in enumerate(streams(schedule, windows, microbatches))
     ]
     state = _State(n, durations)
-    if all(np.array_equal(cycle.first, cycle.later) for cycle in cycles):
+    if all(np.array_equal(first, later) for first, later in cycles):
         updates = _flushing(state, cycles, microbatches, minibatches)
     else:
         updates = _run(state, _order(cycles, microbatches, minibatches), microbatches)
@@ -77,29 +78,21 @@ def simulate_repeating(
     return Summary(makespan, period_of(updates), tuple(w / (makespan or 1.0) for w in work))
 
 
-class _Cycle(NamedTuple):
-    """A stage's turns: 8*part, + 0 for a forward, 1 for a backward, 2 for the weights' half of one,
-    3 for the input's; + 4 for one that an update follows.
+def _cycle(actions: Iterator[Instruction], k: int, microbatches: int) -> tuple[_Turns, _Turns]:
+    """What a stage does up to its first update, and between any two later ones, as of minibatch 0.
 
-    Attributes:
-        first: up to its first update.
-        later: between any two later ones, as for minibatch 0.
+    A turn is 8*part, + 0 for a forward, 1 for a backward, 2 for the weights' half of one, 3 for the
+    input's; + 4 for one that an update follows.
     """
-
-    first: NDArray[np.int64]
-    later: NDArray[np.int64]
-
-
-def _cycle(actions: Iterator[Instruction], k: int, microbatches: int) -> _Cycle:
     found = bounded(actions, k)
     first, second, third = (_until_update(found, i, microbatches) for i in range(3))
     later = second - 8 * microbatches
     if not np.array_equal(third - 16 * microbatches, later):
         raise ValueError(f"schedule: the actions of stage {k} do not repeat with the minibatch")
-    return _Cycle(first, later)
+    return first, later
 
 
-def _until_update(found: Iterator[Instruction], i: int, microbatches: int) -> NDArray[np.int64]:
+def _until_update(found: Iterator[Instruction], i: int, microbatches: int) -> _Turns:
     codes: list[int] = []
     for kind, minibatch, j in found:
         if kind is Kind.UPDATE:
@@ -111,9 +104,9 @@ def _until_update(found: Iterator[Instruction], i: int, microbatches: int) -> ND
     raise ValueError(f"schedule: expected backwards and then the update of minibatch {i}")
 
 
-def _order(cycles: Sequence[_Cycle], microbatches: int, minibatches: int) -> NDArray[np.int64]:
+def _order(cycles: Sequence[tuple[_Turns, _Turns]], microbatches: int, minibatches: int) -> _Turns:
     """The turns of all stages in a run of some minibatches: stages x turns, filled up with -1."""
-    starts: NDArray[np.int64] = 8 * microbatches * np.arange(1, minibatches)[:, None]
+    starts: _Turns = 8 * microbatches * np.arange(1, minibatches)[:, None]
     end = 8 * microbatches * minibatches
     rows = [np.concatenate([first, (later + starts).ravel()]) for first, later in cycles]
     rows = [row[row < end] for row in rows]
@@ -140,8 +133,11 @@ class _State:
         self.edge_free = np.zeros((2, n))
         self.last = 0.0
 
+    def times(self) -> NDArray[np.float64]:
+        return np.concatenate([self.free, self.edge_free.ravel()])
 
-def _run(state: _State, order: NDArray[np.int64], microbatches: int) -> list[float]:
+
+def _run(state: _State, order: _Turns, microbatches: int) -> list[float]:
     """Run the turns; returns when stage 0 has ended its updates."""
     n = len(order)
     stages = np.arange(n)
@@ -150,7 +146,7 @@ def _run(state: _State, order: NDArray[np.int64], microbatches: int) -> list[flo
     halves = bool(np.any((order & 3 == 2) & (order >= 0)))
     arrivals = np.full((2, n + 2, int(order.max() >> 3) + 1), _UNKNOWN)
     arrivals[0, 1] = arrivals[1, n] = 0.0  # batches; the last stage's own losses
-    position: NDArray[np.int64] = np.zeros(n, dtype=np.int64)
+    position: _Turns = np.zeros(n, dtype=np.int64)
     updates: list[float] = []
     unfinished = stages
     while len(unfinished):
@@ -163,7 +159,9 @@ def _run(state: _State, order: NDArray[np.int64], microbatches: int) -> list[flo
         ready = arrival < _UNKNOWN
         k = unfinished[ready]
         if not len(k):
-            raise _deadlock(int(unfinished[0]), int(code[0]), microbatches)
+            awaited = Kind.RECEIVE_GRADIENT if code[0] & 1 else Kind.RECEIVE_ACTIVATION
+            turn = Instruction(awaited, *divmod(int(part[0]), microbatches))
+            raise ScheduleError(int(unfinished[0]), turn, "never arrives: no stage can go on")
         code, kind, backward, part = code[ready], kind[ready], backward[ready], part[ready]
         end = np.maximum(state.free[k] + state.load[kind, k], arrival[ready])
         end += state.compute[kind, k]
@@ -182,28 +180,22 @@ def _run(state: _State, order: NDArray[np.int64], microbatches: int) -> list[flo
         position[k] += 1
         if (position[k] == lengths[k]).any():
             unfinished = stages[position < lengths]
-    state.last = max(float(state.free.max()), float(state.edge_free.max()))
+    state.last = float(state.times().max())
     return updates
 
 
 def _flushing(
-    state: _State, cycles: Sequence[_Cycle], microbatches: int, minibatches: int
+    state: _State, cycles: Sequence[tuple[_Turns, _Turns]], microbatches: int, minibatches: int
 ) -> list[float]:
     """Run minibatches one by one, until the next would differ from the last only in its time."""
     order = _order(cycles, microbatches, 1)
     updates: list[float] = []
     while len(updates) < minibatches:
-        before = np.concatenate([state.free, state.edge_free.ravel()])
+        before = state.times()
         updates += _run(state, order, microbatches)
-        shifts = np.concatenate([state.free, state.edge_free.ravel()]) - before
+        shifts = state.times() - before
         if len(updates) > 1 and np.allclose(shifts, shifts[0], rtol=1e-12, atol=0.0):
             left = minibatches - len(updates)
             state.last += left * float(shifts[0])
             updates += [updates[-1] + i * float(shifts[0]) for i in range(1, left + 1)]
     return updates
-
-
-def _deadlock(stage: int, code: int, microbatches: int) -> ScheduleError:
-    kind = Kind.RECEIVE_GRADIENT if code & 1 else Kind.RECEIVE_ACTIVATION
-    action = Instruction(kind, *divmod(code >> 3, microbatches))
-    return ScheduleError(stage, action, "never arrives: no stage can go on")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 
@@ -61,7 +61,6 @@ class Replicas:
             TypeError: something else than numbers.
             ValueError: a number below 1, or they do not make up the ranks.
         """
-        counts: Sequence[object]
         if given is None or isinstance(given, int):
             each = 1 if given is None else given
             _check_count("replicas", each)
@@ -72,8 +71,7 @@ class Replicas:
             raise TypeError(
                 f"replicas: expected a number, or one per stage, got {type(given).__name__}"
             )
-        counts = given
-        for k, count in enumerate(counts):
+        for k, count in enumerate(given):
             _check_count(f"replicas[{k}]", count)
         found = Replicas(given)
         if found.ranks != ranks:
@@ -121,14 +119,9 @@ class Replicas:
 
     def edges(self) -> Iterator[tuple[int, int]]:
         """The seats of neighbouring stages that share microbatches, as (earlier, later)."""
-        for k in range(self.stages - 1):
-            yield from self.pairs(k, k + 1)
-
-    def pairs(self, a: int, b: int) -> list[tuple[int, int]]:
-        """The seats of two stages that share microbatches."""
-        # The counts divide the microbatches: who meets whom repeats after their product.
-        period = self.counts[a] * self.counts[b]
-        return sorted({(self.runs(a, j), self.runs(b, j)) for j in range(period)})
+        for k, (a, b) in enumerate(pairwise(self.counts)):
+            # They divide the microbatches: who meets whom repeats after their product.
+            yield from sorted({(self.runs(k, j), self.runs(k + 1, j)) for j in range(a * b)})
 
 
 def _check_count(where: str, count: object) -> None:

@@ -235,13 +235,7 @@ class _Edge:
 
 
 class _Clock:
-    """When a stage's device is free.
-
-    Args:
-        free: when each device is.
-        sources: the edges that its forwards and its backwards receive by, where they do.
-        edges: those that they send by.
-    """
+    """When a stage's device is free; the edges that forwards and backwards receive and send by."""
 
     def __init__(
         self,
