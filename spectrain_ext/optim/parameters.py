@@ -132,6 +132,7 @@ class Parameters:
         self.groups: list[int] = []
         self.buffers: list[tuple[Tensor, ...] | None] = []  # None: never updated
         self._counts: Tensor | None = None  # a row for each kind of scalar
+        self._rows: tuple[Tensor, ...] = ()  # these
         self._values: list[list[float]] = []  # what they were last
         self._version = 0
         self.forget()
@@ -180,10 +181,10 @@ class Parameters:
 
     def count(self, positions: Sequence[int], scalars: Scalars) -> None:
         """Give parameters, in ascending order, new scalar state."""
-        if not positions or self._counts is None:
+        if not positions:
             return
         first, last = positions[0], positions[-1] + 1
-        for row, values, value in zip(self._counts, self._values, scalars, strict=True):
+        for row, values, value in zip(self._rows, self._values, scalars, strict=True):
             if last - first == len(positions):
                 row[first:last].fill_(value)
                 values[first:last] = [value] * len(positions)
@@ -263,6 +264,7 @@ class Parameters:
             wide = torch.get_default_dtype() == torch.float64
             dtype = torch.float64 if wide else torch.float32
             self._counts = torch.empty(shape, dtype=dtype, device="cpu")
+            self._rows = self._counts.unbind()
         values = torch.tensor(saved, dtype=torch.float64, device="cpu")
         self._counts.copy_(values.reshape(shape[::-1]).T)
         self._values = self._counts.tolist()

@@ -17,7 +17,7 @@ from spectrain_ext.timelines.method_timeline import (
     simulate_method,
 )
 from spectrain_ext.timelines.timeline import draw_timeline, write_trace
-from studies.timelines import draw_methods_together, draw_timelines
+from studies.timelines import draw_methods_together
 
 pytest.importorskip("matplotlib")
 
@@ -240,22 +240,7 @@ def test_what_the_command_refuses(arguments, expected, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-# Several methods on one axis of time.
-
-
-def test_methods_are_drawn_together(tmp_path):
-    picture = tmp_path / "t.svg"
-    draw_methods_together(picture, [("sync", "#000000"), ("auto", "#009E73")], 4)
-    text = picture.read_text()
-    # two minibatches of sync; of auto eight without a bubble, less the seven quarters of its ramp
-    for said in ("sync", "auto, M = 4", "2 minibatches ended, idle 75 %", "7 minibatches ended"):
-        assert said in text, said
-    assert "#009e73" in text.lower()
-
-
-def test_a_picture_of_no_methods(tmp_path):
-    with pytest.raises(ValueError, match="runs: expected at least one"):
-        draw_timelines(tmp_path / "t.png", [], until=1.0, title="")
+# The instructions of one stage.
 
 
 def test_the_instructions_of_a_stage_are_printed():
