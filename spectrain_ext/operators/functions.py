@@ -420,7 +420,7 @@ def distance(params: Tensors, others: Sequence[Tensors], *, stream: Any = None) 
     """
     norms: Any = _distance(params, others, stream=stream)
     first = params if is_array(params) else next(iter(cast("Sequence[object]", params)), None)
-    if framework_of(first) == "numpy":
+    if not isinstance(first, Tensor) and framework_of(first) == "numpy":
         norms = norms.numpy()
     return norms[:, :-1], norms[:, -1]
 

@@ -68,8 +68,11 @@ def is_array(value: object) -> bool:
 
 def framework_of(array: object) -> str:
     """Which of NumPy and CuPy an array is of, maybe by a class of its own; else nothing."""
-    modules = (base.__module__.partition(".")[0] for base in type(array).__mro__)
-    return next((module for module in modules if module in ("numpy", "cupy")), "")
+    for base in type(array).__mro__:
+        framework = base.__module__.partition(".")[0]
+        if framework in ("numpy", "cupy"):
+            return framework
+    return ""
 
 
 def dtype_of(array: Any) -> object:

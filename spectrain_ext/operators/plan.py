@@ -227,7 +227,8 @@ class Plan:
             correction, largest_lr, averaged: of the gradients, which `stale` have given.
             options: `grad_scale`, `found_inf`, `clip_factor`, `zero_grad`, `rounding_seed`.
         """
-        self._check_predict(predict)
+        if len(predict) > self._n_outs:
+            raise self._too_many(predict)
         row = lr, momentum, dampening, weight_decay, nesterov, maximize, decoupled_weight_decay, ema
         if groups is None:
             step, program = sgd_step_arguments(row, self._n_groups, predict)
@@ -261,7 +262,8 @@ class Plan:
         them they are keywords: `lr` and `step`, and where they are not the usual ones `betas` to
         `mu_product`.
         """
-        self._check_predict(predict)
+        if len(predict) > self._n_outs:
+            raise self._too_many(predict)
         if groups is None or (options and not _OF_ADAM.isdisjoint(options)):
             groups = self._adams(groups, cast("dict[str, Any]", options))
         (settings, _, predictions), program = step_arguments(self._checked(groups, Adam), predict)
@@ -382,17 +384,16 @@ class Plan:
             )
         return out
 
-    def _check_predict(self, predict: Sequence[object]) -> None:
-        if len(predict) > self._n_outs:
-            if not self._n_outs:
-                raise ValueError(
-                    "predict: the plan has no outs to write predictions to; give it some, "
-                    "Plan(..., outs=[...]), each a list like the parameters"
-                )
-            raise ValueError(
-                f"predict: expected at most one entry for each of the {self._n_outs} outs, "
-                f"got {len(predict)}"
+    def _too_many(self, predict: Sequence[object]) -> ValueError:
+        if not self._n_outs:
+            return ValueError(
+                "predict: the plan has no outs to write predictions to; give it some, "
+                "Plan(..., outs=[...]), each a list like the parameters"
             )
+        return ValueError(
+            f"predict: expected at most one entry for each of the {self._n_outs} outs, "
+            f"got {len(predict)}"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Plan holds addresses and cannot be pickled or copied; make a new one")
