@@ -7,7 +7,7 @@ with a flush in every step, is measured over steps. Candidates take turns in eve
 made anew for it, as those of bench_distributed.py. The slower rank counts.
 
 To begin is from the call of ``run`` until it asks for the first batch; to end, from the last
-minibatch's result until the run is over.
+update of all, which is the first stage's, until the run is over on both ranks.
 
     python bench/bench_steady.py                          # two minutes, wants two idle cores
     python bench/bench_steady.py --rounds 15 --json steady.json
@@ -83,7 +83,7 @@ def ends(rank: int, which: str) -> bench.Measure:
     pipe, data = pipeline_of("auto", 2), data_of(SAMPLES)
 
     def measure(count: int) -> float:
-        found = []
+        begun, updated, over = [], [], []
         for _ in range(EMPTY_RUNS):
             asked: list[float] = []
 
@@ -95,12 +95,15 @@ def ends(rank: int, which: str) -> bench.Measure:
             start = last = time.perf_counter()
             for _ in pipe.run(batches()):
                 last = time.perf_counter()
-            over = time.perf_counter()
-            if which == "end":
-                found.append(over - last)
-            else:  # the first stage asks
-                found.append(asked[0] - start if asked else 0.0)
-        return bench.slowest(median(found))
+            over.append(time.perf_counter())
+            updated.append(last)
+            begun.append(asked[0] - start if asked else 0.0)  # the first stage asks
+        if which == "begin":
+            return bench.slowest(median(begun))
+        # The clock is the same in all processes of a machine.
+        first = torch.tensor(updated, dtype=torch.float64)
+        dist.broadcast(first, 0)
+        return bench.slowest(median(b - a for a, b in zip(first.tolist(), over, strict=True)))
 
     return measure
 
