@@ -14,13 +14,15 @@ States = list[Tensor]
 
 #: Torch has one default generator per device for all threads: who has put a stage's numbers there,
 #: or may draw, holds this. A stage may run another pipeline, so the same thread may take it again.
-TURN = threading.RLock()
+RNG_LOCK = threading.RLock()
 # A child that is forked meanwhile would wait for ever for a thread that it does not have.
-os.register_at_fork(before=TURN.acquire, after_in_parent=TURN.release, after_in_child=TURN.release)
+os.register_at_fork(
+    before=RNG_LOCK.acquire, after_in_parent=RNG_LOCK.release, after_in_child=RNG_LOCK.release
+)
 
 
 class StageRandom:
-    """Inside ``with TURN, random`` the default generators go on with this stage's numbers.
+    """Inside ``with RNG_LOCK, random`` the default generators go on with this stage's numbers.
 
     After it with the caller's.
 
@@ -45,7 +47,7 @@ class StageRandom:
         if device.type == "cuda":
             torch.cuda.init()
             self._generators.append(torch.cuda.default_generators[device.index])
-        with TURN:  # elsewhere a stage's seed may be there
+        with RNG_LOCK:  # elsewhere a stage's seed may be there
             seed = mixed_seed(torch.initial_seed(), stage)
         if replica:
             seed = mixed_seed(seed, replica)
@@ -71,7 +73,7 @@ class StageRandom:
     def leave(self) -> None:
         """Go on with the caller's numbers, if an exception kept ``with`` from seeing to that."""
         if self._callers:
-            with TURN:
+            with RNG_LOCK:
                 self._put(self._callers)
                 self._callers = []
 
@@ -99,7 +101,7 @@ class StageRandom:
     @contextmanager
     def at(self, states: States) -> Iterator[None]:
         """Inside, numbers are drawn again from there; where they stood is not changed."""
-        with TURN:
+        with RNG_LOCK:
             own, self._own = self._own, states
             try:
                 with self:

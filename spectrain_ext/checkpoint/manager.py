@@ -16,7 +16,7 @@ import torch.distributed as dist
 from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import partial, read_bounded, remove, replace_file
-from spectrain_ext.pipeline.loops import told_of
+from spectrain_ext.pipeline.loops import warn_unless_begun
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.pipeline.pipeline import Pipeline
@@ -203,7 +203,7 @@ class CheckpointManager:
                 checkpoints before it are whole. Else what ``pipe.run`` raises.
         """
         begun: list[bool] = []
-        return told_of(self._run(batches, trace, keep, extra, begun), begun)
+        return warn_unless_begun(self._run(batches, trace, keep, extra, begun), begun)
 
     def _run(
         self,

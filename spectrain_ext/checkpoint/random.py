@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from spectrain_ext.rng import TURN
+from spectrain_ext.rng import RNG_LOCK
 
 from .documents import Json
 from .parts import Part
@@ -123,7 +123,7 @@ def process_states(rank: int, parts: Sequence[Part]) -> dict[str, Tensor]:
     """Return the states of a process's default generators: the CPU's, and the devices' in use."""
     devices = {p.device for part in parts for p in part.module.parameters()}
     used = sorted(d.index for d in devices if d.type == "cuda" and d.index is not None)
-    with TURN:  # a stage of another thread's pipeline may have put its own there
+    with RNG_LOCK:  # a stage of another thread's pipeline may have put its own there
         states = {f"random.process{rank}.cpu": torch.get_rng_state()}
         for index in used:
             states[f"random.process{rank}.cuda{index}"] = torch.cuda.get_rng_state(index)
@@ -132,7 +132,7 @@ def process_states(rank: int, parts: Sequence[Part]) -> dict[str, Tensor]:
 
 def _set_process_states(rank: int, states: Mapping[str, Tensor]) -> None:
     """Put them back; those of devices that are not here are left out."""
-    with TURN:
+    with RNG_LOCK:
         for key, state in states.items():
             device = key.removeprefix(f"random.process{rank}.")
             if device == "cpu":

@@ -47,7 +47,7 @@ from .collectives import DistributedNorm, GradientSum, WeightExchange
 from .ends import Inlet, Outlet
 from .equal_start import check_equal_start, resolved
 from .links import Link, Links, backend_of_bodies, open_host_group, open_links
-from .ties import agreed, said_of, seats_of
+from .ties import agreed, copies_here, seats_of
 
 _TOO_MANY = {
     Traffic.ACTIVATIONS: "the previous rank sends a microbatch that nothing here takes",
@@ -139,7 +139,7 @@ class RankConnections(Connections):
                 "clip_norm": None if self.norm is None else self._clip_norm,
                 **self._settings,
             },
-            {**said_of(copies), "cut": [[s.index, cut_place(s.module)] for s in stages]},
+            {**copies_here(copies), "cut": [[s.index, cut_place(s.module)] for s in stages]},
         )
         _check_cut(found, seats)
         modules = {stage.index: stage.module for stage in stages}

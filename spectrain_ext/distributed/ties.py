@@ -14,7 +14,7 @@ from spectrain_ext.schedule import Replicas
 from .board import TIES, Board
 
 
-def said_of(copies: Sequence[Copy]) -> dict[str, object]:
+def copies_here(copies: Sequence[Copy]) -> dict[str, object]:
     """What a rank says of its copies to all others, of JSON's types."""
     return {"copies": [[*copy.member, look_of(copy.held)] for copy in copies]}
 

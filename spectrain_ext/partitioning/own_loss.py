@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spectrain_ext.rng import TURN
+from spectrain_ext.rng import RNG_LOCK
 
 from .decoders import shadow
 from .plan import Plan, evaluated, inputs_of
@@ -92,7 +92,7 @@ def own_loss(model: Any, plan: Plan, example: object, output: Any) -> OwnLoss | 
                 # Whether it adds something in training; a single sample may be too few for that.
                 devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
                 draws = torch.random.fork_rng(devices)
-                with TURN, untouched(model), draws, suppress(Exception):
+                with RNG_LOCK, untouched(model), draws, suppress(Exception):
                     model.train()
                     trained = _learned(model, given, labels, plan)
                     found = trained if isinstance(trained, str) else found

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spectrain_ext.rng import TURN
+from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.transport import VALUES, Value, as_value, each, tensors_in, tensors_of
 
 _CACHE = 4 * 2**20  # bytes: more than the caches that a core has for itself
@@ -138,7 +138,7 @@ def measure(
     found: list[BlockProfile] = []
     devices = {t.device.index for b in blocks for t in b.parameters() if t.device.type == "cuda"}
     cuda = sorted(index for index in devices if index is not None)
-    with TURN, torch.random.fork_rng(devices=cuda):
+    with RNG_LOCK, torch.random.fork_rng(devices=cuda):
         for index, block in enumerate(blocks):
             with untouched(block):
                 last = index == len(blocks) - 1

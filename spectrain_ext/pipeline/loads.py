@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.optim.state import SaveGuard
-from spectrain_ext.rng import TURN
+from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Buffer, Event, new_stream
 from spectrain_ext.weights import StageWeights
@@ -273,7 +273,7 @@ class Loads:
         update, storage = weights.begin_update(forward), weights.storage
         assert storage is not None
         if self.immediate:
-            with TURN:  # a hook may draw
+            with RNG_LOCK:  # a hook may draw
                 weights.make(update)
             return
         predict = self.predict
@@ -284,7 +284,7 @@ class Loads:
         if update.stale is not None and update.stale not in changed:
             reads.append(update.stale.memory)
         writes = [self.optimizer_state, *(buffer.memory for buffer in changed)]
-        with predict.using(reads=reads, writes=writes), TURN:
+        with predict.using(reads=reads, writes=writes), RNG_LOCK:
             weights.make(update)
         self._written(*changed)
         # Held until the compute stream has waited for the step: it would use their memory again.

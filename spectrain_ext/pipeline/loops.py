@@ -324,7 +324,7 @@ class _Losses:
 # A run that nobody drives.
 
 
-def told_of(run: Iterator[Result], begun: list[bool]) -> Iterator[Result]:
+def warn_unless_begun(run: Iterator[Result], begun: list[bool]) -> Iterator[Result]:
     """The run, whose end without a beginning is told: an iterator is easily taken for a call."""
     finalize(run, _tell_unless, begun).atexit = False
     return run

@@ -42,7 +42,7 @@ from .arguments import (
 from .batch import SplitDim, first_dim, sides_of
 from .connections import Connections
 from .executor import Executor
-from .loops import Loops, told_of
+from .loops import Loops, warn_unless_begun
 from .losses import Keep, Result
 from .names import begin_load, give_names
 from .observer import Observer, observer_of
@@ -322,7 +322,7 @@ class Pipeline(Loops):
         if keep is not None and not callable(keep):
             raise TypeError(f"keep: expected a callable, got {type(keep).__name__}")
         begun: list[bool] = []
-        return told_of(self._run(iter(batches), observer_of(trace), keep, begun), begun)
+        return warn_unless_begun(self._run(iter(batches), observer_of(trace), keep, begun), begun)
 
     def _run(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.rng import TURN, StageRandom
+from spectrain_ext.rng import RNG_LOCK, StageRandom
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
 from spectrain_ext.weights import StageWeights
@@ -196,7 +196,7 @@ class Stage(Loads):
         with (
             NOTHING if self.immediate else self.compute.using(reads=(self.working,), writes=writes),
             NOTHING if graph and torch.is_grad_enabled() else _grad(graph),
-            TURN,
+            RNG_LOCK,
             self._numbers,
             self._follows,
         ):
@@ -267,7 +267,7 @@ class Stage(Loads):
         graph = self._keeps_graph
         self._take_target(i, j, tape)
         writes = (tape.target.buffer, tape.buffer)
-        with self.computing(writes=writes), _grad(graph), TURN, self.random, self._follows:
+        with self.computing(writes=writes), _grad(graph), RNG_LOCK, self.random, self._follows:
             if not graph:
                 tape.found.append(ModuleBuffers(loss_fn))
                 tape.loss_fn = loss_fn
@@ -287,7 +287,7 @@ class Stage(Loads):
         message = slot.message
         assert message is not None
         writes = slot.buffer, tape.buffer
-        with self.computing(writes=writes), torch.no_grad(), TURN, self._numbers:
+        with self.computing(writes=writes), torch.no_grad(), RNG_LOCK, self._numbers:
             measure(tape.output, apart(value_of(message), message))
         self.compute.record(self.computed)
         self.edges.targets[j].free(slot)
@@ -369,7 +369,7 @@ class Stage(Loads):
         if tape.rest is not None:
             reads = (self.working, tape.buffer, tape.slot.buffer, tape.gradient.buffer)
             writes = (self.weight_gradients, self.module_buffers)
-            with self.computing(reads=reads, writes=writes), TURN:
+            with self.computing(reads=reads, writes=writes), RNG_LOCK:
                 tape.rest()
         self._finish(i, j, tape, tape.gradient)
 
@@ -405,7 +405,7 @@ class Stage(Loads):
             # torch.utils.checkpoint runs layers again, and puts other random numbers there.
             writes = (self.weight_gradients, self.module_buffers, outgoing)
             on_compute = self.compute.using(reads=reads, writes=writes)
-        with on_compute, TURN:  # a hook may draw
+        with on_compute, RNG_LOCK:  # a hook may draw
             if self.edges.gradients:
                 assert arrived.message is not None
                 pairs = seeded(tape.output, arrived.message.tensors)

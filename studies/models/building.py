@@ -6,13 +6,13 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from spectrain_ext.rng import TURN
+from spectrain_ext.rng import RNG_LOCK
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Inside, torch draws on the CPU what ``seed`` gives; afterwards its state is what it was."""
-    with TURN, torch.random.fork_rng(devices=[]):
+    with RNG_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 

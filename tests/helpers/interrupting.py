@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.rng import TURN
+from spectrain_ext.rng import RNG_LOCK
 
 PACKAGE = str(Path(st.__file__).parent)
 MINIBATCHES = 5
@@ -41,10 +41,10 @@ class Interrupts:
         sys.setprofile(None)
         sys.settrace(self._outer)
         signal.signal(signal.SIGINT, self._handler)
-        # A signal never comes on the way out of `with TURN`, between its last line and its release;
-        # a trace function does.
-        while TURN._is_owned():
-            TURN.release()
+        # A signal never comes on the way out of `with RNG_LOCK`, between its last line and its
+        # release; a trace function does.
+        while RNG_LOCK._is_owned():
+            RNG_LOCK.release()
 
     def _call(self, frame, event, arg):
         return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None

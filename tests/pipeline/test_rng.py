@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spectrain_ext as st
 from spectrain_ext.checkpoint.random import process_states
-from spectrain_ext.rng import TURN, StageRandom
+from spectrain_ext.rng import RNG_LOCK, StageRandom
 from studies.models import resnet
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_a_pipeline_made_while_another_draws_has_the_callers_seed():
     expected = StageRandom(2, CPU).states()
     made = []
     thread = threading.Thread(target=lambda: made.append(StageRandom(2, CPU)))
-    with TURN, StageRandom(0, CPU):
+    with RNG_LOCK, StageRandom(0, CPU):
         thread.start()
         thread.join(0.05)  # long enough for one that does not wait
     thread.join()
@@ -111,7 +111,7 @@ def test_others_of_this_package_meet_the_callers_numbers(look):
     expected, found = look(), []
     thread = threading.Thread(target=lambda: found.append(look()))
     stage = StageRandom(0, CPU)
-    with TURN, stage:
+    with RNG_LOCK, stage:
         alone = torch.rand(3)
         stage.rewind()
         thread.start()
@@ -152,7 +152,9 @@ def test_the_turn_is_given_back_after_a_failure():
     )
     with pytest.raises(st.StageError):
         losses(pipe, 1)
-    assert together(lambda: TURN.acquire(blocking=False) and TURN.release() is None) == [True]
+    assert together(lambda: RNG_LOCK.acquire(blocking=False) and RNG_LOCK.release() is None) == [
+        True
+    ]
 
 
 @pytest.mark.processes
@@ -161,7 +163,7 @@ def test_a_forked_child_need_not_wait_for_a_thread_that_it_does_not_have():
     inside, leave = threading.Event(), threading.Event()
 
     def hold():
-        with TURN, StageRandom(0, CPU):
+        with RNG_LOCK, StageRandom(0, CPU):
             inside.set()
             leave.wait(0.1)
 
@@ -170,7 +172,7 @@ def test_a_forked_child_need_not_wait_for_a_thread_that_it_does_not_have():
     inside.wait()
     child = os.fork()
     if child == 0:
-        os._exit(0 if TURN.acquire(timeout=5) else 1)
+        os._exit(0 if RNG_LOCK.acquire(timeout=5) else 1)
     leave.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
