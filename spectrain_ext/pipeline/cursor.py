@@ -78,8 +78,3 @@ class Cursor:
         else:
             self.upcoming = next(self._instructions, None)
         return following
-
-    def forget(self, i: int) -> None:
-        """A minibatch has been updated by, and is over."""
-        self.shares.pop(i, None)
-        self.headers.pop(i, None)

@@ -350,8 +350,9 @@ class Executor:
                 if cursor.minibatches is not None and i >= cursor.minibatches:
                     break  # the stage has heard that the run has ended before
             cursor.current, progress = None, True
-            if computes is Kind.UPDATE:
-                cursor.forget(i)
+            if computes is Kind.UPDATE:  # the minibatch is over
+                cursor.shares.pop(i, None)
+                cursor.headers.pop(i, None)
             following = cursor.upcoming
             if following is None or following[0] not in program.takes:
                 break

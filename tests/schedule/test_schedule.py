@@ -25,7 +25,8 @@ def left(cursor):
     while (instruction := cursor.take()) is not None:
         found.append(instruction)
         if instruction.kind is Kind.UPDATE:
-            cursor.forget(instruction.minibatch)
+            cursor.shares.pop(instruction.minibatch)
+            cursor.headers.pop(instruction.minibatch)
     return found
 
 
