@@ -27,7 +27,6 @@ from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result
 from spectrain_ext.pipeline.phases import widest
 from spectrain_ext.pipeline.stage import Stage
-from spectrain_ext.pipeline.tie_ends import depth_of
 from spectrain_ext.pipeline.ties import Copy
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import (
@@ -184,7 +183,7 @@ class RankConnections(Connections):
 
     def _join(self, places: list[Place], later: Sequence[int]) -> None:
         self._places, self._later = places, later
-        here = {stage.index: stage for stage in self._stages}
+        here = self._by_index
 
         def inlet(link: Link, what: Traffic) -> Inlet:
             stage = here[link.stages[1]]
@@ -222,8 +221,7 @@ class RankConnections(Connections):
 
     def _depth_of(self, link: Link, what: Traffic) -> int:
         if what.tied:
-            earlier, later = min(link.stages), max(link.stages)
-            return depth_of(self._places[earlier], self._later[later], self._counted)
+            return self._depth_of_tie(min(link.stages), max(link.stages))
         return self._depth(what, link.stages[1])
 
     def _only_forward(self) -> None:

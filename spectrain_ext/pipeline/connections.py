@@ -97,6 +97,10 @@ class Connections:
 
     # Edges.
 
+    @property
+    def _by_index(self) -> dict[int, Stage]:
+        return {stage.index: stage for stage in self._stages}
+
     def _ties_between(self, ties: Sequence[Tie], copies: Sequence[Copy], method: Method) -> None:
         """Say which stages share parameters."""
         self._tied = ties, copies
@@ -110,9 +114,7 @@ class Connections:
             later: of every stage, by how many microbatches it puts backwards off (``put_off_by``).
         """
         self._places, self._later = places, later
-        ties, copies = self._tied
-        here = {stage.index: stage for stage in self._stages}
-        self._ties = Ties(ties, copies, here, self._depth_of_tie, self._remote_ends)
+        self._ties = Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
         self._local: dict[tuple[Traffic, int | None, int], Edge] = {}
         self.edges = {stage.index: self._edges_of(stage.index) for stage in self._stages}
         self._source = None
@@ -161,7 +163,7 @@ class Connections:
         """An edge whose two ends are here."""
         found = self._local.get((what, a, b))
         if found is None:
-            here = {stage.index: stage for stage in self._stages}
+            here = self._by_index
             to = here[self.replicas.seat(b)[0]]
             source = None if a is None else here[self.replicas.seat(a)[0]].device
             name = f"edge {'batch' if a is None else a} -> {b}"
@@ -195,8 +197,8 @@ class Connections:
             return minibatches - (-later // parts)
         return minibatches * parts + later
 
-    def _depth_of_tie(self, tie: Tie) -> int:
-        return depth_of(self._places[tie.home], self._later[tie.copy], self._counted)
+    def _depth_of_tie(self, home: int, copy: int) -> int:
+        return depth_of(self._places[home], self._later[copy], self._counted)
 
     def _remote_ends(self, tie: int) -> tuple[Any, Any]:
         """The ends here of a tie's edges to another process: of weights, and of gradients."""

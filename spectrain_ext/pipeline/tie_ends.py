@@ -275,7 +275,7 @@ class Ties:
 
     Args:
         ties: of all stages; ``copies`` and ``stages`` are this process's.
-        depth: of a tie, the versions that may be under way or in use at once.
+        depth: of a tie's two stages, the versions that may be under way or in use at once.
         remote: the edges of the n-th tie to a stage of another process, for weights and, if there
             are any, for gradients.
 
@@ -288,7 +288,7 @@ class Ties:
         ties: Sequence[Tie],
         copies: Sequence[Copy],
         stages: Mapping[int, Stage],
-        depth: Callable[[Tie], int],
+        depth: Callable[[int, int], int],
         remote: Callable[[int], tuple[Any, Any]],
     ) -> None:
         self.edges: list[Edge] = []
@@ -297,8 +297,9 @@ class Ties:
         for n, tie in enumerate(ties):
             a, b = stages.get(tie.home), stages.get(tie.copy)
             if a is not None and b is not None:
-                weights = self._edge(a, b, "weights", depth(tie))
-                gradients = self._edge(b, a, "gradients", depth(tie)) if tie.trained else None
+                slots = depth(tie.home, tie.copy)
+                weights = self._edge(a, b, "weights", slots)
+                gradients = self._edge(b, a, "gradients", slots) if tie.trained else None
             elif a is not None or b is not None:
                 weights, gradients = remote(n)
             if a is not None:
