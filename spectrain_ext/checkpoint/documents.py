@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import math
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +18,28 @@ from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import read_bounded
 
 FORMAT = "spectrain_ext.checkpoint"
-VERSION = 1
+VERSION = 2
 NAME = "checkpoint.json"
-DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")  # files of tensors, as DCP names them
+DATA = re.compile(r"(model|state)(-[0-9]{5,9}-of-[0-9]{5,9})?\.safetensors")  # files of tensors
 _LARGEST = 1 << 28  # bytes of a document
 _DEEPEST = 100  # containers in one another
-_OVERHEAD = 1 << 16  # bytes around a tensor's own; torch.save has about 1,500
 
 Json = dict[str, Any]
+#: Keeps a tensor under a name, or one like it; returns what stands for it in a document.
+Keep = Callable[[str, Tensor], Json]
 
 
 def encode(
-    value: object,
-    where: str,
-    depth: int = _DEEPEST,
-    name_of: Callable[[Tensor], str] | None = None,
+    value: object, where: str, keep: Keep | None = None, key: str = "", depth: int = _DEEPEST
 ) -> Any:
     """Return ``value`` in JSON's types; tuples, counters and the like are objects with one "$" key.
 
     Args:
         value: numbers, strings, None, and containers of them.
         where: it is, for errors.
+        keep: takes the tensors; None: a tensor is a number.
+        key: what ``value`` is called, if it is a tensor; the members of containers append theirs.
         depth: containers in one another, at most.
-        name_of: keeps a tensor elsewhere and gives its name; None: a tensor is a number.
 
     Raises:
         TypeError: something that only pickle could hold, or more than 100 containers in one
@@ -50,11 +47,12 @@ def encode(
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Tensor) and name_of is not None:
-        return {"$tensor": name_of(value)}
-    if isinstance(value, Tensor) and value.numel() == 1:
-        number = value.item()
-        return {"$scalar": [str(value.dtype).removeprefix("torch."), encode(number, where, depth)]}
+    if isinstance(value, Tensor):
+        if keep is not None:
+            return keep(key, value)
+        if value.numel() == 1:
+            number = encode(value.item(), where)
+            return {"$scalar": [str(value.dtype).removeprefix("torch."), number]}
     if not isinstance(value, (list, tuple, Mapping)):
         raise TypeError(
             f"{where}: a checkpoint cannot hold a {type(value).__module__}."
@@ -63,33 +61,30 @@ def encode(
         )
     if depth == 0:
         raise TypeError(f"{where[:80]}...: more than {_DEEPEST} containers in one another")
+
+    def member(value: object, name: str) -> Any:
+        return encode(value, where + name, keep, key + name, depth - 1)
+
     if not isinstance(value, Mapping):
-        members = [
-            encode(member, f"{where}[{k}]", depth - 1, name_of) for k, member in enumerate(value)
-        ]
+        members = [member(each, f"[{k}]") for k, each in enumerate(value)]
         return members if isinstance(value, list) else {"$tuple": members}
-    plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+    plain = all(isinstance(name, str) and not name.startswith("$") for name in value)
     if plain and not isinstance(value, Counter):
-        return {
-            key: encode(member, f"{where}.{key}", depth - 1, name_of)
-            for key, member in value.items()
-        }
+        return {name: member(each, f".{name}") for name, each in value.items()}
     pairs = [
-        [encode(k, where, depth - 1), encode(v, f"{where}[{k!r}]", depth - 1, name_of)]
-        for k, v in value.items()
+        [encode(name, where, depth=depth - 1), member(each, f"[{name!r}]")]
+        for name, each in value.items()
     ]
     return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
 
 
-def decode(
-    value: Any, depth: int = _DEEPEST, tensor_of: Callable[[str], object] | None = None
-) -> Any:
+def decode(value: Any, tensors: Mapping[str, object] | None = None, depth: int = _DEEPEST) -> Any:
     """Return what ``encode`` was given. Nothing but plain containers and numbers comes out.
 
     Args:
         value: in JSON's types.
+        tensors: what stands for the tensors, by their names; None: there are none.
         depth: containers in one another, at most.
-        tensor_of: what stands for the tensor of a name; None: there are none.
 
     Raises:
         ValueError: what ``encode`` never returns.
@@ -98,30 +93,40 @@ def decode(
         return value
     if depth == 0:
         raise ValueError(f"more than {_DEEPEST} containers in one another")
+
+    def member(value: Any) -> Any:
+        return decode(value, tensors, depth - 1)
+
     if isinstance(value, list):
-        return [decode(member, depth - 1, tensor_of) for member in value]
+        return [member(each) for each in value]
     tag, held = next(iter(value.items()), ("", None))
     if not tag.startswith("$"):
-        return {key: decode(member, depth - 1, tensor_of) for key, member in value.items()}
-    if tag == "$tensor" and len(value) == 1 and isinstance(held, str) and tensor_of is not None:
-        return tensor_of(held)
+        return {name: member(each) for name, each in value.items()}
+    if len(value) == 1 and tag == "$tensor" and type(held) is str and held in (tensors or ()):
+        return (tensors or {})[held]
     if len(value) == 1 and isinstance(held, list):
         if tag == "$tuple":
-            return tuple(decode(member, depth - 1, tensor_of) for member in held)
+            return tuple(member(each) for each in held)
         if tag in ("$dict", "$counter"):
-            return (Counter if tag == "$counter" else dict)(_pairs(held, depth - 1, tensor_of))
+            return (Counter if tag == "$counter" else dict)(_pairs(held, member))
         if tag == "$scalar":
             return _scalar(held)
     raise ValueError(f"{tag!r} with {reprlib.repr(held)}")
 
 
-def _pairs(
-    held: list[Any], depth: int, tensor_of: Callable[[str], object] | None
-) -> dict[Any, Any]:
+def decoded(where: str, value: Any) -> Any:
+    """Return what ``decode`` does, with None for tensors; ValueError that says ``where``."""
+    try:
+        return decode(value, dict.fromkeys(tensors_in(value)))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _pairs(held: list[Any], member: Callable[[Any], Any]) -> dict[Any, Any]:
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in held):
         raise ValueError("expected pairs of a key and a value")
     try:
-        found = {decode(key, depth): decode(member, depth, tensor_of) for key, member in held}
+        found = {member(key): member(value) for key, value in held}
     except TypeError as error:
         raise ValueError(f"a key that is none: {error}") from None
     if len(found) != len(held):
@@ -146,6 +151,21 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def tensors_in(encoded: Any) -> Iterator[str]:
+    """Yield the names of all tensors in a document or a part of one."""
+    if isinstance(encoded, dict):
+        name = encoded.get("$tensor")
+        if isinstance(name, str):
+            yield name
+    elif not isinstance(encoded, list):
+        return
+    for member in encoded.values() if isinstance(encoded, dict) else encoded:
+        yield from tensors_in(member)
+
+
+# The file.
+
+
 def written(body: Json) -> bytes:
     """Return the file's content: the body and its digest.
 
@@ -162,10 +182,10 @@ def written(body: Json) -> bytes:
 
 
 def read(directory: Path) -> Json:
-    """Return the body of a checkpoint's document: checked, and all that is in it can be decoded.
+    """Return the body of a checkpoint's document, of which the digest and the form are right.
 
     Raises:
-        CheckpointError: the file is missing, damaged, of another format, or of a later version.
+        CheckpointError: the file is missing, damaged, of another format, or of another version.
     """
     path = directory / NAME
     try:
@@ -188,7 +208,19 @@ def read(directory: Path) -> Json:
     if said != found:
         raise CheckpointError(f"{path}: damaged, its SHA-256 is not what it says")
     try:
-        _check(body)
+        for key, form in _FORM.items():
+            _check_form(key, body.get(key), form)
+        for k, replica in enumerate(body["replicas"]):
+            if "averaging" in replica:  # which goes on from weights of its own
+                _check_form(f"replicas[{k}]", replica, _STAGE)
+        for name in body["files"]:
+            if not DATA.fullmatch(name):
+                raise ValueError(f"files: {name!r} is no file of a checkpoint")
+        for name, entry in body["tensors"].items():
+            _check_entry(f"tensors[{name!r}]", entry, body["files"])
+        for name in tensors_in([body["stages"], body["replicas"], body["processes"]]):
+            if name not in body["tensors"]:
+                raise ValueError(f"has no tensor {name!r}, which it names")
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
     return dict(body)
@@ -208,128 +240,70 @@ def digest(body: Json) -> str:
     ).hexdigest()
 
 
-# What a body holds: types, lists of something, and dicts with at least these keys, or with any.
+# The form of a body: types, lists of something, and dicts with at least these keys, or with any.
 _ANY = ""
-_TEXTS = [(str,)]
+_NAMES = [(str,)]
+_REFERENCE = {"$tensor": (str,)}
+_REFERENCES = [_REFERENCE]
+_TENSORS = {_ANY: _REFERENCE}
 _OPTIMIZER = {
-    "groups": [{"params": _TEXTS, "options": {_ANY: (object,)}}],
-    "scalars": {_ANY: {_ANY: (object,)}},
+    "class": (str,),
+    "groups": [{"params": _NAMES, "options": {_ANY: (object,)}}],
+    "state": {_ANY: {_ANY: (object,)}},
 }
-_SHAPE: dict[str, Any] = {
+_STAGE = {
+    "stage": (int,),
+    "parameters": _NAMES,
+    "weights": _TENSORS,
+    "masters": _TENSORS,
+    "optimizer": (_OPTIMIZER, None),
+    "scheduler": (object,),
+    "random": _REFERENCES,
+}
+_FORM: dict[str, Any] = {
     "minibatches": (int,),
+    "training": ({"minibatches": (int,), "phase": (int,)}, None),
     "files": {_ANY: (int,)},
-    "tensors": {
-        _ANY: {
-            "dtype": (str,),
-            "shape": [(int,)],
-            "file": (str,),
-            "start": (int,),
-            "bytes": (int,),
-            "sha256": (str,),
-        }
-    },
-    "stages": [
-        {
-            "stage": (int,),
-            "parameters": _TEXTS,
-            "optimizer": (dict, type(None)),
-            "random": _TEXTS,
-        }
-    ],
-    "processes": [{"random": _TEXTS}],
-    "replicas": [{"stage": (int,), "replica": (int,), "random": _TEXTS}],
+    "tensors": {_ANY: {"dtype": (str,), "shape": [(int,)], "file": (str,), "sha256": (str,)}},
+    "stages": [_STAGE],
+    "processes": [{"random": _TENSORS}],
+    "replicas": [{"stage": (int,), "replica": (int,), "random": _REFERENCES}],
 }
 
 
-def _check_shape(where: str, found: Any, shape: Any) -> None:
-    """Raise ValueError for what is not of that shape; a bool is no int."""
-    kinds = shape if isinstance(shape, tuple) else (type(shape),)
-    if object not in kinds and type(found) not in kinds:
-        raise ValueError(f"{where}: expected a {kinds[0].__name__}, got {type(found).__name__}")
-    if isinstance(shape, list):
+def _check_form(where: str, found: Any, form: Any) -> None:
+    """Raise ValueError for what is not of that form; a number is an int from 0, and no bool."""
+    if isinstance(form, tuple) and None in form:
+        if found is None:
+            return
+        form = form[0]
+    kind = form[0] if isinstance(form, tuple) else type(form)
+    if kind is not object and type(found) is not kind:
+        raise ValueError(f"{where}: expected a {kind.__name__}, got {type(found).__name__}")
+    if kind is int and not 0 <= found < 1 << 62:
+        raise ValueError(f"{where}: expected a number from 0, got {reprlib.repr(found)}")
+    if isinstance(form, list):
         for k, member in enumerate(found):
-            _check_shape(f"{where}[{k}]", member, shape[0])
-    elif isinstance(shape, dict):
-        for key in found if _ANY in shape else shape:
+            _check_form(f"{where}[{k}]", member, form[0])
+    elif isinstance(form, dict):
+        for key in found if _ANY in form else form:
             if key not in found:
                 raise ValueError(f"{where}: has no {key!r}")
-            _check_shape(f"{where}[{key!r}]", found[key], shape.get(key, shape.get(_ANY)))
+            _check_form(f"{where}[{key!r}]", found[key], form.get(key, form.get(_ANY)))
 
 
-def _check(body: Json) -> None:
-    """Raise ValueError for what a checkpoint's document never has."""
-    for key, shape in _SHAPE.items():
-        found = body.get(key, [] if key == "replicas" else None)  # older ones have none
-        _check_shape(key, found, shape)
-    if not _small(body["minibatches"]):
-        raise ValueError("minibatches: expected a number of minibatches")
-    if "training" in body:  # of a pipeline; older ones have none
-        _check_shape("training", body["training"], {"minibatches": (int,), "phase": (int,)})
-        if not all(map(_small, body["training"].values())):
-            raise ValueError("training: expected numbers of minibatches and of a phase")
-    if not body["processes"]:
-        raise ValueError("processes: expected one or more")
-    _check_places(body)
-    for kind in ("stages", "replicas"):
-        for k, stage in enumerate(body.get(kind, ())):
-            if kind == "replicas" and "averaging" in stage:  # which has what a stage has
-                _check_shape(f"replicas[{k}]", stage, _SHAPE["stages"][0])
-            if stage.get("optimizer") is not None:
-                _check_optimizer(f"{kind}[{k}].optimizer", stage["optimizer"])
-            _check_decoded(f"{kind}[{k}].scheduler", stage.get("scheduler"))
-    for k, process in enumerate(body["processes"]):
-        _check_decoded(f"processes[{k}].sampler", process.get("sampler"))
-    _check_decoded("extra", body.get("extra"))
-
-
-def _check_optimizer(where: str, optimizer: Json) -> None:
-    _check_shape(where, optimizer, _OPTIMIZER)
-    _check_shape(f"{where}.class", optimizer.get("class"), (str, type(None)))  # older ones: none
-    options = [group["options"] for group in optimizer["groups"]]
-    for values in options:
-        for key, value in values.items():
-            _check_decoded(f"{where}: {key!r}", value)
-    for values in optimizer["scalars"].values():
-        for key, value in values.items():
-            _check_decoded(f"{where}: {key!r}", value, lambda name: None)
-
-
-def _check_places(body: Json) -> None:
-    for name, size in body["files"].items():
-        if not DATA.fullmatch(name) or not _small(size):
-            raise ValueError(f"files: {name!r} is no file of a checkpoint")
-    places = []
-    for name, entry in body["tensors"].items():
-        where = f"tensors[{name!r}]"
-        sizes = (*entry["shape"], entry["start"], entry["bytes"])
-        if (
-            entry["file"] not in body["files"]
-            or len(entry["shape"]) > 64  # torch's own limit
-            or not all(_small(n) for n in sizes)
-            or entry["start"] + entry["bytes"] > body["files"][entry["file"]]
-        ):
-            raise ValueError(f"{where}: bad place or shape")
-        try:
-            needed = math.prod(entry["shape"]) * dtype_of(entry["dtype"]).itemsize
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        if not 0 <= entry["bytes"] - needed <= _OVERHEAD:
-            raise ValueError(f"{where}: {entry['bytes']} bytes for a tensor of {needed}")
-        places.append((entry["file"], entry["start"], entry["start"] + entry["bytes"], name))
-    places.sort()
-    for (file, _, end, name), (other_file, start, _, other) in itertools.pairwise(places):
-        if file == other_file and start < end:
-            raise ValueError(f"tensors: {name!r} and {other!r} are in the same place")
-
-
-def _small(number: object) -> bool:
-    return type(number) is int and 0 <= number < 1 << 62
-
-
-def _check_decoded(
-    where: str, value: Any, tensor_of: Callable[[str], object] | None = None
-) -> None:
+def _check_entry(where: str, entry: Json, files: Json) -> None:
+    rank = len(entry["shape"])
+    order = entry.get("order", [*range(rank)])
+    if (
+        entry["file"] not in files
+        or rank > 64
+        or not (  # torch's own limit
+            isinstance(order, list) and sorted(map(repr, order)) == sorted(map(repr, range(rank)))
+        )
+    ):
+        raise ValueError(f"{where}: bad file, shape or order")
     try:
-        decode(value, tensor_of=tensor_of)
+        dtype_of(entry["dtype"])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

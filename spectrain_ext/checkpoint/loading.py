@@ -18,12 +18,12 @@ from spectrain_ext.errors import CheckpointError
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
-from .documents import Json, decode, digest
-from .parts import Kept, Part, Stateful, parts_of
+from .documents import NAME, Json, decode, decoded, digest, tensors_in
+from .parts import Item, Part, Stateful, parts_of
 from .progress import SamplerState, Training
 from .random import Generators
-from .saving import Sampler, others_of, own_of, peers_of
-from .weights import Weights
+from .saving import Sampler, items_of, peers_of
+from .weights import Weights, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _load(
         documents.append(body)
         parts.extend(parts_of(target, optimizer, scheduler, first_stage, bind=True))
         return {
-            "names": [f"model.{name}" for part in parts for name, _ in part.tensors()],
+            "names": [name for part in parts for name, _ in part.tensors()],
             "path": str(directory),
             "minibatches": body["minibatches"],
             "sha256": digest(body),
@@ -122,48 +122,60 @@ def _load(
     _check_alike(found)
     (body,) = documents
     generators = Generators(parts, peers.rank, peers.size)
-    weights: list[Kept] = []
-    others: list[Kept] = [] if sampler is None else [SamplerState(sampler, peers.rank)]
+    #: what is loaded, each with the document as it is for it
+    weights: list[tuple[Item, Json]] = []
+    others: list[tuple[Item, Json]] = []
+    if sampler is not None:
+        others.append((SamplerState(sampler, peers.rank), body))
     for part in parts:
-        if part.averaged is None:
-            weights.append(Weights(part))
-            others += [] if only_model else others_of(part)
-        else:
-            its_own, averaging, *more = own_of(part, shared=only_model)
-            weights.append(its_own)
-            others += [averaging] if only_model else [averaging, *more]
+        own = body if only_model else _own(body, part)
+        items = items_of(part)
+        weights.append((Weights(part), own))
+        others += [(items[k], own) for k in items if k == "averaging" or not only_model]
     if not only_model:
-        others.append(generators)
+        others.append((generators, body))
         if isinstance(target, Pipeline):
-            others.append(Training(target))
+            others.append((Training(target), body))
+    matched: list[tuple[Item, Any]] = []
+    extra: list[Any] = []
 
-    def match() -> list[str]:
+    def match() -> None:
         try:
-            keys = [key for kept in weights for key in kept.match(body)]
+            matched.extend((item, item.match(own)) for item, own in weights)
             _check_nothing_left(body, {name for said in found for name in said["names"]})
-            keys += [key for kept in others for key in kept.match(body)]
+            matched.extend((item, item.match(own)) for item, own in others)
+            extra.append(decoded("extra", body.get("extra")))
         except ValueError as error:
-            raise CheckpointError(f"{directory}: {error}") from error
-        return list(dict.fromkeys(keys))
+            raise CheckpointError(f"{directory / NAME}: {error}") from error
 
-    read = peers.gathered(match, doing)
-
-    def verify() -> None:
-        """Of what nobody reads, such as the generators of other cuts, a part each."""
-        unread = sorted(body["tensors"].keys() - {key for keys in read for key in keys})
-        for key in unread[peers.rank :: peers.size]:
-            storage.verified(directory, body, key)
-
-    if not only_model:
-        peers.gathered(verify, doing)
+    peers.gathered(match, doing)
     tensors: dict[str, Tensor] = {}
 
     def read_tensors() -> None:
-        tensors.update({key: storage.read_tensor(directory, body, key) for key in read[peers.rank]})
+        keys = dict.fromkeys(key for _, state in matched for key in tensors_in(state))
+        tensors.update(storage.read_tensors(directory, body, keys))
 
     peers.settled(read_tensors, doing, str(directory))
-    peers.gathered(lambda: _apply([*weights, *others], tensors, directory), doing)
-    return Loaded(body["minibatches"], decode(body.get("extra")), generators.all_found)
+    peers.gathered(lambda: _put(matched, tensors, directory), doing)
+    return Loaded(body["minibatches"], extra[0], generators.all_found)
+
+
+def _own(body: Json, part: Part) -> Json:
+    """The document as it is for a replica that is averaged, and goes on from its own.
+
+    It does where the stage has the parameters that it had, and as many replicas; elsewhere it takes
+    what is there for all.
+    """
+    stage = next((s for s in body["stages"] if s["stage"] == part.stage), None)
+    every = [r for r in body["replicas"] if r["stage"] == part.stage and "averaging" in r]
+    own = [replica for replica in every if replica["replica"] == part.replica]
+    alike = (
+        part.averaged is not None
+        and stage is not None
+        and len(every) == part.replicas
+        and stage["parameters"] == list(part.parameter_names().values())
+    )
+    return {**body, "stages": own} if alike else body
 
 
 def _check_alike(found: Sequence[Mapping[str, Any]]) -> None:
@@ -188,19 +200,18 @@ def _shown(said: Mapping[str, Any]) -> str:
 
 def _check_nothing_left(body: Json, known: Set[str]) -> None:
     """Refuse a checkpoint of a larger model than all processes' parts together."""
-    left = {key for key in body["tensors"] if key.startswith("model.")} - known
+    left = weights_of(body).keys() - known
     if left:
-        name = min(left).removeprefix("model.")
-        raise ValueError(f"has {name!r}, which the model has not ({len(left)} such tensors)")
+        raise ValueError(f"has {min(left)!r}, which the model has not ({len(left)} such tensors)")
 
 
-def _apply(everything: Iterable[Kept], tensors: Mapping[str, Tensor], path: Path) -> None:
+def _put(matched: Iterable[tuple[Item, Any]], tensors: Mapping[str, Tensor], path: Path) -> None:
     """Put it all in place, or nothing of it."""
     with ExitStack() as undo:
-        for kept in everything:
-            undo.callback(kept.undo())
+        for item, state in matched:
+            undo.callback(item.undo())
             try:
-                kept.apply(tensors)
+                item.put(decode(state, tensors))
             except Exception as error:  # whatever an object says of its state
-                raise CheckpointError(f"{path}: does not fit {kept.what}: {error}") from error
+                raise CheckpointError(f"{path}: does not fit {item.what}: {error}") from error
         undo.pop_all()

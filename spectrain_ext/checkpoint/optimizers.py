@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.optim.state import laid_out_as
 
-from .documents import Json, decode, dtype_of, encode
-from .parts import Part
+from .documents import Json, Keep, decoded, dtype_of, encode, tensors_in
+from .parts import Item, Part
 from .progress import alike
+from .weights import weights_of
 
 # How a step is computed, not what: these stay what the loading side chose.
 _IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiable"))
@@ -29,50 +31,61 @@ _ELEMENTWISE = frozenset(
 )
 
 
-class OptimizerState:
-    """The optimizer of one stage."""
+class OptimizerState(Item):
+    """The optimizer of one stage. What is loaded is the state of each of its parameters."""
+
+    key = "optimizer.state."
 
     def __init__(self, part: Part, optimizer: torch.optim.Optimizer) -> None:
         self.what = f"the optimizer of stage {part.stage}"
         self._part = part
         self._optimizer = optimizer
         self._names = part.parameter_names()
+        # torch's or one of the package's; what others keep nobody knows
+        self._is_ours = isinstance(optimizer, PredictingOptimizer)
+        self._is_known = self._is_ours or type(optimizer).__module__.startswith("torch.optim")
 
-    def saved(self) -> tuple[dict[str, Tensor], Json]:
-        """Return the tensors of its state, and the rest with the groups.
+    def _params(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-        Tensors may be inside lists, tuples and dicts.
+    def saved(self, keep: Keep) -> Json:
+        """Return what a document has of it.
 
         Raises:
             TypeError: state that is neither tensors nor what JSON can hold, or of no parameter, or
                 a ``state_dict`` that is not like that of torch's optimizers.
         """
         where = self.what.removeprefix("the ")
-        state = self._state_dict(where)
-        tensors: dict[str, Tensor] = {}
-        scalars: Json = {}
-        groups = []
-        for g, group in enumerate(self._optimizer.param_groups):
-            names = [self._names[p] for p in group["params"]]
-            for name, index in zip(names, state["param_groups"][g]["params"], strict=True):
-                entry = state["state"].get(index, {})
-                for key, value in _entry(entry, f"{where}: {name}").items():
-                    if isinstance(value, Tensor):
-                        tensors[_state_key(name, key)] = value
-                        continue
-                    if value is None and key in _ELEMENTWISE and self._is_known:
-                        continue  # SGD without momentum
-                    keep = _keeper(name, key, tensors)
-                    found = encode(value, f"{where}: {name}.{key}", name_of=keep)
-                    scalars.setdefault(name, {})[key] = found
-            options = {
-                key: encode(value, f"{where}: group {g}: {key}")
-                for key, value in group.items()
-                if key not in _NOT_OPTIONS
+        given = self._state_dict(where)
+        indices = (index for group in given["param_groups"] for index in group["params"])
+        state: Json = {}
+        for p, index in zip(self._params(), indices, strict=True):
+            name, entry = self._names[p], given["state"].get(index, {})
+            if not isinstance(entry, Mapping) or not all(isinstance(key, str) for key in entry):
+                raise TypeError(
+                    f"{where}: {name}: its state is not a dict with names as keys; it cannot be "
+                    "saved"
+                )
+            found = {
+                key: encode(value, f"{where}: {name}.{key}", keep, f"{self.key}{name}.{key}")
+                for key, value in entry.items()
+                # SGD without momentum
+                if not (value is None and key in _ELEMENTWISE and self._is_known)
             }
-            groups.append({"params": names, "options": options})
-        kind = type(self._optimizer).__name__
-        return tensors, {"optimizer": {"class": kind, "groups": groups, "scalars": scalars}}
+            if found:
+                state[name] = found
+        groups = [
+            {
+                "params": [self._names[p] for p in group["params"]],
+                "options": {
+                    key: encode(value, f"{where}: group {g}: {key}")
+                    for key, value in group.items()
+                    if key not in _NOT_OPTIONS
+                },
+            }
+            for g, group in enumerate(self._optimizer.param_groups)
+        ]
+        return {"class": type(self._optimizer).__name__, "groups": groups, "state": state}
 
     def _state_dict(self, where: str) -> Json:
         optimizer = self._optimizer
@@ -91,7 +104,7 @@ class OptimizerState:
                 )
         return dict(state)
 
-    def match(self, body: Json) -> list[str]:
+    def match(self, body: Json) -> list[Json]:
         """Find what belongs to its parameters.
 
         Raises:
@@ -99,103 +112,92 @@ class OptimizerState:
                 that this optimizer does not know, or state of another shape than its parameter.
         """
         self._check_kind(body)
-        all_saved = [s["optimizer"] for s in body["stages"] if s["optimizer"] is not None]
+        saved = [s["optimizer"] for s in body["stages"] if s["optimizer"] is not None]
         options = {
             name: group["options"]
-            for optimizer in all_saved
+            for optimizer in saved
             for group in optimizer["groups"]
             for name in group["params"]
         }
-        scalars = {n: found for optimizer in all_saved for n, found in optimizer["scalars"].items()}
+        states = {name: found for optimizer in saved for name, found in optimizer["state"].items()}
         if not options.keys() & set(self._names.values()):
             raise ValueError(
                 f"has no optimizer for stage {self._part.stage}; only_model=True loads without"
             )
-        entries = _state_entries(body)
-        known = body["tensors"]
-        # per parameter whether it, and what is updated in its place, is what it was,
-        self._as_saved: list[bool] = []
-        # its name, what its tensors are called, and the rest
-        self._state: list[tuple[str, list[str], Json]] = []
-        self._groups: list[dict[str, Any]] = []
+        self._groups: list[Json] = []
+        count = 0
         for number, group in enumerate(self._optimizer.param_groups):
             mine = [self._names[p] for p in group["params"]]
             where = f"group {number} of {self.what}"
-            merged = {**group, **_options(group, mine, options, where)}
-            merged["params"] = list(range(len(self._state), len(self._state) + len(mine)))
-            self._groups.append(merged)
-            for p, name in zip(group["params"], mine, strict=True):
-                state, rest = entries.get(name, {}), scalars.get(name, {})
-                inside = _inside(name, rest, state)
-                for key, entry in state.items():
-                    self._check_entry(name, key, entry, p, key in inside)
-                for key in rest.keys() & _ELEMENTWISE if self._is_known else ():
+            taken = _options(group, mine, options, where)
+            self._groups.append({**group, **taken, "params": list(range(count, count + len(mine)))})
+            count += len(mine)
+        params = self._params()
+        found = [states.get(self._names[p], {}) for p in params]
+        for p, state in zip(params, found, strict=True):
+            for key, value in state.items():
+                self._check_entry(f"{self.key}{self._names[p]}.{key}", key, value, p, body)
+        self._as_saved = self._kept_as_saved(body)
+        return found
+
+    def _kept_as_saved(self, body: Json) -> list[bool]:
+        """Per parameter whether it, and what is updated in its place, has the dtype it had."""
+        weights = weights_of(body)
+        masters = {name for stage in body["stages"] for name in stage["masters"]}
+        kept = []
+        for p in self._params():
+            name = self._names[p]
+            entry = body["tensors"][weights[name]["$tensor"]] if name in weights else {"dtype": ""}
+            alike = entry["dtype"] == str(p.dtype).removeprefix("torch.")
+            kept.append(alike and (name in masters) == (p in self._part.masters))
+        return kept
+
+    def _check_entry(self, where: str, key: str, value: Any, p: Tensor, body: Json) -> None:
+        entries = [body["tensors"][name] for name in tensors_in(value)]
+        whole = isinstance(value, dict) and "$tensor" in value
+        shape = entries[0]["shape"] if whole else None
+        if shape is None and self._is_known and key in _ELEMENTWISE:
+            raise ValueError(f"{where!r} is no tensor, expected one of shape {list(p.shape)}")
+        # torch's Adafactor keeps rows and columns
+        fixed = key in _ELEMENTWISE or (self._is_ours and shape not in ([], [1]))
+        if shape not in (None, list(p.shape)) and self._is_known and fixed:
+            raise ValueError(f"{where!r} has shape {shape}, expected {list(p.shape)}")
+        if shape is None and entries and self._is_ours:
+            raise ValueError(f"{where!r} holds tensors, expected one")
+        if not p.is_complex():
+            for entry in entries:
+                if dtype_of(entry["dtype"]).is_complex:
                     raise ValueError(
-                        f"{_state_key(name, key)!r} is no tensor, expected one of shape "
-                        f"{list(p.shape)}"
+                        f"{where!r} is {entry['dtype']}, and its parameter has no imaginary part"
                     )
-                self._state.append((name, list(state), rest))
-                its_own = known.get(f"model.{name}", {"dtype": None})["dtype"]
-                self._as_saved.append(
-                    its_own == str(p.dtype).removeprefix("torch.")
-                    and (f"master.{name}" in known) == (p in self._part.masters)
-                )
-        return [_state_key(name, key) for name, keys, _ in self._state for key in keys]
-
-    @property
-    def _is_known(self) -> bool:
-        """Whether it is torch's or one of the package's; what others keep nobody knows."""
-        torchs = type(self._optimizer).__module__.startswith("torch.optim")
-        return torchs or isinstance(self._optimizer, PredictingOptimizer)
-
-    def _check_entry(self, name: str, key: str, entry: Json, p: Tensor, inside: bool) -> None:
-        shape = entry["shape"]
-        ours = isinstance(self._optimizer, PredictingOptimizer)
-        fits = shape == list(p.shape) or not self._is_known
-        if not fits and key not in _ELEMENTWISE:  # torch's Adafactor keeps rows and columns
-            fits = not ours or shape in ([], [1])
-        if not fits or (inside and ours):
-            raise ValueError(
-                f"{_state_key(name, key)!r} has shape {shape}, expected {list(p.shape)}"
-            )
-        if dtype_of(entry["dtype"]).is_complex and not p.is_complex():
-            raise ValueError(
-                f"{_state_key(name, key)!r} is {entry['dtype']}, and its parameter has no "
-                "imaginary part"
-            )
+        decoded(repr(where), value)
 
     def _check_kind(self, body: Json) -> None:
         here = [kind.__name__ for kind in type(self._optimizer).__mro__]
         own = set(self._part.names.values())
         for stage in body["stages"]:
-            kind = None if stage["optimizer"] is None else stage["optimizer"].get("class")
+            kind = None if stage["optimizer"] is None else stage["optimizer"]["class"]
             if kind is not None and kind not in here and own & set(stage["parameters"]):
                 raise ValueError(
                     f"the optimizer of stage {stage['stage']} was a {_shown(kind)}, expected a "
                     f"{here[0]}"
                 )
 
-    def apply(self, tensors: Mapping[str, Tensor]) -> None:
-        state: dict[int, dict[str, Any]] = {}
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        for index, (p, (name, keys, scalars)) in enumerate(zip(params, self._state, strict=True)):
-            entry: dict[str, Any] = {
-                key: laid_out_as(p, tensors[_state_key(name, key)]) for key in keys
-            }
-            for key, value in scalars.items():
-                entry[key] = decode(value, tensor_of=entry.pop)
-            if entry:
-                state[index] = entry
-        self._load({"state": state, "param_groups": self._groups}, self._as_saved)
+    def put(self, state: Any) -> None:
+        laid_out = {
+            index: tree_map(partial(laid_out_as, p), entry)
+            for index, (p, entry) in enumerate(zip(self._params(), state, strict=True))
+            if entry
+        }
+        self._load({"state": laid_out, "param_groups": self._groups}, self._as_saved)
 
     def _load(self, given: Json, as_saved: Sequence[bool]) -> None:
         """Load a state_dict; torch casts to a parameter's dtype, which may be too narrow."""
         self._optimizer.load_state_dict(given)
-        if isinstance(self._optimizer, PredictingOptimizer):
+        if self._is_ours:
             return
         held = getattr(self._optimizer, "state", {})
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        for index, (p, keeps) in enumerate(zip(params, as_saved, strict=True)):
+        for index, (p, keeps) in enumerate(zip(self._params(), as_saved, strict=True)):
             entry = held.get(p)
             if keeps and isinstance(entry, dict):
                 entry.update(_as_given(entry, given.get("state", {}).get(index)))
@@ -205,7 +207,7 @@ class OptimizerState:
             before = self._optimizer.state_dict()
         except RuntimeError:  # ZeRO's, of which each process has a part: that cannot be undone
             return lambda: None
-        every = [True for group in self._optimizer.param_groups for _ in group["params"]]
+        every = [True] * len(self._params())
         return lambda: self._load(before, every)
 
 
@@ -220,60 +222,14 @@ def _as_given(loaded: Any, given: Any) -> Any:
     return loaded
 
 
-def _keeper(name: str, key: str, tensors: dict[str, Tensor]) -> Callable[[Tensor], str]:
-    """What takes the tensors inside an entry of a parameter's state, and numbers them."""
-    numbers = count()
-
-    def keep(tensor: Tensor) -> str:
-        numbered = f"{key}[{next(numbers)}]"
-        tensors[_state_key(name, numbered)] = tensor
-        return numbered
-
-    return keep
-
-
-def _inside(name: str, scalars: Json, state: Json) -> set[str]:
-    """What the tensors inside entries of a parameter's state are called.
-
-    Raises:
-        ValueError: one that is not there, or is in two places.
-    """
-    named: list[str] = []
-    for value in scalars.values():
-        decode(value, tensor_of=named.append)
-    found = set(named)
-    for key in named:
-        if key not in state or len(found) != len(named):
-            raise ValueError(f"has not one {_state_key(name, key)!r} for each of its places")
-    return found
-
-
-def _entry(entry: Any, where: str) -> Mapping[str, Any]:
-    """A parameter's state, if it is one by names; TypeError."""
-    if not isinstance(entry, Mapping) or not all(isinstance(key, str) for key in entry):
-        raise TypeError(f"{where}: its state is not a dict with names as keys; it cannot be saved")
-    return entry
-
-
-def _state_key(name: str, key: str) -> str:
-    """What a checkpoint calls a parameter's state; a key's own dots are not those between names."""
-    return f"optimizer.state.{name}.{key.replace('%', '%25').replace('.', '%2E')}"
-
-
-def _state_entries(body: Json) -> dict[str, dict[str, Json]]:
-    """The entries of the tensors of each parameter's state."""
-    found: dict[str, dict[str, Json]] = {}
-    for name, entry in body["tensors"].items():
-        if name.startswith("optimizer.state."):
-            parameter, _, key = name.removeprefix("optimizer.state.").rpartition(".")
-            key = key.replace("%2E", ".").replace("%25", "%")
-            found.setdefault(parameter, {})[key] = entry
-    return found
-
-
 def _options(
     group: Mapping[str, Any], names: list[str], saved_options: Mapping[str, Json], where: str
-) -> dict[str, Any]:
+) -> Json:
+    """The options of a group that its parameters were saved with.
+
+    Raises:
+        ValueError: these differ among them, or do not fit the group.
+    """
     known = [(name, saved_options[name]) for name in names if name in saved_options]
     if not known:
         return {}
@@ -291,18 +247,18 @@ def _options(
     for key, value in options.items():
         if key in _IMPLEMENTATION:
             continue
-        decoded = decode(value)
+        found = decoded(f"{where}: {key!r}", value)
         if key in group or key in _RATES:
             now = group.get(key, group["lr"] if key in _RATES else None)
-            if not alike(decoded, now):
+            if not alike(found, now):
                 raise ValueError(
-                    f"{where}: was saved with {_shown(key)}={decoded!r}, expected something like "
+                    f"{where}: was saved with {_shown(key)}={found!r}, expected something like "
                     f"{now!r}"
                 )
-            taken[key] = _like(decoded, group.get(key))
-        elif decoded:
+            taken[key] = _like(found, group.get(key))
+        elif found:
             raise ValueError(
-                f"{where}: was saved with {_shown(key)}={decoded!r}, which this optimizer does not "
+                f"{where}: was saved with {_shown(key)}={found!r}, which this optimizer does not "
                 "know"
             )
     return taken

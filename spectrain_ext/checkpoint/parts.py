@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,33 +18,7 @@ from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.pipeline.ties import Copy, names_of
 from spectrain_ext.rng import StageRandom
 
-from .documents import Json
-
-
-class Kept(Protocol):
-    """Something that a checkpoint holds, in both directions.
-
-    Attributes:
-        what: says what it is, in errors.
-    """
-
-    what: str
-
-    def saved(self) -> tuple[dict[str, Tensor], Json]:
-        """Return its tensors, and what the document has of it beside them."""
-
-    def match(self, body: Json) -> list[str]:
-        """Find what belongs here in a document; returns the tensors to be read.
-
-        Raises:
-            ValueError: it does not fit.
-        """
-
-    def apply(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put in place what ``match`` has found."""
-
-    def undo(self) -> Callable[[], object]:
-        """Return what puts the state of now back."""
+from .documents import Json, Keep, encode
 
 
 class Stateful(Protocol):
@@ -53,6 +29,43 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
         """Go on from there."""
+
+
+class Item:
+    """Some of the state that a checkpoint holds, in both directions.
+
+    Attributes:
+        what: says what it is, in errors.
+        key: what its tensors are called, before what they are called in it; "": it has none.
+    """
+
+    what: str
+    key = ""
+
+    def state(self) -> Any:
+        """Return the state of now: tensors, numbers, and containers of them."""
+        raise NotImplementedError
+
+    def saved(self, keep: Keep) -> Any:
+        """Return what a document has of it; ``keep`` takes the tensors of state that has some."""
+        where = self.what.removeprefix("the ")
+        return encode(self.state(), where, keep if self.key else None, self.key)
+
+    def match(self, body: Json) -> Any:
+        """Return what belongs here of a document, once it is found to fit; nothing is changed.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        raise NotImplementedError
+
+    def put(self, state: Any) -> None:
+        """Put in place what ``match`` has returned, with its tensors, or what ``state`` has."""
+        raise NotImplementedError
+
+    def undo(self) -> Callable[[], object]:
+        """Return what puts the state of now back."""
+        return partial(self.put, copy.deepcopy(self.state()))
 
 
 @dataclass(frozen=True)

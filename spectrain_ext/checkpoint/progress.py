@@ -1,23 +1,22 @@
-"""Progress: schedulers and samplers, whose state is JSON."""
+"""Progress: how far training is, in schedulers, samplers, averagings and a pipeline itself."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Set
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from spectrain_ext.method import phases_of
+from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.weights.rates import PacedRates
 
-from .documents import Json, decode, encode
-from .parts import Part, Stateful
+from .documents import Json, decoded
+from .parts import Item, Part, Stateful
 
 
-class SchedulerState:
+class SchedulerState(Item):
     """The learning-rate scheduler of one stage."""
 
     def __init__(self, part: Part, scheduler: Stateful) -> None:
@@ -25,11 +24,10 @@ class SchedulerState:
         self._part = part
         self._scheduler = scheduler
 
-    def saved(self) -> tuple[dict[str, Tensor], Json]:
-        where = self.what.removeprefix("the ")
-        return {}, {"scheduler": encode(self._scheduler.state_dict(), where)}
+    def state(self) -> Any:
+        return self._scheduler.state_dict()
 
-    def match(self, body: Json) -> list[str]:
+    def match(self, body: Json) -> Any:
         """Find the state of the scheduler that the stage's parameters had.
 
         Raises:
@@ -39,7 +37,7 @@ class SchedulerState:
         found = [
             (stage["stage"], stage["scheduler"])
             for stage in body["stages"]
-            if stage.get("scheduler") is not None and own & set(stage["parameters"])
+            if stage["scheduler"] is not None and own & set(stage["parameters"])
         ]
         if not found:
             raise ValueError(
@@ -52,9 +50,8 @@ class SchedulerState:
                     f"the schedulers of its stages {first} and {other} differ, and stage "
                     f"{self._part.stage} has parts of both"
                 )
-        self._state = decode(state)
-        self._check(self._state)
-        return []
+        self._check(decoded(self.what, state))
+        return state
 
     def _check(self, state: Any) -> None:
         """Torch's put whatever they are given among their attributes, methods included."""
@@ -76,43 +73,11 @@ class SchedulerState:
         torchs = type(own).__module__.startswith("torch.optim")
         _check_keys(where, state, now, type(own).__name__, exactly=torchs)
 
-    def apply(self, tensors: Mapping[str, Tensor]) -> None:
-        self._scheduler.load_state_dict(self._state)
-
-    def undo(self) -> Callable[[], object]:
-        before = copy.deepcopy(self._scheduler.state_dict())
-        return lambda: self._scheduler.load_state_dict(before)
+    def put(self, state: Any) -> None:
+        self._scheduler.load_state_dict(state)
 
 
-class Training:
-    """How far a pipeline's training is: minibatches, and the phase of its method."""
-
-    what = "the progress of training"
-
-    def __init__(self, pipe: Pipeline) -> None:
-        self._pipe = pipe
-
-    def saved(self) -> tuple[dict[str, Tensor], Json]:
-        return {}, {"training": {"minibatches": self._pipe.minibatches, "phase": self._pipe.phase}}
-
-    def match(self, body: Json) -> list[str]:
-        """Find it; an older checkpoint, or a module's, has what ``save`` was told."""
-        told = {"minibatches": body["minibatches"], "phase": 0}
-        self._found = body.get("training") or told
-        return []
-
-    def apply(self, tensors: Mapping[str, Tensor]) -> None:
-        self._put(self._found["minibatches"], self._found["phase"])
-
-    def undo(self) -> Callable[[], object]:
-        return partial(self._put, self._pipe.minibatches, self._pipe.phase)
-
-    def _put(self, minibatches: int, phase: int) -> None:
-        self._pipe.minibatches = minibatches
-        self._pipe.phase = min(phase, len(phases_of(self._pipe.method)) - 1)
-
-
-class SamplerState:
+class SamplerState(Item):
     """Where in the data a process is."""
 
     what = "the sampler"
@@ -121,24 +86,70 @@ class SamplerState:
         self._sampler = sampler
         self._rank = rank
 
-    def saved(self) -> tuple[dict[str, Tensor], Json]:
-        return {}, {"sampler": encode(self._sampler.state_dict(), "sampler")}
+    def state(self) -> Any:
+        return self._sampler.state_dict()
 
-    def match(self, body: Json) -> list[str]:
+    def match(self, body: Json) -> Any:
         """Find the state of this process's, or the first one's where there were fewer."""
         processes = body["processes"]
-        mine = processes[self._rank if self._rank < len(processes) else 0]
-        if mine.get("sampler") is None:
+        found = processes[self._rank if self._rank < len(processes) else 0].get("sampler")
+        if found is None:
             raise ValueError("has no state of a sampler")
-        self._state = decode(mine["sampler"])
-        return []
+        decoded(self.what, found)
+        return found
 
-    def apply(self, tensors: Mapping[str, Tensor]) -> None:
-        self._sampler.load_state_dict(self._state)
+    def put(self, state: Any) -> None:
+        self._sampler.load_state_dict(state)
+
+
+class Training(Item):
+    """How far a pipeline's training is: minibatches, and the phase of its method."""
+
+    what = "the progress of training"
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+
+    def state(self) -> dict[str, int]:
+        return {"minibatches": self._pipe.minibatches, "phase": self._pipe.phase}
+
+    def match(self, body: Json) -> Any:
+        """Find it; a module's checkpoint has what ``save`` was told."""
+        return body.get("training") or {"minibatches": body["minibatches"], "phase": 0}
+
+    def put(self, state: Any) -> None:
+        self._pipe.minibatches = state["minibatches"]
+        self._pipe.phase = min(state["phase"], len(phases_of(self._pipe.method)) - 1)
+
+
+class AveragingState(Item):
+    """What averages one stage's replica: nothing, where it has not begun."""
+
+    def __init__(self, part: Part, averaged: Averaged) -> None:
+        self.what = f"the averaging of stage {part.stage}"
+        self.key = f"averaging.stage{part.stage}"
+        self._stage = part.stage
+        self._averaged = averaged
+
+    def state(self) -> list[Any]:
+        return [*self._averaged.state()]
+
+    def match(self, body: Json) -> Any:
+        """Find that of this replica; what is there for all has none."""
+        found = next(
+            (s.get("averaging") for s in body["stages"] if s["stage"] == self._stage), None
+        )
+        state, updates = found if isinstance(found, list) and len(found) == 2 else ({}, 0)
+        if not (isinstance(state, dict) and type(updates) is int and updates >= 0):
+            raise ValueError(f"{self.what}: expected a number of updates, got {updates!r}")
+        return [state, updates]
+
+    def put(self, state: Any) -> None:
+        """Go on from there; ValueError if it is another averaging's."""
+        self._averaged.load_state(*state)
 
     def undo(self) -> Callable[[], object]:
-        before = self._sampler.state_dict()
-        return lambda: self._sampler.load_state_dict(before)
+        return self._averaged.undo()
 
 
 # Of a method that has rates of its own, which loads the state of a scheduler without.

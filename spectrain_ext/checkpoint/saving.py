@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -17,12 +17,12 @@ from spectrain_ext.distributed.pipeline import DistributedPipeline
 from spectrain_ext.pipeline.pipeline import Pipeline
 
 from . import storage
-from .documents import Json, encode
+from .documents import Json, Keep, encode
 from .optimizers import OptimizerState
-from .parts import Kept, Part, Stateful, parts_of
-from .progress import SamplerState, SchedulerState, Training
+from .parts import Item, Part, Stateful, parts_of
+from .progress import AveragingState, SamplerState, SchedulerState, Training
 from .random import Generators, stage_states
-from .replicas import AveragingState, OfReplica, averages_of
+from .storage import WEIGHTS
 from .weights import Weights
 
 
@@ -125,10 +125,9 @@ class Prepared:
             parts = parts_of(target, optimizer, scheduler, first_stage)
             if peers.rank == 0:
                 storage.check_free(self._path, overwrite)
-            self._tensors, document = _collected(parts, sampler, peers)
-            document |= {
+            document = _collected(parts, sampler, peers, self._tensors) | {
                 "minibatches": minibatches,
-                **(Training(target).saved()[1] if isinstance(target, Pipeline) else {}),
+                "training": Training(target).state() if isinstance(target, Pipeline) else None,
                 "extra": encode(extra, "extra"),
                 "torch": str(torch.__version__),
             }
@@ -137,7 +136,9 @@ class Prepared:
             return document
 
         try:
-            self._body = _merged(peers.gathered(collect, f"preparing {self._path.name}"))
+            found = peers.gathered(collect, f"preparing {self._path.name}")
+            self._names = _file_names(found, peers.rank)
+            self._body = _merged(found)
         except BaseException:
             self._discard(peers)
             raise
@@ -158,17 +159,25 @@ class Prepared:
         thread.shutdown(wait=False)
         return future
 
-    def _write(self, tensors: dict[str, Tensor], peers: Peers) -> None:
-        """Every process its own tensors, the first one then the indices of all."""
-        rank, told = peers.rank, (f"writing {self._path.name}", str(self._path))
+    def _write(self, tensors: Mapping[str, Tensor], peers: Peers) -> None:
+        """Every process its own tensors, the first one then the document of all."""
+        told = (f"writing {self._path.name}", str(self._path))
+
+        def own() -> Json:
+            entries: Json = {}
+            for name, keys in self._names.items():
+                content = {key: tensors[key] for key in keys}
+                entries |= storage.write_tensors(self._path, name, content)
+            return entries
 
         def commit() -> None:
-            if rank == 0:
-                storage.commit(self._path, self._body, found)
+            if peers.rank == 0:
+                every = {key: entry for entries in found for key, entry in entries.items()}
+                storage.commit(self._path, self._body, every)
                 self._committed()
 
         try:
-            found = peers.settled(lambda: storage.write_tensors(self._path, rank, tensors), *told)
+            found = peers.settled(own, *told)
             peers.settled(commit, *told)
         except BaseException:
             self._discard(peers)
@@ -179,75 +188,98 @@ class Prepared:
             storage.discard(self._path)
 
 
+def items_of(part: Part) -> dict[str, Item]:
+    """Return what a stage has beside weights and random numbers, by its name in a document."""
+    found: dict[str, Item] = {}
+    if part.averaged is not None:
+        found["averaging"] = AveragingState(part, part.averaged)
+    if part.optimizer is not None:
+        found["optimizer"] = OptimizerState(part, part.optimizer)
+    if part.scheduler is not None:
+        found["scheduler"] = SchedulerState(part, part.scheduler)
+    return found
+
+
 def _collected(
-    parts: list[Part], sampler: Sampler | None, peers: Peers
-) -> tuple[dict[str, Tensor], Json]:
-    """Return the tensors of a process's stages, and what it has to say about them."""
-    tensors: dict[str, Tensor] = {}
+    parts: list[Part], sampler: Stateful | None, peers: Peers, tensors: dict[str, Tensor]
+) -> Json:
+    """Return what a process has to say of its stages, and take their tensors.
+
+    Of replicas the first one speaks for all, but for random numbers. Replicas that are averaged go
+    on from weights and state of their own, and what there is for all is the average.
+    """
+    keep = _keeper(tensors)
+    # before anything that fails here and not in the other replicas, which wait
+    averages = [_averages(part, keep) for part in parts]
     stages: list[Json] = []
     replicas: list[Json] = []
-    # before anything that fails here and not in the other replicas, which wait
-    averages = {part.stage: averages_of(part) for part in parts if part.averaged is not None}
-    for part in parts:
-        document: Json = {"stage": part.stage}
-        mine: list[Kept] = []
-        if part.replica:  # the first one has the same, but for random numbers and averaging
-            replicas.append(document | {"replica": part.replica})
-        else:
-            stages.append(document | {"optimizer": None, "scheduler": None})
-            mine = [Weights(part), *others_of(part)]
-        if part.averaged is not None:
-            mine = own_of(part)
-            if part.replica:
-                replicas[-1] |= {"optimizer": None, "scheduler": None}
-        for kept in mine:
-            found, said = kept.saved()
-            tensors |= found
-            (replicas if part.replica else stages)[-1] |= said
-        if not part.replica:
-            tensors |= averages.get(part.stage, {})
-        generators = stage_states(part)
-        tensors |= generators
-        (replicas if part.replica else stages)[-1]["random"] = list(generators)
-    process, said = Generators(parts, peers.rank, peers.size).saved()
-    tensors |= process
-    said |= {"sampler": None} if sampler is None else SamplerState(sampler, peers.rank).saved()[1]
-    # a view that only notes that it is conjugated or negated is not what its bytes say
-    tensors = {key: tensor.resolve_conj().resolve_neg() for key, tensor in tensors.items()}
-    return tensors, {
-        "stages": stages,
-        "replicas": replicas,
-        "process": said,
-        "keys": list(tensors),
+    for part, average in zip(parts, averages, strict=True):
+        owner = f"stage{part.stage}" + (f".replica{part.replica}" if part.replica else "")
+        states = enumerate(stage_states(part))
+        said: Json = {
+            "stage": part.stage,
+            "random": [keep(f"random.{owner}.{k}", state) for k, state in states],
+        }
+        if average is None and part.replica == 0:
+            stages.append(said | _of_stage(part, keep))
+            continue
+        said["replica"] = part.replica
+        if average is not None:
+            said |= _of_stage(part, _keeper(tensors, f"replica{part.replica}."))
+            if part.replica == 0:
+                stages.append({k: v for k, v in (said | average).items() if k != "averaging"})
+        replicas.append(said)
+    process: Json = {
+        "random": Generators(parts, peers.rank, peers.size).saved(keep),
+        "sampler": None if sampler is None else SamplerState(sampler, peers.rank).saved(keep),
     }
+    return {"stages": stages, "replicas": replicas, "process": process, "keys": list(tensors)}
 
 
-def others_of(part: Part) -> list[Kept]:
-    """Return what a checkpoint has of a stage beside weights and random numbers."""
-    found: list[Kept] = []
-    if part.optimizer is not None:
-        found.append(OptimizerState(part, part.optimizer))
-    if part.scheduler is not None:
-        found.append(SchedulerState(part, part.scheduler))
-    return found
+def _keeper(tensors: dict[str, Tensor], prefix: str = "") -> Keep:
+    def keep(key: str, tensor: Tensor) -> Json:
+        key = prefix + key
+        while key in tensors:  # a name with a dot may be that of a member of something else
+            key += "'"
+        tensors[key] = tensor
+        return {"$tensor": key}
+
+    return keep
+
+
+def _of_stage(part: Part, keep: Keep) -> Json:
+    items = {key: item.saved(keep) for key, item in items_of(part).items()}
+    return {"optimizer": None, "scheduler": None, **Weights(part).saved(keep), **items}
+
+
+def _averages(part: Part, keep: Keep) -> Json | None:
+    """What an averaged stage's weights are for all; all replicas call this."""
+    if part.averaged is None:
+        return None
+    with part.averaged.holding(part.averaged.average()()):
+        if part.replica:
+            return {}
+        return Weights(part).saved(lambda key, tensor: keep(key, tensor.clone()))
+
+
+def _file_names(found: Sequence[Json], rank: int) -> dict[str, list[str]]:
+    """The files that a process writes, and which of its tensors are in them."""
+    names: dict[str, list[str]] = {}
+    for kind in ("model", "state"):
+        owners = {}
+        for owner, document in enumerate(found):
+            keys = [k for k in document["keys"] if k.startswith(WEIGHTS) == (kind == "model")]
+            if keys:
+                owners[owner] = keys
+        if rank in owners:
+            names[storage.file_name(kind, list(owners), rank)] = owners[rank]
+    return names
 
 
 _OF_FIRST = ("minibatches", "training", "extra", "torch")
 
 
-def own_of(part: Part, shared: bool = False) -> list[Kept]:
-    """Return what a checkpoint has of a replica that is averaged, beside random numbers.
-
-    The first one's optimizer is the model's.
-    """
-    state = others_of(part)
-    if part.replica:
-        state = [OfReplica(kept, part, shared) for kept in state]
-    own = (Weights(part), AveragingState(part))
-    return [*(OfReplica(kept, part, shared) for kept in own), *state]
-
-
-def _merged(found: list[Json]) -> Json:
+def _merged(found: Sequence[Json]) -> Json:
     """Join what the processes said; the first one speaks for all where they agree."""
     owners: dict[object, int] = {}
     for rank, document in enumerate(found):
@@ -258,7 +290,7 @@ def _merged(found: list[Json]) -> Json:
                     f"first_stage: {what} is saved by process {owners[what]} and process {rank}"
                 )
     return {
-        **{key: found[0][key] for key in _OF_FIRST if key in found[0]},
+        **{key: found[0][key] for key in _OF_FIRST},
         **{key: [e for document in found for e in document[key]] for key in ("stages", "replicas")},
         "processes": [document["process"] for document in found],
     }

@@ -1,40 +1,36 @@
 """Storage: a checkpoint's directory, committed at once and verified when read.
 
-Its files are those of torch.distributed.checkpoint (DCP): archives of ``torch.save``, one after
-another in a file per process, and ``.metadata``, a pickle that DCP's reader executes. That is
-written, so that DCP's tools can read a checkpoint of ours, and never read: the index is in
-``checkpoint.json``.
+Every process writes one file of weights, under the model's names as everybody reads them, and one
+of all other tensors, both as safetensors. The document, ``checkpoint.json``, says which tensor is
+in which file, and what safetensors has no word for: complex numbers, and the order of strides.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.files import new_file, partial, remove, sync_directory
 
-from . import archive, documents
+from . import documents
 from .documents import Json
 
-_BLOCK = 1 << 20
+#: What a document puts before the names of weights, which have a file of their own without it.
+WEIGHTS = "model."
+INDEX = "model.safetensors.index.json"  # of several files of weights, as Hugging Face's tools do
 
 # The directory.
 
@@ -58,7 +54,7 @@ def _holds_checkpoint(path: Path) -> bool:
     """Whether it has a document, or nothing but what else a checkpoint has."""
     names = os.listdir(path)
     return documents.NAME in names or all(
-        documents.DATA.fullmatch(name) or name.startswith(".metadata") for name in names
+        documents.DATA.fullmatch(name) or name == INDEX for name in names
     )
 
 
@@ -74,48 +70,21 @@ def discard(path: Path) -> None:
     shutil.rmtree(partial(path), ignore_errors=True)
 
 
-# Writing.
-
-
-def write_tensors(path: Path, rank: int, tensors: Mapping[str, Tensor]) -> Json:
-    """Write a process's tensors; returns each one's entry in the document."""
-    name = f"__{rank}_0.distcp"
-    entries: Json = {}
-    with new_file(partial(path) / name) as file:
-        for key, tensor in tensors.items():
-            content = tensor.detach().cpu()
-            if content.untyped_storage().nbytes() != content.nbytes:
-                content = content.clone()  # all of a storage would be saved
-            start = file.tell()
-            torch.save(content, file)
-            length = file.tell() - start
-            entries[key] = {
-                "dtype": str(content.dtype).removeprefix("torch."),
-                "shape": list(content.shape),
-                "file": name,
-                "start": start,
-                "bytes": length,
-                "sha256": _sha256(file, start, length),
-            }
-    sync_directory(partial(path))
-    return entries
-
-
-def commit(path: Path, body: Json, found: Iterable[Json]) -> None:
-    """Write the indices of what every process has written, and give the directory its name.
+def commit(path: Path, body: Json, tensors: Json) -> None:
+    """Write the document of what every process has written, and give the directory its name.
 
     Args:
         path: the final directory, in place of what has its name.
         body: the document, but for tensors and files.
-        found: what every ``write_tensors`` returned.
+        tensors: the entries that ``write_tensors`` returned.
     """
     directory = partial(path)
-    tensors = {key: entry for entries in found for key, entry in entries.items()}
-    _write_index(directory, tensors)
-    files = {file.name: file.stat().st_size for file in directory.glob("*.distcp")}
+    files = {name: (directory / name).stat().st_size for name in _files(tensors)}
+    weights = {key: entry for key, entry in tensors.items() if key.startswith(WEIGHTS)}
+    if len(_files(weights)) > 1:
+        _write(directory / INDEX, json.dumps(_index(weights), indent=1).encode())
     content = documents.written({**body, "tensors": tensors, "files": files})
-    with new_file(directory / documents.NAME) as file:
-        file.write(content)
+    _write(directory / documents.NAME, content)
     sync_directory(directory)
     if os.path.lexists(path):
         remove(replaced(path))
@@ -125,29 +94,74 @@ def commit(path: Path, body: Json, found: Iterable[Json]) -> None:
     remove(replaced(path))
 
 
-def _write_index(directory: Path, tensors: Json) -> None:
-    """DCP's own: every tensor is one chunk."""
-    known: dict[str, Any] = {}
-    results = []
-    for key, entry in tensors.items():
-        shape = torch.Size(entry["shape"])
-        origin = torch.Size([0] * len(shape))
-        properties = TensorProperties(dtype=documents.dtype_of(entry["dtype"]))
-        chunks = [ChunkStorageMetadata(origin, shape)]
-        known[key] = TensorStorageMetadata(properties, shape, chunks)
-        place = _StorageInfo(entry["file"], entry["start"], entry["bytes"])
-        results.append(WriteResult(MetadataIndex(key, origin, 0), entry["bytes"], place))
-    paths = {key: tuple(key.split(".", 1)) for key in tensors}
-    FileSystemWriter(directory).finish(Metadata(known, planner_data=paths), [results])
+def _files(tensors: Json) -> set[str]:
+    return {entry["file"] for entry in tensors.values()}
 
 
-def _sha256(file: BinaryIO, start: int, length: int) -> str:
-    digest = hashlib.sha256()
-    file.seek(start)
-    while length > 0 and (block := file.read(min(length, _BLOCK))):
-        digest.update(block)
-        length -= len(block)
-    return digest.hexdigest()
+def _index(weights: Json) -> Json:
+    sizes = (
+        math.prod(entry["shape"]) * documents.dtype_of(entry["dtype"]).itemsize
+        for entry in weights.values()
+    )
+    places = {key.removeprefix(WEIGHTS): entry["file"] for key, entry in weights.items()}
+    return {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
+
+
+def _write(path: Path, content: bytes) -> None:
+    with new_file(path) as file:
+        file.write(content)
+
+
+# Tensors.
+
+
+def file_name(kind: str, owners: Sequence[int], rank: int) -> str:
+    """Return what the file of a process is called, among those of all owners of such tensors."""
+    if len(owners) == 1:
+        return f"{kind}.safetensors"
+    return f"{kind}-{owners.index(rank) + 1:05d}-of-{len(owners):05d}.safetensors"
+
+
+def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> Json:
+    """Write a file of tensors; returns each one's entry in the document.
+
+    Memory on the host is taken for those that are elsewhere, or not contiguous, all at once.
+
+    Raises:
+        OSError, SafetensorError: it could not be written.
+    """
+    file = partial(path) / name
+    entries: Json = {}
+    content: dict[str, Tensor] = {}
+    places: set[int] = set()
+    for key, tensor in tensors.items():
+        # a view that only notes that it is conjugated or negated is not what its bytes say
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+        entry: Json = {"dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
+        if not plain.is_contiguous():
+            strides = plain.stride()
+            entry["order"] = sorted(range(plain.dim()), key=strides.__getitem__, reverse=True)
+        if plain.is_complex():
+            plain = torch.view_as_real(plain)
+        plain = plain.contiguous()
+        if plain.data_ptr() in places:  # by two names, which safetensors refuses
+            plain = plain.clone()
+        places.add(plain.data_ptr())
+        entries[key] = entry | {"file": name, "sha256": _sha256(plain)}
+        content[key.removeprefix(WEIGHTS)] = plain
+    with new_file(file):
+        mode = stat.S_IMODE(file.stat().st_mode)
+    save_file(content, file, metadata={"format": "pt"})
+    file.chmod(mode)  # safetensors' own is for the owner alone
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
+    sync_directory(file.parent)
+    return entries
+
+
+def _sha256(tensor: Tensor) -> str:
+    content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(content).hexdigest()
 
 
 # Reading.
@@ -175,34 +189,40 @@ def read(path: Path) -> Json:
     return body
 
 
-def read_tensor(path: Path, body: Json, key: str) -> Tensor:
-    """Return the tensor whose bytes are those that were saved, read as data.
+def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> dict[str, Tensor]:
+    """Return tensors whose bytes are those that were saved, on the CPU.
 
     Raises:
         CheckpointError: they are not, or are those of something else.
     """
-    entry = body["tensors"][key]
-    content = verified(path, body, key)
-    try:
-        dtype = documents.dtype_of(entry["dtype"])
-        return archive.read_tensor(content, entry["shape"], dtype)
-    except Exception as error:  # whatever is found in a forged file
-        raise CheckpointError(
-            f"{path / entry['file']}: holds something else than the tensor {key!r}: {error}"
-        ) from error
+    by_file: dict[str, list[str]] = {}
+    for key in keys:
+        by_file.setdefault(body["tensors"][key]["file"], []).append(key)
+    found: dict[str, Tensor] = {}
+    for name, own in by_file.items():
+        file = path / name
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for key in own:
+                    # A copy: what is mapped would change with the file.
+                    tensor = opened.get_tensor(key.removeprefix(WEIGHTS)).clone()
+                    found[key] = _checked(f"{file}: ", key, tensor, body["tensors"][key])
+        except (SafetensorError, OSError, KeyError) as error:
+            raise CheckpointError(f"{file}: damaged, {error}") from error
+    return found
 
 
-def verified(path: Path, body: Json, key: str) -> bytearray:
-    """Return a tensor's bytes; CheckpointError if they are not those that were saved."""
-    entry = body["tensors"][key]
-    file = path / entry["file"]
-    content = bytearray(entry["bytes"])
-    try:
-        with file.open("rb") as stream:
-            stream.seek(entry["start"])
-            stream.readinto(content)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read, {error.strerror}") from error
-    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        raise CheckpointError(f"{file}: damaged, the SHA-256 of {key!r} is not what was saved")
-    return content
+def _checked(where: str, key: str, tensor: Tensor, entry: Json) -> Tensor:
+    """The tensor as it was saved, from what the file holds of it."""
+    if _sha256(tensor) != entry["sha256"]:
+        raise CheckpointError(f"{where}damaged, the SHA-256 of {key!r} is not what was saved")
+    dtype = documents.dtype_of(entry["dtype"])
+    if dtype.is_complex and tensor.is_floating_point() and tensor.shape[-1:] == (2,):
+        tensor = torch.view_as_complex(tensor)
+    if tensor.dtype != dtype or list(tensor.shape) != entry["shape"]:
+        raise CheckpointError(f"{where}holds something else than the tensor {key!r}")
+    order = entry.get("order")
+    if order is None:
+        return tensor
+    back = sorted(range(tensor.dim()), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(back)

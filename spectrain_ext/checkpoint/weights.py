@@ -2,87 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .documents import Json, dtype_of
-from .parts import Part
+from .documents import Json, Keep, dtype_of
+from .parts import Item, Part
+from .storage import WEIGHTS
+
+_MASTERS = "master."
 
 
-class Weights:
-    """Those of one stage."""
+class Weights(Item):
+    """Those of one stage.
+
+    What is loaded is a ``state_dict`` of the module, and masters by parameter.
+    """
 
     def __init__(self, part: Part) -> None:
         self.what = f"stage {part.stage}"
         self._part = part
 
-    def saved(self) -> tuple[dict[str, Tensor], Json]:
-        """Return them, and the masters as the next run will find them."""
-        names = self._part.parameter_names()
-        tied = self._part.tied
-        found = {
-            f"model.{name}": tensor.detach()
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return them, and the masters as the next run will find them, by the model's names."""
+        names, tied = self._part.parameter_names(), self._part.tied
+        weights = {
+            name: tensor.detach()
             for name, tensor in self._part.tensors()
             if name not in tied.get(name, ())  # an earlier stage has it by this name as well
         }
+        masters = {}
         for p, master in self._part.masters.items():
             now = p.detach()
             same = master.to(now.dtype) == now
-            found[f"master.{names[p]}"] = torch.where(same, master, now.to(master.dtype))
-        return found, {"parameters": list(names.values())}
+            masters[names[p]] = torch.where(same, master, now.to(master.dtype))
+        return {WEIGHTS: weights, _MASTERS: masters}
 
-    def match(self, body: Json) -> list[str]:
+    def saved(self, keep: Keep) -> Json:
+        found = self.state()
+        return {
+            "parameters": list(self._part.parameter_names().values()),
+            "weights": {k: keep(WEIGHTS + k, tensor) for k, tensor in found[WEIGHTS].items()},
+            "masters": {k: keep(_MASTERS + k, tensor) for k, tensor in found[_MASTERS].items()},
+        }
+
+    def match(self, body: Json) -> list[Any]:
         """Compare shapes and kinds of numbers, and choose between weights and masters.
 
         Raises:
             ValueError: they differ, or a weight is missing.
         """
-        known = body["tensors"]
-        #: per key of the module's state_dict, and per parameter with a master
-        self._sources: dict[str, str] = {}
-        self._wide: dict[Tensor, str] = {}
+        saved = _Saved(body)
+        sources: dict[str, Json] = {}  # by key of the module's state_dict
         places: dict[tuple[int, torch.Size], list[str]] = {}  # the keys of one tensor
+        wide: dict[tuple[int, torch.Size], Json] = {}
         for (name, tensor), key in zip(
             self._part.tensors(), self._part.module.state_dict(), strict=True
         ):
-            entry = known.get(f"model.{name}")
-            if entry is None:
+            if name not in saved.weights:
                 raise ValueError(f"has no {name!r}, which {self.what} has")
             # Of weights that were tied there is one master.
-            name = next((n for n in self._part.tied.get(name, ()) if f"model.{n}" in known), name)
-            entry = known[f"model.{name}"]
-            entries = (entry, known.get(f"master.{name}", entry))
-            if any(found["shape"] != list(tensor.shape) for found in entries):
-                raise ValueError(
-                    f"{name!r} has shape {entry['shape']}, expected {list(tensor.shape)}"
-                )
-            for found in entries:
-                if _domain(dtype_of(found["dtype"])) != _domain(tensor.dtype):
-                    raise ValueError(
-                        f"{name!r} is {found['dtype']}, which does not fit into "
-                        f"{str(tensor.dtype).removeprefix('torch.')}"
-                    )
-            self._sources[key] = _source(known, name, tensor.dtype)
-            places.setdefault((tensor.data_ptr(), tensor.shape), []).append(key)
-        for keys in places.values():
-            best = next((s for k in keys if (s := self._sources[k]).startswith("master.")), None)
-            if best is not None:
-                self._sources.update(dict.fromkeys(keys, best))
-        for p, name in self._part.parameter_names().items():
-            if p in self._part.masters:
-                self._wide[p] = _source(known, name, self._part.masters[p].dtype)
-        return [*self._sources.values(), *self._wide.values()]
+            name = next((n for n in self._part.tied.get(name, ()) if n in saved.weights), name)
+            saved.check(name, tensor)
+            place = (tensor.data_ptr(), tensor.shape)
+            sources[key], is_master = saved.source(name, tensor.dtype)
+            places.setdefault(place, []).append(key)
+            if is_master:
+                wide.setdefault(place, sources[key])
+        for place, source in wide.items():
+            sources.update(dict.fromkeys(places[place], source))
+        names = self._part.parameter_names()
+        masters = [
+            saved.source(names[p], master.dtype)[0] for p, master in self._part.masters.items()
+        ]
+        return [sources, masters]
 
-    def apply(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy what was found."""
-        self._part.module.load_state_dict({k: tensors[name] for k, name in self._sources.items()})
-        for p, name in self._wide.items():
-            self._part.masters[p].copy_(tensors[name])
+    def put(self, state: Any) -> None:
+        weights, masters = state
+        self._part.module.load_state_dict(weights)
+        for master, value in zip(self._part.masters.values(), masters, strict=True):
+            master.copy_(value)
 
     def undo(self) -> Callable[[], None]:
-        """Return what puts copies in host memory back."""
+        """Return what puts copies in host memory back, past the module's own hooks."""
         held = [*(tensor for _, tensor in self._part.tensors()), *self._part.masters.values()]
         before = [tensor.detach().to("cpu", copy=True) for tensor in held]
 
@@ -94,11 +98,40 @@ class Weights:
         return put_back
 
 
-def _source(known: Json, name: str, dtype: torch.dtype) -> str:
-    """What to load for a parameter or module buffer: where it is wide enough, the master."""
-    key, wide = f"model.{name}", f"master.{name}"
-    narrow = dtype_of(known[key]["dtype"]).itemsize < dtype.itemsize
-    return wide if narrow and wide in known else key
+class _Saved:
+    """The weights and masters of all stages of a document."""
+
+    def __init__(self, body: Json) -> None:
+        self._tensors = body["tensors"]
+        self.weights = weights_of(body)
+        self._masters: Json = {k: v for s in body["stages"] for k, v in s["masters"].items()}
+
+    def _entries(self, name: str) -> list[Json]:
+        references = [saved[name] for saved in (self.weights, self._masters) if name in saved]
+        return [self._tensors[reference["$tensor"]] for reference in references]
+
+    def check(self, name: str, tensor: Tensor) -> None:
+        for entry in self._entries(name):
+            if entry["shape"] != list(tensor.shape):
+                raise ValueError(
+                    f"{name!r} has shape {entry['shape']}, expected {list(tensor.shape)}"
+                )
+            if _domain(dtype_of(entry["dtype"])) != _domain(tensor.dtype):
+                raise ValueError(
+                    f"{name!r} is {entry['dtype']}, which does not fit into "
+                    f"{str(tensor.dtype).removeprefix('torch.')}"
+                )
+
+    def source(self, name: str, dtype: torch.dtype) -> tuple[Json, bool]:
+        """What to load, and whether it is a master: where the weight itself is too narrow."""
+        narrow = dtype_of(self._entries(name)[0]["dtype"]).itemsize < dtype.itemsize
+        is_master = narrow and name in self._masters
+        return (self._masters if is_master else self.weights)[name], is_master
+
+
+def weights_of(body: Json) -> Json:
+    """Return what stands for all weights in a document, by the model's names."""
+    return {name: found for stage in body["stages"] for name, found in stage["weights"].items()}
 
 
 def _domain(dtype: torch.dtype) -> str:

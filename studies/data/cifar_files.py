@@ -15,11 +15,11 @@ from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
 
-from spectrain_ext.checkpoint.pickles import Call, read_pickle
 from spectrain_ext.extras import require
 from spectrain_ext.files import read_bounded
 from studies import REMEDY
 
+from .pickles import Call, read_pickle
 from .tar import tar_files
 
 CLASSES = 10

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from helpers.checkpoint_cases import (
     LOSS,
     adamw,
@@ -22,6 +21,7 @@ from helpers.checkpoint_cases import (
     weights,
 )
 from helpers.forged_checkpoints import forge
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
@@ -131,16 +131,34 @@ def test_a_plain_model_and_torchs_optimizer(tmp_path, ours, theirs):
             assert torch.equal(p, dict(plain.named_parameters())[stage.full_name(name)])
 
 
-def test_torchs_own_tools_read_it(tmp_path):
+def test_safetensors_own_tools_read_the_weights(tmp_path):
     pipe = pipeline(2)
     train(pipe, batches(2))
     save(tmp_path / "c", pipe)
     plain = model(seed=5)
-    state = {"model": plain.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path / "c")
+    plain.load_state_dict(load_file(tmp_path / "c" / "model.safetensors"))
+    known = plain.state_dict()
     for stage in pipe.children():
         for name, tensor in stage.state_dict().items():
-            assert torch.equal(state["model"][stage.full_name(name)], tensor)
+            assert torch.equal(known[stage.full_name(name)], tensor)
+    mode = (tmp_path / "c" / "model.safetensors").stat().st_mode
+    assert mode == (tmp_path / "c" / "checkpoint.json").stat().st_mode
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
+def test_transformers_read_the_weights(tmp_path, tied):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=3, n_embd=8, n_head=2, vocab_size=16, n_positions=8, tie_word_embeddings=tied
+    )
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    ids = torch.arange(8).view(1, 8)
+    stages = decoder_stages(model, 2)
+    pipe = st.Pipeline(stages, sgd, stages[-1].loss if hasattr(stages[-1], "loss") else LOSS)
+    save(tmp_path / "c", pipe)
+    read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "c", config=config).eval()
+    assert torch.equal(read(ids).logits, model(ids).logits)
 
 
 def test_a_model_alone(tmp_path):
@@ -501,18 +519,18 @@ def test_the_document_is_json_for_people(tmp_path):
     save(tmp_path / "c", pipeline(2), minibatches=3)
     body = json.loads((tmp_path / "c" / "checkpoint.json").read_text())["checkpoint"]
     assert body["minibatches"] == 3
-    assert body["version"] == 1
+    assert body["version"] == 2
     assert [stage["stage"] for stage in body["stages"]] == [0, 1]
     assert body["stages"][0]["optimizer"]["groups"][0]["options"]["momentum"] == 0.9
     assert body["tensors"]["model.2.linear.weight"]["shape"] == [4, 4]
 
 
 def test_the_generator_of_a_device_is_found_again():
-    keys = ["random.process0.cpu", "random.process0.cuda0"]
-    entries = {key: {"dtype": "uint8", "shape": [16]} for key in keys}
-    body = {"stages": [], "processes": [{"random": keys}], "tensors": entries}
+    process = {device: {"$tensor": device} for device in ("cpu", "cuda0")}
+    entries = {key: {"dtype": "uint8", "shape": [16]} for key in process}
+    body = {"stages": [], "replicas": [], "processes": [{"random": process}], "tensors": entries}
     generators = Generators([], 0, 1)
-    assert generators.match(body) == keys
+    assert generators.match(body) == {"stages": [], "process": process}
     assert generators.all_found
-    body["processes"][0]["random"] = [*keys, "random.process1.cuda0"]
-    assert generators.match(body) == []
+    process["process1"] = {"$tensor": "cpu"}
+    assert generators.match(body) == {}

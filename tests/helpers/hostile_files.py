@@ -30,7 +30,6 @@ from helpers.checkpoint_cases import batches, everything, nadam, pipeline, same,
 from helpers.forged_checkpoints import data_file
 
 from spectrain_ext.checkpoint import documents, load, save
-from spectrain_ext.checkpoint.pickles import read_pickle
 from spectrain_ext.checkpoint.sampler import ShuffledSampler
 from spectrain_ext.errors import CheckpointError
 from spectrain_ext.schedule import ScheduleError, read_csv
@@ -39,6 +38,7 @@ from spectrain_ext.timelines.merging import merge_traces
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # studies, after what is installed
 
 from studies.data.cifar import load_cifar10
+from studies.data.pickles import read_pickle
 from studies.results import Run, RunStore
 
 MEMORY = 768 << 20  # bytes above what is mapped when it begins

@@ -131,7 +131,7 @@ def test_an_import_loads_what_training_needs_and_nothing_else() -> None:
     rooms = {name.split(".")[1] for name in loaded if name.startswith("spectrain_ext.")}
     needed = {"operators", "optim", "method", "schedule", "pipeline", "transport", "weights"}
     assert rooms == needed | {"_C", "_interpreter", "errors", "files", "interrupts", "rng"}
-    heavy = {"torch.distributed.checkpoint", "matplotlib", "sklearn", "click", "rich"}
+    heavy = {"torch.distributed.checkpoint", "safetensors", "matplotlib", "sklearn", "click", "rich"}
     assert not heavy & set(loaded)
 
 
@@ -160,7 +160,7 @@ def test_whatever_users_are_given_is_documented() -> None:
 #: What studies use of rooms below their faces: replicas in one process and lockstep are made of
 #: the engine's parts, and processes of a comparison hear of each other as a pipeline's ranks do.
 BEHIND_FACES = {
-    *("checkpoint.pickles", "distributed.board", "distributed.exchange", "distributed.store"),
+    *("distributed.board", "distributed.exchange", "distributed.store"),
     *("method.formulas", "observation.metrics", "operators.averaging", "optim.foreign"),
     *("pipeline.averaging", "pipeline.batch", "pipeline.clipping", "pipeline.losses"),
     *("pipeline.pipeline", "timelines.timeline", "weights.storage", "weights.versions"),

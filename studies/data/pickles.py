@@ -39,13 +39,6 @@ class Call:
     state: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """A persistent identifier: what is kept outside of the pickle."""
-
-    identifier: Any
-
-
 def read_pickle(content: bytes) -> Any:
     """Return what a pickle holds: None, numbers, str, bytes, lists, tuples, dicts and the above.
 
@@ -78,7 +71,7 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _IGNORED = frozenset(("PROTO", "FRAME"))
 _CONTAINERS = ("MARK", "TUPLE", "APPEND", "APPENDS", "SETITEM", "SETITEMS")
 _MEMO = ("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET")
-_OBJECTS = ("GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "BINPERSID")
+_OBJECTS = ("GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD")
 _KNOWN = {
     operation.code: operation
     for operation in pickletools.opcodes
@@ -201,9 +194,6 @@ class _Machine:
         if type(self._stack[-1]) is not Call:
             raise TypeError
         self._stack[-1].state = state
-
-    def _binpersid(self, _: object) -> None:
-        self._stack.append(Elsewhere(self.pop()))
 
 
 def _extend(found: Any, members: list[Any]) -> None:
