@@ -117,7 +117,7 @@ gpu-wheel:
 	@du -sh build/gpu
 
 # Within the bounds of pyproject.toml.
-GPU_NEEDS := 'pytest>=8.2,<10' 'pytest-timeout>=2.3,<3' 'hypothesis>=6.100,<7' 'click>=8.1,<9' 'rich>=13.7,<16'
+GPU_NEEDS := 'pytest>=8.2,<10' 'pytest-timeout>=2.3,<3' 'hypothesis>=6.100,<7' 'click>=8.1,<9' 'rich>=13.7,<16' 'safetensors>=0.5,<1'
 
 .PHONY: build/gpu/package
 build/gpu/package: $(GPU_TOOLS)/.made

@@ -23,6 +23,7 @@ _TOOLS = {
     "hypothesis": "hypothesis",
     "click": "click",
     "rich": "rich",
+    "safetensors": "safetensors",
 }
 _CHECK = """
 import json

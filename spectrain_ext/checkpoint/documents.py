@@ -114,10 +114,10 @@ def decode(value: Any, tensors: Mapping[str, object] | None = None, depth: int =
     raise ValueError(f"{tag!r} with {reprlib.repr(held)}")
 
 
-def decoded(where: str, value: Any) -> Any:
-    """Return what ``decode`` does, with None for tensors; ValueError that says ``where``."""
+def decoded(where: str, value: Any, tensors: Mapping[str, object] | None = None) -> Any:
+    """The same with an error that says ``where`` it is."""
     try:
-        return decode(value, dict.fromkeys(tensors_in(value)))
+        return decode(value, tensors)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -210,6 +210,8 @@ def read(directory: Path) -> Json:
     try:
         for key, form in _FORM.items():
             _check_form(key, body.get(key), form)
+        if not body["processes"]:
+            raise ValueError("processes: expected one or more")
         for k, replica in enumerate(body["replicas"]):
             if "averaging" in replica:  # which goes on from weights of its own
                 _check_form(f"replicas[{k}]", replica, _STAGE)

@@ -139,7 +139,7 @@ def _load(
     matched: list[tuple[Item, Any]] = []
     extra: list[Any] = []
 
-    def match() -> None:
+    def match() -> list[str]:
         try:
             matched.extend((item, item.match(own)) for item, own in weights)
             _check_nothing_left(body, {name for said in found for name in said["names"]})
@@ -147,13 +147,17 @@ def _load(
             extra.append(decoded("extra", body.get("extra")))
         except ValueError as error:
             raise CheckpointError(f"{directory / NAME}: {error}") from error
+        return list(dict.fromkeys(key for _, state in matched for key in tensors_in(state)))
 
-    peers.gathered(match, doing)
+    keys = peers.gathered(match, doing)
     tensors: dict[str, Tensor] = {}
 
     def read_tensors() -> None:
-        keys = dict.fromkeys(key for _, state in matched for key in tensors_in(state))
-        tensors.update(storage.read_tensors(directory, body, keys))
+        tensors.update(storage.read_tensors(directory, body, keys[peers.rank]))
+        # What nobody needs, such as the generators of other cuts, is verified: a part by each.
+        unread = sorted(body["tensors"].keys() - {key for each in keys for key in each})
+        if not only_model:
+            storage.read_tensors(directory, body, unread[peers.rank :: peers.size])
 
     peers.settled(read_tensors, doing, str(directory))
     peers.gathered(lambda: _put(matched, tensors, directory), doing)

@@ -170,7 +170,7 @@ class OptimizerState(Item):
                     raise ValueError(
                         f"{where!r} is {entry['dtype']}, and its parameter has no imaginary part"
                     )
-        decoded(repr(where), value)
+        decoded(repr(where), value, dict.fromkeys(tensors_in(value)))
 
     def _check_kind(self, body: Json) -> None:
         here = [kind.__name__ for kind in type(self._optimizer).__mro__]

@@ -30,6 +30,7 @@ from .documents import Json
 
 #: What a document puts before the names of weights, which have a file of their own without it.
 WEIGHTS = "model."
+_METADATA = {"format": "pt"}  # Hugging Face's tools look for it
 INDEX = "model.safetensors.index.json"  # of several files of weights, as Hugging Face's tools do
 
 # The directory.
@@ -151,7 +152,7 @@ def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> Json:
         content[key.removeprefix(WEIGHTS)] = plain
     with new_file(file):
         mode = stat.S_IMODE(file.stat().st_mode)
-    save_file(content, file, metadata={"format": "pt"})
+    save_file(content, file, metadata=_METADATA)
     file.chmod(mode)  # safetensors' own is for the owner alone
     with file.open("rb") as written:
         os.fsync(written.fileno())
@@ -203,6 +204,8 @@ def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> dict[str, Tenso
         file = path / name
         try:
             with safe_open(file, framework="pt") as opened:
+                if opened.metadata() != _METADATA:
+                    raise CheckpointError(f"{file}: damaged, its header has changed")
                 for key in own:
                     # A copy: what is mapped would change with the file.
                     tensor = opened.get_tensor(key.removeprefix(WEIGHTS)).clone()

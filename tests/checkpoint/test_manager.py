@@ -219,7 +219,7 @@ def test_a_failed_save_in_the_background_is_reported(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("torch.save", full)
+        patch.setattr("spectrain_ext.checkpoint.storage.save_file", full)
         manager.save()
         with pytest.raises(CheckpointError, match="No space left on device"):
             manager.wait()

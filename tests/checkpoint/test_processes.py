@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from helpers import checkpoint_programs
 from helpers.checkpoint_cases import batches, everything, model, pipeline, same, train
 from helpers.ranks import run_ranks
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from safetensors.torch import load_file
 
 from spectrain_ext.checkpoint import CheckpointManager, load
 from spectrain_ext.checkpoint.sampler import ShuffledSampler
@@ -21,10 +22,12 @@ pytestmark = pytest.mark.processes
 def test_one_checkpoint_of_two_processes(tmp_path):
     sums = run_ranks(checkpoint_programs.modules, 2, str(tmp_path))
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
-        ".metadata",
-        "__0_0.distcp",
-        "__1_0.distcp",
         "checkpoint.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "state-00001-of-00002.safetensors",
+        "state-00002-of-00002.safetensors",
     ]
     plain = model(seed=9)
     loaded = load(tmp_path / "c", plain, sampler=ShuffledSampler(10, 2))
@@ -32,9 +35,13 @@ def test_one_checkpoint_of_two_processes(tmp_path):
     for rank, expected in enumerate(sums):
         found = sum(p.double().sum().item() for p in plain[2 * rank : 2 * rank + 2].parameters())
         assert found == pytest.approx(expected, abs=1e-12)
-    # torch's own tools can read all of it
-    dcp_to_torch_save(tmp_path / "c", tmp_path / "c.pt")
-    known = torch.load(tmp_path / "c.pt")["model"]
+    # and safetensors' own tools all weights of it
+    known = {}
+    for file in (tmp_path / "c").glob("model-*.safetensors"):
+        known |= load_file(file)
+    index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == known.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in known.values())
     assert known.keys() == plain.state_dict().keys()
     assert all(torch.equal(known[key], value) for key, value in plain.state_dict().items())
     # the stages had other learning rates: two stages here may have them too, one may not
@@ -55,7 +62,7 @@ def test_what_fails_in_one_process_fails_in_all(tmp_path):
     assert b[2].startswith("TypeError: extra: a checkpoint cannot hold a builtins.set")
     for reason in (a[3], b[3]):
         assert reason.startswith("CheckpointError: ")
-        assert "__1_0.distcp: damaged, the SHA-256 of 'model." in reason
+        assert "model-00002-of-00002.safetensors: damaged, " in reason
 
 
 def test_minibatches_are_numbered_through_where_the_loss_is_elsewhere(tmp_path):

@@ -85,7 +85,7 @@ def errors(rank, ranks, path):
     save(f"{path}/d", part, optimizer=optimizer, first_stage=rank)
     dist.barrier()
     if rank == 0:
-        with open(f"{path}/d/__1_0.distcp", "r+b") as stream:
+        with open(f"{path}/d/model-00002-of-00002.safetensors", "r+b") as stream:
             content = bytearray(stream.read())
             stream.seek(0)
             stream.write(bytes(byte ^ 1 for byte in content))

@@ -126,7 +126,8 @@ def count_down(trial):
 
 def limit_size(manager, rank, trial):
     """Let files end at a byte in the middle of what this rank will write."""
-    size = os.stat(manager.latest() / f"__{rank}_0.distcp").st_size
+    name = f"state-{rank + 1:05d}-of-{dist.get_world_size():05d}.safetensors"
+    size = os.stat(manager.latest() / name).st_size
     if trial["fault"] == "cut":
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which kills; Python ignores it
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(trial["share"] * size), -1))

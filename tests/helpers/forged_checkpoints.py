@@ -7,17 +7,19 @@ import json
 import os
 
 import pytest
+import torch
 from helpers.checkpoint_cases import everything, pipeline, same
+from safetensors.torch import load_file, save_file
 
 from spectrain_ext.checkpoint import documents, load
 from spectrain_ext.errors import CheckpointError
 
 
-def refused(directory, match):
+def refused(directory, match, **more):
     pipe = pipeline(2, seed=3)
     before = {key: tensor.clone() for key, tensor in everything(pipe).items()}
     with pytest.raises(CheckpointError, match=match):
-        load(directory, pipe)
+        load(directory, pipe, **more)
     same(everything(pipe), before)
 
 
@@ -29,8 +31,8 @@ def forge(directory, change):
     path.write_bytes(documents.written(body))
 
 
-def data_file(directory):
-    return directory / "__0_0.distcp"
+def data_file(directory, kind="model"):
+    return directory / f"{kind}.safetensors"
 
 
 class Evil:
@@ -43,17 +45,17 @@ class Evil:
         return os.mkdir, (str(self.trace),)
 
 
-def put(directory, key, content):
-    """Put other bytes at the end of the file, in place of a tensor's."""
+def put(directory, tensors):
+    """Write other weights in place of some, with the digests that they have."""
     path = data_file(directory)
-    start = path.stat().st_size
-    content += b"\0" * (5056 - len(content))
-    path.write_bytes(path.read_bytes() + content)
+    content = load_file(path) | tensors
+    save_file(content, path, metadata={"format": "pt"})
 
     def change(body):
-        body["files"][path.name] = start + len(content)
-        digest = hashlib.sha256(content).hexdigest()
-        body["tensors"][key].update(start=start, bytes=len(content), sha256=digest)
+        body["files"][path.name] = path.stat().st_size
+        for name in tensors:
+            data = content[name].contiguous().view(-1).view(torch.uint8).numpy()
+            body["tensors"][f"model.{name}"]["sha256"] = hashlib.sha256(data).hexdigest()
 
     forge(directory, change)
 

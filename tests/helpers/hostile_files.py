@@ -333,7 +333,7 @@ class Checkpoints:
         self.document = self.where / documents.NAME
         self.content = self.document.read_bytes()
         self.body = json.loads(self.content)["checkpoint"]
-        self.data = data_file(self.where)
+        self.data = data_file(self.where, "state")
         self.tensors = self.data.read_bytes()
         self.renew()
 
@@ -360,15 +360,11 @@ class Checkpoints:
             self.write(changed_json(rng, self.body))
         elif kind == 2:
             self.data.write_bytes(changed_bytes(rng, self.tensors))
-        else:  # one tensor's archive, with the digests of what it is now
+        else:  # a file with the size that it has now, which is not found out before it is read
+            content = changed_bytes(rng, self.tensors)
             body = copy.deepcopy(self.body)
-            entry = body["tensors"][rng.choice(sorted(body["tensors"]))]
-            old = self.tensors[entry["start"] : entry["start"] + entry["bytes"]]
-            new = changed_bytes(rng, old)
-            start = len(self.tensors)
-            entry.update(start=start, bytes=len(new), sha256=hashlib.sha256(new).hexdigest())
-            body["files"][self.data.name] = start + len(new)
-            self.data.write_bytes(self.tensors + new)
+            body["files"][self.data.name] = len(content)
+            self.data.write_bytes(content)
             self.write(body)
         try:
             load(self.where, self.pipe, sampler=self.sampler)

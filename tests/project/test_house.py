@@ -131,7 +131,14 @@ def test_an_import_loads_what_training_needs_and_nothing_else() -> None:
     rooms = {name.split(".")[1] for name in loaded if name.startswith("spectrain_ext.")}
     needed = {"operators", "optim", "method", "schedule", "pipeline", "transport", "weights"}
     assert rooms == needed | {"_C", "_interpreter", "errors", "files", "interrupts", "rng"}
-    heavy = {"torch.distributed.checkpoint", "safetensors", "matplotlib", "sklearn", "click", "rich"}
+    heavy = {
+        "torch.distributed.checkpoint",
+        "safetensors",
+        "matplotlib",
+        "sklearn",
+        "click",
+        "rich",
+    }
     assert not heavy & set(loaded)
 
 

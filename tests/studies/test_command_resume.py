@@ -157,11 +157,11 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         )
         assert _train(tmp_path, *KEEP, "-m", "vanilla").exit_code == 1
     (kept,) = (tmp_path / "checkpoints").iterdir()
-    for path in (kept / "minibatch-00000003").glob("*.distcp"):
+    for path in (kept / "minibatch-00000003").glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     done = _train(tmp_path, *KEEP, "-m", "vanilla")
     assert done.exit_code == 1
-    assert ".distcp" in " ".join(done.output.split())
+    assert ".safetensors" in " ".join(done.output.split())
     assert isinstance(done.exception, SystemExit)
 
 
