@@ -215,8 +215,8 @@ class CheckpointManager:
     ) -> Iterator[Result]:
         begun.append(True)
         self._rewind()  # what a loader asked for before the last run failed comes again
-        source = _Source(() if batches is None else batches)
-        ended = False
+        source = iter(() if batches is None else batches)
+        self._exhausted = ended = False
         while not ended:
             base = self.minibatches
             run = self.pipe.run(self._segment(source), trace=trace, keep=keep)
@@ -228,16 +228,13 @@ class CheckpointManager:
                 cast("Generator[Result, None, None]", run).close()  # finishes what is in flight
                 self._drained(True, extra)
                 raise
-            ended = self._drained(source.exhausted, extra)
+            ended = self._drained(self._exhausted, extra)
 
     def _drained(self, left: bool, extra: Callable[[], object] | None) -> bool:
-        """Save if that is due; returns whether this was the last run of a loop in any process.
-
-        The first process has counted, and says what is due: it is the one that decides how many
-        minibatches a run has.
-        """
+        """Save if that is due; returns whether this was the last run of a loop in any process."""
         with self._peers.together("counting the minibatches of a run"):
             found = self._peers.tell((self.minibatches, self._due(), left))
+            # the first process decides how many minibatches a run has, and so has counted them
             self.minibatches, due, _ = found[0]
             more = extra() if due and extra is not None else None
         self._failed = False
@@ -253,22 +250,22 @@ class CheckpointManager:
         if isinstance(self.sampler, ShuffledSampler):
             self.sampler.position = self._offset + self.minibatches
 
-    def _segment(self, source: _Source) -> Iterator[object]:
+    def _segment(self, source: Iterator[object]) -> Iterator[object]:
         """Hand over batches until a save is due."""
         for batch in source:
             self.minibatches += 1
             yield batch
             if self._peers.rank == 0 and self._due():
                 return
+        self._exhausted = True
 
     def _due(self) -> bool:
         minibatches, moment = self._last
-        since = self.minibatches - minibatches
-        if self._every is not None and since > 0 and self.minibatches % self._every == 0:
+        if self.minibatches == minibatches:
+            return False
+        if self._every is not None and self.minibatches % self._every == 0:
             return True
-        return (
-            self._seconds is not None and since > 0 and time.monotonic() - moment >= self._seconds
-        )
+        return self._seconds is not None and time.monotonic() - moment >= self._seconds
 
     def save(self, extra: object = None) -> Path:
         """Save now; returns where.
@@ -306,7 +303,6 @@ class CheckpointManager:
         return path
 
     def _log(self, what: str, path: Path) -> None:
-        """Once, where several processes do it together."""
         if self._peers.rank == 0:
             _logger.info(what, path)
 
@@ -343,21 +339,3 @@ class CheckpointManager:
         if isinstance(self.sampler, ShuffledSampler):
             return self.sampler.at(self._offset + self.minibatches)
         return self.sampler
-
-
-class _Source:
-    """An iterator that says when it has come to its end, and outlives the loops over it."""
-
-    def __init__(self, batches: Iterable[object]) -> None:
-        self._batches = iter(batches)
-        self.exhausted = False
-
-    def __iter__(self) -> _Source:
-        return self
-
-    def __next__(self) -> object:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self.exhausted = True
-            raise

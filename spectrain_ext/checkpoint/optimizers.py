@@ -49,12 +49,6 @@ class OptimizerState(Item):
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def saved(self, keep: Keep) -> Json:
-        """Return what a document has of it.
-
-        Raises:
-            TypeError: state that is neither tensors nor what JSON can hold, or of no parameter, or
-                a ``state_dict`` that is not like that of torch's optimizers.
-        """
         where = self.what.removeprefix("the ")
         given = self._state_dict(where)
         indices = (index for group in given["param_groups"] for index in group["params"])
@@ -105,12 +99,6 @@ class OptimizerState(Item):
         return dict(state)
 
     def match(self, body: Json) -> list[Json]:
-        """Find what belongs to its parameters.
-
-        Raises:
-            ValueError: groups that were saved with different options and are one here, an option
-                that this optimizer does not know, or state of another shape than its parameter.
-        """
         self._check_kind(body)
         saved = [s["optimizer"] for s in body["stages"] if s["optimizer"] is not None]
         options = {
@@ -225,11 +213,7 @@ def _as_given(loaded: Any, given: Any) -> Any:
 def _options(
     group: Mapping[str, Any], names: list[str], saved_options: Mapping[str, Json], where: str
 ) -> Json:
-    """The options of a group that its parameters were saved with.
-
-    Raises:
-        ValueError: these differ among them, or do not fit the group.
-    """
+    """The options of a group that its parameters were saved with, all with the same."""
     known = [(name, saved_options[name]) for name in names if name in saved_options]
     if not known:
         return {}

@@ -127,11 +127,6 @@ def parts_of(
     """Return the stages of a pipeline, or a model as the only one.
 
     With ``bind``, masters that were given up are there again.
-
-    Raises:
-        ValueError: an optimizer or scheduler beside a pipeline, which has its own; or one of
-            pipelines that are averaged side by side.
-        RuntimeError: a run of the pipeline has not ended.
     """
     if not isinstance(target, Pipeline):
         names = _names(target, "")

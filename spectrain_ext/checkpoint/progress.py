@@ -28,11 +28,7 @@ class SchedulerState(Item):
         return self._scheduler.state_dict()
 
     def match(self, body: Json) -> Any:
-        """Find the state of the scheduler that the stage's parameters had.
-
-        Raises:
-            ValueError: there is none, there are several, or it is that of something else.
-        """
+        """Find the state of the scheduler that the stage's parameters had."""
         own = set(self._part.parameter_names().values())
         found = [
             (stage["stage"], stage["scheduler"])
@@ -55,19 +51,14 @@ class SchedulerState(Item):
 
     def _check(self, state: Any) -> None:
         """Torch's put whatever they are given among their attributes, methods included."""
-        where = f"the state of {self.what}"
+        where, own = f"the state of {self.what}", self._scheduler
         if not isinstance(state, dict):
             raise ValueError(f"{where}: expected a dict, got a {type(state).__name__}")
-        now = self._scheduler.state_dict()
+        now = own.state_dict()
         for key, value in state.items():
-            fits = (
-                alike(value, now[key])
-                if key in now
-                else (isinstance(key, str) and not hasattr(self._scheduler, key))
-            )
-            if not fits:
-                raise ValueError(f"{where}: {key!r} does not fit {type(self._scheduler).__name__}")
-        own = self._scheduler
+            free = isinstance(key, str) and not hasattr(own, key)
+            if not (alike(value, now[key]) if key in now else free):
+                raise ValueError(f"{where}: {key!r} does not fit {type(own).__name__}")
         if isinstance(own, PacedRates):
             own = own._scheduler or own
         torchs = type(own).__module__.startswith("torch.optim")
@@ -90,8 +81,8 @@ class SamplerState(Item):
         return self._sampler.state_dict()
 
     def match(self, body: Json) -> Any:
-        """Find the state of this process's, or the first one's where there were fewer."""
         processes = body["processes"]
+        # the first one's where there were fewer processes
         found = processes[self._rank if self._rank < len(processes) else 0].get("sampler")
         if found is None:
             raise ValueError("has no state of a sampler")
@@ -159,15 +150,8 @@ _PACED = ("paced_updates", "paced_from")
 def _check_keys(where: str, state: Any, now: Any, kind: str, exactly: bool) -> None:
     """Refuse dicts that lack what those of a scheduler here have, in whatever it has them.
 
-    Keys with an underscore come and go with versions of torch.
-
-    Args:
-        where: it is, for errors.
-        state: what was saved.
-        now: what is here in its place.
-        kind: the scheduler's class.
-        exactly: whether there can be no more than now, as with torch's own: others may have more
-            once they have made a step.
+    Torch's own (``exactly``) have no more than now; others may, once they have made a step. Keys
+    with an underscore come and go with versions of torch.
     """
     if isinstance(state, (list, tuple)) and isinstance(now, (list, tuple)) and now:
         for k, member in enumerate(state):

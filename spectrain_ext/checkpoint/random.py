@@ -23,11 +23,6 @@ class Generators(Item):
     A stage's numbers mean nothing to a stage that computes something else, and a process's nothing
     to one of another number of processes. Stages with generators of their own need no other.
 
-    Args:
-        parts: the stages.
-        rank: of this process.
-        size: how many processes there are.
-
     Attributes:
         all_found: after ``match``, whether everything that is random here goes on.
     """
@@ -78,11 +73,6 @@ class Generators(Item):
         return mine if alike else None
 
     def put(self, state: Any) -> None:
-        """Put what was found in place.
-
-        Raises:
-            ValueError, RuntimeError: it is no state of such a generator.
-        """
         if not state:
             return
         for part, states in zip(self._parts, state["stages"], strict=True):

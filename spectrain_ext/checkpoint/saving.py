@@ -95,10 +95,7 @@ def peers_of(target: nn.Module, group: dist.ProcessGroup | None) -> Peers:
 class Prepared:
     """All that a checkpoint will hold; the tensors are still those that training goes on with.
 
-    Args:
-        committed: called when it has its name.
-
-    The others are those of ``save``.
+    ``committed`` is called when it has its name; the other arguments are those of ``save``.
     """
 
     def __init__(
@@ -148,11 +145,7 @@ class Prepared:
         self._write(self._tensors, self._peers)
 
     def write_behind(self, peers: Peers) -> Future[None]:
-        """Copy the tensors now, and write them in a thread, of which the others hear by ``peers``.
-
-        Returns:
-            What has a result once the checkpoint has its name, or raises what ``save`` raises.
-        """
+        """Copy the tensors now, and write them in a thread, of which the others hear by ``peers``."""
         copies = {key: t.detach().to("cpu", copy=True) for key, t in self._tensors.items()}
         thread = ThreadPoolExecutor(1, "spectrain checkpoint")
         future = thread.submit(self._write, copies, peers)

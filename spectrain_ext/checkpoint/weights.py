@@ -49,11 +49,7 @@ class Weights(Item):
         }
 
     def match(self, body: Json) -> list[Any]:
-        """Compare shapes and kinds of numbers, and choose between weights and masters.
-
-        Raises:
-            ValueError: they differ, or a weight is missing.
-        """
+        """Compare shapes and kinds of numbers, and choose between weights and masters."""
         saved = _Saved(body)
         sources: dict[str, Json] = {}  # by key of the module's state_dict
         places: dict[tuple[int, torch.Size], list[str]] = {}  # the keys of one tensor
