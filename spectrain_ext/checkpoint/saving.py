@@ -145,7 +145,7 @@ class Prepared:
         self._write(self._tensors, self._peers)
 
     def write_behind(self, peers: Peers) -> Future[None]:
-        """Copy the tensors now, and write them in a thread, of which the others hear by ``peers``."""
+        """Copy the tensors now and write them in a thread; other processes hear by ``peers``."""
         copies = {key: t.detach().to("cpu", copy=True) for key, t in self._tensors.items()}
         thread = ThreadPoolExecutor(1, "spectrain checkpoint")
         future = thread.submit(self._write, copies, peers)
