@@ -38,8 +38,7 @@ from spectrain_ext.schedule import (
 from spectrain_ext.weights.storage import Content, Storage
 from spectrain_ext.weights.versions import Versions
 
-from .layers import Layers
-from .link import Link
+from .layers import Layers, Link
 
 #: Bytes per float32 parameter of an SGD step: gradient, momentum, weight; the last two written.
 STEP = 20
