@@ -12,7 +12,6 @@ from spectrain_ext.schedule import FLUSHING, Generator, Place, Rules, count_stag
 
 
 def none(place: Place) -> int:
-    """No update."""
     return 0
 
 
@@ -89,7 +88,6 @@ def xpipe_forward(place: Place) -> int:
 
 
 def xpipe_backward(place: Place) -> int:
-    """XPipe's backward."""
     k, _, _, m = place
     return _rounded(m + k // 2 - 1, m)
 

@@ -115,7 +115,6 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def _family_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """Which of ``FAMILIES`` an optimizer belongs to, as torch's classes tell."""
     return next((name for name, kind in _CLASSES.items() if isinstance(optimizer, kind)), None)
 
 

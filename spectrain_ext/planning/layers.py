@@ -167,7 +167,6 @@ def _finished(tensor: Tensor) -> None:
 
 
 def write_layers(path: Path, layers: Layers) -> None:
-    """Write a file for ``read_layers``."""
     document = {
         "spectrain_profile": _FORMAT,
         "about": dict(layers.about),

@@ -115,7 +115,6 @@ class Rows:
         return 1 + max(self._stages)
 
     def names(self) -> list[str]:
-        """Of every row."""
         return [
             f"{self._named} {d}" + (f": {', '.join(map(str, own))}" if own != [d] else "")
             for d, own in ((d, self._stages[d]) for d in range(len(self)))
