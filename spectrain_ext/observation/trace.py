@@ -19,7 +19,6 @@ from spectrain_ext.schedule import (
     Ledger,
     Rules,
     Span,
-    open_ledgers,
 )
 from spectrain_ext.transport import CudaStream, Stream
 
@@ -63,15 +62,12 @@ class _Phase:
     records: list[Record] = field(default_factory=list)
     entry: dict[int, Callable[[], Iterator[Instruction]] | None] = field(default_factory=dict)
 
-    def ledgers(self) -> list[Ledger]:
-        """Of all stages; where stage 0 is in another process, its schedule tells its versions."""
-        ledgers = open_ledgers(len(self.rules), self.rules)
-        if 0 not in self.entry:
-            for k, entry in self.entry.items():
-                ledgers[k] = Ledger(k)
-                if entry is not None:
-                    ledgers[k] = Ledger(k, self.rules[k], entries=Entries(entry()))
-        return ledgers
+    def ledgers(self) -> dict[int, Ledger]:
+        """Of the stages here; stage 0's schedule tells its versions, wherever it is."""
+        return {
+            k: Ledger(k) if entry is None else Ledger(k, self.rules[k], entries=Entries(entry()))
+            for k, entry in self.entry.items()
+        }
 
 
 class Trace(Observer):
