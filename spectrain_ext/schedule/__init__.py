@@ -16,6 +16,7 @@ from .generators import (
     takes_window,
 )
 from .instructions import (
+    COMPUTE,
     Instruction,
     Kind,
     ScheduleError,
@@ -43,6 +44,7 @@ from .simulation import (
 )
 
 __all__ = [
+    "COMPUTE",
     "FLUSHING",
     "GENERATORS",
     "Backward",
