@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.partitioning import BlockProfile, Profile, Tie, profile_of
@@ -154,16 +154,12 @@ def _byte_seconds(size: int, device: torch.device) -> float:
     def once() -> float:
         began = time.perf_counter()
         torch.add(a, b, alpha=0.5, out=out)
-        _finished(out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return time.perf_counter() - began
 
     once()
     return median(once() for _ in range(9)) / (12 * count)
-
-
-def _finished(tensor: Tensor) -> None:
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)
 
 
 def write_layers(path: Path, layers: Layers) -> None:
