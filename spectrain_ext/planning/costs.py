@@ -74,11 +74,7 @@ class Way:
 
 
 class Costs:
-    """What a way to train costs in a setting; a stage's replicas all have its place.
-
-    Raises:
-        ValueError: the method is not defined for these.
-    """
+    """What a way to train costs in a setting; ValueError where its method is not defined for it."""
 
     def __init__(self, setting: Setting, way: Way) -> None:
         self.setting, self.way = setting, way
@@ -141,7 +137,6 @@ class Costs:
 
     @property
     def delay(self) -> int:
-        """The most updates that a forward is late."""
         return max(delay_under(self.way.method.schedule, place) for place in self.places)
 
     @cached_property

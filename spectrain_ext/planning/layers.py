@@ -186,12 +186,7 @@ def _each(kind: Callable[..., Made], given: Sequence[Any], place: str) -> tuple[
 
 
 def read_layers(path: Path) -> Layers:
-    """Read what ``write_layers`` wrote.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is something else; the message names the file.
-    """
+    """Read what ``write_layers`` wrote; a ValueError names a file that holds something else."""
     document = read_json(path, _LARGEST)
     if not isinstance(document, dict) or document.get("spectrain_profile") != _FORMAT:
         raise ValueError(f"{path}: expected a profile that spectrain plan has saved")
@@ -287,11 +282,7 @@ LINKS = {
 
 
 def find_link(link: str | float | Link) -> Link:
-    """The link of that name, or of so many bytes per second.
-
-    Raises:
-        ValueError: there is none of that name, or a bandwidth that is not positive.
-    """
+    """The link of that name, or of so many bytes per second."""
     if isinstance(link, Link):
         return link
     if isinstance(link, str) and link in LINKS:

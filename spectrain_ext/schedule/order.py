@@ -316,15 +316,8 @@ def check_generator(generate: Generator, places: Sequence[Place]) -> None:
 
     Some minibatches are looked at, enough for any window to be full and for its steady state. Both
     halves of a backward have the update before and after them in common: so they meet one version,
-    and the first may add gradients as well (of what cannot be put off).
-
-    Args:
-        generate: the generator.
-        places: of all stages, with the windows that their actions have to keep to.
-
-    Raises:
-        ScheduleError: as ``validate``; or a backward adds to the gradient of another minibatch.
-        TypeError: it gives something else than actions.
+    and the first may add gradients as well (of what cannot be put off). A ScheduleError, or a
+    TypeError where it gives something else than actions.
     """
     microbatches = places[0].microbatches
     minibatches = max(place.window for place in places) // microbatches + 6

@@ -179,16 +179,7 @@ def instructions_of(
 ) -> Iterator[str]:
     """The instructions of a stage in a run, a line each, with the weights that they load.
 
-    Args:
-        method: a name, or a Method; of one that changes its first phase.
-        stages: their number.
-        stage: which of them, counted from 0.
-        minibatches: the length of the run.
-        microbatches: parts per minibatch; ``"auto"``: what is usual for the method.
-        window: as for ``Pipeline``.
-
-    Raises:
-        ValueError: an argument is out of range, or the method is not defined for these.
+    Of a method that changes, in its first phase. ValueError as by ``simulate_method``.
     """
     method = find_method(method)
     if not 0 <= stage < stages:
