@@ -69,7 +69,6 @@ def summary(build: BuildInfo) -> str:
 
 
 def devices() -> dict[str, str]:
-    """Return one line per device that torch can use."""
     threads = f"torch runs {torch.get_num_threads()} threads"
     found = {"cpu": f"{cpu_name()}: {cores()} cores to use, {threads}"}
     for index in range(torch.cuda.device_count()):
@@ -82,7 +81,6 @@ def devices() -> dict[str, str]:
 
 
 def peer_access() -> Table:
-    """Return which CUDA device reaches which other one's memory directly."""
     every = range(torch.cuda.device_count())
     table = Table(title="Peer access", title_justify="left")
     table.add_column("from \\ to")
@@ -202,7 +200,6 @@ def _print_rows(console: Console, title: str, rows: Mapping[str, str]) -> None:
 
 
 def installed(*packages: str) -> dict[str, str]:
-    """The versions of those that are."""
     found = {}
     for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -16,7 +16,6 @@ class Group(click.Group):
     """Errors repeat what files say; a terminal is told no more than text."""
 
     def invoke(self, context: click.Context) -> Any:
-        """Run the command."""
         try:
             return super().invoke(context)
         except click.ClickException as error:

@@ -74,12 +74,7 @@ def is_imported(name: str) -> bool:
 def method_of(name: str) -> Method:
     """A method by its name, or, as ``module:NAME``, what a module has: a Method or what makes one.
 
-    The working directory comes first where modules are looked for, as for ``python -m``. What is
-    called is called without arguments, once.
-
-    Raises:
-        ValueError: there is none; the module cannot be imported, or has something else of that
-            name; or a method whose own name is taken, or cannot be the name of a file.
+    What is called is called without arguments, once. A ValueError says why there is none.
     """
     if not is_imported(name):
         return find_method(name)
@@ -110,10 +105,9 @@ def method_of(name: str) -> Method:
 
 
 def imported(name: str) -> Any:
-    """What a module has of a name, both as ``module:NAME``.
+    """What a module has of a name, both as ``module:NAME``; a ValueError says why not.
 
-    Raises:
-        ValueError: there is none, or the module cannot be imported.
+    The working directory comes first where modules are looked for, as for ``python -m``.
     """
     module, _, attribute = name.partition(":")
     here = os.getcwd()
@@ -147,11 +141,7 @@ def _told(error: Exception, files: Sequence[str | None] = ()) -> str:
 
 @contextmanager
 def own_failures(*names: str) -> Iterator[None]:
-    """Inside, what methods of one's own raise, or are refused for, is a ValueError in words.
-
-    Args:
-        names: of methods; what other methods raise stays as it is.
-    """
+    """Inside, what methods of one's own raise, or are refused for, is a ValueError in words."""
     modules = [name.partition(":")[0] for name in names if is_imported(name)]
     try:
         yield

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -188,8 +187,9 @@ def plan_command(
             f"device, {found.least_memory:.4g} at least"
         )
     console.print(f"- {found.tried} ways looked at, {found.simulated} simulated")
-    for title, candidate in (("fastest", found.fastest), ("soonest", found.soonest)):
-        _say(console, title, candidate)
+    for title, best in (("fastest", found.fastest), ("soonest", found.soonest)):
+        ends = ", ".join(map(str, best.ends))
+        console.print(f"{title}: stages end before blocks {ends}: {best.code}", soft_wrap=True)
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -247,6 +247,7 @@ def _table(found: Plan) -> Table:
         marks = [
             mark for mark, best in (("fastest", fastest), ("soonest", soonest)) if candidate is best
         ]
+        soon = candidate.seconds_to_quality
         table.add_row(
             ", ".join(marks),
             candidate.method,
@@ -258,7 +259,7 @@ def _table(found: Plan) -> Table:
             f"{max(candidate.memory) / 1e9:.3g}",
             str(candidate.delay),
             *_quality(candidate),
-            _or_none(1e3 * candidate.seconds_to_quality, ".4g"),
+            f"{1e3 * soon:.4g}" if math.isfinite(soon) else "",
         )
     return table
 
@@ -281,15 +282,6 @@ def _quality(candidate: Candidate) -> tuple[str, str, str]:
         gaps += f" to {100 * quality.high:+.1f}"
     never = math.isinf(quality.updates)
     return gaps, quality.where[0], "not reached" if never else f"{quality.updates:.2f}"
-
-
-def _or_none(value: float, form: str) -> str:
-    return format(value, form) if math.isfinite(value) else ""
-
-
-def _say(console: Console, title: str, candidate: Candidate) -> None:
-    ends = ", ".join(map(str, candidate.ends))
-    console.print(f"{title}: stages end before blocks {ends}: {candidate.code}", soft_wrap=True)
 
 
 def _draw(folder: Path, found: Plan) -> None:

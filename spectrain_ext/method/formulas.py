@@ -89,7 +89,6 @@ def xpipe_forward(place: Place) -> int:
 
 
 def xpipe_backward(place: Place) -> int:
-    """XPipe's backward."""
     k, _, _, m = place
     return _rounded(m + k // 2 - 1, m)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import lcm
 from typing import Literal
 
@@ -18,22 +18,20 @@ from spectrain_ext.schedule import (
     takes_window,
 )
 
-from .value import Method, at_least, named, phases_of
+from .value import Method, WindowRule, at_least, named, phases_of
 
 #: A window setting: of the method, by name, for all stages, or one per stage.
 Window = Literal["classic", "wide"] | int | Sequence[int] | None
 
-# (ranks from a stage on, per replica of it; its share of microbatches; its index k) -> its window.
-# Without replicas the first is N - k; for k = 0 it is PipeDream's NOAM (Narayanan et al., 2019).
-_Rule = Callable[[int, int, int], int]
-_NAMED: dict[str, _Rule] = {
-    "classic": lambda depth, m, k: depth,  # as many as it takes until the first one is back
-    "wide": lambda depth, m, k: 2 * depth - 1,  # hides messages as well, at twice the staleness
+# For k = 0 the classic window is PipeDream's NOAM (Narayanan et al., 2019).
+_NAMED: dict[str, WindowRule] = {
+    "classic": lambda k, n, m: n - k,  # as many as it takes until the first one is back
+    "wide": lambda k, n, m: 2 * (n - k) - 1,  # hides messages as well, at twice the staleness
 }
-_USUAL: dict[str, _Rule] = {
-    "gpipe": lambda depth, m, k: m,  # a whole minibatch
-    "1f1b": lambda depth, m, k: min(depth, m),  # the classic window, within one minibatch
-    "zb-h1": lambda depth, m, k: depth + k,  # that, and k whose backward is not yet whole
+_USUAL: dict[str, WindowRule] = {
+    "gpipe": lambda k, n, m: m,  # a whole minibatch
+    "1f1b": lambda k, n, m: min(n - k, m),  # the classic window, within one minibatch
+    "zb-h1": lambda k, n, m: n,  # the classic one, and k whose backward is not yet whole
 }
 
 
@@ -73,17 +71,14 @@ def places_of(
             f"the same number everywhere, got {list(replicas.counts)}"
         )
     parts = [microbatches // count for count in replicas.counts]
-    asked = [(replicas.depth(k), parts[k], k) for k in range(stages)]
+    # With replicas a stage is one of a pipeline of as many stages as it has ranks for each.
+    asked = [(k, k + replicas.depth(k), parts[k]) for k in range(stages)]
     if window is not None:
         windows = _given_windows(method, asked, window)
     else:
-        own = method.window or getattr(generate, "window", None)
-        if own is not None:
-            # With replicas a stage is one of a pipeline of as many stages as it has ranks for each.
-            windows = [own(k, k + depth, m) for depth, m, k in asked]
-        else:
-            rule = _USUAL.get(str(method.schedule), _NAMED["classic"])
-            windows = [rule(*of) for of in asked]
+        usual = _USUAL.get(str(method.schedule), _NAMED["classic"])
+        rule = method.window or getattr(generate, "window", None) or usual
+        windows = [rule(*of) for of in asked]
         for k, w in enumerate(windows):
             at_least(method, k, stages, "window", w, 1)
     places = [Place(k, stages, w, parts[k]) for k, w in enumerate(windows)]

@@ -60,8 +60,8 @@ def check_replicas(
     """Refuse steps that read what only one replica's gradients were computed with."""
     for phase, places in zip(phases_of(method), of_phases, strict=True):
         for k, count in enumerate(replicas.counts):
-            correction = rules_at(phase, places[k]).correction
-            if count > 1 and correction is not None and correction.reads_stale:
+            correction = _correction(phase, places[k]) if count > 1 else None
+            if correction is not None and correction.reads_stale:
                 raise ValueError(
                     f"replicas: method {phase.name!r} corrects gradients of stage {k} by the stale "
                     f"weights that they read, of which its {count} replicas have different ones, "
@@ -115,7 +115,6 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def _family_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """Which of ``FAMILIES`` an optimizer belongs to, as torch's classes tell."""
     return next((name for name, kind in _CLASSES.items() if isinstance(optimizer, kind)), None)
 
 

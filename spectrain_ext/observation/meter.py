@@ -51,9 +51,6 @@ class Probe:
         self._every = every
         self._kept: _Kept | None = None
 
-    def begin(self) -> None:
-        self._kept = None
-
     def forward(self, i: int, j: int, updates: int) -> None:
         """The forward of a microbatch has been issued, after so many updates."""
         if j or i % self._every or self._kept is not None or not self._ahead:
@@ -117,20 +114,13 @@ class Meter:
 
     Attributes:
         full: windows that have ended and not been taken.
-        probe: looks at its weights; another takes effect with the next ``handlers``.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        probe: Probe | None,
-        every: int,
-        start: int,
-        ended: Callable[[Meter], None],
+        self, stage: Stage, every: int, start: int, ended: Callable[[Meter], None]
     ) -> None:
         self.stage = stage
         self.full: list[Window] = []
-        self.probe = probe
         self._every = every
         self._done = start
         self._ended = ended
@@ -142,8 +132,6 @@ class Meter:
         self._read_at: dict[tuple[int, int], int] = {}  # updates at a microbatch's forward
         self._records.clear()
         self._window = Window(time.time())
-        if self.probe is not None:
-            self.probe.begin()
 
     def end(self) -> None:
         if self._window.minibatches:
@@ -152,9 +140,8 @@ class Meter:
     def loss(self, loss: Tensor) -> None:
         self._window.losses.append(loss)
 
-    def handlers(self, given: dict[Kind, Handler]) -> dict[Kind, Handler]:
+    def handlers(self, given: dict[Kind, Handler], probe: Probe | None) -> dict[Kind, Handler]:
         """Those given, and before and after each what is to be noted."""
-        probe = self.probe
         timed = marked(self.stage, given, self._records)
 
         def forward(i: int, j: int) -> None:

@@ -88,25 +88,14 @@ class Metrics(Observer):
     def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
         for meter in self._meters.values():
             meter.begin()
-            meter.probe = self._probe_of(meter.stage)
-
-    def changed(self, rules: Sequence[Rules], minibatches: int) -> None:
-        for meter in self._meters.values():
-            meter.probe = self._probe_of(meter.stage)
 
     def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
         meter = self._meters.get(stage.index)
         if meter is None:
             late = int(stage.device.type == "cuda")
-            meter = Meter(
-                stage,
-                self._probe_of(stage),
-                self._every,
-                self._start,
-                lambda meter: self._write(meter, late),
-            )
+            meter = Meter(stage, self._every, self._start, lambda meter: self._write(meter, late))
             self._meters[stage.index] = meter
-        return meter.handlers(handlers)
+        return meter.handlers(handlers, self._probe_of(stage))
 
     def _probe_of(self, stage: Stage) -> Probe | None:
         schedule = self._pipe.method.schedule

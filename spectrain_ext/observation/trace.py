@@ -12,6 +12,7 @@ import torch
 from spectrain_ext.pipeline.loads import Handler
 from spectrain_ext.pipeline.observer import Observer
 from spectrain_ext.schedule import (
+    COMPUTE,
     Entries,
     Instruction,
     Kind,
@@ -19,7 +20,6 @@ from spectrain_ext.schedule import (
     Ledger,
     Rules,
     Span,
-    open_ledgers,
 )
 from spectrain_ext.transport import CudaStream, Stream
 
@@ -45,10 +45,6 @@ WORK: dict[Kind, tuple[Lane, str]] = {
     Kind.SEND_GRADIENT: ("to previous", "send"),
 }
 
-_TURNS = frozenset(
-    (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.UPDATE)
-)
-
 
 @dataclass
 class _Phase:
@@ -63,15 +59,12 @@ class _Phase:
     records: list[Record] = field(default_factory=list)
     entry: dict[int, Callable[[], Iterator[Instruction]] | None] = field(default_factory=dict)
 
-    def ledgers(self) -> list[Ledger]:
-        """Of all stages; where stage 0 is in another process, its schedule tells its versions."""
-        ledgers = open_ledgers(len(self.rules), self.rules)
-        if 0 not in self.entry:
-            for k, entry in self.entry.items():
-                ledgers[k] = Ledger(k)
-                if entry is not None:
-                    ledgers[k] = Ledger(k, self.rules[k], entries=Entries(entry()))
-        return ledgers
+    def ledgers(self) -> dict[int, Ledger]:
+        """Of the stages here; stage 0's schedule tells its versions, wherever it is."""
+        return {
+            k: Ledger(k) if entry is None else Ledger(k, self.rules[k], entries=Entries(entry()))
+            for k, entry in self.entry.items()
+        }
 
 
 class Trace(Observer):
@@ -126,25 +119,21 @@ class Trace(Observer):
         found: list[Span] = []
         lane_ends: dict[tuple[int, Lane], float] = {}
         first = self._first()
-        records = (
-            (phase, ledgers, *record)
-            for phase, ledgers in [(phase, phase.ledgers()) for phase in self._phases]
-            for record in phase.records
-        )
-        for phase, ledgers, k, kind, i, j, start, end in records:
-            lane = WORK[kind][0]
-            turn = ledgers[k].enter([Instruction(kind, i, j)]) if kind in _TURNS else [(None, 0)]
-            action = Instruction(kind, phase.before + i, j)
-            # An event on an idle stream happens at once, although what comes after it has to wait
-            # for the stage's computation.
-            free = max(lane_ends.get((k, lane), 0.0), lane_ends.get((k, "compute"), 0.0))
-            begun = max(self._seconds(start) - first, free)
-            ended = max(self._seconds(end) - first, begun)
-            lane_ends[k, lane] = ended
-            version, horizon = turn[0]
-            if version is not None:
-                version += phase.before
-            found.append(Span(k, lane, *action, begun, ended, version, horizon))
+        for phase in self._phases:
+            ledgers, before = phase.ledgers(), phase.before
+            for k, kind, i, j, start, end in phase.records:
+                lane = WORK[kind][0]
+                version, horizon = None, 0
+                if kind in COMPUTE:
+                    ((version, horizon),) = ledgers[k].enter([Instruction(kind, i, j)])
+                    version += before
+                # An event on an idle stream happens at once, although what comes after it has to
+                # wait for the stage's computation.
+                free = max(lane_ends.get((k, lane), 0.0), lane_ends.get((k, "compute"), 0.0))
+                begun = max(self._seconds(start) - first, free)
+                ended = max(self._seconds(end) - first, begun)
+                lane_ends[k, lane] = ended
+                found.append(Span(k, lane, kind, before + i, j, begun, ended, version, horizon))
         return found
 
     @property
@@ -167,7 +156,6 @@ class Trace(Observer):
 def marked(
     stage: Stage, handlers: dict[Kind, Handler], records: list[Record]
 ) -> dict[Kind, Handler]:
-    """The handlers of a stage's actions; those that are work add to ``records``."""
     return {
         kind: _marked(stage, kind, handler, records) if kind in WORK else handler
         for kind, handler in handlers.items()

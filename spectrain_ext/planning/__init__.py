@@ -1,7 +1,6 @@
 """Planning: how to train a model on some devices, before they are rented."""
 
-from .layers import Layers, measure_layers, read_layers, write_layers
-from .link import LINKS, Link, find_link
+from .layers import LINKS, Layers, Link, find_link, measure_layers, read_layers, write_layers
 from .plan import METHODS, Candidate, Plan, Quality, plan, write_plan
 
 __all__ = [

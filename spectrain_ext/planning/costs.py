@@ -32,14 +32,12 @@ from spectrain_ext.schedule import (
     simulate,
     simulate_ranks,
     simulate_repeating,
-    streams,
     summarize,
 )
 from spectrain_ext.weights.storage import Content, Storage
 from spectrain_ext.weights.versions import Versions
 
-from .layers import Layers
-from .link import Link
+from .layers import Layers, Link
 
 #: Bytes per float32 parameter of an SGD step: gradient, momentum, weight; the last two written.
 STEP = 20
@@ -76,11 +74,7 @@ class Way:
 
 
 class Costs:
-    """What a way to train costs in a setting; a stage's replicas all have its place.
-
-    Raises:
-        ValueError: the method is not defined for these.
-    """
+    """What a way to train costs in a setting; ValueError where its method is not defined for it."""
 
     def __init__(self, setting: Setting, way: Way) -> None:
         self.setting, self.way = setting, way
@@ -143,7 +137,6 @@ class Costs:
 
     @property
     def delay(self) -> int:
-        """The most updates that a forward is late."""
         return max(delay_under(self.way.method.schedule, place) for place in self.places)
 
     @cached_property
@@ -216,7 +209,8 @@ class Costs:
         minibatches = 3 * (2 + 2 * max(1, self.rounds))
         if self._columns:
             parts, schedule = self.places[0].microbatches, self.way.method.schedule
-            found = simulate_repeating(schedule, self._windows, parts, minibatches, self.durations)
+            windows = [place.window for place in self.places]
+            found = simulate_repeating(schedule, windows, parts, minibatches, self.durations)
         else:
             found = summarize(self.spans(minibatches))
         return max(found.period, self.bound)
@@ -227,17 +221,12 @@ class Costs:
         cores, ranks = self.setting.cores, self._seats.ranks
         return len(set(self.way.replicas)) == 1 and (cores is None or cores >= ranks)
 
-    @property
-    def _windows(self) -> list[int]:
-        return [place.window for place in self.places]
-
     def spans(self, minibatches: int) -> Iterator[Span]:
         """A simulated run: of one replica of every stage, where they all do the same at once."""
-        schedule, seats = self.way.method.schedule, self._seats
+        generate, seats = find_generator(self.way.method.schedule), self._seats
         if self._columns:
-            actions = streams(schedule, self._windows, self.places[0].microbatches)
+            actions = [generate(place) for place in self.places]
             return simulate(actions, self.durations, minibatches=minibatches, rules=self._rules)
-        generate = find_generator(schedule)
         runs = [generate(self.places[seats.seat(rank)[0]]) for rank in range(seats.ranks)]
         return simulate_ranks(
             runs, self.durations, seats, minibatches=minibatches, cores=self.setting.cores

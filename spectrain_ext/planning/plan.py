@@ -17,8 +17,7 @@ from spectrain_ext.partitioning.profile import check_number
 from spectrain_ext.schedule import Span, flushes
 
 from .costs import Costs, Setting
-from .layers import Layers
-from .link import Link, find_link
+from .layers import Layers, Link, find_link
 from .search import Search
 
 #: What is compared where nobody says: synchronous training, the others with and without prediction.

@@ -112,7 +112,6 @@ class Search:
                 self.refusal = self.refusal or error
 
     def _shapes(self) -> Iterator[tuple[int, ...]]:
-        """Replicas of every stage."""
         blocks = len(self._setting.layers.profiles[1].blocks)
         for stages in range(1, min(blocks, self._devices) + 1):
             if self._devices % stages == 0:
@@ -180,7 +179,7 @@ def _taking(block: BlockProfile, seconds: float) -> BlockProfile:
 
 
 def _sums(total: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as an ordered sum of so many numbers of at least 1."""
+    """Ordered, of numbers of at least 1."""
     for inner in combinations(range(1, total), count - 1):
         bounds = (0, *inner, total)
         yield tuple(b - a for a, b in pairwise(bounds))

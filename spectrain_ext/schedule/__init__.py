@@ -16,6 +16,7 @@ from .generators import (
     takes_window,
 )
 from .instructions import (
+    COMPUTE,
     Instruction,
     Kind,
     ScheduleError,
@@ -24,7 +25,7 @@ from .instructions import (
     backward_weights,
     forward,
 )
-from .ledger import Count, Ledger, count_stage, open_ledgers
+from .ledger import Count, Ledger, count_stage
 from .levels import simulate_repeating
 from .lowering import Duties, lower, tables
 from .order import Met, check_generator, device_order, interleave, lay_out, read, validate
@@ -43,6 +44,7 @@ from .simulation import (
 )
 
 __all__ = [
+    "COMPUTE",
     "FLUSHING",
     "GENERATORS",
     "Backward",
@@ -85,7 +87,6 @@ __all__ = [
     "lay_out",
     "lower",
     "name_of",
-    "open_ledgers",
     "put_off",
     "read",
     "read_csv",

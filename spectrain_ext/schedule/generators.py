@@ -181,7 +181,6 @@ class Interleaved:
         return max(self._begun(place, q) - q for q in range(-(-n // min(self.chunks, n))))
 
     def _begun(self, place: Place, q: int) -> int:
-        """The forwards before backward q."""
         v = min(self.chunks, place.stages)
         p = -(-place.stages // v)
         chunk, device = divmod(place.stage, p)
@@ -325,15 +324,8 @@ def bounded(
 ) -> Iterator[Instruction]:
     """The instructions of a stage's schedule in a run of some minibatches, lazily.
 
-    Args:
-        instructions: finite, or endless with ``minibatches``.
-        stage: whose they are.
-        minibatches: the length of the run: instructions of later minibatches are left out, and
-            nothing is read after the last update. None: all that there are.
-
-    Raises:
-        ScheduleError: one that is no computation: a receive, a send or a load belongs to no
-            schedule; or there is no end of a minibatch.
+    Those of later minibatches are left out, and nothing is read after the last update; None: all
+    that there are. A ScheduleError is what is no computation, as a receive, and a run without end.
     """
     end = -1 if minibatches is None else minibatches
     beyond = 0

@@ -177,7 +177,6 @@ class Ledger(Reader[Pair]):
     # Checks.
 
     def _unexpected(self, turn: Instruction) -> ScheduleError:
-        """A forward or a backward that cannot be here."""
         kind, i, j = turn
         most = self._microbatches
         if kind is _FORWARD and most is not None and j >= most:
@@ -275,11 +274,7 @@ def open_ledgers(
     windows: Sequence[int] | None = None,
     microbatches: int | None = None,
 ) -> list[Ledger]:
-    """A ledger per stage; without rules of the newest weights, forward and backward.
-
-    Raises:
-        ValueError: ``rules`` or ``windows`` has another length.
-    """
+    """A ledger per stage; without rules of the newest weights, forward and backward."""
     for name, values in (("rules", rules), ("windows", windows)):
         if values is not None and len(values) != stages:
             raise ValueError(f"{name}: expected one per stage, {stages}, got {len(values)}")

@@ -105,7 +105,7 @@ def _until_update(found: Iterator[Instruction], i: int, microbatches: int) -> _T
 
 
 def _order(cycles: Sequence[tuple[_Turns, _Turns]], microbatches: int, minibatches: int) -> _Turns:
-    """The turns of all stages in a run of some minibatches: stages x turns, filled up with -1."""
+    """Stages x turns, filled up with -1."""
     starts: _Turns = 8 * microbatches * np.arange(1, minibatches)[:, None]
     end = 8 * microbatches * minibatches
     rows = [np.concatenate([first, (later + starts).ravel()]) for first, later in cycles]

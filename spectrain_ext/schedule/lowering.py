@@ -16,7 +16,6 @@ goes from stage to stage.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 from .instructions import Instruction, Kind
@@ -56,25 +55,12 @@ class Duties(NamedTuple):
     reports: bool = False
 
 
-def lower(
-    instructions: Iterable[Instruction], place: Place, duties: Duties | None = None
-) -> Iterator[Instruction]:
-    """All that a stage does, lazily.
-
-    Args:
-        instructions: of its schedule.
-        place: the stage's.
-        duties: what it does beside them; None: nothing.
-    """
-    first, later = tables(place, duties or Duties())
-    new = tuple.__new__  # half the time of a call of the class
-
-    def lowered(instruction: Instruction) -> list[Instruction]:
-        kind, i, j = instruction
-        kinds = later[kind] if j else first[kind]
-        return [new(Instruction, (each, i, j)) for each in kinds]
-
-    return chain.from_iterable(map(lowered, instructions))
+def lower(instructions: Iterable[Instruction], place: Place) -> Iterator[Instruction]:
+    """All that a stage does around the instructions of its schedule, with no other duties."""
+    first, later = tables(place, Duties())
+    for kind, i, j in instructions:
+        for each in (later if j else first)[kind]:
+            yield Instruction(each, i, j)
 
 
 def tables(place: Place, duties: Duties) -> tuple[Table, Table]:

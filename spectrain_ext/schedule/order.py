@@ -38,17 +38,8 @@ def interleave(
 
     A forward or a backward waits for that of the neighbour that it gets its input from; nobody
     waits for a send. What can run does not depend on the order that is chosen, so that a schedule
-    which ends here ends on any machine.
-
-    Args:
-        schedules: of every stage; finite, or endless with ``minibatches``. Read lazily: no more is
-            kept than what is on its way from one stage to the next.
-        minibatches: the length of the run.
-
-    Raises:
-        ScheduleError: what a stage waits for is never sent, or what is sent is never received; the
-            two ends of an edge differ in their order; stages wait for each other for ever; or
-            ``bounded`` raises it.
+    which ends here ends on any machine; one that does not is a ScheduleError. Read lazily: no more
+    is kept than what is on its way from one stage to the next.
     """
     n = len(schedules)
     stages = [_Stage(bounded(schedules[k], k, minibatches), k == n - 1, k == 0) for k in range(n)]
@@ -76,7 +67,6 @@ def interleave(
 
 
 def _advance(stages: list[_Stage], k: int) -> list[Instruction]:
-    """What stage k can do until it has to wait."""
     stage = stages[k]
     to_next = stages[k + 1].activations if stage.gradients is not None else None
     to_previous = stages[k - 1].gradients if stage.activations is not None else None
@@ -109,7 +99,6 @@ def _advance(stages: list[_Stage], k: int) -> list[Instruction]:
 
 
 def receive(instruction: Instruction) -> Instruction:
-    """What a forward or a backward waits for."""
     forward = instruction.kind is _FORWARD
     kind = Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT
     return Instruction(kind, *instruction[1:])
@@ -327,15 +316,8 @@ def check_generator(generate: Generator, places: Sequence[Place]) -> None:
 
     Some minibatches are looked at, enough for any window to be full and for its steady state. Both
     halves of a backward have the update before and after them in common: so they meet one version,
-    and the first may add gradients as well (of what cannot be put off).
-
-    Args:
-        generate: the generator.
-        places: of all stages, with the windows that their actions have to keep to.
-
-    Raises:
-        ScheduleError: as ``validate``; or a backward adds to the gradient of another minibatch.
-        TypeError: it gives something else than actions.
+    and the first may add gradients as well (of what cannot be put off). A ScheduleError, or a
+    TypeError where it gives something else than actions.
     """
     microbatches = places[0].microbatches
     minibatches = max(place.window for place in places) // microbatches + 6

@@ -183,17 +183,25 @@ def simulate(
     if len(durations.forward) != n:
         raise ValueError(f"durations: expected {n} stages, got {len(durations.forward)}")
     ledgers = open_ledgers(n, rules)
-    clocks = _clocks(durations, devices or range(n))
+    device_of = devices or range(n)
+    free = [0.0] * (1 + max(device_of, default=-1))
+    takes = [takes_of(durations, k) for k in range(n)]
+    received, sent = _edges(durations)
     for k, run, readings in follow(actions, ledgers, minibatches, devices):
-        clock = clocks[k]
+        device, arriving, leaving = device_of[k], received[k], sent[k]
         for (kind, i, j), (version, horizon) in zip(run, readings, strict=True):
-            begun, loaded, start, end = clock.advance(kind)
+            load, compute = takes[k][kind]
+            begun = free[device]
+            start = loaded = begun + load
+            if kind in arriving:
+                start = max(loaded, arriving[kind].arrivals.popleft())
+            free[device] = end = start + compute
             if begun < loaded:
                 yield Span(k, "compute", LOADS[kind], i, j, begun, loaded, version, horizon)
             yield Span(k, "compute", kind, i, j, start, end, version, horizon)
-            if kind in clock.edges:
+            if kind in leaving:
                 lane, sends = SENDS[kind]
-                yield Span(k, lane, sends, i, j, *clock.edges[kind].send(end), None)
+                yield Span(k, lane, sends, i, j, *leaving[kind].send(end), None)
 
 
 #: What comes before an instruction where it takes time, and its message.
@@ -234,51 +242,20 @@ class _Edge:
         return leaves, arrives
 
 
-class _Clock:
-    """When a stage's device is free; the edges that forwards and backwards receive and send by."""
-
-    def __init__(
-        self,
-        device: int,
-        free: list[float],
-        takes: dict[Kind, tuple[float, float]],
-        sources: dict[Kind, _Edge],
-        edges: dict[Kind, _Edge],
-    ) -> None:
-        self._device, self._free = device, free
-        self._takes, self._sources, self.edges = takes, sources, edges
-
-    def advance(self, kind: Kind) -> tuple[float, float, float, float]:
-        """When the next instruction begins to load and has, begins to compute and has."""
-        load, compute = self._takes[kind]
-        begun = self._free[self._device]
-        loaded = start = begun + load
-        if kind in self._sources:
-            start = max(loaded, self._sources[kind].arrivals.popleft())
-        self._free[self._device] = end = start + compute
-        return begun, loaded, start, end
+_StageEdges = dict[Kind, _Edge]
 
 
-def _clocks(d: Durations, devices: Sequence[int]) -> list[_Clock]:
-    n = len(devices)
-    free = [0.0] * (1 + max(devices, default=-1))
-    ahead = [_Edge(d.activation[k]) for k in range(n)]
-    back = [_Edge(d.gradient[k]) for k in range(n)]
-
-    def edges(forward: _Edge | None, backward: _Edge | None) -> dict[Kind, _Edge]:
-        by = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.BACKWARD_INPUT: backward}
-        return {kind: edge for kind, edge in by.items() if edge is not None}
-
-    return [
-        _Clock(
-            device,
-            free,
-            takes_of(d, k),
-            edges(ahead[k - 1] if k else None, back[k + 1] if k + 1 < n else None),
-            edges(ahead[k] if k + 1 < n else None, back[k] if k else None),
-        )
-        for k, device in enumerate(devices)
-    ]
+def _edges(d: Durations) -> tuple[list[_StageEdges], list[_StageEdges]]:
+    """What every stage's forwards and backwards receive by, and what they send by."""
+    n = len(d.forward)
+    received: list[_StageEdges] = [{} for _ in range(n)]
+    sent: list[_StageEdges] = [{} for _ in range(n)]
+    for k in range(n - 1):
+        received[k + 1][Kind.FORWARD] = sent[k][Kind.FORWARD] = _Edge(d.activation[k])
+        back = _Edge(d.gradient[k + 1])  # by the whole or by its first half
+        for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            received[k][kind] = sent[k + 1][kind] = back
+    return received, sent
 
 
 def summarize(spans: Iterable[Span], devices: Sequence[int] | None = None) -> Summary:

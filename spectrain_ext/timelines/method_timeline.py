@@ -77,7 +77,7 @@ def simulate_method(
             raise ValueError(f"{name}: expected at least 1, got {value}")
     if microbatches == "auto":
         microbatches = microbatches_of(method, stages)
-    phases = []
+    runs: list[tuple[int | None, Callable[..., Iterator[Span]]]] = []
     devices = devices_under(method, stages)
     places_of_phases = phase_places(method, stages, microbatches, window)
     for phase, places in zip(phases_of(method), places_of_phases, strict=True):
@@ -94,9 +94,8 @@ def simulate_method(
         )
         actions = streams(phase.schedule, [place.window for place in places], microbatches)
         after = None if phase.then is None else phase.then.after
-        run = partial(simulate, actions, durations, rules=rules, devices=devices)
-        phases.append((minibatches if after is None else min(minibatches, after), run))
-    return phases[0][1](minibatches=minibatches) if len(phases) == 1 else _one_by_one(phases)
+        runs.append((after, partial(simulate, actions, durations, rules=rules, devices=devices)))
+    return _one_by_one(runs, minibatches)
 
 
 def devices_under(method: str | Method, stages: int) -> list[int] | None:
@@ -105,10 +104,13 @@ def devices_under(method: str | Method, stages: int) -> list[int] | None:
     return lay_out(stages, chunks) if chunks > 1 else None
 
 
-def _one_by_one(phases: Iterable[tuple[int, Callable[..., Iterator[Span]]]]) -> Iterator[Span]:
-    """Of phases, each with the minibatches to its end: the pipeline drains in between."""
+def _one_by_one(
+    runs: Iterable[tuple[int | None, Callable[..., Iterator[Span]]]], minibatches: int
+) -> Iterator[Span]:
+    """Of phases, each with where it ends: the pipeline drains in between."""
     done, start = 0, 0.0
-    for end, run in phases:
+    for after, run in runs:
+        end = minibatches if after is None else min(minibatches, after)
         if end <= done:
             continue
         last = start
@@ -177,16 +179,7 @@ def instructions_of(
 ) -> Iterator[str]:
     """The instructions of a stage in a run, a line each, with the weights that they load.
 
-    Args:
-        method: a name, or a Method; of one that changes its first phase.
-        stages: their number.
-        stage: which of them, counted from 0.
-        minibatches: the length of the run.
-        microbatches: parts per minibatch; ``"auto"``: what is usual for the method.
-        window: as for ``Pipeline``.
-
-    Raises:
-        ValueError: an argument is out of range, or the method is not defined for these.
+    Of a method that changes, in its first phase. ValueError as by ``simulate_method``.
     """
     method = find_method(method)
     if not 0 <= stage < stages:

@@ -6,10 +6,10 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from spectrain_ext.extras import picture
-from spectrain_ext.schedule import Kind, Span, summarize
+from spectrain_ext.schedule import COMPUTE, Kind, Lane, Span, summarize
 
 
 class _Look(NamedTuple):
@@ -39,8 +39,9 @@ _LOOKS = {
     Kind.SEND_ACTIVATION: _SEND,
     Kind.SEND_GRADIENT: _SEND,
 }
-COMPUTED = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS)
+COMPUTED = COMPUTE - {Kind.UPDATE}
 
+_LANES = get_args(Lane)
 # Heights, where rows are 1 apart.
 _ROW, _LOWER_ROW = 0.8, 0.6  # of a stage's blocks; lower where copies are drawn in between
 _STRIP = 0.17  # of a lane of copies
@@ -115,7 +116,6 @@ class Rows:
         return 1 + max(self._stages)
 
     def names(self) -> list[str]:
-        """Of every row."""
         return [
             f"{self._named} {d}" + (f": {', '.join(map(str, own))}" if own != [d] else "")
             for d, own in ((d, self._stages[d]) for d in range(len(self)))
@@ -268,6 +268,3 @@ def write_trace(
     if origin is not None:
         document["baseTimeNanoseconds"] = round(origin * 1e9)  # the key that torch.profiler uses
     Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
-
-
-_LANES = ("compute", "to next", "to previous")

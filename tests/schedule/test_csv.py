@@ -10,7 +10,6 @@ from hypothesis import strategies as some
 
 from spectrain_ext.schedule import (
     GENERATORS,
-    Instruction,
     Kind,
     ScheduleError,
     read_csv,
@@ -131,40 +130,12 @@ def test_idle_cells_and_data_parallel_ones_are_left_out(tmp_path):
     assert read_csv(path) == finite("gpipe", [1, 1], 1)
 
 
-def test_communication_is_read_and_checked(tmp_path):
+def test_communication_is_left_out(tmp_path):
+    """A schedule's own follows from what it computes: the order in a file is that of another."""
     text = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n" + (
         "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
     )
     assert read_csv(given_file(tmp_path, text)) == finite("1f1b", [2, 1], 1, 2)
-
-    def check(missing, expected, replacement=""):
-        broken = text.replace(missing, replacement)
-        assert broken != text
-        with pytest.raises(ScheduleError) as raised:
-            read_csv(given_file(tmp_path, broken))
-        assert str(raised.value).startswith(expected)
-        return raised.value
-
-    error = check("1RECV_F1,", "stage 1, receive activation of minibatch 0, microbatch 1: missing")
-    assert (error.stage, error.instruction) == (1, Instruction(Kind.RECEIVE_ACTIVATION, 0, 1))
-    check("0RECV_B0,0B0", "stage 0, receive gradient of minibatch 0", "0B0,0RECV_B0")
-    check("0SEND_F0,", "stage 0, send activation of minibatch 0, microbatch 0: missing")
-    check(
-        "1RECV_F0,1RECV_F1",
-        "stage 1, receive activation of minibatch 0, microbatch 1: stage 0 sends minibatch 0, "
-        "microbatch 0 at this point",
-        "1RECV_F1,1RECV_F0",
-    )
-    check(
-        "0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1",
-        "stage 1, receive activation of minibatch 0, microbatch 1: stage 0 sends nothing further",
-        "0RECV_B0,0B0",
-    )
-    check(
-        "1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1",
-        "stage 1, receive activation of minibatch 0, microbatch 1: missing: stage 0 sends it",
-        "1F0,1B0,1SEND_B0",
-    )
 
 
 def test_backwards_in_halves_are_exchanged_with_torch(tmp_path):
