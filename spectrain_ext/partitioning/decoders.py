@@ -28,9 +28,7 @@ from .profile import BlockProfile, Profile, Tie, measure
 class _Hand:
     """What arrived at a stage, until its first block takes it.
 
-    Attributes:
-        hidden: while the stage's forward runs.
-        taken: whether it was.
+    ``hidden`` is there while the stage's forward runs.
     """
 
     hidden: Tensor | None = None
@@ -153,14 +151,9 @@ class DecoderStage(nn.Module):
             return found
 
         for name, unit in plan.units.items():
-            learns = unit.shape is not None
-            if (
-                self._first
-                and unit.before
-                or self._last
-                and unit.after
-                and (learns or not unit.before)
-            ):
+            # What has no parameters may be on two stages, and is the first one's.
+            after = unit.after and (unit.shape is not None or not unit.before)
+            if (self._first and unit.before) or (self._last and after):
                 continue
             if not (unit.before or unit.between):
                 if unit.after or not self._last:  # what nothing uses is kept by the last stage
@@ -197,12 +190,7 @@ class DecoderStage(nn.Module):
                 yield name, block
 
     def forward(self, value: Any) -> Any:
-        """Return the hidden state and what goes with it, or the model's output.
-
-        Raises:
-            TypeError: the batch has something that the model's forward does not take.
-            RuntimeError: the forward did not come to this stage's blocks.
-        """
+        """Return the hidden state and what goes with it, or the model's output."""
         hand, plan = self._hand, self._plan
         hidden, given = (None, inputs_of(plan, value)) if self._first else self._received(value)
         hand.hidden, hand.taken = hidden, not self._takes
@@ -296,20 +284,7 @@ def shadow(module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = "
 class Decoder:
     """A model that is cut between its blocks, proved on an example.
 
-    Args:
-        model: of Hugging Face's ``transformers``, of token ids.
-        example: a batch; None: ids made up for its config.
-
-    Attributes:
-        model: as given.
-        example: as its first stage takes it.
-        plan: how the model is built.
-        output: the model's, of the example.
-        blocks: a stage for each.
-
-    Raises:
-        ValueError: the model is not built around a list of blocks, or its stages do not compute
-            what it does.
+    Without an example token ids are made up for its config. ``blocks`` has a stage for each.
     """
 
     def __init__(self, model: nn.Module, example: Value | None = None) -> None:
@@ -373,16 +348,14 @@ class Decoder:
         members = range(len(self.plan.members))
         names = ["before", *(f"{self.plan.path}.{i}" for i in members), "after"]
 
-        def alone(i: int, block: BlockProfile, name: str) -> BlockProfile:
-            forward, backward = (
-                max(0.0, own - more * (i > 0))
-                for own, more in zip(block.parts, around.parts, strict=True)
-            )
+        def alone(index: int, block: BlockProfile) -> BlockProfile:
+            more = around.parts if index else (0.0, 0.0)
+            forward, backward = (max(0.0, b - m) for b, m in zip(block.parts, more, strict=True))
+            name = f"{index}: {names[index]}"
             seconds = forward + backward
-            return replace(block, name=f"{i}: {name}", seconds=seconds, forward_seconds=forward)
+            return replace(block, name=name, seconds=seconds, forward_seconds=forward)
 
-        found = zip(profile.blocks, names, strict=True)
-        return Profile(tuple(alone(i, *each) for i, each in enumerate(found)), ties)
+        return Profile(tuple(alone(*each) for each in enumerate(profile.blocks)), ties)
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -48,8 +48,7 @@ class Plan:
         path: of the list of blocks.
         members: per block the length of the tuple that it returns, 0 for a tensor.
         units: by name, what lies beside them.
-        takes: names of what the forward takes.
-        labels: names of what it takes for its loss.
+        takes, labels: names of what the forward takes, and of what it takes for its loss.
         fixed: further arguments of every call.
         ids: whether later stages need the token ids.
     """
@@ -74,11 +73,7 @@ class Plan:
 
 
 def inputs_of(plan: Plan, batch: object) -> Inputs:
-    """What a model's forward is given of a batch: all but the labels.
-
-    Raises:
-        TypeError: it is neither token ids nor a mapping, or has something that is not taken.
-    """
+    """What a model's forward is given of a batch: all but the labels."""
     if isinstance(batch, Tensor):
         return {plan.takes[0]: batch}
     if not isinstance(batch, Mapping):
@@ -97,11 +92,7 @@ def inputs_of(plan: Plan, batch: object) -> Inputs:
 
 
 def one_of(plan: Plan, batch: object) -> Tensor:
-    """What a model of one input is given of a batch.
-
-    Raises:
-        TypeError: the batch has more.
-    """
+    """What a model of one input is given of a batch."""
     given = inputs_of(plan, batch)
     if len(given) > 1:
         got = ", ".join(map(repr, given))
@@ -144,12 +135,7 @@ def takes_ids(model: object) -> bool:
 
 
 def outline(model: nn.Module, example: object, made_up: bool = False) -> tuple[Plan, Any]:
-    """What a model takes, without how it is built; and its output.
-
-    Raises:
-        TypeError: the example has something that the model does not take.
-        ValueError: the model cannot compute it.
-    """
+    """What a model takes, without how it is built; and its output."""
     plan = Plan("", (), {}, *arguments_of(model))
     given = inputs_of(plan, example)
     try:
@@ -166,12 +152,7 @@ def outline(model: nn.Module, example: object, made_up: bool = False) -> tuple[P
 
 
 def plan_of(model: nn.Module, example: object, made_up: bool = False) -> tuple[Plan, Any]:
-    """Watch a model compute, and say how it is built; returns its output as well.
-
-    Raises:
-        ValueError: it is not built around a list of blocks, has something that no single stage
-            could have, or cannot compute the example.
-    """
+    """Watch a model compute, and say how it is built; returns its output as well."""
     config = getattr(model, "config", None)
     for option in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if getattr(config, option, False):
