@@ -1,14 +1,17 @@
-"""Blocks: the modules of a list, what a part of them is called, and what they share."""
+"""Blocks: what lies between the places where a model can be cut, and what they share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from spectrain_ext.transport import Value
+
+from .plan import WAY_OUT, evaluated
 from .profile import Tie
-from .traced import TracedStage
+from .traced import TracedStage, split
 
 
 class Slice(nn.Sequential):
@@ -57,12 +60,7 @@ def blocks_of(
     before: Callable[[Any], Any] | None = None,
     after: Callable[[Any], Any] | None = None,
 ) -> dict[str, nn.Module]:
-    """Return the blocks of an ``nn.Sequential``, or of a list of modules, by name.
-
-    Raises:
-        TypeError: it is neither, or ``before`` or ``after`` cannot be called.
-        ValueError: it is empty.
-    """
+    """Return the blocks of an ``nn.Sequential``, or of a list of modules, by name."""
     if isinstance(model, nn.Module) and not isinstance(model, (nn.Sequential, nn.ModuleList)):
         raise TypeError(
             f"model: expected an nn.Sequential or a list of modules, got a {type(model).__name__}"
@@ -130,3 +128,69 @@ def _parts(block: nn.Module) -> Iterable[tuple[object, str, str]]:
 
 def _dotted(index: int, name: str) -> str:
     return f"{index}.{name}" if name else str(index)
+
+
+# Of a model that is no list.
+
+
+def found_in(
+    model: nn.Module, example: Value, n_stages: int
+) -> tuple[Sequence[str], Sequence[TracedStage]]:
+    """Cut a model as finely as may be, before submodules that it calls once.
+
+    These are the innermost with parameters of their own; where torch.export or what is passed
+    between them does not allow that, modules around them.
+
+    Returns:
+        The names of what each block begins with, and the blocks.
+    """
+    why: Exception | None = None
+    most = 1
+    for names in _levels(model, example):
+        if len(names) < n_stages:
+            most = max(most, len(names))
+            continue
+        try:
+            blocks = split(model, example, names[1:], once=True)
+        except ValueError as error:  # something that cannot be passed on, say
+            why = error
+            continue
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; {WAY_OUT}") from error
+        if len(blocks) == len(names):
+            return names, blocks
+    if why is not None:
+        raise ValueError(f"model: {why}; {WAY_OUT}") from why
+    raise ValueError(f"n_stages: expected 1 to {most} (the blocks), got {n_stages}; {WAY_OUT}")
+
+
+def _levels(model: nn.Module, example: Value) -> Iterator[list[str]]:
+    """Names of submodules that may begin a block, in the order of their calls: finest first."""
+    calls: dict[nn.Module, int] = {}
+
+    def called(module: nn.Module, *_: object) -> None:
+        calls[module] = calls.get(module, 0) + 1
+
+    handles = [module.register_forward_pre_hook(called) for module in model.modules()]
+    try:
+        with evaluated(model):
+            arguments: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
+            model(*arguments)
+    finally:
+        for handle in handles:
+            handle.remove()
+    names = {module: name for name, module in model.named_modules() if name}
+    once = {module for module, count in calls.items() if count == 1}
+    inner = [names[m] for m in calls if m in once and m in names and m._parameters]
+    depth = max((name.count(".") + 1 for name in inner), default=0)
+    before: list[str] = []
+    modules = dict(model.named_modules())
+    for level in range(depth, 0, -1):
+        around = dict.fromkeys(".".join(name.split(".")[:level]) for name in inner)
+        # Where a module has others in it, these are where blocks begin.
+        outer = {name for name in around if any(n.startswith(name + ".") for n in around)}
+        found = [name for name in around if name not in outer and modules[name] in once]
+        if found and found != before:
+            yield found
+        before = found
+    yield [""]  # the whole model

@@ -11,7 +11,7 @@ arrives computes none either, and is refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,16 +21,14 @@ from torch import Tensor, nn
 
 from spectrain_ext.transport import Value
 
-from .plan import Inputs, Plan, evaluated, hidden_of, inputs_of, members_of, plan_of
+from .plan import WAY_OUT, Inputs, Plan, evaluated, hidden_of, inputs_of, members_of, plan_of
 from .profile import BlockProfile, Profile, Tie, measure
 
 
 class _Hand:
     """What arrived at a stage, until its first block takes it.
 
-    Attributes:
-        hidden: while the stage's forward runs.
-        taken: whether it was.
+    ``hidden`` is there while the stage's forward runs.
     """
 
     hidden: Tensor | None = None
@@ -51,60 +49,49 @@ class _Left(BaseException):
         self.hidden = hidden
 
 
-class _Absent(nn.Module):
-    """Stands for a block of another stage: hands on what it is given.
+# What stands for a module of another stage: its hollow copy, whose forward is one of these.
 
-    Args:
-        block: whose plain attributes a model may ask for.
-        members: of the tuple that it returns; 0: it returns a tensor.
+
+def _hand_on(members: int, *args: Any, **kwargs: Any) -> Any:
+    """Of a block that returns a tuple of this many, or (0) a tensor."""
+    hidden = hidden_of(args, kwargs)
+    return (hidden, *[None] * (members - 1)) if members else hidden
+
+
+def _nothing(hand: _Hand, shape: tuple[int, ...], *args: object, **kwargs: object) -> Tensor:
+    """Of what comes before the blocks, an embedding say: values that are none."""
+    assert hand.hidden is not None
+    sizes = [size if size >= 0 else hand.hidden.shape[~size] for size in shape]
+    return hand.hidden.new_full(sizes, torch.nan)
+
+
+def _refuse(name: str, *args: object, **kwargs: object) -> Any:
+    """Of what a stage does not come to."""
+    raise RuntimeError(
+        f"the model's forward came to {name!r}, which another stage has; it left out a "
+        "block where a stage ends (LayerDrop?), so that it cannot be cut there"
+    )
+
+
+def hollow(module: nn.Module, top: bool = True) -> nn.Module:
+    """Copy a module with all that a model may ask of it, but for values: its tensors are meta.
+
+    They are no parameters and buffers, nor are modules in it its submodules: no stage has them.
     """
-
-    def __init__(self, block: nn.Module, members: int) -> None:
-        super().__init__()
-        _take_attributes(self, block)
-        self._members = members
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = hidden_of(args, kwargs)
-        return (hidden, *[None] * (self._members - 1)) if self._members else hidden
-
-
-class _Ghost(nn.Module):
-    """Stands for what comes before the blocks, an embedding say: its values are none.
-
-    Args:
-        module: whose plain attributes a model may ask for.
-        hand: what arrived has all sizes but the last.
-        width: the last size.
-    """
-
-    def __init__(self, module: nn.Module, hand: _Hand, width: int) -> None:
-        super().__init__()
-        _take_attributes(self, module)
-        self._hand, self._width = hand, width
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden = self._hand.hidden
-        assert hidden is not None
-        return hidden.new_full((), torch.nan).expand(*hidden.shape[:-1], self._width)
-
-
-class _Elsewhere(nn.Module):
-    """Stands for what a stage does not come to.
-
-    Args:
-        name: of the module that another stage has.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"the model's forward came to {self._name!r}, which another stage has; it left out a "
-            "block where a stage ends (LayerDrop?), so that it cannot be cut there"
-        )
+    copied: nn.Module = object.__new__(type(module))
+    tensors = {**module._parameters, **module._buffers}
+    inner = {n: hollow(m, False) for n, m in module._modules.items() if m is not None}
+    held = vars(copied)
+    held.update((n, v) for n, v in vars(module).items() if not isinstance(v, Tensor))
+    held.update(vars(nn.Module()), training=module.training, gradient_checkpointing=False)
+    held.update(
+        (n, t if t is None else torch.empty_like(t, device="meta")) for n, t in tensors.items()
+    )
+    if top:
+        held.update(inner)
+    else:
+        held["_modules"] = inner  # of a list, say
+    return copied
 
 
 class DecoderStage(nn.Module):
@@ -113,6 +100,7 @@ class DecoderStage(nn.Module):
     Args:
         model: shares its modules and parameters.
         plan: how it is built.
+        hollows: what stands for its modules, by name.
         start: index of the first.
         end: after the last.
 
@@ -124,14 +112,21 @@ class DecoderStage(nn.Module):
     (``gradient_checkpointing_enable``) is as it was when the stage was made.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, start: int, end: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        hollows: Mapping[str, nn.Module],
+        start: int,
+        end: int,
+    ) -> None:
         super().__init__()
         self._plan = plan
         self._first = start == 0
         self._last = end == plan.blocks
         self._takes = 0 < start < end  # one of no blocks is measured, too
         self._hand = _Hand()
-        self.model = shadow(model, dict(self._stand_ins(model, start, end)))
+        self.model = shadow(model, dict(self._stand_ins(model, hollows, start, end)))
         if not self._first:  # which has and saves what module buffers there are around the list
             names = plan.path.split(".")
             for count in range(len(names)):
@@ -144,20 +139,30 @@ class DecoderStage(nn.Module):
         """Return the model's name of what is called ``name`` here."""
         return name.removeprefix("model.")
 
-    def _stand_ins(self, model: nn.Module, start: int, end: int) -> Iterator[tuple[str, nn.Module]]:
+    def _stand_ins(
+        self, model: nn.Module, hollows: Mapping[str, nn.Module], start: int, end: int
+    ) -> Iterator[tuple[str, nn.Module]]:
         """What the model's modules are replaced by, by name."""
         plan, hand = self._plan, self._hand
+
+        def stand_in(name: str, forward: Callable[..., Any]) -> nn.Module:
+            found = shadow(hollows[name], {})
+            vars(found)["forward"] = forward
+            return found
+
         for name, unit in plan.units.items():
-            module = model.get_submodule(name)
-            if (self._first and unit.before) or (self._last and unit.after):
+            # What has no parameters may be on two stages, and is the first one's.
+            after = unit.after and (unit.shape is not None or not unit.before)
+            if (self._first and unit.before) or (self._last and after):
                 continue
             if not (unit.before or unit.between):
                 if unit.after or not self._last:  # what nothing uses is kept by the last stage
-                    yield name, _Elsewhere(name)
-            elif unit.width is not None:
-                yield name, _Ghost(module, hand, unit.width)
+                    yield name, stand_in(name, partial(_refuse, name))
+            elif unit.shape is not None:
+                yield name, stand_in(name, partial(_nothing, hand, unit.shape))
             elif not self._first:
                 # A copy, because it may be on another device.
+                module = model.get_submodule(name)
                 copied = nn.Identity() if isinstance(module, nn.Dropout) else copy.deepcopy(module)
                 for part in copied.modules():
                     _save_no_buffers(part)
@@ -165,32 +170,27 @@ class DecoderStage(nn.Module):
         count = len(plan.members)
         first, last = max(start - 1, 0), min(end - 1, count)
         blocks = list(members_of(model.get_submodule(plan.path)))
-        for index, (block, members) in enumerate(zip(blocks, plan.members, strict=True)):
+        for index, (module, members) in enumerate(zip(blocks, plan.members, strict=True)):
+            name = f"{plan.path}.{index}"
             here = first <= index < last
-            if not here:
-                block = _Absent(block, members)
+            block = module if here else stand_in(name, partial(_hand_on, members))
             enters = not self._first and index == (first if first < last else count - 1)
             leaves = not self._last and index == (last - 1 if first < last else 0)
-            if enters or leaves:
+            if here and (enters or leaves):
                 block = shadow(block, {})
-                if enters and here:
-                    block.register_forward_pre_hook(partial(_enter, hand), with_kwargs=True)
-                elif enters:
-                    block.register_forward_hook(partial(_replace, hand))
-                if leaves and here:
-                    block.register_forward_hook(partial(_leave, hand))
-                elif leaves:
-                    block.register_forward_pre_hook(partial(_turn_back, hand), with_kwargs=True)
-            if block is not blocks[index]:
-                yield f"{plan.path}.{index}", block
+            if enters and here:
+                block.register_forward_pre_hook(partial(_enter, hand), with_kwargs=True)
+            elif enters:
+                block.register_forward_hook(partial(_replace, hand))
+            if leaves and here:
+                block.register_forward_hook(partial(_leave, hand))
+            elif leaves:
+                block.register_forward_pre_hook(partial(_turn_back, hand), with_kwargs=True)
+            if block is not module:
+                yield name, block
 
     def forward(self, value: Any) -> Any:
-        """Return the hidden state and what goes with it, or the model's output.
-
-        Raises:
-            TypeError: the batch has something that the model's forward does not take.
-            RuntimeError: the forward did not come to this stage's blocks.
-        """
+        """Return the hidden state and what goes with it, or the model's output."""
         hand, plan = self._hand, self._plan
         hidden, given = (None, inputs_of(plan, value)) if self._first else self._received(value)
         hand.hidden, hand.taken = hidden, not self._takes
@@ -241,11 +241,11 @@ def _enter(hand: _Hand, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _replace(hand: _Hand, _: nn.Module, args: object, output: Any) -> Any:
-    return (hand.take(), *output[1:]) if isinstance(output, tuple) else hand.take()
+    return (hand.take(), *output[1:]) if isinstance(output, (tuple, list)) else hand.take()
 
 
 def _leave(hand: _Hand, _: nn.Module, args: object, output: Any) -> Any:
-    raise _Left(hand, output[0] if isinstance(output, tuple) else output)
+    raise _Left(hand, output[0] if isinstance(output, (tuple, list)) else output)
 
 
 def _turn_back(hand: _Hand, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -254,12 +254,6 @@ def _turn_back(hand: _Hand, _: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 def _save_no_buffers(module: nn.Module) -> None:
     vars(module)["_non_persistent_buffers_set"] = set(module._buffers)
-
-
-def _take_attributes(stand_in: nn.Module, module: nn.Module) -> None:
-    for name, value in vars(module).items():
-        if not name.startswith("_") and name != "forward" and not isinstance(value, Tensor):
-            stand_in.__dict__.setdefault(name, value)
 
 
 def shadow(module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = "") -> nn.Module:
@@ -290,26 +284,17 @@ def shadow(module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = "
 class Decoder:
     """A model that is cut between its blocks, proved on an example.
 
-    Args:
-        model: of Hugging Face's ``transformers``, of token ids.
-        example: a batch; None: ids made up for its config.
-
-    Attributes:
-        model: as given.
-        example: as its first stage takes it.
-        plan: how the model is built.
-        output: the model's, of the example.
-        blocks: a stage for each.
-
-    Raises:
-        ValueError: the model is not built around a list of blocks, or its stages do not compute
-            what it does.
+    Without an example token ids are made up for its config. ``blocks`` has a stage for each.
     """
 
     def __init__(self, model: nn.Module, example: Value | None = None) -> None:
         self.model = model
         self.example: Any = example_of(model) if example is None else example
-        plan, self.output = plan_of(model, self.example)
+        plan, self.output = plan_of(model, self.example, example is None)
+        blocks = members_of(model.get_submodule(plan.path))
+        named = {f"{plan.path}.{index}": block for index, block in enumerate(blocks)}
+        named.update((name, model.get_submodule(name)) for name in plan.units)
+        self._hollows = {name: hollow(module) for name, module in named.items()}
         whole = inputs_of(plan, self.example)
         first = plan.takes[0]
         why: Exception | None = None
@@ -326,14 +311,13 @@ class Decoder:
                 why = error
         raise ValueError(
             f"model: {type(model).__name__} cannot be cut between the blocks of {plan.path!r}: "
-            f"{why}; name submodules to cut before (split_points), or give a list of blocks with "
-            "before= and after="
+            f"{why}; {WAY_OUT}"
         ) from why
 
     def stages(self, ends: Sequence[int]) -> list[nn.Module]:
         """Return the stages that end before these blocks."""
         return [
-            DecoderStage(self.model, self.plan, start, end)
+            DecoderStage(self.model, self.plan, self._hollows, start, end)
             for start, end in zip((0, *ends[:-1]), ends, strict=True)
         ]
 
@@ -359,21 +343,19 @@ class Decoder:
     def measure(self, repeats: int, ties: tuple[Tie, ...]) -> Profile:
         """Measure the blocks, without what each does only because it is a stage of its own."""
         profile = measure(self.blocks, self.example, repeats=repeats)
-        empty = DecoderStage(self.model, self.plan, 1, 1)
+        empty = DecoderStage(self.model, self.plan, self._hollows, 1, 1)
         around = measure([self.blocks[0], empty], self.example, repeats=repeats).blocks[1]
         members = range(len(self.plan.members))
         names = ["before", *(f"{self.plan.path}.{i}" for i in members), "after"]
 
-        def alone(i: int, block: BlockProfile, name: str) -> BlockProfile:
-            forward, backward = (
-                max(0.0, own - more * (i > 0))
-                for own, more in zip(block.parts, around.parts, strict=True)
-            )
+        def alone(index: int, block: BlockProfile) -> BlockProfile:
+            more = around.parts if index else (0.0, 0.0)
+            forward, backward = (max(0.0, b - m) for b, m in zip(block.parts, more, strict=True))
+            name = f"{index}: {names[index]}"
             seconds = forward + backward
-            return replace(block, name=f"{i}: {name}", seconds=seconds, forward_seconds=forward)
+            return replace(block, name=name, seconds=seconds, forward_seconds=forward)
 
-        found = zip(profile.blocks, names, strict=True)
-        return Profile(tuple(alone(i, *each) for i, each in enumerate(found)), ties)
+        return Profile(tuple(alone(*each) for each in enumerate(profile.blocks)), ties)
 
 
 def _tensors(output: Any) -> list[Tensor]:
@@ -389,9 +371,10 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 def example_of(model: Any) -> Tensor:
     """Token ids for a model's config: one sequence of at most 128."""
-    config: Any = model.config
+    config: Any = model.config.get_text_config(decoder=True)
     sizes = ("max_position_embeddings", "n_positions", "seq_length")
-    most = min((getattr(config, s) for s in sizes if getattr(config, s, None)), default=128)
+    given = [getattr(config, size, None) or -1 for size in sizes]
+    most = min(size for size in (*given, 128) if size > 0)
     device = next(model.parameters()).device
-    ids = torch.arange(1, min(128, most) + 1, device=device).unsqueeze(0)
+    ids = torch.arange(1, most + 1, device=device).unsqueeze(0)
     return ids.remainder(int(config.vocab_size))

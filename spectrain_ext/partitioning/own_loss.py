@@ -68,14 +68,7 @@ class _Place(NamedTuple):
 
 
 def own_loss(model: Any, plan: Plan, example: object, output: Any) -> OwnLoss | str:
-    """Learn how a model computes its loss by watching it do so; or say why that cannot be.
-
-    Args:
-        model: of Hugging Face's ``transformers``.
-        plan: what it takes.
-        example: a batch, with labels or without.
-        output: the model's, of the example.
-    """
+    """Learn how a model computes its loss by watching it do so; or say why that cannot be."""
     if not isinstance(output, Mapping):
         return f"a {type(model).__name__} is set to return no dictionary; give a loss_fn"
     given = inputs_of(plan, example)

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 
 Inputs = dict[str, Tensor]
 
+WAY_OUT = (
+    "name submodules to cut before (split_points), or give a list of blocks with before= and after="
+)
+
 _FIRST = ("attention_mask", "position_ids", "token_type_ids")
 _NEVER = ("inputs_embeds", "past_key_values", "cache_position", "cache_params")
 
@@ -26,13 +30,14 @@ class Unit:
         before: whether it is called before the first of them.
         between: whether within them.
         after: whether after the last one.
-        width: the last size of what it returns, if it has parameters and is called before them.
+        shape: of what it returns, if it has parameters and is called before them; ``~i`` stands
+            for the hidden state's i-th size.
     """
 
     before: bool
     between: bool
     after: bool
-    width: int | None
+    shape: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,7 @@ class Plan:
         path: of the list of blocks.
         members: per block the length of the tuple that it returns, 0 for a tensor.
         units: by name, what lies beside them.
-        takes: names of what the forward takes.
-        labels: names of what it takes for its loss.
+        takes, labels: names of what the forward takes, and of what it takes for its loss.
         fixed: further arguments of every call.
         ids: whether later stages need the token ids.
     """
@@ -69,11 +73,7 @@ class Plan:
 
 
 def inputs_of(plan: Plan, batch: object) -> Inputs:
-    """What a model's forward is given of a batch: all but the labels.
-
-    Raises:
-        TypeError: it is neither token ids nor a mapping, or has something that is not taken.
-    """
+    """What a model's forward is given of a batch: all but the labels."""
     if isinstance(batch, Tensor):
         return {plan.takes[0]: batch}
     if not isinstance(batch, Mapping):
@@ -92,11 +92,7 @@ def inputs_of(plan: Plan, batch: object) -> Inputs:
 
 
 def one_of(plan: Plan, batch: object) -> Tensor:
-    """What a model of one input is given of a batch.
-
-    Raises:
-        TypeError: the batch has more.
-    """
+    """What a model of one input is given of a batch."""
     given = inputs_of(plan, batch)
     if len(given) > 1:
         got = ", ".join(map(repr, given))
@@ -119,7 +115,9 @@ def arguments_of(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], di
     labels = tuple(n for n in names if "label" in n or n in ("start_positions", "end_positions"))
     rest = [name for name in names if name not in labels]
     rest.sort(key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
-    fixed = {"use_cache": False} if "use_cache" in known else {}
+    more = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    caches = "use_cache" in known or (more and hasattr(getattr(model, "config", None), "use_cache"))
+    fixed = {"use_cache": False} if caches else {}
     return (main, *rest), labels, fixed
 
 
@@ -136,20 +134,25 @@ def takes_ids(model: object) -> bool:
     return getattr(model, "main_input_name", None) == "input_ids"
 
 
-def outline(model: nn.Module, example: object) -> tuple[Plan, Any]:
+def outline(model: nn.Module, example: object, made_up: bool = False) -> tuple[Plan, Any]:
     """What a model takes, without how it is built; and its output."""
     plan = Plan("", (), {}, *arguments_of(model))
-    with evaluated(model):
-        return plan, model(**inputs_of(plan, example), **plan.fixed)
+    given = inputs_of(plan, example)
+    try:
+        with evaluated(model):
+            return plan, model(**given, **plan.fixed)
+    except Exception as error:
+        what = f"{type(model).__name__} fails on"
+        why = f"{type(error).__name__}: {error}"
+        if made_up:
+            raise ValueError(
+                f"model: {what} token ids made up for its config; give an example_input ({why})"
+            ) from error
+        raise ValueError(f"example_input: {what} it: {why}") from error
 
 
-def plan_of(model: nn.Module, example: object) -> tuple[Plan, Any]:
-    """Watch a model compute, and say how it is built; returns its output as well.
-
-    Raises:
-        ValueError: it is not built around a list of blocks, or has something that no single stage
-            could have.
-    """
+def plan_of(model: nn.Module, example: object, made_up: bool = False) -> tuple[Plan, Any]:
+    """Watch a model compute, and say how it is built; returns its output as well."""
     config = getattr(model, "config", None)
     for option in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if getattr(config, option, False):
@@ -162,8 +165,13 @@ def plan_of(model: nn.Module, example: object) -> tuple[Plan, Any]:
             "model: its config's layerdrop leaves out blocks at random, and with them the places "
             "where it is cut; make it with layerdrop=0"
         )
+    if getattr(config, "rescale_every", 0):
+        raise ValueError(
+            f"model: {type(model).__name__} divides its weights in evaluation, of which a pipeline "
+            "keeps several versions; set model.config.rescale_every = 0"
+        )
     with _Watch(model) as watch:
-        plan, output = outline(model, example)
+        plan, output = outline(model, example, made_up)
     path, members = watch.blocks()
     return replace(plan, path=path, members=members, units=watch.units(path)), output
 
@@ -186,6 +194,7 @@ class _Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._kind = type(model).__name__
         self._handles: list[Any] = []
         self._calls: dict[nn.Module, list[tuple[int, int]]] = {}  # begins and ends, in turns
         self._open: dict[nn.Module, list[int]] = {}
@@ -222,8 +231,9 @@ class _Watch:
     def _end(self, module: nn.Module, args: object, output: Any) -> None:
         self._turn += 1
         self._calls.setdefault(module, []).append((self._open[module].pop(), self._turn))
-        tensor = output[0] if isinstance(output, tuple) and output else output
-        kind = len(output) if isinstance(output, tuple) else 0
+        several = isinstance(output, (tuple, list))
+        tensor = output[0] if several and output else output
+        kind = len(output) if several else 0
         known = isinstance(tensor, Tensor)
         self._returned[module] = (kind, tensor.shape, tensor.dtype) if known else None
         if module in self._listed and known:
@@ -239,9 +249,8 @@ class _Watch:
                 found[name] = sum(p.numel() for member in members for p in member.parameters())
         if not found:
             raise ValueError(
-                f"model: {type(self._model).__name__} has no list of blocks that hand a tensor "
-                "from one to the next; name submodules to cut before (split_points), or give a "
-                "list of blocks with before= and after="
+                f"model: {self._kind} has no list of blocks that hand a tensor from one to the "
+                f"next; {WAY_OUT}"
             )
         path = max(found, key=lambda name: found[name])
         return path, tuple(self._returned[member][0] for member in self._lists[path])
@@ -250,14 +259,15 @@ class _Watch:
         """What lies beside a list of blocks: the outermost modules that are called."""
         members = self._lists[path]
         begin, end = self._calls[members[0]][0][0], self._calls[members[-1]][0][1]
+        hidden = self._returned[members[0]][1][:2]  # samples, and their lengths
         found: dict[str, Unit] = {}
 
         def look(module: nn.Module, prefix: str) -> None:
             if module._parameters:
                 name = prefix + next(iter(module._parameters))
                 raise ValueError(
-                    f"model: parameter {name!r} is used beside the blocks of {path!r} by code that "
-                    "no stage has alone; name submodules to cut before (split_points)"
+                    f"model: {self._kind}'s parameter {name!r} is used beside the blocks of "
+                    f"{path!r} by code that no stage has alone; {WAY_OUT}"
                 )
             for name, child in module.named_children():
                 where = prefix + name
@@ -270,6 +280,11 @@ class _Watch:
                 else:
                     found[where] = unit(where, child)
 
+        def of_hidden(index: int, size: int) -> int:
+            if size in hidden[index : index + 1]:
+                return ~index
+            return ~hidden.index(size) if size in hidden else size
+
         def unit(name: str, module: nn.Module) -> Unit:
             calls = self._calls.get(module, [])
             before = any(ends < begin for _, ends in calls)
@@ -278,19 +293,21 @@ class _Watch:
             learns = any(True for _ in module.parameters())
             if learns and between:
                 raise ValueError(
-                    f"model: {name!r} is called between the blocks of {path!r}, and no stage has "
-                    "it alone"
+                    f"model: {self._kind}'s {name!r} is called between the blocks of {path!r}, "
+                    f"and no stage has it alone; {WAY_OUT}"
                 )
-            width = None
+            shape = None
             if learns and before:
                 returned = self._returned[module]
                 if returned is None or returned[0] or not returned[2].is_floating_point:
                     raise ValueError(
-                        f"model: {name!r} comes before the blocks of {path!r} and returns "
-                        "something else than a tensor; no other stage could do without it"
+                        f"model: {self._kind}'s {name!r} comes before the blocks of {path!r} and "
+                        "returns something else than a tensor; no other stage could do without "
+                        f"it; {WAY_OUT}"
                     )
-                width = returned[1][-1]
-            return Unit(before, between, after, width)
+                *sizes, width = returned[1]
+                shape = (*(of_hidden(i, size) for i, size in enumerate(sizes)), width)
+            return Unit(before, between, after, shape)
 
         look(self._model, "")
         return found

@@ -22,12 +22,7 @@ _MOST = 10**18  # of any number in a profile: sums, products and squares of them
 
 
 def check_number(name: str, value: float, least: int = 0) -> None:
-    """Refuse what is no number of a profile.
-
-    Raises:
-        TypeError: it is no number at all, or a bool.
-        ValueError: it is NaN, or out of range.
-    """
+    """Refuse what is no number of a profile."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {reprlib.repr(value)}")
     if not least <= value <= _MOST:
@@ -171,10 +166,6 @@ def agreed(measure: Callable[[], Profile], blocks: Sequence[nn.Module]) -> Profi
     """What is measured; where there is a process group, by rank 0 and for all.
 
     Times differ from rank to rank, and cuts must not.
-
-    Raises:
-        ValueError: the ranks have models of different numbers of blocks.
-        RuntimeError: rank 0 could not measure, and raises why.
     """
     if not dist.is_available() or not dist.is_initialized():
         return measure()

@@ -131,12 +131,7 @@ class Program:
         return None
 
     def __call__(self, given: Sequence[Tensor], state: Sequence[Tensor]) -> Any:
-        """Compute the outputs.
-
-        Raises:
-            ValueError: another number of tensors, or sizes, than it was traced for.
-            TypeError: the state's dtypes have changed, and the graph names the old ones.
-        """
+        """Compute the outputs."""
         why = self.misfit(given) or self.detour(given)
         if why is not None:
             raise ValueError(why)
@@ -176,14 +171,7 @@ class Program:
 
 
 def programs_of(exported: ExportedProgram) -> list[tuple[Program, dict[str, Tensor]]]:
-    """Cut an exported model where it was marked by ``pipe_split``.
-
-    Returns:
-        Per stage its program and the state that it takes.
-
-    Raises:
-        ValueError: something else than tensors is passed between stages, or returned.
-    """
+    """Cut an exported model where it was marked: per stage its program and the state it takes."""
     cutter = _Cutter(exported)
     return [cutter.program(k) for k in range(cutter.stages)]
 
@@ -292,34 +280,31 @@ class _Cutter:
         known = {node: graph.placeholder(node.name) for node in arrives}
         bodies: dict[str, Any] = {}
         state: dict[str, Tensor] = {}
-        made: dict[str, fx.Node] = {}
-        used = (n for node in self._stages[k] for n in (*node.all_input_nodes, *self._deep(node)))
-        for node in used:
-            if node.op == "get_attr" and node not in known:
+        placeholders: dict[str, fx.Node] = {}
+
+        def value(node: fx.Node) -> fx.Node:
+            if node not in known:
+                known[node] = made(node)
+                known[node].meta = {}
+            return known[node]
+
+        def made(node: fx.Node) -> fx.Node:
+            if node.op == "get_attr":
                 name = str(node.target)
                 held = operator.attrgetter(name)(self._module)
                 if isinstance(held, nn.Module):
                     bodies[name] = held
-                else:
-                    if name not in made:
-                        made[name] = graph.placeholder(f"state_{len(made)}")
-                        state[name] = held
-                    known[node] = made[name]
-
-        def value(node: fx.Node) -> fx.Node:
-            if node not in known:
-                if node.op == "get_attr":
-                    known[node] = graph.get_attr(str(node.target))
-                elif self._comes_late(node, k):
-                    carrier = self._carrier(node, k)
-                    assert carrier is not None
-                    made_of, dim = carrier
-                    size = torch.ops.aten.sym_size.int
-                    known[node] = graph.call_function(size, (known[made_of], dim))
-                else:
-                    known[node] = graph.node_copy(node, value)
-                known[node].meta = {}
-            return known[node]
+                    return graph.get_attr(name)
+                if name not in state:
+                    state[name] = held
+                    placeholders[name] = graph.placeholder(f"state_{len(placeholders)}")
+                return placeholders[name]
+            if self._comes_late(node, k):
+                carrier = self._carrier(node, k)
+                assert carrier is not None
+                made_of, dim = carrier
+                return graph.call_function(torch.ops.aten.sym_size.int, (known[made_of], dim))
+            return graph.node_copy(node, value)
 
         for node in self._stages[k]:
             value(node)
@@ -334,13 +319,6 @@ class _Cutter:
             self._guards if k == 0 else None,
         )
         return program, state
-
-    def _deep(self, node: fx.Node) -> Iterator[fx.Node]:
-        """What the sizes that a node takes are computed from."""
-        for given in node.all_input_nodes:
-            if _is_size(given):
-                yield from given.all_input_nodes
-                yield from self._deep(given)
 
     def _comes_late(self, size: fx.Node, k: int) -> bool:
         """Whether it is the size of a tensor that does not arrive."""

@@ -12,8 +12,7 @@ from torch import nn
 
 from spectrain_ext.transport import Value
 
-from .automatic import Automatic
-from .blocks import blocks_of, slices_of, ties_of
+from .blocks import blocks_of, found_in, slices_of, ties_of
 from .cut import Cut, StageCount, classic_window, cut
 from .decoders import Decoder
 from .own_loss import OwnLoss, own_loss
@@ -305,8 +304,15 @@ def _source(
     narrow: tuple[Tie, ...] = ()
     blocks: Sequence[nn.Module]
     if split_points is None:
-        automatic = Automatic(model, value, n_stages)
-        blocks, make, narrow = automatic.blocks, automatic.stages, automatic.narrow
+        names, blocks = found_in(model, value, n_stages)
+        narrow = tuple(
+            Tie(index - 1, index, f"{block.takes} tensors pass before block {index}")
+            for index, block in enumerate(blocks)
+            if index and block.takes > 1
+        )
+
+        def make(ends: Sequence[int]) -> list[nn.Module]:
+            return [*split(model, value, [names[end] for end in ends[:-1]])]  # each traced as one
     else:
         _check_stages(n_stages, len(split_points) + 1)
         blocks = split(model, value, split_points)

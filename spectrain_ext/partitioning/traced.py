@@ -26,11 +26,7 @@ class State(nn.Module):
     """
 
     def train(self, mode: bool = True) -> State:
-        """Not of a part of a stage.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Not of a part of a stage."""
         raise RuntimeError(
             f"{'train' if mode else 'eval'}: the modules inside a traced stage have no mode of "
             "their own; set it before the model is cut, or set the stage's"
@@ -134,26 +130,12 @@ def split(
     split_points: Mapping[str, SplitPoint] | Sequence[str],
     once: bool = False,
 ) -> list[TracedStage]:
-    """Trace a model and cut it before (or after) the named submodules.
+    """Trace a model and cut it before (or after) the named submodules; it is left as it was.
 
     Args:
-        model: any module that torch.export can trace. Its parameters and module buffers become the
-            stages'.
-        example_input: its arguments, a tensor or a tuple of tensors, of the size of a microbatch.
-            Other sizes will do wherever the model does the same with them.
-        split_points: names of submodules to cut before, or name -> SplitPoint.
+        example_input: its arguments, of the size of a microbatch. Other sizes will do wherever the
+            model does the same with them.
         once: the stages are to be run as the model is now, on inputs of these sizes, and no more.
-
-    Returns:
-        One stage more than split points. The model is left as it was.
-
-    Raises:
-        ValueError: a name that is no submodule; stages between which something else than tensors is
-            passed; a model that returns something else than a tensor or a tuple of tensors.
-        RuntimeError: torch.export cannot trace the model as it is. That it cannot in the other mode
-            is raised when a stage is asked for that.
-
-    What else the model's Python says is a constant of the stages, see ``partition``.
     """
     # Not above: it doubles the time that importing this package takes.
     from torch.distributed.pipelining import SplitPoint
@@ -179,12 +161,7 @@ def split(
 
 
 class _Assembly:
-    """A model, its traces, and which stages use its tensors, by their ids.
-
-    Args:
-        model: the model.
-        found: per mode its traces, the model as it is first.
-    """
+    """A model, its traces (as it is first), and which stages use its tensors, by their ids."""
 
     def __init__(self, model: nn.Module, found: dict[Mode, list[Trace] | str]) -> None:
         self._model = model
@@ -344,11 +321,9 @@ def _put(root: nn.Module, name: str, tensor: Tensor, persistent: bool) -> tuple[
 
 
 def _held(owner: nn.Module, name: str) -> Tensor:
-    tensor = owner._parameters.get(name)
-    if tensor is not None:
-        return tensor
-    buffer = owner._buffers.get(name)
-    if buffer is not None:
-        return buffer
+    for tensors in (owner._parameters, owner._buffers):
+        tensor = tensors.get(name)
+        if tensor is not None:
+            return tensor
     found: Tensor = getattr(owner, name)  # behind a parametrization, say
     return found

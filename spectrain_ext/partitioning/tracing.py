@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import MethodType
 from typing import Any
 
@@ -41,21 +41,12 @@ def traces(
     """Trace a model as it is, in training and in evaluation.
 
     Args:
-        model: any module that torch.export can trace.
-        arguments: what it is called with.
-        before: its modules that a new stage begins with.
-        after: those that one ends with.
+        before, after: modules that a new stage begins with, and those that one ends with.
         once: as it is only, with gradients, and for these arguments' sizes.
 
     Returns:
         The model as it is comes first. Per mode the graphs, of which the first that fits is to be
         used; or why there are none.
-
-    Raises:
-        RuntimeError: torch.export cannot trace the model as it is, or it draws from Python's or
-            NumPy's global generator, whose numbers would be constants.
-        ValueError: it returns something else than tensors.
-        TypeError: it takes something else.
     """
     for index, argument in enumerate(arguments):
         if not isinstance(argument, Tensor):
@@ -171,23 +162,30 @@ def _marked(before: set[nn.Module], after: set[nn.Module]) -> Iterator[None]:
 
     def begins(module: nn.Module, *given: Any, **more: Any) -> Any:
         pipe_split()
-        return kept[module][1](*given, **more)
+        return kept[module](*given, **more)
 
     def ends(module: nn.Module, *given: Any, **more: Any) -> Any:
-        made = kept[module][1](*given, **more)
+        made = kept[module](*given, **more)
         pipe_split()
         return made
 
-    kept = {module: (vars(module).get("forward"), module.forward) for module in before | after}
-    try:
+    kept = {module: module.forward for module in before | after}
+    with ExitStack() as stack:
         for module in kept:
-            vars(module)["forward"] = MethodType(begins if module in before else ends, module)
+            marked = MethodType(begins if module in before else ends, module)
+            stack.enter_context(_instead(module, "forward", marked))
+        yield
+
+
+@contextmanager
+def _instead(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Have an attribute of a module or class be another one for a while."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
         yield
     finally:
-        for module, (own, _) in kept.items():
-            vars(module).pop("forward", None)
-            if own is not None:
-                vars(module)["forward"] = own
+        delattr(owner, name) if own is None else setattr(owner, name, own)
 
 
 class _Draws:
@@ -215,12 +213,7 @@ class _Draws:
 
 @contextmanager
 def _unchanging(model: nn.Module) -> Iterator[None]:
-    """Warn of numbers that the model's code counts or keeps in its modules; export undoes that.
-
-    Raises:
-        RuntimeError: it puts another tensor in the place of a module buffer that is saved. The
-            graph leaves that out, where it has what is done in place.
-    """
+    """Warn of numbers that the model's code counts or keeps in its modules; export undoes that."""
     changed: set[str] = set()
     replaced: set[str] = set()
 
@@ -265,7 +258,7 @@ def _unchanging(model: nn.Module) -> Iterator[None]:
         )
 
 
-_asking_lock = threading.RLock()
+_patching = threading.RLock()  # whoever has it may change what torch calls
 
 
 @contextmanager
@@ -283,12 +276,8 @@ def _asking() -> Iterator[list[str]]:
             asked.append(name)
         return real()
 
-    with _asking_lock:
-        torch.is_grad_enabled = is_grad_enabled
-        try:
-            yield asked
-        finally:
-            torch.is_grad_enabled = real
+    with _patching, _instead(torch, "is_grad_enabled", is_grad_enabled):
+        yield asked
 
 
 @contextmanager
@@ -321,16 +310,13 @@ def _derivatives() -> Iterator[set[str]]:
             own.add("torch.inference_mode, where no_grad would do")
         enter(inference)
 
-    with _asking_lock:
-        torch.inference_mode.__enter__ = entered  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
-        torch.Tensor.register_hook = registered  # type: ignore[method-assign]
-        try:
-            yield own
-        finally:
-            torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
-            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-            torch.Tensor.register_hook = register  # type: ignore[method-assign]
+    with (
+        _patching,
+        _instead(torch.inference_mode, "__enter__", entered),
+        _instead(torch.autograd.Function, "apply", classmethod(applied)),
+        _instead(torch.Tensor, "register_hook", registered),
+    ):
+        yield own
 
 
 class _Modes:
@@ -380,11 +366,7 @@ class _Modes:
         return [module.training for module in self._flags]
 
     def set(self, mode: bool) -> None:
-        """Set them as a user would.
-
-        Raises:
-            RuntimeError: that changed more than modes.
-        """
+        """Set them as a user would."""
         if mode:
             self._model.train()
         else:

@@ -351,6 +351,100 @@ def test_models_that_have_more_between_blocks_than_a_hidden_state():
         st.partition(model, 2)
 
 
+def t5():
+    sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
+    return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, num_layers=2))
+
+
+def whisper():
+    sizes = {"vocab_size": 61, "d_model": 16, "pad_token_id": 0, "num_mel_bins": 4}
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "max_source_positions": 8}
+    layers.update(encoder_attention_heads=2, decoder_attention_heads=2)
+    return tf.WhisperForConditionalGeneration(tf.WhisperConfig(**sizes, **layers))
+
+
+def xlnet():
+    sizes = {"vocab_size": 61, "d_model": 16, "n_layer": 3, "n_head": 2, "d_inner": 16}
+    return tf.XLNetLMHeadModel(tf.XLNetConfig(**sizes))
+
+
+def prophetnet():
+    sizes = {"vocab_size": 61, "hidden_size": 16, "decoder_ffn_dim": 16, "num_decoder_layers": 2}
+    heads = {"num_decoder_attention_heads": 2, "is_decoder": True, "is_encoder_decoder": False}
+    return tf.ProphetNetForCausalLM(tf.ProphetNetConfig(**sizes, **heads))
+
+
+IDS = torch.arange(1, 9).unsqueeze(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "example", "why"),
+    [
+        (t5, None, r"model: T5ForConditionalGeneration fails on token ids .*; give an example_inp"),
+        (t5, IDS, r"example_input: T5ForConditionalGeneration fails on it: ValueError: "),
+        (
+            t5,
+            {"input_ids": IDS, "decoder_input_ids": IDS},
+            r"model: T5ForConditionalGeneration's 'encoder' comes before .*name submodules",
+        ),
+        (
+            whisper,
+            {"input_features": torch.randn(1, 4, 16)},
+            "WhisperForConditionalGeneration fails",
+        ),
+        (xlnet, None, r"model: XLNetLMHeadModel's parameter .* is used beside .*name submodules"),
+        (prophetnet, None, r"model: ProphetNetForCausalLM's '.*' comes before .*name submodules"),
+    ],
+)
+def test_models_that_are_no_decoders_are_named(make, example, why):
+    with pytest.raises(ValueError, match=why):
+        st.partition(make(), 2, example, profile="parameters")
+
+
+def test_what_stands_for_other_stages_is_of_the_models_classes():
+    """What a model asks of a module it finds, of any stage's; and no stage has more for that."""
+
+    class Asks(tf.LlamaForCausalLM):
+        def forward(self, input_ids=None, use_cache=None, **more):
+            for layer in self.model.layers:
+                assert isinstance(layer.mlp, type(self.model.layers[0].mlp))
+                layer.self_attn.o_proj.weight.mul_(1.0)
+            assert self.model.embed_tokens.weight.dtype == torch.float32
+            return super().forward(input_ids, use_cache=use_cache, **more)
+
+    model = Asks(tf.LlamaConfig(**SMALL)).requires_grad_(False)
+    parts = st.partition(model, 3, profile=EVEN)
+    ids = batch(2, 5)["input_ids"]
+    assert torch.equal(run(parts, ids).logits, model(ids).logits)
+    assert {p for s in parts for p in s.parameters()} == set(model.parameters())
+    assert not any(t.is_meta for s in parts for t in s.state_dict().values())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_that_are_other_ones_in_evaluation(training):
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 4, "context_length": 32}
+    model = tf.RwkvForCausalLM(tf.RwkvConfig(**sizes, rescale_every=2)).train(training)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"RwkvForCausalLM divides .*rescale_every = 0"):
+        st.partition(model, 3)
+    assert all(torch.equal(before[key], t) for key, t in model.state_dict().items())
+    model.train().config.rescale_every = 0
+    alone = copy.deepcopy(model)
+    pipe = trained(st.partition(model, 3, profile=EVEN), alone, [batch(2, 5), batch(3, 7)])
+    ids = batch(2, 6)["input_ids"]
+    torch.testing.assert_close(pipe.eval()(ids).logits, alone.eval()(ids).logits)
+
+
+def test_an_example_is_made_up_for_the_config_of_the_text():
+    text = {**SMALL, "head_dim": 8, "sliding_window": 3}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "image_size": 28, "patch_size": 14}
+    config = tf.Gemma3Config(text_config=text, vision_config={**vision, **HEADS})
+    model = tf.Gemma3ForConditionalGeneration(config).eval()
+    parts = st.partition(model, 3, profile=EVEN)
+    ids = batch(2, 5)["input_ids"]
+    torch.testing.assert_close(run(parts, ids).logits, model(ids).logits)
+
+
 def test_blocks_that_are_left_out_at_random():
     with pytest.raises(ValueError, match="make it with layerdrop=0"):
         st.partition(made("OPT", layerdrop=0.1), 3)

@@ -1,0 +1,29 @@
+"""Families of causal language models: their stages compute what they do, or they say why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+tf = pytest.importorskip("transformers")
+
+#: By family what is expected, and what its small config needs. Left out are a dozen of which no
+#: small one is made so easily.
+FAMILIES = json.loads(Path(__file__).with_name("families.json").read_text())
+OFTEN = ("deepseek_v4", "llama4", "mamba", "nanochat", "openai-gpt", "roformer", "xlnet", "xmod")
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in OFTEN else pytest.param(f, marks=pytest.mark.nightly) for f in FAMILIES]
+)
+def test_both_modes_are_the_models(family):
+    from helpers import families
+
+    if family not in tf.CONFIG_MAPPING:
+        pytest.skip("this version of transformers has no such family")
+    expected, *config = FAMILIES[family]
+    found = families.outcome(family, *config or [{}])
+    kind, _, why = expected.partition(": ")
+    assert found == expected if kind != "refused" else why in found
