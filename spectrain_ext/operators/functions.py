@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
-from .calls import prediction, sgd_prediction, sgd_step_arguments, step_arguments
-from .corrections import StaleCorrection, coefficients_of
-from .expressions import lower, traced
-from .laws import Horizon, as_laws
-from .library import traceable
-from .lists import (
+from .calls import (
     Gradients,
     Lists,
     Role,
@@ -35,7 +30,15 @@ from .lists import (
     dtype_of,
     framework_of,
     is_array,
+    prediction,
+    sgd_prediction,
+    sgd_step_arguments,
+    step_arguments,
 )
+from .corrections import StaleCorrection, coefficients_of
+from .expressions import lower, traced
+from .laws import Horizon, as_laws
+from .library import traceable
 from .numbers import Adam, Sgd, horizon
 
 if TYPE_CHECKING:

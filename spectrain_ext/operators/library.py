@@ -29,8 +29,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from .calls import bump_versions
 from .laws import FutureRates, Geometric, Horizon, Linear, SecondOrder
-from .lists import bump_versions
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, SupportsFloat, TypeAlias, cast
+from typing import ClassVar, NamedTuple, Protocol, SupportsFloat, TypeAlias, cast
 
 from .expressions import Expression, traced
 
@@ -27,12 +27,7 @@ Setting: TypeAlias = tuple[float, float, float, float, float, float, Term]
 
 
 def number(name: str, value: SupportsFloat) -> float:
-    """Return a finite float; a number that is read when the kernel runs as it is, unchecked.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is NaN or infinite.
-    """
+    """A finite float (TypeError, ValueError); what is read when the kernel runs, unchecked."""
     result = _float(name, value)
     if type(result) is float and not math.isfinite(result):
         raise ValueError(f"{name}: expected a finite number, got {result!r}")
@@ -88,11 +83,10 @@ def _float(name: str, value: SupportsFloat) -> float:
         raise TypeError(f"{name}: expected a number, got {value!r}") from None
 
 
-def _check(numbers: object, names: tuple[str, ...]) -> None:
-    """Make attributes non-negative floats. Most are already: asking is cheaper than setting."""
+def _make_non_negative(numbers: object, names: tuple[str, ...]) -> None:
     for name in names:
         value = getattr(numbers, name)
-        if type(value) is not float or not 0.0 <= value < math.inf:
+        if type(value) is not float or not 0.0 <= value < math.inf:  # asking is cheaper
             object.__setattr__(numbers, name, non_negative(name, value))
 
 
@@ -125,7 +119,7 @@ class Sgd:
     correction: Corrected | None = None
 
     def __post_init__(self) -> None:
-        _check(self, ("lr", "momentum", "weight_decay"))
+        _make_non_negative(self, ("lr", "momentum", "weight_decay"))
         if type(self.dampening) is not float or self.dampening != 0.0:
             object.__setattr__(self, "dampening", number("dampening", self.dampening))
         # A momentum that is not known here is taken for one that will do.
@@ -134,6 +128,10 @@ class Sgd:
             raise ValueError("nesterov: needs momentum > 0 and dampening == 0")
         if self.ema and (self.dampening != 0.0 or not 0.0 < momentum < 1.0):
             raise ValueError("ema: needs 0 < momentum < 1 and dampening == 0")
+
+    @property
+    def has_momentum(self) -> bool:
+        return self.momentum != 0.0
 
     @property
     def gain(self) -> float:
@@ -168,6 +166,8 @@ class Adam:
     the step otherwise.
     """
 
+    has_momentum: ClassVar[bool] = True
+
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -180,7 +180,7 @@ class Adam:
     correction: Corrected | None = None
 
     def __post_init__(self) -> None:
-        _check(self, ("lr", "eps", "weight_decay"))
+        _make_non_negative(self, ("lr", "eps", "weight_decay"))
         try:
             first, second = self.betas
         except (TypeError, ValueError) as error:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from spectrain_ext.interrupts import deferred
+from spectrain_ext.operators.calls import StepOptions, bump_versions
 from spectrain_ext.operators.corrections import (
     AdaptiveBraking,
     Correction,
@@ -20,7 +21,6 @@ from spectrain_ext.operators.corrections import (
     stale_correction,
 )
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
-from spectrain_ext.operators.lists import StepOptions, bump_versions
 from spectrain_ext.operators.numbers import Corrected
 
 from .launch import Correcting, Launch, Launches, Scaling
@@ -276,18 +276,13 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             self._brake(correction)
             for launch in launches:
                 launch.read_gradients()  # those of another layout had been copied
-        prepared = []
         for launch in launches:
             options: StepOptions = {} if scaling is None else scaling.on(launch.device)
-            prepared.append(launch.prepared_step(templates, laws, options, correcting))
+            launch.prepare_step(templates, laws, options, correcting)
 
         # Nothing is left that could be refused.
-        for launch, (_, _, call, after) in zip(launches, prepared, strict=True):
-            call()
-            if laws is not None:
-                launch.write_rest(templates, laws)
-            launch.forget_gradients()
-            if launch.updated_to(after, self.state):
+        for launch in launches:
+            if launch.step(self.state):
                 self._parameters.forget()
             if self._parameters.binding is None:
                 bump_versions(launch.updated())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, compress
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeAlias
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import _C
+from spectrain_ext.operators.calls import Prediction, StepOptions, prediction, step_arguments
 from spectrain_ext.operators.corrections import StaleCorrection
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, terms_of
-from spectrain_ext.operators.lists import StepOptions
+from spectrain_ext.operators.numbers import Adam
 from spectrain_ext.operators.plan import Plan
 
 from .parameters import Parameters, Views
@@ -49,13 +51,18 @@ class _Prepared(NamedTuple):
 
     Attributes:
         templates: in the very same list for as long as no number is read anew.
+        lasts: whether it serves once more: no step counts, and no law reads what may change.
         after: the scalar state of every cohort after a step.
     """
 
     templates: Sequence[Any]
     laws: tuple[Law, ...] | None
+    lasts: bool
     call: Callable[[], None]
     after: Sequence[Scalars] = ()
+
+    def serves(self, templates: Sequence[Any], laws: tuple[Law, ...] | None) -> bool:
+        return self.lasts and self.templates is templates and self.laws == laws
 
 
 class Launch:
@@ -106,7 +113,7 @@ class Launch:
 
         stale = None if binding is None else binding.stale
         state = zip(parameters.rule.columns, self._buffers or (), strict=False)
-        self.plan = _Plan(
+        self.native = _Plan(
             self._weights,
             grads=[None] * len(params),
             stashed=self._stashed,
@@ -114,7 +121,7 @@ class Launch:
             stale=None if stale is None else [stale[p].detach() for p in params],
             groups=self._assignment,
             **{name: [buffer.detach() for buffer in column] for name, column in state},
-        )
+        )._native
         self._all_active = False
         self._active: list[bool] = []
         self._rest: tuple[list[bool], Launch] | None = None  # of what is not active
@@ -133,18 +140,18 @@ class Launch:
         """
         grads = tuple(map(_gradient, self.params))
         try:
-            self._all_active = self.plan._native.set_gradients(grads, False)
+            self._all_active = self.native.set_gradients(grads, False)
         except (TypeError, ValueError, RuntimeError):
             fitted = tuple(map(self._fitted, range(len(grads)), grads))
             if all(map(is_, fitted, grads)):
                 raise
-            self._all_active = self.plan._native.set_gradients(fitted, False)
+            self._all_active = self.native.set_gradients(fitted, False)
         if not self._all_active:
             self._active = [g is not None for g in grads]
 
     def forget_gradients(self) -> None:
         """Let go of the gradients, so that ``zero_grad`` really frees their memory."""
-        self.plan._native.forget_gradients()
+        self.native.forget_gradients()
 
     def _fitted(self, row: int, grad: Tensor | None) -> Tensor | None:
         if grad is None:
@@ -165,29 +172,25 @@ class Launch:
             return grad
         return empty_like(weight, weight.dtype).copy_(grad.detach())
 
-    def _active_of(self, rows: list[int]) -> list[int]:
-        return rows if self._all_active else [row for row in rows if self._active[row]]
-
     def updated(self) -> tuple[Tensor, ...]:
         return tuple(self.params if self._all_active else compress(self.params, self._active))
 
     # What runs. `templates`: the numbers of every parameter group, as the rule read them.
 
-    def prepared_step(
+    def prepare_step(
         self,
         templates: Sequence[Any],
         laws: tuple[Law, ...] | None,
         options: StepOptions,
         correcting: Correcting | None,
-    ) -> _Prepared:
-        """What updates the rows that have a gradient, and the scalar state after it.
+    ) -> None:
+        """Prepare what updates the rows that have a gradient; all errors come from here.
 
-        With laws, one for each group, it writes the outs as well, but for what ``write_rest`` does.
-        What corrects the step is the same for as long as there is this launch.
+        With laws, one for each group, it writes the outs as well. What corrects the step is the
+        same for as long as there is this launch.
         """
-        known = None if options else self._step
-        if known is not None and known.templates is templates and known.laws == laws:
-            return known
+        if not options and self._step is not None and self._step.serves(templates, laws):
+            return
         rule = self.parameters.rule
         before = list(map(self._scalars, self.cohorts))
         groups = [templates[cohort.group] for cohort in self.cohorts]
@@ -200,24 +203,33 @@ class Launch:
         if correcting is not None:
             by, rates = correcting
             averages = bool(by.buffers)
-            correction = (
-                averages,
-                [
-                    by.coefficients(n, rates[cohort.group], int(scalars[-1]) if averages else 0)
-                    for n, cohort, scalars in zip(numbers, self.cohorts, before, strict=True)
-                ],
-            )
-        first = self._first_step(groups)
-        call = self.plan._prepared_step(numbers, first, predict, options, correction)
-        made = _Prepared(templates, laws, call, after)
-        self._step = made if not options and self._stays(laws) else None
-        return made
+            coefficients = [
+                by.coefficients(n, rates[cohort.group], int(scalars[-1]) if averages else 0)
+                for n, cohort, scalars in zip(numbers, self.cohorts, before, strict=True)
+            ]
+            correction = averages, coefficients
+        (settings, momentum, predictions), program = step_arguments(numbers, predict)
+        call = partial(self.native.adam_step_, settings)
+        if not isinstance(numbers[0], Adam):
+            call = partial(self.native.sgd_step_, settings, momentum, self._first_step(groups))
+        call = partial(call, predictions, options, None, program, correction)
+        lasts = not options and self._lasts(laws)
+        self._step = _Prepared(templates, laws, lasts, call, after)
+
+    def step(self, state: State) -> bool:
+        """Make the step that was prepared; returns whether rows now belong to other cohorts."""
+        step = self._step
+        assert step is not None
+        step.call()
+        if step.laws is not None:
+            self._write_rest(step.templates, step.laws)
+        self.forget_gradients()
+        return self._updated_to(step.after, state)
 
     def _scalars(self, cohort: Cohort) -> Scalars:
         return self.parameters.scalars(self._positions[cohort.rows[0]])
 
-    def _stays(self, laws: tuple[Law, ...] | None) -> bool:
-        """Whether a call serves once more: no step counts, and no law reads what may change."""
+    def _lasts(self, laws: tuple[Law, ...] | None) -> bool:
         return not self.parameters.rule.scalars and all(map(_is_plain, laws or ()))
 
     def _first_step(self, groups: Sequence[Any]) -> bool | list[bool]:
@@ -231,10 +243,10 @@ class Launch:
             return starts[0]
         return [starts[n] for n in self._assignment]
 
-    def write_rest(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
+    def _write_rest(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Write the outs that a step with laws does not."""
         if self._buffers is None:
-            self.plan.write_out()
+            self.native.write_out(0, None)
         elif not self._all_active and any(map(terms_of, laws, templates)):
             # The step gives a row without a gradient its weights, not their prediction.
             if self._rest is None or self._rest[0] != self._active:
@@ -242,17 +254,16 @@ class Launch:
                 self._rest = self._active, Launch(self.parameters, idle, True, self._outs)
             self._rest[1].predict(templates, tuple(map(_without_gradient, laws)))
 
-    def updated_to(self, after: Sequence[Scalars], state: State) -> bool:
-        """Give the rows that a step has updated the scalar state after it; start state.
-
-        Returns whether rows now belong to other cohorts: begun, or counted apart.
-        """
+    def _updated_to(self, after: Sequence[Scalars], state: State) -> bool:
+        """Give the rows that a step has updated the scalar state after it; start state."""
         counts = bool(self.parameters.rule.scalars)
         if self._all_active and self.started and not counts:
             return False
         changed = False
         for cohort, scalars in zip(self.cohorts, after, strict=True):
-            active = self._active_of(cohort.rows)
+            active = cohort.rows
+            if not self._all_active:
+                active = [row for row in active if self._active[row]]
             if counts:
                 self.parameters.count([self._positions[row] for row in active], scalars)
                 changed = changed or 0 < len(active) < len(cohort.rows)
@@ -266,34 +277,34 @@ class Launch:
     def predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Write the outs."""
         known = self._prediction
-        if known is None or known.templates is not templates or known.laws != laws:
-            call: Callable[[], None] = self.plan.write_out
+        if known is None or not known.serves(templates, laws):
+            call = partial(self.native.write_out, 0, None)
             if self._buffers is not None and any(map(terms_of, laws, templates)):
-                call = self.plan._prepared_predict(*self._now(templates, laws))
-            known = _Prepared(templates, laws, call)
-            self._prediction = known if self._stays(laws) else None
+                terms, eps, program = self._prediction_now(templates, laws)
+                call = partial(self.native.predict, terms, eps, 0, None, program)
+            known = _Prepared(templates, laws, self._lasts(laws), call)
+            self._prediction = known
         known.call()
 
     def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Keep the weights and replace them by their prediction, unless that is the weights."""
         if any(map(terms_of, laws, templates)):
-            call = self.plan._prepared_stash_predict(*self._now(templates, laws))
-            call()
+            terms, eps, program = self._prediction_now(templates, laws)
+            self.native.stash_predict_(terms, eps, None, program)
             self._replaced = True
 
-    def _now(
-        self, templates: Sequence[Any], laws: tuple[Law, ...]
-    ) -> tuple[list[Any], tuple[Law, ...]]:
-        """The numbers of the cohorts as their last update left them, and their laws."""
+    def _prediction_now(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> Prediction:
+        """By the numbers of the cohorts as their last update left them."""
         rule = self.parameters.rule
-        numbers, own = [], []
+        numbers: list[Any] = []
+        own: list[Law] = []
         for cohort in self.cohorts:
             scalars = self._scalars(cohort)
             rests = not cohort.started or rule.rests(scalars)
             template = templates[cohort.group]
             numbers.append(template if rests else rule.at(template, scalars))
             own.append(_STILL if rests else laws[cohort.group])
-        return numbers, tuple(own)
+        return prediction(numbers, own)
 
     def restore(self) -> bool:
         """Write the stashed weights back, wherever the parameters' storage is by now.
@@ -303,7 +314,7 @@ class Launch:
         if not self._replaced:
             return False
         if self.in_place():
-            self.plan.restore_()
+            self.native.restore_(None)
         else:
             for param, kept in zip(self.params, self._stashed or (), strict=True):
                 param.detach().copy_(kept)
