@@ -29,7 +29,7 @@ from .rule import Rule, Templates, plain
 from .state import (
     Ordered,
     SaveGuard,
-    check_group,
+    check_dtypes,
     independent,
     loaded_dtype,
     named,
@@ -144,7 +144,15 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             raise
 
     def _check_group(self, index: int) -> None:
-        check_group(self._parameters.rule, index, self.param_groups[index], self._momentum_dtype)
+        group = self.param_groups[index]
+        self._parameters.rule.read(index, group)
+        seen: dict[Tensor, int] = {}
+        for i, p in enumerate(group["params"]):
+            where = f"parameter {i} of group {index}"
+            if p in seen:
+                raise ValueError(f"{where} is parameter {seen[p]} of that group once more")
+            seen[p] = i
+            check_dtypes(where, p.dtype, self._momentum_dtype)
 
     @_exclusive
     def __getstate__(self) -> dict[str, Any]:
@@ -330,7 +338,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def check_can_predict(self) -> None:
         """Raise ValueError naming the first group whose momentum is 0: it cannot be predicted."""
         self._templates.of(self.param_groups)
-        self._templates.check_can_predict(self.param_groups)
+        self._templates.check_momentum(self.param_groups)
 
     def _laws(
         self, steps: Horizons, *, has_gradient: bool = False

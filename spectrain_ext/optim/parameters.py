@@ -31,8 +31,6 @@ class Binding:
 
     Attributes:
         given: a mapping of buffers for each key of the state, or for the only one.
-        weights: what is updated.
-        buffers: the state of every parameter.
         stale: what a correction reads; None: nothing.
     """
 
@@ -113,12 +111,9 @@ class Parameters:
     """Every parameter of an optimizer under one number, its position, with its state.
 
     Torch keeps state in dicts that anybody may change at any time: so each use asks ``look`` first,
-    which costs some list comparisons while nothing has changed. Scalar state (a step count) lives
-    in one tensor for all parameters, whose elements ``state[p]`` holds: counting a step of all of
-    them is one operation.
-
-    It does not refer to the optimizer: that would be a cycle, and dropping the optimizer would no
-    longer free its memory at once.
+    which costs some comparisons while nothing has changed. Scalar state (a step count) lives in one
+    tensor for all parameters, whose elements ``state[p]`` holds: counting a step of all of them is
+    one operation. There is no reference to the optimizer: in a cycle its memory would outlive it.
     """
 
     def __init__(
@@ -204,11 +199,11 @@ class Parameters:
             # Not state[p]: it is a defaultdict, and looking must not add an entry.
             saved.append(read_entry(where, self.rule, p, state.get(p) or {}))
         self.buffers = [
-            None if found is None else self._settled(p, found.buffers)
+            None if found is None else self._settled(p, found[0])
             for p, found in zip(self.params, saved, strict=True)
         ]
         initial = tuple(self.rule.scalars.values())
-        self._take_scalars([initial if found is None else found.scalars for found in saved])
+        self._take_scalars([initial if found is None else found[1] for found in saved])
         noted = {
             p: self._noted(i, state[p], buffers)
             for i, (p, buffers) in enumerate(zip(self.params, self.buffers, strict=True))

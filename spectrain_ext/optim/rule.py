@@ -46,11 +46,10 @@ class Rule(ABC, Generic[Numbers]):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of all state."""
         return (*self.buffers, *self.scalars)
 
     def with_average(self, buffers: tuple[str, ...]) -> Rule[Numbers]:
-        """Return the rule with the state of a correction that averages, behind its own."""
+        """The rule with the state of a correction that averages, behind its own."""
         made = copy(self)
         made._has_average = True
         made.buffers = (*self.buffers, *buffers)
@@ -59,7 +58,7 @@ class Rule(ABC, Generic[Numbers]):
         return made
 
     def read(self, index: int, group: Group) -> Numbers:
-        """Return the numbers of parameter group ``index``; ValueError or TypeError names it."""
+        """The numbers of parameter group ``index``; ValueError or TypeError names it."""
         for flag, why in self.refused.items():
             if group.get(flag, False):
                 raise ValueError(f"parameter group {index}: {flag}=True is not supported, {why}")
@@ -69,32 +68,28 @@ class Rule(ABC, Generic[Numbers]):
             raise type(error)(f"parameter group {index}: {error}") from error
 
     def after(self, numbers: Numbers, scalars: Scalars) -> Scalars:
-        """Return what all scalars are after one more step."""
+        """What all scalars are after one more step."""
         own: Scalars = self.advance(numbers, scalars)
         return (*own, scalars[-1] + 1.0) if self._has_average else own
 
     @abstractmethod
     def numbers(self, group: Group) -> Numbers:
-        """Return the numbers of a group, before its first step where that matters."""
-
-    def uses_buffers(self, numbers: Numbers) -> bool:
-        """Tell whether a step with these numbers needs the buffers at all."""
-        return True
+        """The numbers of a group, before its first step where that matters."""
 
     def advance(self, numbers: Numbers, scalars: Scalars) -> Scalars:
-        """Return what the rule's own scalars are after one more step."""
+        """What the rule's own scalars are after one more step."""
         return ()
 
     def at(self, numbers: Numbers, scalars: Scalars) -> Numbers:
-        """Return the numbers of the step that led to these scalars."""
+        """The numbers of the step that led to these scalars."""
         return numbers
 
     def rests(self, scalars: Scalars) -> bool:
-        """Tell whether state with these scalars is as it was before the first step."""
+        """Whether state with these scalars is as it was before the first step."""
         return False
 
     def starts(self, numbers: Numbers) -> bool:
-        """Tell whether a first step does other than go on from zero buffers."""
+        """Whether a first step does other than go on from zero buffers."""
         return False
 
 
@@ -105,7 +100,6 @@ class Templates:
     such as a learning rate in a tensor, is read every time.
 
     Attributes:
-        correction: what every step has otherwise; None: nothing.
         kinds: of every group, whether its rule uses the buffers.
     """
 
@@ -118,19 +112,16 @@ class Templates:
         self.kinds: Kinds = ()
 
     def of(self, groups: Sequence[Group]) -> list[Any]:
-        """Return the numbers of every group, the same list while nothing has changed.
-
-        ValueError or TypeError for a number out of range, or that the correction does not allow.
-        """
+        """The numbers of every group, the same list while nothing has changed."""
         if self._seen is None or not _C.same(groups, self._seen):
             self._seen = None
             self._numbers = [self._rule.read(index, group) for index, group in enumerate(groups)]
             if isinstance(self.correction, StepCorrection):
                 self._numbers = list(map(self._corrected, range(len(groups)), self._numbers))
             self._good = []
-            self.kinds = tuple(map(self._rule.uses_buffers, self._numbers))
+            self.kinds = tuple([numbers.has_momentum for numbers in self._numbers])
             if self.correction is not None and self.correction.buffers:
-                self._check_momentum(groups, f"{self.correction} averages the momentum")
+                self.check_momentum(groups, f"{self.correction} averages the momentum")
             if all(map(_stays, groups)):
                 self._seen = tuple(tuple(group.values()) for group in groups)
         return self._numbers
@@ -149,13 +140,13 @@ class Templates:
         return corrected
 
     def check(self, groups: Sequence[Group], laws: tuple[Law, ...], has_gradient: bool) -> None:
-        """Raise ValueError unless every group, as it was read last, has the law that is for it."""
+        """Raise ValueError unless the groups, as they were read last, go with their laws."""
         if (laws, has_gradient) in self._good:
             return
         for index, (law, numbers) in enumerate(zip(laws, self._numbers, strict=True)):
             terms = terms_of(law, numbers)
             if terms:
-                self.check_can_predict(groups, index)
+                self.check_momentum(groups, only=index)
             if not has_gradient and any(term.gradient for term in terms):
                 raise ValueError(
                     f"steps: {law} needs the gradient; order it with write_with_next_step"
@@ -163,11 +154,13 @@ class Templates:
         self._good[_REMEMBERED:] = []
         self._good.insert(0, (laws, has_gradient))
 
-    def check_can_predict(self, groups: Sequence[Group], only: int | None = None) -> None:
+    def check_momentum(
+        self,
+        groups: Sequence[Group],
+        why: str = "a prediction needs a momentum buffer",
+        only: int | None = None,
+    ) -> None:
         """Raise ValueError for the first group, or this one, whose parameters have no momentum."""
-        self._check_momentum(groups, "a prediction needs a momentum buffer", only)
-
-    def _check_momentum(self, groups: Sequence[Group], why: str, only: int | None = None) -> None:
         for index in range(len(groups)) if only is None else (only,):
             if groups[index]["params"] and not self.kinds[index]:
                 raise ValueError(f"parameter group {index} has momentum 0: {why}")
@@ -182,14 +175,14 @@ def _stays(group: Group) -> bool:
 
 
 def rate(value: Any) -> Any:
-    """Return a learning rate: a number, or what a kernel on its device reads when it runs."""
+    """A learning rate: a number, or what a kernel on its device reads when it runs."""
     if isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1:
         return Scalar(value.detach())
     return plain(value, "lr")
 
 
 def plain(value: Any, name: str) -> Any:
-    """Return a number that a group may hold as a CPU tensor with one element."""
+    """A number that a group may hold as a CPU tensor with one element."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.numel() != 1 or value.device.type != "cpu":

@@ -36,10 +36,6 @@ class SgdRule(Rule[Sgd]):
             bool(group.get("ema", False)),
         )
 
-    def uses_buffers(self, numbers: Sgd) -> bool:
-        """Without momentum there is no buffer."""
-        return numbers.momentum != 0.0
-
     def starts(self, numbers: Sgd) -> bool:
         """The first buffer is the gradient, undampened; an average goes on from 0."""
         return not numbers.ema
