@@ -142,9 +142,13 @@ class Sgd:
     def l2(self) -> float:
         return 0.0 if self.decoupled_weight_decay else self.weight_decay
 
+    def keep(self, lr: float) -> float:
+        """What an update leaves of the weights."""
+        return 1.0 - lr * self.weight_decay if self.decoupled_weight_decay else 1.0
+
     def term(self) -> Term:
         """The step without its correction."""
-        keep = 1.0 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0
+        keep = self.keep(self.lr)
         if self.momentum == 0.0:
             return Term(keep, 0.0, self.lr)
         if self.nesterov:
@@ -188,12 +192,13 @@ class Adam:
             raise kind(f"betas: expected a pair of numbers, got {self.betas!r}") from None
         betas = fraction("betas[0]", first), fraction("betas[1]", second)
         object.__setattr__(self, "betas", betas)
-        step = number("step", self.step)
-        if type(step) is float:
-            if step < 1 or step != int(step):
-                raise ValueError(f"step: expected a whole number >= 1, got {self.step!r}")
-            step = int(step)  # torch keeps it as a float32 tensor
-        object.__setattr__(self, "step", step)
+        if type(self.step) is not int or not 0 < self.step < _WHOLE:
+            step = number("step", self.step)
+            if type(step) is float:
+                if step < 1 or step != int(step):
+                    raise ValueError(f"step: expected a whole number >= 1, got {self.step!r}")
+                step = int(step)  # torch keeps it as a float32 tensor
+            object.__setattr__(self, "step", step)
         if self.momentum_decay is not None:
             decay = non_negative("momentum_decay", self.momentum_decay)
             object.__setattr__(self, "momentum_decay", decay)
@@ -208,17 +213,27 @@ class Adam:
         """The bias correction of the second moment's root."""
         return cast(float, (1.0 - self.betas[1] ** step) ** -0.5)
 
+    def rate(self, lr: float, ahead: int = 0) -> float:
+        """What an update multiplies the first moment by, `ahead` updates from now."""
+        step = self.step + ahead if ahead else self.step
+        if self.momentum_decay is None:
+            return lr / (1.0 - self.betas[0] ** step)
+        product = self.mu_product
+        for i in range(1, ahead + 1):
+            product *= self.mu(self.step + i)
+        following = self.mu(step + 1)
+        return lr * following / (1.0 - product * following)
+
+    def keep(self, lr: float) -> float:
+        """What an update leaves of the weights."""
+        return 1.0 - lr * self.weight_decay if self.decoupled_weight_decay else 1.0
+
     def term(self) -> Term:
         """The step without its correction."""
-        beta1 = self.betas[0]
-        if self.momentum_decay is None:
-            momentum, gradient = self.lr / (1.0 - beta1**self.step), 0.0
-        else:
-            now, following = self.mu(self.step), self.mu(self.step + 1)
-            gradient = self.lr * (1.0 - now) / (1.0 - self.mu_product)
-            momentum = self.lr * following / (1.0 - self.mu_product * following)
-        keep = 1.0 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0
-        return Term(keep, momentum, gradient, self.root(self.step))
+        gradient = 0.0
+        if self.momentum_decay is not None:
+            gradient = self.lr * (1.0 - self.mu(self.step)) / (1.0 - self.mu_product)
+        return Term(self.keep(self.lr), self.rate(self.lr), gradient, self.root(self.step))
 
     def setting(self) -> Setting:
         beta1, beta2 = self.betas

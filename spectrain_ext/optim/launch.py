@@ -70,8 +70,7 @@ class Launch:
 
     A plan keeps raw addresses, and a parameter can get another storage at any time
     (``p.data = ...``, ``module.to()``), as its state can get another buffer. So ``Launches`` asks
-    ``in_place`` before every use. The plan holds detached aliases of the tensors: they keep the
-    storage it points to alive whatever becomes of the parameter.
+    ``in_place`` before every use. The plan holds detached aliases, which keep its storage alive.
 
     Args:
         positions: of the parameters, ascending.
@@ -134,9 +133,8 @@ class Launch:
     def read_gradients(self) -> None:
         """Hand the parameters' gradients to the plan, and note which rows have one.
 
-        A gradient of another layout than its parameter (autograd gives the same one, but a hook or
-        a caller may not) is copied into the parameter's layout; what cannot be a gradient of the
-        parameter raises and leaves the plan's gradients as they were.
+        A gradient of another layout than its parameter, as a hook or a caller may leave it, is
+        copied; what cannot be one raises and leaves the plan's gradients as they were.
         """
         grads = tuple(map(_gradient, self.params))
         try:
@@ -150,8 +148,7 @@ class Launch:
             self._active = [g is not None for g in grads]
 
     def forget_gradients(self) -> None:
-        """Let go of the gradients, so that ``zero_grad`` really frees their memory."""
-        self.native.forget_gradients()
+        self.native.forget_gradients()  # so that ``zero_grad`` really frees their memory
 
     def _fitted(self, row: int, grad: Tensor | None) -> Tensor | None:
         if grad is None:
@@ -358,29 +355,28 @@ class Launches:
         *,
         stash: bool = False,
     ) -> list[Launch]:
-        """Return the launches of a step: of parameters that have a gradient, state, or need none.
+        """The launches of a step: of parameters that have a gradient, state, or need none.
 
         Those of a prediction in place, which have a stash, are of parameters with state; those of a
-        bound optimizer, of all: they may write outs. They are resolved on first use and not
-        before: until then the owner may still move the parameters into a buffer
-        (``p.data = view``). RuntimeError for one that has moved since.
+        bound optimizer, of all: they may write outs. They are resolved on first use: until then the
+        owner may still move the parameters into a buffer. RuntimeError for one that moved later.
         """
         parameters = self._parameters
         version, binding = parameters.look(groups, state), parameters.binding
         places = (outs,) if binding is None else (outs, binding.weights, binding.stale)
         key = stash, *map(id, places)
         known = self._known.get(key)
+        moved = False
         for launch in () if known is None else known.launches:
-            if not launch.in_place():
-                if binding is not None:
-                    raise RuntimeError(
-                        f"a parameter of group {launch.cohorts[0].group} no longer has the storage "
-                        "it was bound with (.to() or load_state_dict(assign=True) since bind)"
-                    )
-                known = None
-                break
+            moved = moved or not launch.in_place()
+            if moved and binding is not None:
+                raise RuntimeError(
+                    f"a parameter of group {launch.cohorts[0].group} no longer has the storage it "
+                    "was bound with (.to() or load_state_dict(assign=True) since bind)"
+                )
         if (
             known is None
+            or moved
             or known.version != version
             or known.kinds != kinds
             or (known.idle and not stash and any(p.grad is not None for p in known.idle))
@@ -388,13 +384,12 @@ class Launches:
             if binding is None:
                 parameters.forget()  # parameters may have moved: their state follows them
                 version = parameters.look(groups, state)
-            launches, idle = self._made(kinds, outs, stash)
-            known = self._known[key] = _Resolved(places, kinds, version, idle, launches)
+            known = self._known[key] = self._made(places, kinds, version, stash)
         return known.launches
 
     def _made(
-        self, kinds: Kinds, outs: Views | None, stash: bool
-    ) -> tuple[list[Launch], list[Tensor]]:
+        self, places: tuple[Views | None, ...], kinds: Kinds, version: int, stash: bool
+    ) -> _Resolved:
         parameters = self._parameters
         idle: list[Tensor] = []
         found: dict[tuple[torch.device, bool], list[int]] = {}
@@ -406,10 +401,10 @@ class Launches:
             else:
                 idle.append(p)
         launches = [
-            Launch(parameters, positions, kind, outs, stash=stash)
+            Launch(parameters, positions, kind, places[0], stash=stash)
             for (_, kind), positions in found.items()
         ]
-        return launches, idle
+        return _Resolved(places, kinds, version, idle, launches)
 
 
 class Scaling(NamedTuple):
