@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -13,65 +12,39 @@ from spectrain_ext.operators.numbers import Adam as AdamNumbers
 from spectrain_ext.operators.numbers import non_negative
 
 from .base import PredictingOptimizer
-from .rule import Group, Rule, Scalars, plain, rate
+from .rule import REFUSED, Group, Rule, plain, rate
 
 
-class AdamRule(Rule[AdamNumbers]):
-    """Adam: two moments and a count of steps, from which bias corrections follow."""
+def _adam_numbers(group: Group) -> AdamNumbers:
+    return AdamNumbers(
+        rate(group["lr"]),
+        tuple(plain(beta, f"betas[{i}]") for i, beta in enumerate(group["betas"])),
+        plain(group["eps"], "eps"),
+        plain(group["weight_decay"], "weight_decay"),
+        1,
+        bool(group["decoupled_weight_decay"]),
+        bool(group["maximize"]),
+    )
 
-    buffers = ("exp_avg", "exp_avg_sq")
-    columns = ("exp_avgs", "exp_avg_sqs")
-    scalars: Mapping[str, float] = {"step": 0.0}
-    refused: Mapping[str, str] = {
-        **Rule.refused,
+
+def _nadam_numbers(group: Group) -> AdamNumbers:
+    decay = non_negative("momentum_decay", plain(group["momentum_decay"], "momentum_decay"))
+    first = replace(_adam_numbers(group), momentum_decay=decay, mu_product=0.0)
+    return replace(first, mu_product=first.mu(1))
+
+
+_ADAM = Rule(
+    _adam_numbers,
+    buffers=("exp_avg", "exp_avg_sq"),
+    columns=("exp_avgs", "exp_avg_sqs"),
+    scalars={"step": 0.0},
+    refused={
+        **REFUSED,
         "amsgrad": "no kernel keeps the maximum of the second moments",
         "capturable": "the step count lives on the host",
-    }
-
-    def numbers(self, group: Group) -> AdamNumbers:
-        """The numbers of a first step."""
-        return AdamNumbers(
-            rate(group["lr"]),
-            tuple(plain(beta, f"betas[{i}]") for i, beta in enumerate(group["betas"])),
-            plain(group["eps"], "eps"),
-            plain(group["weight_decay"], "weight_decay"),
-            1,
-            bool(group["decoupled_weight_decay"]),
-            bool(group["maximize"]),
-        )
-
-    def advance(self, numbers: AdamNumbers, scalars: Scalars) -> Scalars:
-        return (scalars[0] + 1.0,)
-
-    def at(self, numbers: AdamNumbers, scalars: Scalars) -> AdamNumbers:
-        return replace(numbers, step=int(scalars[0]))
-
-    def rests(self, scalars: Scalars) -> bool:
-        """State may have been made in advance."""
-        return scalars[0] < 1.0
-
-
-class NAdamRule(AdamRule):
-    """Adam with a momentum that changes from step to step, and the product of its values."""
-
-    scalars: Mapping[str, float] = {"step": 0.0, "mu_product": 1.0}
-
-    def numbers(self, group: Group) -> AdamNumbers:
-        """The numbers of a first step."""
-        decay = non_negative("momentum_decay", plain(group["momentum_decay"], "momentum_decay"))
-        first = replace(super().numbers(group), momentum_decay=decay, mu_product=0.0)
-        return replace(first, mu_product=first.mu(1))
-
-    def advance(self, numbers: AdamNumbers, scalars: Scalars) -> Scalars:
-        """Count, and multiply in the precision that torch keeps the product in."""
-        step = scalars[0] + 1.0
-        wide = torch.get_default_dtype() == torch.float64
-        dtype = torch.float64 if wide else torch.float32
-        product = torch.tensor(scalars[1], dtype=dtype, device="cpu")
-        return step, product.mul_(numbers.mu(step)).item()
-
-    def at(self, numbers: AdamNumbers, scalars: Scalars) -> AdamNumbers:
-        return replace(numbers, step=int(scalars[0]), mu_product=scalars[1])
+    },
+)
+_NADAM = replace(_ADAM, numbers=_nadam_numbers, scalars={"step": 0.0, "mu_product": 1.0})
 
 
 class Adam(PredictingOptimizer, torch.optim.Adam):
@@ -110,7 +83,7 @@ class Adam(PredictingOptimizer, torch.optim.Adam):
     that was never updated is predicted to stay as it is.
     """
 
-    _rule = AdamRule()
+    _rule = _ADAM
 
     def __init__(
         self,
@@ -152,7 +125,7 @@ class AdamW(PredictingOptimizer, torch.optim.AdamW):
     The linear prediction leaves the decay out, the geometric law has it.
     """
 
-    _rule = AdamRule()
+    _rule = _ADAM
 
     def __init__(
         self,
@@ -193,7 +166,7 @@ class NAdam(PredictingOptimizer, torch.optim.NAdam):
     The prediction goes on with the momentum part of the last step, without a gradient.
     """
 
-    _rule = NAdamRule()
+    _rule = _NADAM
 
     def __init__(
         self,

@@ -91,7 +91,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     # GradScaler leaves dividing by its scale, and skipping, to a step that claims this.
     _step_supports_amp_scaling = True
 
-    _rule: Rule[Any]  # steps obey that of the parameters, which may have a correction's state
+    _rule: Rule  # steps obey that of the parameters, which may have a correction's state
     _momentum_dtype: torch.dtype | None
     _loading: StateDict | None = None
     _parameters: Parameters
@@ -107,7 +107,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def _begin(
         self,
         binding: Binding | None = None,
-        rule: Rule[Any] | None = None,
+        rule: Rule | None = None,
         correction: Correction | None = None,
     ) -> None:
         """Forget what was resolved, and go on with this."""

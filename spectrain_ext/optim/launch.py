@@ -15,7 +15,7 @@ from spectrain_ext import _C
 from spectrain_ext.operators.calls import Prediction, StepOptions, prediction, step_arguments
 from spectrain_ext.operators.corrections import StaleCorrection
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, terms_of
-from spectrain_ext.operators.numbers import Adam
+from spectrain_ext.operators.numbers import Adam, Sgd
 from spectrain_ext.operators.plan import Plan
 
 from .parameters import Parameters, Views
@@ -192,7 +192,7 @@ class Launch:
         before = list(map(self._scalars, self.cohorts))
         groups = [templates[cohort.group] for cohort in self.cohorts]
         after = list(map(rule.after, groups, before))
-        numbers = list(map(rule.at, groups, after))
+        numbers: list[Any] = list(map(rule.at, groups, after))
         predict: tuple[tuple[Law, ...], ...] = ()
         if laws is not None and self._buffers is not None:
             predict = (tuple([laws[cohort.group] for cohort in self.cohorts]),)
@@ -229,13 +229,12 @@ class Launch:
     def _lasts(self, laws: tuple[Law, ...] | None) -> bool:
         return not self.parameters.rule.scalars and all(map(_is_plain, laws or ()))
 
-    def _first_step(self, groups: Sequence[Any]) -> bool | list[bool]:
+    def _first_step(self, groups: Sequence[Sgd]) -> bool | list[bool]:
         if self._buffers is None:
             return False
-        starts = [
-            not cohort.started and self.parameters.rule.starts(group)
-            for cohort, group in zip(self.cohorts, groups, strict=True)
-        ]
+        # The first buffer is the gradient, undampened; an average goes on from 0.
+        pairs = zip(self.cohorts, groups, strict=True)
+        starts = [not cohort.started and not numbers.ema for cohort, numbers in pairs]
         if all(starts) or not any(starts):
             return starts[0]
         return [starts[n] for n in self._assignment]

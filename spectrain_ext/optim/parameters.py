@@ -11,7 +11,7 @@ from torch import Tensor
 from spectrain_ext import _C
 from spectrain_ext.operators.laws import Horizons
 
-from .rule import Group, Rule, Scalars
+from .rule import Group, Rule, Scalars, scalar_dtype
 from .state import (
     State,
     check_dtypes,
@@ -117,7 +117,7 @@ class Parameters:
     """
 
     def __init__(
-        self, rule: Rule[Any], state_dtype: torch.dtype | None, binding: Binding | None = None
+        self, rule: Rule, state_dtype: torch.dtype | None, binding: Binding | None = None
     ) -> None:
         self.rule = rule
         self.binding = binding
@@ -255,10 +255,7 @@ class Parameters:
             return
         shape = len(self.rule.scalars), len(saved)
         if self._counts is None or self._counts.shape != shape:
-            # torch.optim's choice: float32 unless the default is float64.
-            wide = torch.get_default_dtype() == torch.float64
-            dtype = torch.float64 if wide else torch.float32
-            self._counts = torch.empty(shape, dtype=dtype, device="cpu")
+            self._counts = torch.empty(shape, dtype=scalar_dtype(), device="cpu")
             self._rows = self._counts.unbind()
         values = torch.tensor(saved, dtype=torch.float64, device="cpu")
         self._counts.copy_(values.reshape(shape[::-1]).T)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from copy import copy
-from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,45 +14,47 @@ from spectrain_ext.operators.expressions import Scalar
 from spectrain_ext.operators.laws import Law, terms_of
 from spectrain_ext.operators.numbers import Adam, Sgd, Term
 
-Numbers = TypeVar("Numbers", Sgd, Adam)
+Numbers = Sgd | Adam
 Scalars = tuple[float, ...]
 Group = Mapping[str, Any]
 Kinds = tuple[bool, ...]  # of every group: whether its rule uses the buffers now
 
 _REMEMBERED = 8  # laws that were found good: a training loop asks for the same few every time
+REFUSED = {"differentiable": "the step writes behind autograd's back"}
 _IMMUTABLE = (float, int, str, type(None))
 
 
-class Rule(ABC, Generic[Numbers]):
-    """An update rule, without state of its own.
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """An update rule.
 
     Attributes:
+        numbers: those of a parameter group, before its first step where that matters.
         buffers: keys of the state that is shaped like the parameter, as torch.optim names them.
         columns: what ``Plan`` calls the lists of those buffers.
-        scalars: the state that is one number per parameter, and its value before the first step.
+        scalars: the state that is one number per parameter, and its value before the first step:
+            ``step`` before ``mu_product``, and ``gap_step``, the steps that an average has taken.
         refused: flags of torch's that are not supported, and why.
     """
 
+    numbers: Callable[[Group], Numbers]
     buffers: tuple[str, ...]
     columns: tuple[str, ...]
-    scalars: Mapping[str, float] = MappingProxyType({})
-    refused: Mapping[str, str] = MappingProxyType(
-        {"differentiable": "the step writes behind autograd's back"}
-    )
-    _has_average = False
+    scalars: Mapping[str, float]
+    refused: Mapping[str, str]
 
     @property
     def keys(self) -> tuple[str, ...]:
         return (*self.buffers, *self.scalars)
 
-    def with_average(self, buffers: tuple[str, ...]) -> Rule[Numbers]:
+    def with_average(self, buffers: tuple[str, ...]) -> Rule:
         """The rule with the state of a correction that averages, behind its own."""
-        made = copy(self)
-        made._has_average = True
-        made.buffers = (*self.buffers, *buffers)
-        made.columns = (*self.columns, "gap_averages")
-        made.scalars = {**self.scalars, "gap_step": 0.0}  # steps that the average has taken up
-        return made
+        return replace(
+            self,
+            buffers=(*self.buffers, *buffers),
+            columns=(*self.columns, "gap_averages"),
+            scalars={**self.scalars, "gap_step": 0.0},
+        )
 
     def read(self, index: int, group: Group) -> Numbers:
         """The numbers of parameter group ``index``; ValueError or TypeError names it."""
@@ -69,28 +68,27 @@ class Rule(ABC, Generic[Numbers]):
 
     def after(self, numbers: Numbers, scalars: Scalars) -> Scalars:
         """What all scalars are after one more step."""
-        own: Scalars = self.advance(numbers, scalars)
-        return (*own, scalars[-1] + 1.0) if self._has_average else own
-
-    @abstractmethod
-    def numbers(self, group: Group) -> Numbers:
-        """The numbers of a group, before its first step where that matters."""
-
-    def advance(self, numbers: Numbers, scalars: Scalars) -> Scalars:
-        """What the rule's own scalars are after one more step."""
-        return ()
+        after: list[float] = []
+        for key, value in zip(self.scalars, scalars, strict=True):
+            if key == "mu_product" and isinstance(numbers, Adam):
+                # In the precision that torch keeps the product in.
+                product = torch.tensor(value, dtype=scalar_dtype(), device="cpu")
+                after.append(product.mul_(numbers.mu(after[0])).item())
+            else:
+                after.append(value + 1.0)
+        return tuple(after)
 
     def at(self, numbers: Numbers, scalars: Scalars) -> Numbers:
         """The numbers of the step that led to these scalars."""
-        return numbers
+        if isinstance(numbers, Sgd):
+            return numbers
+        if numbers.momentum_decay is None:
+            return replace(numbers, step=int(scalars[0]))
+        return replace(numbers, step=int(scalars[0]), mu_product=scalars[1])
 
     def rests(self, scalars: Scalars) -> bool:
-        """Whether state with these scalars is as it was before the first step."""
-        return False
-
-    def starts(self, numbers: Numbers) -> bool:
-        """Whether a first step does other than go on from zero buffers."""
-        return False
+        """Whether no step has been made with state of these scalars, which was made in advance."""
+        return "step" in self.scalars and scalars[0] < 1.0
 
 
 class Templates:
@@ -103,7 +101,7 @@ class Templates:
         kinds: of every group, whether its rule uses the buffers.
     """
 
-    def __init__(self, rule: Rule[Any], correction: Correction | None = None) -> None:
+    def __init__(self, rule: Rule, correction: Correction | None = None) -> None:
         self._rule = rule
         self.correction = correction
         self._seen: tuple[tuple[Any, ...], ...] | None = None
@@ -172,6 +170,11 @@ def _stays(group: Group) -> bool:
         if key != "params" and not all(isinstance(v, _IMMUTABLE) for v in inside):
             return False
     return True
+
+
+def scalar_dtype() -> torch.dtype:
+    """torch.optim's choice: float32 unless the default is float64."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
 def rate(value: Any) -> Any:

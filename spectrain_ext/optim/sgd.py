@@ -11,34 +11,23 @@ from torch.optim.optimizer import ParamsT
 from spectrain_ext.operators.numbers import Sgd
 
 from .base import PredictingOptimizer
-from .rule import Group, Rule, plain, rate
+from .rule import REFUSED, Group, Rule, plain, rate
 
 _EXTRAS = ("ema", "decoupled_weight_decay")
 
 
-class SgdRule(Rule[Sgd]):
-    """Momentum SGD: one buffer, which begins with the first gradient."""
-
-    buffers = ("momentum_buffer",)
-    columns = ("momentum_buffers",)
-
-    def numbers(self, group: Group) -> Sgd:
-        """Nesterov momentum of a momentum of 0 is no momentum, as in torch."""
-        momentum = plain(group["momentum"], "momentum")
-        return Sgd(
-            rate(group["lr"]),
-            momentum,
-            group["dampening"],
-            plain(group["weight_decay"], "weight_decay"),
-            bool(group["nesterov"]) and momentum != 0,
-            bool(group["maximize"]),
-            bool(group.get("decoupled_weight_decay", False)),
-            bool(group.get("ema", False)),
-        )
-
-    def starts(self, numbers: Sgd) -> bool:
-        """The first buffer is the gradient, undampened; an average goes on from 0."""
-        return not numbers.ema
+def _numbers(group: Group) -> Sgd:
+    momentum = plain(group["momentum"], "momentum")
+    return Sgd(
+        rate(group["lr"]),
+        momentum,
+        group["dampening"],
+        plain(group["weight_decay"], "weight_decay"),
+        bool(group["nesterov"]) and momentum != 0,  # Nesterov's of 0 is none, as in torch
+        bool(group["maximize"]),
+        bool(group.get("decoupled_weight_decay", False)),
+        bool(group.get("ema", False)),
+    )
 
 
 class SGD(PredictingOptimizer, torch.optim.SGD):
@@ -82,7 +71,7 @@ class SGD(PredictingOptimizer, torch.optim.SGD):
     is predicted to stay as it is.
     """
 
-    _rule = SgdRule()
+    _rule = Rule(_numbers, ("momentum_buffer",), ("momentum_buffers",), {}, REFUSED)
 
     def __init__(
         self,

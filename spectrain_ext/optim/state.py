@@ -90,7 +90,7 @@ def named(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
 
 
 def read_entry(
-    where: str, rule: Rule[Any], p: Tensor, entry: Mapping[str, Any]
+    where: str, rule: Rule, p: Tensor, entry: Mapping[str, Any]
 ) -> tuple[tuple[Tensor, ...], Scalars] | None:
     """The buffers and scalars that ``entry`` holds, None if the parameter was never updated.
 
@@ -127,7 +127,7 @@ def independent(entry: Any, keys: Sequence[str]) -> Any:
     }
 
 
-def without_state(rule: Rule[Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def without_state(rule: Rule, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state_dict with nothing that torch would cast to its parameter's dtype."""
 
     def rest_of(entry: Any) -> Any:
@@ -140,7 +140,7 @@ def without_state(rule: Rule[Any], state_dict: Mapping[str, Any]) -> dict[str, A
 
 
 def put_saved(
-    rule: Rule[Any],
+    rule: Rule,
     state_dtype: torch.dtype | None,
     defaults: Mapping[str, Any],
     saved: Mapping[str, Any],
