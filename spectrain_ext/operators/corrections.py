@@ -115,11 +115,13 @@ def coefficients_of(
     groups: Sequence[Sgd] | Sequence[Adam],
     largest_lr: float | None,
     averaged: int,
-) -> tuple[bool, list[Coefficients]]:
+) -> tuple[bool, list[Coefficients]] | None:
     """What the native step takes of every group: whether there is an average, and coefficients.
 
     `largest_lr` (None: the step's own) and `averaged` are those of all groups.
     """
+    if correction is None:
+        return None
     stale = stale_correction(correction)
     updates = number("averaged", averaged)
     if updates < 0 or updates != int(updates):

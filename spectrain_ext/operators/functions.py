@@ -331,9 +331,7 @@ def adam_step_(
     numbers = Adam(lr, betas, eps, weight_decay, step, *more)
     plan = lists.plan()
     (settings, _, predictions), program = step_arguments([numbers], horizons)
-    correcting = None
-    if correction is not None:
-        correcting = coefficients_of(correction, [numbers], largest_lr, averaged)
+    correcting = coefficients_of(correction, [numbers], largest_lr, averaged)
     plan.adam_step_(settings, predictions, options, stream, program, correcting)
     lists.bump()
 

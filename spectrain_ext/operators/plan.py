@@ -268,9 +268,7 @@ class Plan:
         if groups is None or (options and not _OF_ADAM.isdisjoint(options)):
             groups = self._adams(groups, cast("dict[str, Any]", options))
         (settings, _, predictions), program = step_arguments(self._checked(groups, Adam), predict)
-        correcting = None
-        if correction is not None:
-            correcting = coefficients_of(correction, groups, largest_lr, averaged)
+        correcting = coefficients_of(correction, groups, largest_lr, averaged)
         self._native.adam_step_(settings, predictions, options, stream, program, correcting)
 
     # Versions of the weights.

@@ -267,7 +267,7 @@ class Launch:
                 changed = changed or bool(active)
                 for row in active:
                     buffers = [column[row] for column in self._buffers]
-                    self.parameters.start(state, self._positions[row], buffers)
+                    self.parameters.put(state, self._positions[row], buffers)
         return changed
 
     def predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:

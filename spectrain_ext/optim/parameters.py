@@ -167,12 +167,13 @@ class Parameters:
         started = self.buffers[position] is not None
         return self.groups[position], started, self.scalars(position)
 
-    def start(self, state: State, position: int, buffers: Sequence[Tensor]) -> None:
-        """Put the first state of a parameter where torch keeps it, sharing memory."""
+    def put(self, state: State, position: int, buffers: Sequence[Tensor]) -> dict[str, Any]:
+        """Put a parameter's state where torch keeps it, sharing memory."""
         entry = state[self.params[position]]
         if self._counts is not None:
             entry.update(zip(self.rule.scalars, self._counts[:, position].unbind(), strict=True))
         entry.update(zip(self.rule.buffers, buffers, strict=True))
+        return {key: entry[key] for key in self.rule.keys}
 
     def count(self, positions: Sequence[int], scalars: Scalars) -> None:
         """Give parameters, in ascending order, new scalar state."""
@@ -204,37 +205,20 @@ class Parameters:
         ]
         initial = tuple(self.rule.scalars.values())
         self._take_scalars([initial if found is None else found[1] for found in saved])
-        noted = {
-            p: self._noted(i, state[p], buffers)
-            for i, (p, buffers) in enumerate(zip(self.params, self.buffers, strict=True))
-            if p in state
-        }
-        if self.binding is not None:
-            for p, buffers in zip(self.params, self.buffers, strict=True):
-                if buffers is None:
-                    for view in self.binding.buffers[p]:
-                        view.zero_()  # so that the prediction is the weights themselves
+        noted: dict[Tensor, dict[str, Any]] = {}
+        for i, (p, buffers) in enumerate(zip(self.params, self.buffers, strict=True)):
+            if buffers is not None:
+                noted[p] = self.put(state, i, buffers)
+                continue
+            noted[p] = dict.fromkeys(self.rule.keys)
+            for view in () if self.binding is None else self.binding.buffers[p]:
+                view.zero_()  # so that the prediction is the weights themselves
         self._version += 1
         # Last: from here on it is true.
         self._seen = (
             tuple({"params": tuple(group["params"])} for group in groups),
             tuple(noted.get(p, entry) for p, entry in state.items()),
         )
-
-    def _noted(
-        self, position: int, entry: dict[str, Any], buffers: tuple[Tensor, ...] | None
-    ) -> dict[str, Any]:
-        """What an entry of the state has, now that it is where it belongs."""
-        if buffers is None:
-            return dict.fromkeys(self.rule.keys)
-        entry.update(zip(self.rule.buffers, buffers, strict=True))
-        if self._counts is not None:
-            numbers = self._counts[:, position].unbind()
-            for key, number in zip(self.rule.scalars, numbers, strict=True):
-                kept = entry[key]
-                if not isinstance(kept, Tensor) or kept.data_ptr() != number.data_ptr():
-                    entry[key] = number
-        return {key: entry[key] for key in self.rule.keys}
 
     def _settled(self, p: Tensor, buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The buffers where they belong, in a layout and dtype that the kernels take."""
