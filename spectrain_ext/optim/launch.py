@@ -18,8 +18,8 @@ from spectrain_ext.operators.laws import Law, Linear, SecondOrder, terms_of
 from spectrain_ext.operators.numbers import Adam, Sgd
 from spectrain_ext.operators.plan import Plan
 
-from .parameters import Parameters, Views
-from .rule import Group, Kinds, Scalars
+from .parameters import Kinds, Parameters, Views
+from .rule import Group, Scalars
 from .state import State, empty_like
 
 # What corrects a step, and the largest learning rate of every group.
@@ -342,14 +342,13 @@ class Launches:
     """The launches of an optimizer, one for each device and kind of group, kept while true."""
 
     def __init__(self, parameters: Parameters) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self._known: dict[tuple[int, ...], _Resolved] = {}
 
     def of(
         self,
         groups: Sequence[Group],
         state: State,
-        kinds: Kinds,
         outs: Views | None = None,
         *,
         stash: bool = False,
@@ -360,8 +359,9 @@ class Launches:
         bound optimizer, of all: they may write outs. They are resolved on first use: until then the
         owner may still move the parameters into a buffer. RuntimeError for one that moved later.
         """
-        parameters = self._parameters
-        version, binding = parameters.look(groups, state), parameters.binding
+        parameters = self.parameters
+        kinds, binding = parameters.kinds, parameters.binding
+        version = parameters.look(groups, state)
         places = (outs,) if binding is None else (outs, binding.weights, binding.stale)
         key = stash, *map(id, places)
         known = self._known.get(key)
@@ -383,13 +383,11 @@ class Launches:
             if binding is None:
                 parameters.forget()  # parameters may have moved: their state follows them
                 version = parameters.look(groups, state)
-            known = self._known[key] = self._made(places, kinds, version, stash)
+            known = self._known[key] = self._made(places, version, stash)
         return known.launches
 
-    def _made(
-        self, places: tuple[Views | None, ...], kinds: Kinds, version: int, stash: bool
-    ) -> _Resolved:
-        parameters = self._parameters
+    def _made(self, places: tuple[Views | None, ...], version: int, stash: bool) -> _Resolved:
+        parameters, kinds = self.parameters, self.parameters.kinds
         idle: list[Tensor] = []
         found: dict[tuple[torch.device, bool], list[int]] = {}
         for i, p in enumerate(parameters.params):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from spectrain_ext import _C
-from spectrain_ext.operators.laws import Horizons
+from spectrain_ext.operators.corrections import Correction, StepCorrection
+from spectrain_ext.operators.laws import Horizons, Law, terms_of
+from spectrain_ext.operators.numbers import Term
 
 from .rule import Group, Rule, Scalars, scalar_dtype
 from .state import (
@@ -24,6 +27,10 @@ from .state import (
 )
 
 Views = Mapping[Tensor, Tensor]
+Kinds = tuple[bool, ...]
+
+_REMEMBERED = 8  # laws that were found good: a training loop asks for the same few every time
+_IMMUTABLE = (float, int, str, type(None))
 
 
 class Binding:
@@ -108,19 +115,28 @@ class PredictionSink:
 
 
 class Parameters:
-    """Every parameter of an optimizer under one number, its position, with its state.
+    """Every parameter of an optimizer under one number, its position, with its state; its groups.
 
     Torch keeps state in dicts that anybody may change at any time: so each use asks ``look`` first,
     which costs some comparisons while nothing has changed. Scalar state (a step count) lives in one
     tensor for all parameters, whose elements ``state[p]`` holds: counting a step of all of them is
     one operation. There is no reference to the optimizer: in a cycle its memory would outlive it.
+
+    Attributes:
+        correction: what every step has otherwise; None: nothing.
+        kinds: of every group, whether its rule uses the buffers, as the numbers were read last.
     """
 
     def __init__(
-        self, rule: Rule, state_dtype: torch.dtype | None, binding: Binding | None = None
+        self,
+        rule: Rule,
+        state_dtype: torch.dtype | None = None,
+        binding: Binding | None = None,
+        correction: Correction | None = None,
     ) -> None:
         self.rule = rule
         self.binding = binding
+        self.correction = correction
         self._state_dtype = state_dtype
         self.params: list[Tensor] = []
         self.places: list[str] = []  # for errors
@@ -131,6 +147,74 @@ class Parameters:
         self._values: list[list[float]] = []  # what they were last
         self._version = 0
         self.forget()
+        self.kinds: Kinds = ()
+        self._numbers: list[Any] = []
+        self._numbers_of: tuple[tuple[Any, ...], ...] | None = None  # these values of groups
+        self._good: list[tuple[tuple[Law, ...], bool]] = []
+
+    # The numbers of the groups.
+
+    def numbers(self, groups: Sequence[Group]) -> list[Any]:
+        """Those of every group as the rule reads them, the same list while nothing has changed.
+
+        Then that costs a comparison. A value that may change in place, such as a learning rate in a
+        tensor, is read every time.
+        """
+        if self._numbers_of is None or not _C.same(groups, self._numbers_of):
+            self._numbers_of = None
+            self._numbers = [self.rule.read(index, group) for index, group in enumerate(groups)]
+            if isinstance(self.correction, StepCorrection):
+                self._numbers = list(map(self._corrected, range(len(groups)), self._numbers))
+            self._good = []
+            self.kinds = tuple([numbers.has_momentum for numbers in self._numbers])
+            if self.correction is not None and self.correction.buffers:
+                self.check_momentum(groups, f"{self.correction} averages the momentum")
+            if all(map(_stays, groups)):
+                self._numbers_of = tuple(tuple(group.values()) for group in groups)
+        return self._numbers
+
+    def _corrected(self, index: int, numbers: Any) -> Any:
+        corrected = replace(numbers, correction=self.correction)
+        try:
+            step = corrected.setting()[-1]
+        except ValueError as error:
+            raise ValueError(f"parameter group {index}: {error}") from error
+        if not isinstance(step, Term):
+            raise TypeError(
+                f"parameter group {index}: {self.correction}: expected a step as a Term, such as "
+                f"numbers.term(), got {step!r}"
+            )
+        return corrected
+
+    def check_laws(
+        self, groups: Sequence[Group], laws: tuple[Law, ...], has_gradient: bool
+    ) -> None:
+        """Raise ValueError unless the groups, as they were read last, go with their laws."""
+        if (laws, has_gradient) in self._good:
+            return
+        for index, (law, numbers) in enumerate(zip(laws, self._numbers, strict=True)):
+            terms = terms_of(law, numbers)
+            if terms:
+                self.check_momentum(groups, only=index)
+            if not has_gradient and any(term.gradient for term in terms):
+                raise ValueError(
+                    f"steps: {law} needs the gradient; order it with write_with_next_step"
+                )
+        self._good[_REMEMBERED:] = []
+        self._good.insert(0, (laws, has_gradient))
+
+    def check_momentum(
+        self,
+        groups: Sequence[Group],
+        why: str = "a prediction needs a momentum buffer",
+        only: int | None = None,
+    ) -> None:
+        """Raise ValueError for the first group, or this one, whose parameters have no momentum."""
+        for index in range(len(groups)) if only is None else (only,):
+            if groups[index]["params"] and not self.kinds[index]:
+                raise ValueError(f"parameter group {index} has momentum 0: {why}")
+
+    # Parameters and their state.
 
     def forget(self) -> None:
         """Read everything again at the next look."""
@@ -244,6 +328,14 @@ class Parameters:
         values = torch.tensor(saved, dtype=torch.float64, device="cpu")
         self._counts.copy_(values.reshape(shape[::-1]).T)
         self._values = self._counts.tolist()
+
+
+def _stays(group: Group) -> bool:
+    for key, value in group.items():
+        inside = value if type(value) is tuple else (value,)
+        if key != "params" and not all(isinstance(v, _IMMUTABLE) for v in inside):
+            return False
+    return True
 
 
 def _by_key(given: Views | Mapping[str, Views], keys: Sequence[str]) -> Mapping[str, Views]:

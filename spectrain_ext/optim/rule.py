@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from spectrain_ext import _C
-from spectrain_ext.operators.corrections import Correction, StepCorrection
 from spectrain_ext.operators.expressions import Scalar
-from spectrain_ext.operators.laws import Law, terms_of
-from spectrain_ext.operators.numbers import Adam, Sgd, Term
+from spectrain_ext.operators.numbers import Adam, Sgd
 
 Numbers = Sgd | Adam
 Scalars = tuple[float, ...]
 Group = Mapping[str, Any]
-Kinds = tuple[bool, ...]  # of every group: whether its rule uses the buffers now
 
-_REMEMBERED = 8  # laws that were found good: a training loop asks for the same few every time
 REFUSED = {"differentiable": "the step writes behind autograd's back"}
-_IMMUTABLE = (float, int, str, type(None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,87 +83,6 @@ class Rule:
     def rests(self, scalars: Scalars) -> bool:
         """Whether no step has been made with state of these scalars, which was made in advance."""
         return "step" in self.scalars and scalars[0] < 1.0
-
-
-class Templates:
-    """The numbers of every parameter group as a rule reads them, and what they allow.
-
-    Asking costs a comparison while the groups are as they were. A value that may change in place,
-    such as a learning rate in a tensor, is read every time.
-
-    Attributes:
-        kinds: of every group, whether its rule uses the buffers.
-    """
-
-    def __init__(self, rule: Rule, correction: Correction | None = None) -> None:
-        self._rule = rule
-        self.correction = correction
-        self._seen: tuple[tuple[Any, ...], ...] | None = None
-        self._numbers: list[Any] = []
-        self._good: list[tuple[tuple[Law, ...], bool]] = []
-        self.kinds: Kinds = ()
-
-    def of(self, groups: Sequence[Group]) -> list[Any]:
-        """The numbers of every group, the same list while nothing has changed."""
-        if self._seen is None or not _C.same(groups, self._seen):
-            self._seen = None
-            self._numbers = [self._rule.read(index, group) for index, group in enumerate(groups)]
-            if isinstance(self.correction, StepCorrection):
-                self._numbers = list(map(self._corrected, range(len(groups)), self._numbers))
-            self._good = []
-            self.kinds = tuple([numbers.has_momentum for numbers in self._numbers])
-            if self.correction is not None and self.correction.buffers:
-                self.check_momentum(groups, f"{self.correction} averages the momentum")
-            if all(map(_stays, groups)):
-                self._seen = tuple(tuple(group.values()) for group in groups)
-        return self._numbers
-
-    def _corrected(self, index: int, numbers: Any) -> Any:
-        corrected = replace(numbers, correction=self.correction)
-        try:
-            step = corrected.setting()[-1]
-        except ValueError as error:
-            raise ValueError(f"parameter group {index}: {error}") from error
-        if not isinstance(step, Term):
-            raise TypeError(
-                f"parameter group {index}: {self.correction}: expected a step as a Term, such as "
-                f"numbers.term(), got {step!r}"
-            )
-        return corrected
-
-    def check(self, groups: Sequence[Group], laws: tuple[Law, ...], has_gradient: bool) -> None:
-        """Raise ValueError unless the groups, as they were read last, go with their laws."""
-        if (laws, has_gradient) in self._good:
-            return
-        for index, (law, numbers) in enumerate(zip(laws, self._numbers, strict=True)):
-            terms = terms_of(law, numbers)
-            if terms:
-                self.check_momentum(groups, only=index)
-            if not has_gradient and any(term.gradient for term in terms):
-                raise ValueError(
-                    f"steps: {law} needs the gradient; order it with write_with_next_step"
-                )
-        self._good[_REMEMBERED:] = []
-        self._good.insert(0, (laws, has_gradient))
-
-    def check_momentum(
-        self,
-        groups: Sequence[Group],
-        why: str = "a prediction needs a momentum buffer",
-        only: int | None = None,
-    ) -> None:
-        """Raise ValueError for the first group, or this one, whose parameters have no momentum."""
-        for index in range(len(groups)) if only is None else (only,):
-            if groups[index]["params"] and not self.kinds[index]:
-                raise ValueError(f"parameter group {index} has momentum 0: {why}")
-
-
-def _stays(group: Group) -> bool:
-    for key, value in group.items():
-        inside = value if type(value) is tuple else (value,)
-        if key != "params" and not all(isinstance(v, _IMMUTABLE) for v in inside):
-            return False
-    return True
 
 
 def scalar_dtype() -> torch.dtype:
