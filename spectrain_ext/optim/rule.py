@@ -1,4 +1,4 @@
-"""Rule: what the optimizers do not share: the numbers of a parameter group, and the state."""
+"""Rule: what the optimizers do not share: the numbers of a group, and the state; one row each."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from spectrain_ext.operators.expressions import Scalar
-from spectrain_ext.operators.numbers import Adam, Sgd
+from spectrain_ext.operators.numbers import Adam, Sgd, non_negative
 
 Numbers = Sgd | Adam
 Scalars = tuple[float, ...]
 Group = Mapping[str, Any]
-
-REFUSED = {"differentiable": "the step writes behind autograd's back"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +88,7 @@ def scalar_dtype() -> torch.dtype:
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
-def rate(value: Any) -> Any:
+def _rate(value: Any) -> Any:
     """A learning rate: a number, or what a kernel on its device reads when it runs."""
     if isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1:
         return Scalar(value.detach())
@@ -108,3 +106,51 @@ def plain(value: Any, name: str) -> Any:
             f"{tuple(value.shape)} on {value.device}"
         )
     return value.item()
+
+
+def _sgd_numbers(group: Group) -> Sgd:
+    momentum = plain(group["momentum"], "momentum")
+    return Sgd(
+        _rate(group["lr"]),
+        momentum,
+        group["dampening"],
+        plain(group["weight_decay"], "weight_decay"),
+        bool(group["nesterov"]) and momentum != 0,  # Nesterov's of 0 is none, as in torch
+        bool(group["maximize"]),
+        bool(group.get("decoupled_weight_decay", False)),
+        bool(group.get("ema", False)),
+    )
+
+
+def _adam_numbers(group: Group) -> Adam:
+    return Adam(
+        _rate(group["lr"]),
+        tuple(plain(beta, f"betas[{i}]") for i, beta in enumerate(group["betas"])),
+        plain(group["eps"], "eps"),
+        plain(group["weight_decay"], "weight_decay"),
+        1,
+        bool(group["decoupled_weight_decay"]),
+        bool(group["maximize"]),
+    )
+
+
+def _nadam_numbers(group: Group) -> Adam:
+    decay = non_negative("momentum_decay", plain(group["momentum_decay"], "momentum_decay"))
+    first = replace(_adam_numbers(group), momentum_decay=decay, mu_product=0.0)
+    return replace(first, mu_product=first.mu(1))
+
+
+_REFUSED = {"differentiable": "the step writes behind autograd's back"}
+SGD = Rule(_sgd_numbers, ("momentum_buffer",), ("momentum_buffers",), {}, _REFUSED)
+ADAM = Rule(
+    _adam_numbers,
+    buffers=("exp_avg", "exp_avg_sq"),
+    columns=("exp_avgs", "exp_avg_sqs"),
+    scalars={"step": 0.0},
+    refused={
+        **_REFUSED,
+        "amsgrad": "no kernel keeps the maximum of the second moments",
+        "capturable": "the step count lives on the host",
+    },
+)
+NADAM = replace(ADAM, numbers=_nadam_numbers, scalars={"step": 0.0, "mu_product": 1.0})
