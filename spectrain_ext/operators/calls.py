@@ -266,9 +266,12 @@ def sgd_prediction(
     momentum: float | None = None,
     weight_decay: float = 0.0,
     nesterov: bool = False,
-    **more: Any,
+    dampening: float = 0.0,
+    maximize: bool = False,
+    decoupled_weight_decay: bool = False,
+    ema: bool = False,
 ) -> Prediction:
-    """A prediction under SGD with the same numbers for all groups; ``more``: others of `Sgd`."""
+    """A prediction under SGD with the same numbers for all groups."""
     rate = non_negative("lr", lr)
     if type(weight_decay) is not float:
         weight_decay = non_negative("weight_decay", weight_decay)
@@ -286,8 +289,8 @@ def sgd_prediction(
             if needs_momentum(law):
                 raise ValueError(f"momentum: {law} needs it")
         momentum = 1.0
-    numbers = Sgd(rate, momentum, weight_decay=weight_decay, nesterov=nesterov, **more)
-    return prediction([numbers] * n_groups, laws)
+    more = nesterov, maximize, decoupled_weight_decay, ema
+    return prediction([Sgd(rate, momentum, dampening, weight_decay, *more)] * n_groups, laws)
 
 
 def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
