@@ -5,9 +5,9 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
+from spectrain_ext.operators.calls import StepOptions
 from spectrain_ext.operators.corrections import Coefficients
 from spectrain_ext.operators.expressions import Program
-from spectrain_ext.operators.lists import StepOptions
 from spectrain_ext.operators.numbers import Setting, Term
 
 MAX_GROUPS: int

@@ -13,7 +13,7 @@ import torch
 
 from spectrain_ext import _C
 from spectrain_ext.cli.doctor import cpu_name, installed
-from spectrain_ext.operators.threads import cores
+from spectrain_ext.threads import cores
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:

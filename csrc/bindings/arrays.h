@@ -67,7 +67,7 @@ class Arrays {
   // That the lists are where they were found; throws the RuntimeError that names the array.
   void check_in_place(Roles roles);
 
-  // The options of a step, by name: those of StepOptions in lists.py. None is an absent one.
+  // The options of a step, by name: those of StepOptions in calls.py. None is an absent one.
   StepOptions options(const py::dict& given, Loans& loans);
 
   bool has(Role role) const;

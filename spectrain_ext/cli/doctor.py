@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spectrain_ext import _C
-from spectrain_ext.operators.threads import cores, crowded, disturbed
+from spectrain_ext.threads import cores, crowded, disturbed
 
 from .options import plain_console
 

@@ -1,15 +1,225 @@
-"""What the native plan takes for a step or a prediction, from numbers and laws."""
+"""What the native plan takes for a call: lists of arrays; numbers and laws, made terms."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import array
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, TypeAlias, TypedDict, cast
+from itertools import compress
+from typing import Any, Protocol, TypeAlias, TypedDict, cast
+
+import torch
+from torch import Tensor
+
+from spectrain_ext import _C
+from spectrain_ext._C import Role as Role
 
 from .expressions import Program, lower
 from .laws import Horizons, Law, as_laws, needs_momentum, terms_of
-from .lists import StepOptions
 from .numbers import Adam, Setting, Sgd, Term, horizon, non_negative
+
+# Arrays.
+
+
+class SupportsDLPack(Protocol):
+    """An array of any framework that speaks DLPack: CuPy, NumPy, JAX."""
+
+    def __dlpack__(self, *, stream: Any = ...) -> Any:
+        """A capsule that describes the array's memory."""
+
+
+class SupportsCudaArray(Protocol):
+    """An array on a CUDA device of a framework older than DLPack."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """What describes the array's memory."""
+
+
+Array: TypeAlias = "Tensor | SupportsDLPack | SupportsCudaArray | memoryview | array.array[float]"
+Tensors: TypeAlias = "Array | Sequence[Array]"
+Gradients: TypeAlias = "Array | Sequence[Array | None] | None"
+
+_DLPACK_CUDA = 2  # kDLCUDA
+
+
+class StepOptions(TypedDict, total=False):
+    """What a step is told beside its numbers, see `sgd_step_`; None is as good as absent.
+
+    The native half reads it by these names (csrc/bindings/options.cpp).
+    """
+
+    grad_scale: Array | None
+    found_inf: Array | None
+    clip_factor: Array | None
+    zero_grad: bool
+    rounding_seed: int | None
+
+
+def is_array(value: object) -> bool:
+    """Whether an argument is one array and not a sequence of them."""
+    if isinstance(value, (list, tuple)):  # the common cases first: they are told without a look
+        return False
+    if isinstance(value, Tensor):
+        return True
+    if hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__"):
+        return True
+    try:
+        memoryview(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+def framework_of(array: object) -> str:
+    """Which of NumPy and CuPy an array is of, maybe by a class of its own; else nothing."""
+    for base in type(array).__mro__:
+        framework = base.__module__.partition(".")[0]
+        if framework in ("numpy", "cupy"):
+            return framework
+    return ""
+
+
+def dtype_of(array: Any) -> object:
+    """Its dtype in its framework's words; that of a buffer, which has none, in torch's."""
+    if hasattr(array, "dtype"):
+        return array.dtype
+    return {"e": torch.float16, "f": torch.float32, "d": torch.float64}[memoryview(array).format]
+
+
+def device_of(array: Any) -> torch.device:
+    """Where an array lies, of whatever framework."""
+    if isinstance(array, Tensor):
+        return array.device
+    if not hasattr(array, "__dlpack_device__"):
+        cuda = hasattr(array, "__cuda_array_interface__")  # of the device that is current
+        return torch.device("cuda" if cuda else "cpu")
+    kind, index = array.__dlpack_device__()
+    return torch.device("cuda", index) if kind == _DLPACK_CUDA else torch.device("cpu")
+
+
+class Lists:
+    """The arguments of one call, each of the kind of the first: one array, or a sequence."""
+
+    def __init__(self, params: object, name: str, *, writes: bool) -> None:
+        self.single = is_array(params)
+        if not self.single and (isinstance(params, str) or not isinstance(params, Iterable)):
+            raise TypeError(
+                f"{name}: expected a tensor or a sequence of tensors, got {type(params).__name__}"
+            )
+        self._first = name
+        self.params: tuple[object, ...] = self._tuple(params)
+        self._lists = [(Role.PARAMS, name, writes, self.params)]
+        self._stepped: list[bool] | None = None  # whether a tensor has a gradient, in a step
+
+    def _tuple(self, value: object) -> tuple[object, ...]:
+        return (value,) if self.single else tuple(value)  # type: ignore[arg-type]
+
+    def add(self, role: Role, name: str, value: object, *, writes: bool) -> tuple[object, ...]:
+        """Take one more argument and return its arrays."""
+        one = is_array(value) or not isinstance(value, Iterable)
+        if one is not self.single:
+            kind = "one tensor" if self.single else "a sequence of tensors"
+            raise TypeError(
+                f"{name}: expected {kind}, like {self._first}, got {type(value).__name__}"
+            )
+        arrays = self._tuple(value)
+        self._lists.append((role, name, writes, arrays))
+        if role is Role.GRADS:
+            self._stepped = [grad is not None for grad in arrays]
+        return arrays
+
+    def bump(self, untouched: Role | None = None) -> None:
+        """Tell autograd what was written: in a step, but for its outs, only where a gradient is.
+
+        An `untouched` list was checked as one to be written, and was left alone.
+        """
+        written: list[object] = []
+        for role, _, writes, arrays in self._lists:
+            if not writes or role is untouched:
+                continue
+            if self._stepped is None or role is Role.OUT:
+                written += arrays
+            else:
+                written += compress(arrays, self._stepped)
+        bump_versions(written)
+
+    def new_like_params(self, stream: Any) -> list[Any]:
+        """New arrays with the layouts of the first argument, each of its own framework.
+
+        On CUDA their memory is free for work on the call's stream.
+        """
+        with torch.no_grad():
+            return [self._like(i, array, stream) for i, array in enumerate(self.params)]
+
+    def _like(self, i: int, value: object, stream: Any) -> object:
+        if isinstance(value, Tensor):
+            with current(stream, value.device):
+                return torch.empty_like(value)
+        framework = framework_of(value)
+        if framework == "numpy":  # a plain array where it is memory-mapped or the like
+            return cast(Any, sys.modules["numpy"]).empty_like(value, subok=False)
+        if framework == "cupy":
+            cupy = cast(Any, sys.modules["cupy"])
+            if stream is None:
+                return cupy.empty_like(value)
+            with cupy.cuda.ExternalStream(_C.stream_handle(stream)):
+                return cupy.empty_like(value)
+        place = self._first if self.single else f"{self._first}[{i}]"
+        raise TypeError(
+            f"{place}: expected a tensor, or a NumPy or CuPy array, where out is None; "
+            f"got {type(value).__name__}"
+        )
+
+    def plan(self, groups: Sequence[int] | None = None) -> _C.Plan:
+        """Validate all arguments and build the native plan they make."""
+        return _C.Plan(self._lists, self._checked_groups(groups), self.single)
+
+    def _checked_groups(self, groups: Sequence[int] | None) -> Sequence[int]:
+        if groups is None:
+            return ()
+        if isinstance(groups, str) or not isinstance(groups, Iterable):
+            raise TypeError(f"groups: expected a sequence of indices, got {groups!r}")
+        indices = tuple(groups)
+        if len(indices) != len(self.params):
+            raise ValueError(
+                f"groups: expected one entry per tensor, {len(self.params)}, got {len(indices)}"
+            )
+        for i, index in enumerate(indices):
+            if isinstance(index, bool) or not hasattr(index, "__index__"):
+                raise TypeError(f"groups[{i}]: expected an index, got {index!r}")
+            if not 0 <= index < _C.MAX_GROUPS:
+                raise ValueError(f"groups[{i}]: expected 0 to {_C.MAX_GROUPS - 1}, got {index}")
+        return indices
+
+
+def current(stream: Any, device: torch.device | None) -> AbstractContextManager[object]:
+    """Inside, a call's CUDA stream is torch's current one.
+
+    What is allocated elsewhere may still be in use when that stream writes it.
+    """
+    if stream is None or device is None or device.type != "cuda":
+        return nullcontext()
+    handle = _C.stream_handle(stream)
+    if handle == 0:  # ExternalStream(0) is a new stream
+        return torch.cuda.stream(torch.cuda.default_stream(device))
+    return torch.cuda.stream(torch.cuda.ExternalStream(handle, device))
+
+
+def bump_versions(*lists: Sequence[object]) -> None:
+    """Tell autograd that tensors were written in place, as torch's own operators do."""
+    tensors = [t for arrays in lists for t in arrays if isinstance(t, Tensor)]
+    if not tensors:
+        return
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except RuntimeError:  # inference tensors have no version counter
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+# Numbers.
 
 Numbers: TypeAlias = Sequence[Sgd] | Sequence[Adam]  # of every parameter group
 Terms: TypeAlias = list[list[Term]]  # of every parameter group
@@ -18,6 +228,8 @@ Prediction: TypeAlias = tuple[Terms, tuple[float, ...], Program | None]
 # Settings; whether there is momentum; what is predicted into which out.
 Step: TypeAlias = tuple[list[Setting], bool, list[tuple[int, Terms]]]
 SgdRow: TypeAlias = tuple[Any, Any, float, float, bool, bool, bool, bool]  # `Sgd` takes it
+_PLAIN = frozenset((float, int, bool, type(None)))
+_HORIZONS = _PLAIN - {bool}
 
 
 class SgdNumbers(TypedDict, total=False):
@@ -45,10 +257,6 @@ class AdamStep(StepOptions, total=False):
     maximize: bool
     momentum_decay: float | None
     mu_product: float
-
-
-_PLAIN = frozenset((float, int, bool, type(None)))
-_HORIZONS = _PLAIN - {bool}
 
 
 def sgd_prediction(
@@ -97,7 +305,7 @@ def prediction(groups: Numbers, laws: Sequence[Law]) -> Prediction:
                 )
     eps: tuple[float, ...] = ()
     if isinstance(groups[0], Adam):
-        eps = tuple([numbers.eps for numbers in groups if isinstance(numbers, Adam)])
+        eps = tuple([numbers.eps for numbers in cast("Sequence[Adam]", groups)])
     (terms, eps), program = lower((terms, eps))
     return terms, eps, program
 
@@ -127,12 +335,10 @@ def _remembered_step(row: SgdRow, predict: tuple[Any, ...], n_groups: int) -> St
 
 
 def _step(groups: Numbers, predict: Sequence[Horizons | None]) -> Step:
-    with_momentum = True
-    if isinstance(groups[0], Sgd):
-        with_momentum = groups[0].momentum != 0.0
-        for numbers in cast("Sequence[Sgd]", groups):
-            if (numbers.momentum != 0.0) is not with_momentum:
-                raise ValueError("momentum: expected it to be 0 in all groups, or in none")
+    with_momentum = groups[0].has_momentum
+    for numbers in groups:
+        if numbers.has_momentum is not with_momentum:
+            raise ValueError("momentum: expected it to be 0 in all groups, or in none")
     predictions: list[tuple[int, Terms]] = []
     for j, steps in enumerate(predict):
         if steps is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ _TINY = torch.finfo(torch.float64).tiny
 Coefficients: TypeAlias = tuple[float, float, float, float]
 
 
-class Correction(Protocol):
+class Correction:
     """A correction of a step's gradient, as a value.
 
     Attributes:
@@ -37,7 +37,7 @@ class Correction(Protocol):
     buffers: ClassVar[tuple[str, ...]] = ()
 
 
-class StaleCorrection(Correction, Protocol):
+class StaleCorrection(Correction):
     """A correction that is a part of the step's own pass, and reads the stale weights there."""
 
     __slots__ = ()
@@ -49,6 +49,7 @@ class StaleCorrection(Correction, Protocol):
         `largest_lr` is the largest learning rate that the weights have been updated with, this
         step's included; `averaged` the updates whose squares are in the buffer.
         """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +102,12 @@ class GapAware(StaleCorrection):
 
 def stale_correction(correction: object) -> StaleCorrection:
     """The same, if it is one that reads stale weights; TypeError."""
-    if isinstance(correction, type) or not getattr(correction, "reads_stale", False):
-        raise TypeError(
-            "correction: expected one of spectrain_ext.corrections that reads stale weights, such "
-            f"as DelayCompensation(0.04), got {correction!r}"
-        )
-    return correction  # type: ignore[return-value]
+    if isinstance(correction, StaleCorrection):
+        return correction
+    raise TypeError(
+        "correction: expected one of spectrain_ext.corrections that reads stale weights, such as "
+        f"DelayCompensation(0.04), got {correction!r}"
+    )
 
 
 def coefficients_of(
@@ -114,11 +115,13 @@ def coefficients_of(
     groups: Sequence[Sgd] | Sequence[Adam],
     largest_lr: float | None,
     averaged: int,
-) -> tuple[bool, list[Coefficients]]:
+) -> tuple[bool, list[Coefficients]] | None:
     """What the native step takes of every group: whether there is an average, and coefficients.
 
     `largest_lr` (None: the step's own) and `averaged` are those of all groups.
     """
+    if correction is None:
+        return None
     stale = stale_correction(correction)
     updates = number("averaged", averaged)
     if updates < 0 or updates != int(updates):
@@ -133,15 +136,10 @@ def coefficients_of(
     return bool(stale.buffers), coefficients
 
 
-class StepCorrection:
-    """A `Correction` in a step's coefficients, which costs nothing; here they are the plain ones.
-
-    Steps ask for it by isinstance, which takes a microsecond where a Protocol is among the bases.
-    """
+class StepCorrection(Correction):
+    """A correction in a step's coefficients, which costs nothing; here they are the plain ones."""
 
     __slots__ = ()
-    reads_stale: ClassVar[bool] = False
-    buffers: ClassVar[tuple[str, ...]] = ()
 
     def sgd(self, numbers: Sgd) -> Term:
         """The step under SGD; ValueError for numbers that it is not defined for."""
@@ -169,19 +167,12 @@ class OwnCorrection(StepCorrection):
 
 
 def as_correction(value: Any) -> Correction:
-    """A correction as it is, or made of an object with ``sgd`` and ``adam``.
-
-    Raises:
-        TypeError: it is neither.
-    """
-    if not isinstance(value, type):
-        if isinstance(value, StepCorrection):
-            return value
-        if getattr(value, "reads_stale", False):
-            if hasattr(value, "buffers") and callable(getattr(value, "coefficients", None)):
-                return stale_correction(value)
-        elif all(callable(getattr(value, name, None)) for name in ("sgd", "adam")):
-            return OwnCorrection(value)
+    """A correction as it is, or made of an object with ``sgd`` and ``adam``; TypeError."""
+    if isinstance(value, Correction):
+        return value
+    own = not isinstance(value, type)
+    if own and all(callable(getattr(value, name, None)) for name in ("sgd", "adam")):
+        return OwnCorrection(value)
     raise TypeError(
         "correction: expected one of spectrain_ext.corrections, or an object with sgd and adam, "
         f"which give a step as a Term, got {value!r}"

@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
-from .calls import prediction, sgd_prediction, sgd_step_arguments, step_arguments
-from .corrections import StaleCorrection, coefficients_of
-from .expressions import lower, traced
-from .laws import Horizon, as_laws
-from .library import traceable
-from .lists import (
+from .calls import (
     Gradients,
     Lists,
     Role,
@@ -35,7 +30,15 @@ from .lists import (
     dtype_of,
     framework_of,
     is_array,
+    prediction,
+    sgd_prediction,
+    sgd_step_arguments,
+    step_arguments,
 )
+from .corrections import StaleCorrection, coefficients_of
+from .expressions import lower, traced
+from .laws import Horizon, as_laws
+from .library import traceable
 from .numbers import Adam, Sgd, horizon
 
 if TYPE_CHECKING:
@@ -328,9 +331,7 @@ def adam_step_(
     numbers = Adam(lr, betas, eps, weight_decay, step, *more)
     plan = lists.plan()
     (settings, _, predictions), program = step_arguments([numbers], horizons)
-    correcting = None
-    if correction is not None:
-        correcting = coefficients_of(correction, [numbers], largest_lr, averaged)
+    correcting = coefficients_of(correction, [numbers], largest_lr, averaged)
     plan.adam_step_(settings, predictions, options, stream, program, correcting)
     lists.bump()
 

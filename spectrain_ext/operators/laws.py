@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice, repeat
 from typing import Protocol, SupportsFloat, TypeAlias
 
 from spectrain_ext._C import MAX_TERMS
@@ -54,7 +55,7 @@ class Linear(Law):
     def adam(self, numbers: Adam) -> list[Term]:
         if not self.steps:
             return []
-        rate = _rate(numbers, numbers.lr, 0)
+        rate = numbers.rate(numbers.lr)
         return [Term(1.0, self.steps * rate, 0.0, numbers.root(numbers.step))]
 
 
@@ -83,9 +84,7 @@ class Geometric(Law):
         return [Term(1.0, numbers.lr * reach * (mu if numbers.nesterov else 1.0))]
 
     def adam(self, numbers: Adam) -> list[Term]:
-        steps = _whole(self.steps, "Adam")
-        _check_loop(steps)
-        return _adam_loop(numbers, [numbers.lr] * steps)
+        return _adam_loop(numbers, _whole(self.steps, "Adam"), repeat(numbers.lr))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +119,9 @@ class FutureRates(Law):
         if not self.rates:
             return []
         if self.law == "linear":
-            rate = _total(_rate(numbers, r, 0) for r in self.rates)
+            rate = _total(map(numbers.rate, self.rates))
             return [Term(1.0, rate, 0.0, numbers.root(numbers.step))]
-        return _adam_loop(numbers, self.rates)
+        return _adam_loop(numbers, len(self.rates), self.rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +160,7 @@ class SecondOrder(Law):
         if beta1 == 0.0:
             raise ValueError("betas[0]: a second-order prediction needs momentum > 0")
         momentum, gradient = self._coefficients(beta1, 1.0 - beta1)
-        rate = _rate(numbers, numbers.lr, 0)
+        rate = numbers.rate(numbers.lr)
         return [Term(1.0, rate * momentum, rate * gradient, numbers.root(numbers.step))]
 
 
@@ -228,7 +227,7 @@ _IDENTITY: Matrix = (1.0, 0.0, 0.0, 1.0)
 
 
 def _update(numbers: Sgd, lr: float) -> Matrix:
-    keep = 1.0 - lr * numbers.weight_decay if numbers.decoupled_weight_decay else 1.0
+    keep = numbers.keep(lr)
     pull = numbers.gain * numbers.l2  # what the L2 penalty adds to the buffer, per weight
     mu = numbers.momentum
     if numbers.nesterov:  # W moves by pull*W + mu*v
@@ -256,33 +255,13 @@ def _continuation(numbers: Sgd, steps: int) -> Term:
     return Term(result[0], -result[1])
 
 
-def _rate(numbers: Adam, lr: float, ahead: int) -> float:
-    """What the bias-corrected first moment is multiplied by, `ahead` updates from now."""
-    if numbers.momentum_decay is None:
-        return lr / (1.0 - numbers.betas[0] ** (numbers.step + ahead))
-    product = numbers.mu_product
-    for i in range(1, ahead + 1):
-        product *= numbers.mu(numbers.step + i)
-    following = numbers.mu(numbers.step + ahead + 1)
-    return lr * following / (1.0 - product * following)
-
-
-def _check_loop(steps: int) -> None:
+def _adam_loop(numbers: Adam, steps: int, rates: Iterable[float]) -> list[Term]:
     if steps > MAX_TERMS:
         raise ValueError(
             f"steps: expected at most {MAX_TERMS} updates ahead under Adam's loop, got {steps}"
         )
-
-
-def _adam_loop(numbers: Adam, rates: Sequence[float]) -> list[Term]:
-    _check_loop(len(rates))
-    beta1 = numbers.betas[0]
+    beta1, root = numbers.betas[0], numbers.root
     return [
-        Term(
-            1.0 - lr * numbers.weight_decay if numbers.decoupled_weight_decay else 1.0,
-            beta1**i * _rate(numbers, lr, i),
-            0.0,
-            numbers.root(numbers.step + i),
-        )
-        for i, lr in enumerate(rates, start=1)
+        Term(numbers.keep(lr), beta1**i * numbers.rate(lr, i), 0.0, root(numbers.step + i))
+        for i, lr in enumerate(islice(rates, steps), start=1)
     ]

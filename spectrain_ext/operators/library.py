@@ -29,8 +29,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from .calls import bump_versions
 from .laws import FutureRates, Geometric, Horizon, Linear, SecondOrder
-from .lists import bump_versions
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -126,11 +126,6 @@ def _rate(lr: float | Tensor) -> dict[str, Any]:
     return {"lr": 0.0, "lr_tensor": lr}
 
 
-def _horizon(steps: Horizon) -> dict[str, Any]:
-    law, numbers = _encoded(steps)
-    return {"steps": numbers, "law": law}
-
-
 def _written(predict: Sequence[tuple[Horizon, Any]]) -> dict[str, Any]:
     laws = [_encoded(steps) for steps, _ in predict]
     return {
@@ -144,7 +139,7 @@ _STEPS = ("sgd_step_", "adam_step_")
 _OF_A_CORRECTION = ("stale", "gap_averages", "largest_lr", "averaged")
 _FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "lr": _rate,
-    "steps": _horizon,
+    "steps": lambda steps: dict(zip(("law", "steps"), _encoded(steps), strict=True)),
     "predict": _written,
     "betas": lambda betas: {"beta1": betas[0], "beta2": betas[1]},
     "others": lambda others: {
@@ -230,7 +225,10 @@ def _kernel(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
         if name == "sgd_step_" and first and not lists[1]:
             lists = (lists[0], None)
         if name == "distance":
-            lists = (_split(lists[0], len(first), numbers.pop("count")),)
+            others, n, count = lists[0], len(first), numbers.pop("count")
+            if len(others) != count * n:
+                raise ValueError(f"others: expected {count} times {n} tensors, got {len(others)}")
+            lists = ([others[j * n : (j + 1) * n] for j in range(count)],)
         if "outs" in numbers:
             operator(first, *lists, out=numbers.pop("outs"), **numbers)
             return None
@@ -239,34 +237,22 @@ def _kernel(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-def _split(others: Sequence[Tensor], n: int, count: int) -> list[Sequence[Tensor]]:
-    if len(others) != count * n:
-        raise ValueError(f"others: expected {count} times {n} tensors, got {len(others)}")
-    return [others[j * n : (j + 1) * n] for j in range(count)]
-
-
 def _bumping(overload: Any) -> Callable[..., None]:
     """Bump what the schema marks while a graph is traced, whose kernels do not run then.
 
     Autograd then refuses a graph whose backward needs what an operator overwrites in it, as it
     does where the operators run.
     """
-    written = [
-        (i, argument.name)
-        for i, argument in enumerate(overload._schema.arguments)
-        if argument.is_write
-    ]
+    arguments = overload._schema.arguments
+    written = [(i, argument.name) for i, argument in enumerate(arguments) if argument.is_write]
+    tracing = torch._C._TorchDispatchModeKey.FUNCTIONAL
 
     def bump(keys: Any, *args: Any, **kwargs: Any) -> None:
-        if is_traced():
+        if torch._C._get_dispatch_mode(tracing) is not None:
             for i, name in written:
                 bump_versions(args[i] if i < len(args) else kwargs[name])
         with torch._C._AutoDispatchBelowADInplaceOrView():
             overload.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
-
-    def is_traced() -> bool:
-        mode = torch._C._TorchDispatchModeKey.FUNCTIONAL
-        return torch._C._get_dispatch_mode(mode) is not None
 
     return bump
 
@@ -280,12 +266,8 @@ def _new_norms(params: Sequence[Tensor], _: Sequence[Tensor], *, count: int) -> 
     return torch.empty(count, len(params) + 1, dtype=torch.float64, device=device)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
 _FAKES: dict[str, Callable[..., Any]] = {
-    "()": _nothing,
+    "()": lambda *_, **__: None,
     "Tensor[]": _new_like,
     "Tensor": _new_norms,
 }
@@ -317,7 +299,7 @@ def traceable(function: Function) -> Function:
     """
     name = function.__name__.removeprefix("_")
     for schema in SCHEMAS:
-        if schema.partition("(")[0].partition(".")[0] == name:
+        if schema.startswith((f"{name}(", f"{name}.")):
             _register(schema, _kernel(name, function))
     code = function.__code__
     names = code.co_varnames[: code.co_argcount]

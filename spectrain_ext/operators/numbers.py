@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, SupportsFloat, TypeAlias, cast
+from typing import ClassVar, NamedTuple, Protocol, SupportsFloat, TypeAlias, cast
 
 from .expressions import Expression, traced
 
@@ -27,12 +27,7 @@ Setting: TypeAlias = tuple[float, float, float, float, float, float, Term]
 
 
 def number(name: str, value: SupportsFloat) -> float:
-    """Return a finite float; a number that is read when the kernel runs as it is, unchecked.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is NaN or infinite.
-    """
+    """A finite float (TypeError, ValueError); what is read when the kernel runs, unchecked."""
     result = _float(name, value)
     if type(result) is float and not math.isfinite(result):
         raise ValueError(f"{name}: expected a finite number, got {result!r}")
@@ -88,11 +83,10 @@ def _float(name: str, value: SupportsFloat) -> float:
         raise TypeError(f"{name}: expected a number, got {value!r}") from None
 
 
-def _check(numbers: object, names: tuple[str, ...]) -> None:
-    """Make attributes non-negative floats. Most are already: asking is cheaper than setting."""
+def _make_non_negative(numbers: object, names: tuple[str, ...]) -> None:
     for name in names:
         value = getattr(numbers, name)
-        if type(value) is not float or not 0.0 <= value < math.inf:
+        if type(value) is not float or not 0.0 <= value < math.inf:  # asking is cheaper
             object.__setattr__(numbers, name, non_negative(name, value))
 
 
@@ -125,7 +119,7 @@ class Sgd:
     correction: Corrected | None = None
 
     def __post_init__(self) -> None:
-        _check(self, ("lr", "momentum", "weight_decay"))
+        _make_non_negative(self, ("lr", "momentum", "weight_decay"))
         if type(self.dampening) is not float or self.dampening != 0.0:
             object.__setattr__(self, "dampening", number("dampening", self.dampening))
         # A momentum that is not known here is taken for one that will do.
@@ -136,6 +130,10 @@ class Sgd:
             raise ValueError("ema: needs 0 < momentum < 1 and dampening == 0")
 
     @property
+    def has_momentum(self) -> bool:
+        return self.momentum != 0.0
+
+    @property
     def gain(self) -> float:
         """The share of the gradient that the buffer takes."""
         return 1.0 - self.momentum if self.ema else 1.0 - self.dampening
@@ -144,9 +142,13 @@ class Sgd:
     def l2(self) -> float:
         return 0.0 if self.decoupled_weight_decay else self.weight_decay
 
+    def keep(self, lr: float) -> float:
+        """What an update leaves of the weights."""
+        return 1.0 - lr * self.weight_decay if self.decoupled_weight_decay else 1.0
+
     def term(self) -> Term:
         """The step without its correction."""
-        keep = 1.0 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0
+        keep = self.keep(self.lr)
         if self.momentum == 0.0:
             return Term(keep, 0.0, self.lr)
         if self.nesterov:
@@ -168,6 +170,8 @@ class Adam:
     the step otherwise.
     """
 
+    has_momentum: ClassVar[bool] = True
+
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -180,7 +184,7 @@ class Adam:
     correction: Corrected | None = None
 
     def __post_init__(self) -> None:
-        _check(self, ("lr", "eps", "weight_decay"))
+        _make_non_negative(self, ("lr", "eps", "weight_decay"))
         try:
             first, second = self.betas
         except (TypeError, ValueError) as error:
@@ -188,12 +192,13 @@ class Adam:
             raise kind(f"betas: expected a pair of numbers, got {self.betas!r}") from None
         betas = fraction("betas[0]", first), fraction("betas[1]", second)
         object.__setattr__(self, "betas", betas)
-        step = number("step", self.step)
-        if type(step) is float:
-            if step < 1 or step != int(step):
-                raise ValueError(f"step: expected a whole number >= 1, got {self.step!r}")
-            step = int(step)  # torch keeps it as a float32 tensor
-        object.__setattr__(self, "step", step)
+        if type(self.step) is not int or not 0 < self.step < _WHOLE:
+            step = number("step", self.step)
+            if type(step) is float:
+                if step < 1 or step != int(step):
+                    raise ValueError(f"step: expected a whole number >= 1, got {self.step!r}")
+                step = int(step)  # torch keeps it as a float32 tensor
+            object.__setattr__(self, "step", step)
         if self.momentum_decay is not None:
             decay = non_negative("momentum_decay", self.momentum_decay)
             object.__setattr__(self, "momentum_decay", decay)
@@ -208,17 +213,27 @@ class Adam:
         """The bias correction of the second moment's root."""
         return cast(float, (1.0 - self.betas[1] ** step) ** -0.5)
 
+    def rate(self, lr: float, ahead: int = 0) -> float:
+        """What an update multiplies the first moment by, `ahead` updates from now."""
+        step = self.step + ahead if ahead else self.step
+        if self.momentum_decay is None:
+            return lr / (1.0 - self.betas[0] ** step)
+        product = self.mu_product
+        for i in range(1, ahead + 1):
+            product *= self.mu(self.step + i)
+        following = self.mu(step + 1)
+        return lr * following / (1.0 - product * following)
+
+    def keep(self, lr: float) -> float:
+        """What an update leaves of the weights."""
+        return 1.0 - lr * self.weight_decay if self.decoupled_weight_decay else 1.0
+
     def term(self) -> Term:
         """The step without its correction."""
-        beta1 = self.betas[0]
-        if self.momentum_decay is None:
-            momentum, gradient = self.lr / (1.0 - beta1**self.step), 0.0
-        else:
-            now, following = self.mu(self.step), self.mu(self.step + 1)
-            gradient = self.lr * (1.0 - now) / (1.0 - self.mu_product)
-            momentum = self.lr * following / (1.0 - self.mu_product * following)
-        keep = 1.0 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0
-        return Term(keep, momentum, gradient, self.root(self.step))
+        gradient = 0.0
+        if self.momentum_decay is not None:
+            gradient = self.lr * (1.0 - self.mu(self.step)) / (1.0 - self.mu_product)
+        return Term(self.keep(self.lr), self.rate(self.lr), gradient, self.root(self.step))
 
     def setting(self) -> Setting:
         beta1, beta2 = self.betas

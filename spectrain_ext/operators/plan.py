@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
 from .calls import (
+    Gradients,
+    Lists,
     Prediction,
+    Role,
     SgdRow,
+    StepOptions,
+    Tensors,
+    is_array,
     prediction,
     sgd_prediction,
     sgd_step_arguments,
@@ -18,14 +23,13 @@ from .calls import (
 from .corrections import coefficients_of
 from .expressions import lower
 from .laws import Horizons, as_laws
-from .lists import Gradients, Lists, Role, StepOptions, Tensors, is_array
 from .numbers import Adam, Sgd, horizon
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .calls import AdamStep, Numbers, SgdNumbers
-    from .corrections import Coefficients, StaleCorrection
+    from .corrections import StaleCorrection
 
 Kind = TypeVar("Kind")
 _OF_ADAM = frozenset(Adam.__slots__) - {"correction"}
@@ -121,23 +125,20 @@ class Plan:
         lists = Lists(params, "params", writes=True)
         if momentum_buffers is not None and exp_avgs is not None:
             raise ValueError("exp_avgs: momentum_buffers are given; a plan has one or the other")
+        if is_array(outs):
+            raise TypeError("outs: expected a sequence of outputs, got one tensor")
         for role, name, given in (
             (Role.MOMENTUM, "momentum_buffers", momentum_buffers),
             (Role.MOMENTUM, "exp_avgs", exp_avgs),
             (Role.SECOND, "exp_avg_sqs", exp_avg_sqs),
             (Role.GRADS, "grads", grads),
             (Role.STASHED, "stashed", stashed),
+            *((Role.OUT, f"outs[{j}]", out) for j, out in enumerate(outs)),
+            (Role.STALE, "stale", stale),
+            (Role.AVERAGE, "gap_averages", gap_averages),
         ):
-            if given is not None:
-                lists.add(role, name, given, writes=role is not Role.GRADS)
-        if is_array(outs):
-            raise TypeError("outs: expected a sequence of outputs, got one tensor")
-        for j, out in enumerate(outs):
-            lists.add(Role.OUT, f"outs[{j}]", out, writes=True)
-        if stale is not None:
-            lists.add(Role.STALE, "stale", stale, writes=False)
-        if gap_averages is not None:
-            lists.add(Role.AVERAGE, "gap_averages", gap_averages, writes=True)
+            if given is not None or role is Role.OUT:
+                lists.add(role, name, given, writes=role not in (Role.GRADS, Role.STALE))
         self._single = lists.single
         self._native = lists.plan(groups)
         self._native.keep(self._watches)
@@ -267,9 +268,7 @@ class Plan:
         if groups is None or (options and not _OF_ADAM.isdisjoint(options)):
             groups = self._adams(groups, cast("dict[str, Any]", options))
         (settings, _, predictions), program = step_arguments(self._checked(groups, Adam), predict)
-        correcting = None
-        if correction is not None:
-            correcting = coefficients_of(correction, groups, largest_lr, averaged)
+        correcting = coefficients_of(correction, groups, largest_lr, averaged)
         self._native.adam_step_(settings, predictions, options, stream, program, correcting)
 
     # Versions of the weights.
@@ -304,31 +303,6 @@ class Plan:
             arrays = (grads,) if self._single else tuple(cast(Iterable[object], grads))
             self._native.set_gradients(arrays)
 
-    # The same as native calls, to be made later, more than once.
-
-    def _prepared_step(
-        self,
-        groups: Numbers,
-        first_step: bool | Sequence[bool],
-        predict: Sequence[Horizons | None],
-        options: StepOptions,
-        correction: tuple[bool, list[Coefficients]] | None = None,
-    ) -> Callable[[], None]:
-        (settings, momentum, predictions), program = step_arguments(groups, predict)
-        more = options, None, program, correction
-        if isinstance(groups[0], Adam):
-            return partial(self._native.adam_step_, settings, predictions, *more)
-        given = settings, momentum, first_step, predictions
-        return partial(self._native.sgd_step_, *given, *more)
-
-    def _prepared_predict(self, groups: Numbers, steps: Horizons) -> Callable[[], None]:
-        terms, eps, program = self._terms_of(groups, steps)
-        return partial(self._native.predict, terms, eps, 0, None, program)
-
-    def _prepared_stash_predict(self, groups: Numbers, steps: Horizons) -> Callable[[], None]:
-        terms, eps, program = self._terms_of(groups, steps)
-        return partial(self._native.stash_predict_, terms, eps, None, program)
-
     # Arguments.
 
     def _terms_of(self, groups: Any, steps: Horizons, numbers: Any = ()) -> Prediction:
@@ -338,7 +312,7 @@ class Plan:
             raise _given_twice(numbers)
         checked = self._checked(groups)
         for own in checked:
-            if isinstance(own, Sgd) and own.momentum == 0.0:
+            if not own.has_momentum:
                 raise ValueError("momentum: a prediction needs momentum > 0")
         return prediction(checked, as_laws(steps, self._n_groups))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from spectrain_ext.interrupts import deferred
+from spectrain_ext.operators.calls import StepOptions, bump_versions
 from spectrain_ext.operators.corrections import (
     AdaptiveBraking,
     Correction,
@@ -20,16 +21,15 @@ from spectrain_ext.operators.corrections import (
     stale_correction,
 )
 from spectrain_ext.operators.laws import Horizons, Law, as_laws
-from spectrain_ext.operators.lists import StepOptions, bump_versions
 from spectrain_ext.operators.numbers import Corrected
 
 from .launch import Correcting, Launch, Launches, Scaling
 from .parameters import Binding, Parameters, PredictionSink, Views
-from .rule import Rule, Templates, plain
+from .rule import Rule, plain
 from .state import (
     Ordered,
     SaveGuard,
-    check_group,
+    check_dtypes,
     independent,
     loaded_dtype,
     named,
@@ -91,12 +91,11 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     # GradScaler leaves dividing by its scale, and skipping, to a step that claims this.
     _step_supports_amp_scaling = True
 
-    _rule: Rule[Any]  # steps obey that of the parameters, which may have a correction's state
+    _rule: Rule  # steps obey that of the parameters, which may have a correction's state
     _momentum_dtype: torch.dtype | None
     _loading: StateDict | None = None
     _parameters: Parameters
     _launches: Launches
-    _templates: Templates
 
     def _prepare(self, momentum_dtype: torch.dtype | None) -> None:
         """Get ready for the parameter groups that torch's constructor is about to add."""
@@ -107,18 +106,14 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
     def _begin(
         self,
         binding: Binding | None = None,
-        rule: Rule[Any] | None = None,
+        rule: Rule | None = None,
         correction: Correction | None = None,
     ) -> None:
         """Forget what was resolved, and go on with this."""
         rule = type(self)._rule if rule is None else rule
-        parameters = Parameters(rule, self._momentum_dtype, binding)
-        # Together: an exception between them would leave some that do not know each other.
-        self.__dict__.update(
-            _parameters=parameters,
-            _launches=Launches(parameters),
-            _templates=Templates(rule, correction),
-        )
+        parameters = Parameters(rule, self._momentum_dtype, binding, correction)
+        # Together: an exception between them would leave two that do not know each other.
+        self.__dict__.update(_parameters=parameters, _launches=Launches(parameters))
         self._predicted: list[Launch] | None = None
         self._next_write: tuple[PredictionSink, tuple[Law, ...], Any] | None = None
 
@@ -144,7 +139,15 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             raise
 
     def _check_group(self, index: int) -> None:
-        check_group(self._parameters.rule, index, self.param_groups[index], self._momentum_dtype)
+        group = self.param_groups[index]
+        self._parameters.rule.read(index, group)
+        seen: dict[Tensor, int] = {}
+        for i, p in enumerate(group["params"]):
+            where = f"parameter {i} of group {index}"
+            if p in seen:
+                raise ValueError(f"{where} is parameter {seen[p]} of that group once more")
+            seen[p] = i
+            check_dtypes(where, p.dtype, self._momentum_dtype)
 
     @_exclusive
     def __getstate__(self) -> dict[str, Any]:
@@ -258,13 +261,13 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        correction = self._templates.correction
+        correction = self._parameters.correction
         correcting = None if correction is None else self._correcting(correction)
-        templates = self._templates.of(self.param_groups)
+        templates = self._parameters.numbers(self.param_groups)
         sink, laws, checked = self._next_write or (None, None, None)
         launches = self._resolved(sink)
         if laws is not None and checked is not templates:
-            self._templates.check(self.param_groups, laws, has_gradient=True)
+            self._parameters.check_laws(self.param_groups, laws, has_gradient=True)
         for launch in launches:
             launch.read_gradients()
         scaling = Scaling.of(self)
@@ -276,18 +279,13 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
             self._brake(correction)
             for launch in launches:
                 launch.read_gradients()  # those of another layout had been copied
-        prepared = []
         for launch in launches:
             options: StepOptions = {} if scaling is None else scaling.on(launch.device)
-            prepared.append(launch.prepared_step(templates, laws, options, correcting))
+            launch.prepare_step(templates, laws, options, correcting)
 
         # Nothing is left that could be refused.
-        for launch, (_, _, call, after) in zip(launches, prepared, strict=True):
-            call()
-            if laws is not None:
-                launch.write_rest(templates, laws)
-            launch.forget_gradients()
-            if launch.updated_to(after, self.state):
+        for launch in launches:
+            if launch.step(self.state):
                 self._parameters.forget()
             if self._parameters.binding is None:
                 bump_versions(launch.updated())
@@ -306,8 +304,8 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                 braking.brake_([g for g, _ in found], [v for _, v in found], group["maximize"])
 
     def _resolved(self, sink: PredictionSink | None = None, *, stash: bool = False) -> list[Launch]:
-        kinds, outs = self._templates.kinds, None if sink is None else sink.outs
-        return self._launches.of(self.param_groups, self.state, kinds, outs, stash=stash)
+        outs = None if sink is None else sink.outs
+        return self._launches.of(self.param_groups, self.state, outs, stash=stash)
 
     def _correcting(self, correction: Correction) -> Correcting | None:
         """What reads stale weights, with the largest learning rate so far of every group.
@@ -334,16 +332,16 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     def check_can_predict(self) -> None:
         """Raise ValueError naming the first group whose momentum is 0: it cannot be predicted."""
-        self._templates.of(self.param_groups)
-        self._templates.check_can_predict(self.param_groups)
+        self._parameters.numbers(self.param_groups)
+        self._parameters.check_momentum(self.param_groups)
 
     def _laws(
         self, steps: Horizons, *, has_gradient: bool = False
     ) -> tuple[list[Any], tuple[Law, ...]]:
         """Read the numbers of every group, and the law of each, which has to go with them."""
         laws = tuple(as_laws(steps, len(self.param_groups)))
-        templates = self._templates.of(self.param_groups)
-        self._templates.check(self.param_groups, laws, has_gradient)
+        templates = self._parameters.numbers(self.param_groups)
+        self._parameters.check_laws(self.param_groups, laws, has_gradient)
         return templates, laws
 
     @_exclusive
@@ -459,7 +457,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         RuntimeError if the optimizer is not bound, ValueError for a missing or unsuitable tensor.
         """
         sink = PredictionSink(self.param_groups, self._bound("prediction_sink"), outs, self._write)
-        self._templates.of(self.param_groups)
+        self._parameters.numbers(self.param_groups)
         self._resolved(sink)
         return sink
 
@@ -495,7 +493,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         RuntimeError if the optimizer is not bound, or corrects nothing by stale weights.
         """
         binding = self._bound("read_stale", sink)
-        correction = self._templates.correction
+        correction = self._parameters.correction
         if correction is None or not correction.reads_stale:
             raise RuntimeError(
                 "read_stale: no correction reads stale weights, call correct() first"
@@ -504,7 +502,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
 
     def check_correction(self, correction: Correction | None) -> None:
         """Raise ValueError naming the first group that a correction is not defined for."""
-        Templates(self._parameters.rule, correction).of(self.param_groups)
+        Parameters(self._parameters.rule, correction=correction).numbers(self.param_groups)
 
     @_exclusive
     def correct(

@@ -8,8 +8,8 @@ what the stage computes with again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
-from typing import Any, NamedTuple, Protocol
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakMethod
 
 import torch
@@ -27,45 +27,10 @@ from .parameters import PredictionSink, Views
 from .state import Ordered, laid_out_as
 
 
-class Updater(Protocol):
-    """What a stage's storage asks of an optimizer; see ``PredictingOptimizer``."""
-
-    @property
-    def buffer_keys(self) -> tuple[str, ...]: ...
-    def momentum_dtype(self, param: Tensor) -> torch.dtype: ...
-    def bind(self, master: Views | None, buffers: Mapping[str, Views]) -> None: ...
-    def unbind(self) -> None: ...
-    def is_bound_to(self, buffers: Mapping[str, Views]) -> bool: ...
-    def prediction_sink(self, outs: Views) -> PredictionSink | None: ...
-    def update_in(self, views: Views) -> None: ...
-    def read_stale(self, sink: Any) -> None: ...
-    def write_with_next_step(self, sink: PredictionSink | None, steps: Any = 0.0) -> None: ...
-    def correct(
-        self, correction: Correction | None, stale: PredictionSink | None = None
-    ) -> None: ...
-    def step(self) -> Any: ...
-    def order_by(self, turn: Callable[[], AbstractContextManager[object]]) -> None: ...
-
-
-def updater_of(optimizer: torch.optim.Optimizer) -> Updater:
-    """The optimizer itself if it is one of the package's, which nothing then stands before."""
-    return optimizer if isinstance(optimizer, PredictingOptimizer) else Foreign(optimizer)
-
-
-def loose_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """State on a GPU that is not in the buffers of ``bind``."""
-    if isinstance(optimizer, PredictingOptimizer):
-        return []
-    return [tensor for tensor in _tensors_in(_state_of(optimizer)) if tensor.is_cuda]
-
-
-def _state_of(optimizer: torch.optim.Optimizer) -> Any:
-    """Nothing where a wrapper keeps it elsewhere."""
-    return getattr(optimizer, "state", {})
-
-
 class Foreign(Ordered):
     """A user's optimizer as an ``Updater``: its state stays where it puts it, it predicts nothing.
+
+    The methods are those of ``PredictingOptimizer``.
 
     With a master of a wider dtype a parameter is of that dtype for the length of a step, and its
     gradient as well. State is then made in that dtype; ``load_state_dict`` keeps it there while the
@@ -119,17 +84,12 @@ class Foreign(Ordered):
     def is_bound_to(self, buffers: Mapping[str, Views]) -> bool:
         return self._given is buffers
 
-    def prediction_sink(self, outs: Views) -> None:
-        """There is none: it predicts nothing, so it writes none with a step."""
-
     def update_in(self, views: Views) -> None:
         self._master = views
 
-    def read_stale(self, sink: Any) -> None:
-        """There is nothing to do: it is not corrected."""
-
-    def write_with_next_step(self, sink: PredictionSink | None, steps: Any = 0.0) -> None:
-        """There is nothing to withdraw."""
+    def prediction_sink(self, outs: Views) -> None: ...
+    def write_with_next_step(self, sink: PredictionSink | None, steps: Any = 0.0) -> None: ...
+    def read_stale(self, sink: Any) -> None: ...
 
     def correct(self, correction: Correction | None, stale: PredictionSink | None = None) -> None:
         if correction is not None:
@@ -173,21 +133,18 @@ class Foreign(Ordered):
     # State that the caller reads or loads.
 
     def _copied(self, _: object, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What the next step does not change, which may run beside whoever reads it."""
         if self._given is None:
             return state_dict
         with self._owners_turn():
-            return {**state_dict, "state": _mapped(state_dict["state"], _clone)}
+            state = _mapped(state_dict["state"], lambda tensor: tensor.detach().clone())
+            return {**state_dict, "state": state}
 
     def _before_load(self, _: object, state_dict: dict[str, Any]) -> None:
         with self._owners_turn():
             self._loading = state_dict if self._wide else None
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Torch has cast the state to its parameters' dtypes: take it from where it came from.
-
-        And give it the parameters' strides.
-        """
+        """Undo that torch has cast state to its parameters' dtypes; give it their strides."""
         loading, self._loading = self._loading, None
         with self._owners_turn():
             if loading is not None:
@@ -207,6 +164,26 @@ class Foreign(Ordered):
             entry.update(_converted(entry, like))
 
 
+#: What a stage's storage steps, and asks for predictions.
+Updater: TypeAlias = PredictingOptimizer | Foreign
+
+
+def updater_of(optimizer: torch.optim.Optimizer) -> Updater:
+    """The optimizer itself if it is one of the package's, which nothing then stands before."""
+    return optimizer if isinstance(optimizer, PredictingOptimizer) else Foreign(optimizer)
+
+
+def loose_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """State on a GPU that is not in the buffers of ``bind``."""
+    if isinstance(optimizer, PredictingOptimizer):
+        return []
+    return [tensor for tensor in _tensors_in(_state_of(optimizer)) if tensor.is_cuda]
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Any:
+    return getattr(optimizer, "state", {})  # which a wrapper may keep elsewhere
+
+
 class _Place(NamedTuple):
     """Where a parameter is, and where its true weights are: both the same without a master."""
 
@@ -223,10 +200,9 @@ class _Place(NamedTuple):
 
     def enter(self) -> None:
         p, own, true, at = self
-        if at[0] == at[1] and true.dtype == own.dtype:
-            return
         if true.dtype == own.dtype:
-            p.data = true
+            if at[0] != at[1]:
+                p.data = true
             return
         gradient, p.grad = p.grad, None
         p.data = true
@@ -256,12 +232,7 @@ def _converted(entry: Mapping[Any, Any], like: Tensor) -> dict[Any, Any]:
     return {key: _mapped(value, of) for key, value in entry.items() if key != "step"}
 
 
-def _clone(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
 def _mapped(value: Any, of: Callable[[Tensor], Tensor]) -> Any:
-    """State with something else for each of its tensors."""
     if isinstance(value, Tensor):
         return of(value)
     if type(value) in (list, tuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, compress
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, TypeAlias
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from spectrain_ext import _C
+from spectrain_ext.operators.calls import Prediction, StepOptions, prediction, step_arguments
 from spectrain_ext.operators.corrections import StaleCorrection
 from spectrain_ext.operators.laws import Law, Linear, SecondOrder, terms_of
-from spectrain_ext.operators.lists import StepOptions
+from spectrain_ext.operators.numbers import Adam, Sgd
 from spectrain_ext.operators.plan import Plan
 
-from .parameters import Parameters, Views
-from .rule import Group, Kinds, Scalars
+from .parameters import Kinds, Parameters, Views
+from .rule import Group, Scalars
 from .state import State, empty_like
 
 # What corrects a step, and the largest learning rate of every group.
@@ -49,13 +51,18 @@ class _Prepared(NamedTuple):
 
     Attributes:
         templates: in the very same list for as long as no number is read anew.
+        lasts: whether it serves once more: no step counts, and no law reads what may change.
         after: the scalar state of every cohort after a step.
     """
 
     templates: Sequence[Any]
     laws: tuple[Law, ...] | None
+    lasts: bool
     call: Callable[[], None]
     after: Sequence[Scalars] = ()
+
+    def serves(self, templates: Sequence[Any], laws: tuple[Law, ...] | None) -> bool:
+        return self.lasts and self.templates is templates and self.laws == laws
 
 
 class Launch:
@@ -63,8 +70,7 @@ class Launch:
 
     A plan keeps raw addresses, and a parameter can get another storage at any time
     (``p.data = ...``, ``module.to()``), as its state can get another buffer. So ``Launches`` asks
-    ``in_place`` before every use. The plan holds detached aliases of the tensors: they keep the
-    storage it points to alive whatever becomes of the parameter.
+    ``in_place`` before every use. The plan holds detached aliases, which keep its storage alive.
 
     Args:
         positions: of the parameters, ascending.
@@ -106,7 +112,7 @@ class Launch:
 
         stale = None if binding is None else binding.stale
         state = zip(parameters.rule.columns, self._buffers or (), strict=False)
-        self.plan = _Plan(
+        self.native = _Plan(
             self._weights,
             grads=[None] * len(params),
             stashed=self._stashed,
@@ -114,7 +120,7 @@ class Launch:
             stale=None if stale is None else [stale[p].detach() for p in params],
             groups=self._assignment,
             **{name: [buffer.detach() for buffer in column] for name, column in state},
-        )
+        )._native
         self._all_active = False
         self._active: list[bool] = []
         self._rest: tuple[list[bool], Launch] | None = None  # of what is not active
@@ -127,24 +133,22 @@ class Launch:
     def read_gradients(self) -> None:
         """Hand the parameters' gradients to the plan, and note which rows have one.
 
-        A gradient of another layout than its parameter (autograd gives the same one, but a hook or
-        a caller may not) is copied into the parameter's layout; what cannot be a gradient of the
-        parameter raises and leaves the plan's gradients as they were.
+        A gradient of another layout than its parameter, as a hook or a caller may leave it, is
+        copied; what cannot be one raises and leaves the plan's gradients as they were.
         """
         grads = tuple(map(_gradient, self.params))
         try:
-            self._all_active = self.plan._native.set_gradients(grads, False)
+            self._all_active = self.native.set_gradients(grads, False)
         except (TypeError, ValueError, RuntimeError):
             fitted = tuple(map(self._fitted, range(len(grads)), grads))
             if all(map(is_, fitted, grads)):
                 raise
-            self._all_active = self.plan._native.set_gradients(fitted, False)
+            self._all_active = self.native.set_gradients(fitted, False)
         if not self._all_active:
             self._active = [g is not None for g in grads]
 
     def forget_gradients(self) -> None:
-        """Let go of the gradients, so that ``zero_grad`` really frees their memory."""
-        self.plan._native.forget_gradients()
+        self.native.forget_gradients()  # so that ``zero_grad`` really frees their memory
 
     def _fitted(self, row: int, grad: Tensor | None) -> Tensor | None:
         if grad is None:
@@ -165,34 +169,30 @@ class Launch:
             return grad
         return empty_like(weight, weight.dtype).copy_(grad.detach())
 
-    def _active_of(self, rows: list[int]) -> list[int]:
-        return rows if self._all_active else [row for row in rows if self._active[row]]
-
     def updated(self) -> tuple[Tensor, ...]:
         return tuple(self.params if self._all_active else compress(self.params, self._active))
 
     # What runs. `templates`: the numbers of every parameter group, as the rule read them.
 
-    def prepared_step(
+    def prepare_step(
         self,
         templates: Sequence[Any],
         laws: tuple[Law, ...] | None,
         options: StepOptions,
         correcting: Correcting | None,
-    ) -> _Prepared:
-        """What updates the rows that have a gradient, and the scalar state after it.
+    ) -> None:
+        """Prepare what updates the rows that have a gradient; all errors come from here.
 
-        With laws, one for each group, it writes the outs as well, but for what ``write_rest`` does.
-        What corrects the step is the same for as long as there is this launch.
+        With laws, one for each group, it writes the outs as well. What corrects the step is the
+        same for as long as there is this launch.
         """
-        known = None if options else self._step
-        if known is not None and known.templates is templates and known.laws == laws:
-            return known
+        if not options and self._step is not None and self._step.serves(templates, laws):
+            return
         rule = self.parameters.rule
         before = list(map(self._scalars, self.cohorts))
         groups = [templates[cohort.group] for cohort in self.cohorts]
         after = list(map(rule.after, groups, before))
-        numbers = list(map(rule.at, groups, after))
+        numbers: list[Any] = list(map(rule.at, groups, after))
         predict: tuple[tuple[Law, ...], ...] = ()
         if laws is not None and self._buffers is not None:
             predict = (tuple([laws[cohort.group] for cohort in self.cohorts]),)
@@ -200,41 +200,49 @@ class Launch:
         if correcting is not None:
             by, rates = correcting
             averages = bool(by.buffers)
-            correction = (
-                averages,
-                [
-                    by.coefficients(n, rates[cohort.group], int(scalars[-1]) if averages else 0)
-                    for n, cohort, scalars in zip(numbers, self.cohorts, before, strict=True)
-                ],
-            )
-        first = self._first_step(groups)
-        call = self.plan._prepared_step(numbers, first, predict, options, correction)
-        made = _Prepared(templates, laws, call, after)
-        self._step = made if not options and self._stays(laws) else None
-        return made
+            coefficients = [
+                by.coefficients(n, rates[cohort.group], int(scalars[-1]) if averages else 0)
+                for n, cohort, scalars in zip(numbers, self.cohorts, before, strict=True)
+            ]
+            correction = averages, coefficients
+        (settings, momentum, predictions), program = step_arguments(numbers, predict)
+        call = partial(self.native.adam_step_, settings)
+        if not isinstance(numbers[0], Adam):
+            call = partial(self.native.sgd_step_, settings, momentum, self._first_step(groups))
+        call = partial(call, predictions, options, None, program, correction)
+        lasts = not options and self._lasts(laws)
+        self._step = _Prepared(templates, laws, lasts, call, after)
+
+    def step(self, state: State) -> bool:
+        """Make the step that was prepared; returns whether rows now belong to other cohorts."""
+        step = self._step
+        assert step is not None
+        step.call()
+        if step.laws is not None:
+            self._write_rest(step.templates, step.laws)
+        self.forget_gradients()
+        return self._updated_to(step.after, state)
 
     def _scalars(self, cohort: Cohort) -> Scalars:
         return self.parameters.scalars(self._positions[cohort.rows[0]])
 
-    def _stays(self, laws: tuple[Law, ...] | None) -> bool:
-        """Whether a call serves once more: no step counts, and no law reads what may change."""
+    def _lasts(self, laws: tuple[Law, ...] | None) -> bool:
         return not self.parameters.rule.scalars and all(map(_is_plain, laws or ()))
 
-    def _first_step(self, groups: Sequence[Any]) -> bool | list[bool]:
+    def _first_step(self, groups: Sequence[Sgd]) -> bool | list[bool]:
         if self._buffers is None:
             return False
-        starts = [
-            not cohort.started and self.parameters.rule.starts(group)
-            for cohort, group in zip(self.cohorts, groups, strict=True)
-        ]
+        # The first buffer is the gradient, undampened; an average goes on from 0.
+        pairs = zip(self.cohorts, groups, strict=True)
+        starts = [not cohort.started and not numbers.ema for cohort, numbers in pairs]
         if all(starts) or not any(starts):
             return starts[0]
         return [starts[n] for n in self._assignment]
 
-    def write_rest(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
+    def _write_rest(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Write the outs that a step with laws does not."""
         if self._buffers is None:
-            self.plan.write_out()
+            self.native.write_out(0, None)
         elif not self._all_active and any(map(terms_of, laws, templates)):
             # The step gives a row without a gradient its weights, not their prediction.
             if self._rest is None or self._rest[0] != self._active:
@@ -242,17 +250,16 @@ class Launch:
                 self._rest = self._active, Launch(self.parameters, idle, True, self._outs)
             self._rest[1].predict(templates, tuple(map(_without_gradient, laws)))
 
-    def updated_to(self, after: Sequence[Scalars], state: State) -> bool:
-        """Give the rows that a step has updated the scalar state after it; start state.
-
-        Returns whether rows now belong to other cohorts: begun, or counted apart.
-        """
+    def _updated_to(self, after: Sequence[Scalars], state: State) -> bool:
+        """Give the rows that a step has updated the scalar state after it; start state."""
         counts = bool(self.parameters.rule.scalars)
         if self._all_active and self.started and not counts:
             return False
         changed = False
         for cohort, scalars in zip(self.cohorts, after, strict=True):
-            active = self._active_of(cohort.rows)
+            active = cohort.rows
+            if not self._all_active:
+                active = [row for row in active if self._active[row]]
             if counts:
                 self.parameters.count([self._positions[row] for row in active], scalars)
                 changed = changed or 0 < len(active) < len(cohort.rows)
@@ -260,40 +267,40 @@ class Launch:
                 changed = changed or bool(active)
                 for row in active:
                     buffers = [column[row] for column in self._buffers]
-                    self.parameters.start(state, self._positions[row], buffers)
+                    self.parameters.put(state, self._positions[row], buffers)
         return changed
 
     def predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Write the outs."""
         known = self._prediction
-        if known is None or known.templates is not templates or known.laws != laws:
-            call: Callable[[], None] = self.plan.write_out
+        if known is None or not known.serves(templates, laws):
+            call = partial(self.native.write_out, 0, None)
             if self._buffers is not None and any(map(terms_of, laws, templates)):
-                call = self.plan._prepared_predict(*self._now(templates, laws))
-            known = _Prepared(templates, laws, call)
-            self._prediction = known if self._stays(laws) else None
+                terms, eps, program = self._prediction_now(templates, laws)
+                call = partial(self.native.predict, terms, eps, 0, None, program)
+            known = _Prepared(templates, laws, self._lasts(laws), call)
+            self._prediction = known
         known.call()
 
     def stash_predict(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> None:
         """Keep the weights and replace them by their prediction, unless that is the weights."""
         if any(map(terms_of, laws, templates)):
-            call = self.plan._prepared_stash_predict(*self._now(templates, laws))
-            call()
+            terms, eps, program = self._prediction_now(templates, laws)
+            self.native.stash_predict_(terms, eps, None, program)
             self._replaced = True
 
-    def _now(
-        self, templates: Sequence[Any], laws: tuple[Law, ...]
-    ) -> tuple[list[Any], tuple[Law, ...]]:
-        """The numbers of the cohorts as their last update left them, and their laws."""
+    def _prediction_now(self, templates: Sequence[Any], laws: tuple[Law, ...]) -> Prediction:
+        """By the numbers of the cohorts as their last update left them."""
         rule = self.parameters.rule
-        numbers, own = [], []
+        numbers: list[Any] = []
+        own: list[Law] = []
         for cohort in self.cohorts:
             scalars = self._scalars(cohort)
             rests = not cohort.started or rule.rests(scalars)
             template = templates[cohort.group]
             numbers.append(template if rests else rule.at(template, scalars))
             own.append(_STILL if rests else laws[cohort.group])
-        return numbers, tuple(own)
+        return prediction(numbers, own)
 
     def restore(self) -> bool:
         """Write the stashed weights back, wherever the parameters' storage is by now.
@@ -303,7 +310,7 @@ class Launch:
         if not self._replaced:
             return False
         if self.in_place():
-            self.plan.restore_()
+            self.native.restore_(None)
         else:
             for param, kept in zip(self.params, self._stashed or (), strict=True):
                 param.detach().copy_(kept)
@@ -335,41 +342,40 @@ class Launches:
     """The launches of an optimizer, one for each device and kind of group, kept while true."""
 
     def __init__(self, parameters: Parameters) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self._known: dict[tuple[int, ...], _Resolved] = {}
 
     def of(
         self,
         groups: Sequence[Group],
         state: State,
-        kinds: Kinds,
         outs: Views | None = None,
         *,
         stash: bool = False,
     ) -> list[Launch]:
-        """Return the launches of a step: of parameters that have a gradient, state, or need none.
+        """The launches of a step: of parameters that have a gradient, state, or need none.
 
         Those of a prediction in place, which have a stash, are of parameters with state; those of a
-        bound optimizer, of all: they may write outs. They are resolved on first use and not
-        before: until then the owner may still move the parameters into a buffer
-        (``p.data = view``). RuntimeError for one that has moved since.
+        bound optimizer, of all: they may write outs. They are resolved on first use: until then the
+        owner may still move the parameters into a buffer. RuntimeError for one that moved later.
         """
-        parameters = self._parameters
-        version, binding = parameters.look(groups, state), parameters.binding
+        parameters = self.parameters
+        kinds, binding = parameters.kinds, parameters.binding
+        version = parameters.look(groups, state)
         places = (outs,) if binding is None else (outs, binding.weights, binding.stale)
         key = stash, *map(id, places)
         known = self._known.get(key)
+        moved = False
         for launch in () if known is None else known.launches:
-            if not launch.in_place():
-                if binding is not None:
-                    raise RuntimeError(
-                        f"a parameter of group {launch.cohorts[0].group} no longer has the storage "
-                        "it was bound with (.to() or load_state_dict(assign=True) since bind)"
-                    )
-                known = None
-                break
+            moved = moved or not launch.in_place()
+            if moved and binding is not None:
+                raise RuntimeError(
+                    f"a parameter of group {launch.cohorts[0].group} no longer has the storage it "
+                    "was bound with (.to() or load_state_dict(assign=True) since bind)"
+                )
         if (
             known is None
+            or moved
             or known.version != version
             or known.kinds != kinds
             or (known.idle and not stash and any(p.grad is not None for p in known.idle))
@@ -377,14 +383,11 @@ class Launches:
             if binding is None:
                 parameters.forget()  # parameters may have moved: their state follows them
                 version = parameters.look(groups, state)
-            launches, idle = self._made(kinds, outs, stash)
-            known = self._known[key] = _Resolved(places, kinds, version, idle, launches)
+            known = self._known[key] = self._made(places, version, stash)
         return known.launches
 
-    def _made(
-        self, kinds: Kinds, outs: Views | None, stash: bool
-    ) -> tuple[list[Launch], list[Tensor]]:
-        parameters = self._parameters
+    def _made(self, places: tuple[Views | None, ...], version: int, stash: bool) -> _Resolved:
+        parameters, kinds = self.parameters, self.parameters.kinds
         idle: list[Tensor] = []
         found: dict[tuple[torch.device, bool], list[int]] = {}
         for i, p in enumerate(parameters.params):
@@ -395,10 +398,10 @@ class Launches:
             else:
                 idle.append(p)
         launches = [
-            Launch(parameters, positions, kind, outs, stash=stash)
+            Launch(parameters, positions, kind, places[0], stash=stash)
             for (_, kind), positions in found.items()
         ]
-        return launches, idle
+        return _Resolved(places, kinds, version, idle, launches)
 
 
 class Scaling(NamedTuple):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from spectrain_ext import _C
-from spectrain_ext.operators.laws import Horizons
+from spectrain_ext.operators.corrections import Correction, StepCorrection
+from spectrain_ext.operators.laws import Horizons, Law, terms_of
+from spectrain_ext.operators.numbers import Term
 
-from .rule import Group, Rule, Scalars
+from .rule import Group, Rule, Scalars, scalar_dtype
 from .state import (
     State,
     check_dtypes,
@@ -24,6 +27,10 @@ from .state import (
 )
 
 Views = Mapping[Tensor, Tensor]
+Kinds = tuple[bool, ...]
+
+_REMEMBERED = 8  # laws that were found good: a training loop asks for the same few every time
+_IMMUTABLE = (float, int, str, type(None))
 
 
 class Binding:
@@ -31,8 +38,6 @@ class Binding:
 
     Attributes:
         given: a mapping of buffers for each key of the state, or for the only one.
-        weights: what is updated.
-        buffers: the state of every parameter.
         stale: what a correction reads; None: nothing.
     """
 
@@ -110,22 +115,28 @@ class PredictionSink:
 
 
 class Parameters:
-    """Every parameter of an optimizer under one number, its position, with its state.
+    """Every parameter of an optimizer under one number, its position, with its state; its groups.
 
     Torch keeps state in dicts that anybody may change at any time: so each use asks ``look`` first,
-    which costs some list comparisons while nothing has changed. Scalar state (a step count) lives
-    in one tensor for all parameters, whose elements ``state[p]`` holds: counting a step of all of
-    them is one operation.
+    which costs some comparisons while nothing has changed. Scalar state (a step count) lives in one
+    tensor for all parameters, whose elements ``state[p]`` holds: counting a step of all of them is
+    one operation. There is no reference to the optimizer: in a cycle its memory would outlive it.
 
-    It does not refer to the optimizer: that would be a cycle, and dropping the optimizer would no
-    longer free its memory at once.
+    Attributes:
+        correction: what every step has otherwise; None: nothing.
+        kinds: of every group, whether its rule uses the buffers, as the numbers were read last.
     """
 
     def __init__(
-        self, rule: Rule[Any], state_dtype: torch.dtype | None, binding: Binding | None = None
+        self,
+        rule: Rule,
+        state_dtype: torch.dtype | None = None,
+        binding: Binding | None = None,
+        correction: Correction | None = None,
     ) -> None:
         self.rule = rule
         self.binding = binding
+        self.correction = correction
         self._state_dtype = state_dtype
         self.params: list[Tensor] = []
         self.places: list[str] = []  # for errors
@@ -136,6 +147,74 @@ class Parameters:
         self._values: list[list[float]] = []  # what they were last
         self._version = 0
         self.forget()
+        self.kinds: Kinds = ()
+        self._numbers: list[Any] = []
+        self._numbers_of: tuple[tuple[Any, ...], ...] | None = None  # these values of groups
+        self._good: list[tuple[tuple[Law, ...], bool]] = []
+
+    # The numbers of the groups.
+
+    def numbers(self, groups: Sequence[Group]) -> list[Any]:
+        """Those of every group as the rule reads them, the same list while nothing has changed.
+
+        Then that costs a comparison. A value that may change in place, such as a learning rate in a
+        tensor, is read every time.
+        """
+        if self._numbers_of is None or not _C.same(groups, self._numbers_of):
+            self._numbers_of = None
+            self._numbers = [self.rule.read(index, group) for index, group in enumerate(groups)]
+            if isinstance(self.correction, StepCorrection):
+                self._numbers = list(map(self._corrected, range(len(groups)), self._numbers))
+            self._good = []
+            self.kinds = tuple([numbers.has_momentum for numbers in self._numbers])
+            if self.correction is not None and self.correction.buffers:
+                self.check_momentum(groups, f"{self.correction} averages the momentum")
+            if all(map(_stays, groups)):
+                self._numbers_of = tuple(tuple(group.values()) for group in groups)
+        return self._numbers
+
+    def _corrected(self, index: int, numbers: Any) -> Any:
+        corrected = replace(numbers, correction=self.correction)
+        try:
+            step = corrected.setting()[-1]
+        except ValueError as error:
+            raise ValueError(f"parameter group {index}: {error}") from error
+        if not isinstance(step, Term):
+            raise TypeError(
+                f"parameter group {index}: {self.correction}: expected a step as a Term, such as "
+                f"numbers.term(), got {step!r}"
+            )
+        return corrected
+
+    def check_laws(
+        self, groups: Sequence[Group], laws: tuple[Law, ...], has_gradient: bool
+    ) -> None:
+        """Raise ValueError unless the groups, as they were read last, go with their laws."""
+        if (laws, has_gradient) in self._good:
+            return
+        for index, (law, numbers) in enumerate(zip(laws, self._numbers, strict=True)):
+            terms = terms_of(law, numbers)
+            if terms:
+                self.check_momentum(groups, only=index)
+            if not has_gradient and any(term.gradient for term in terms):
+                raise ValueError(
+                    f"steps: {law} needs the gradient; order it with write_with_next_step"
+                )
+        self._good[_REMEMBERED:] = []
+        self._good.insert(0, (laws, has_gradient))
+
+    def check_momentum(
+        self,
+        groups: Sequence[Group],
+        why: str = "a prediction needs a momentum buffer",
+        only: int | None = None,
+    ) -> None:
+        """Raise ValueError for the first group, or this one, whose parameters have no momentum."""
+        for index in range(len(groups)) if only is None else (only,):
+            if groups[index]["params"] and not self.kinds[index]:
+                raise ValueError(f"parameter group {index} has momentum 0: {why}")
+
+    # Parameters and their state.
 
     def forget(self) -> None:
         """Read everything again at the next look."""
@@ -172,12 +251,13 @@ class Parameters:
         started = self.buffers[position] is not None
         return self.groups[position], started, self.scalars(position)
 
-    def start(self, state: State, position: int, buffers: Sequence[Tensor]) -> None:
-        """Put the first state of a parameter where torch keeps it, sharing memory."""
+    def put(self, state: State, position: int, buffers: Sequence[Tensor]) -> dict[str, Any]:
+        """Put a parameter's state where torch keeps it, sharing memory."""
         entry = state[self.params[position]]
         if self._counts is not None:
             entry.update(zip(self.rule.scalars, self._counts[:, position].unbind(), strict=True))
         entry.update(zip(self.rule.buffers, buffers, strict=True))
+        return {key: entry[key] for key in self.rule.keys}
 
     def count(self, positions: Sequence[int], scalars: Scalars) -> None:
         """Give parameters, in ascending order, new scalar state."""
@@ -204,42 +284,25 @@ class Parameters:
             # Not state[p]: it is a defaultdict, and looking must not add an entry.
             saved.append(read_entry(where, self.rule, p, state.get(p) or {}))
         self.buffers = [
-            None if found is None else self._settled(p, found.buffers)
+            None if found is None else self._settled(p, found[0])
             for p, found in zip(self.params, saved, strict=True)
         ]
         initial = tuple(self.rule.scalars.values())
-        self._take_scalars([initial if found is None else found.scalars for found in saved])
-        noted = {
-            p: self._noted(i, state[p], buffers)
-            for i, (p, buffers) in enumerate(zip(self.params, self.buffers, strict=True))
-            if p in state
-        }
-        if self.binding is not None:
-            for p, buffers in zip(self.params, self.buffers, strict=True):
-                if buffers is None:
-                    for view in self.binding.buffers[p]:
-                        view.zero_()  # so that the prediction is the weights themselves
+        self._take_scalars([initial if found is None else found[1] for found in saved])
+        noted: dict[Tensor, dict[str, Any]] = {}
+        for i, (p, buffers) in enumerate(zip(self.params, self.buffers, strict=True)):
+            if buffers is not None:
+                noted[p] = self.put(state, i, buffers)
+                continue
+            noted[p] = dict.fromkeys(self.rule.keys)
+            for view in () if self.binding is None else self.binding.buffers[p]:
+                view.zero_()  # so that the prediction is the weights themselves
         self._version += 1
         # Last: from here on it is true.
         self._seen = (
             tuple({"params": tuple(group["params"])} for group in groups),
             tuple(noted.get(p, entry) for p, entry in state.items()),
         )
-
-    def _noted(
-        self, position: int, entry: dict[str, Any], buffers: tuple[Tensor, ...] | None
-    ) -> dict[str, Any]:
-        """What an entry of the state has, now that it is where it belongs."""
-        if buffers is None:
-            return dict.fromkeys(self.rule.keys)
-        entry.update(zip(self.rule.buffers, buffers, strict=True))
-        if self._counts is not None:
-            numbers = self._counts[:, position].unbind()
-            for key, number in zip(self.rule.scalars, numbers, strict=True):
-                kept = entry[key]
-                if not isinstance(kept, Tensor) or kept.data_ptr() != number.data_ptr():
-                    entry[key] = number
-        return {key: entry[key] for key in self.rule.keys}
 
     def _settled(self, p: Tensor, buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The buffers where they belong, in a layout and dtype that the kernels take."""
@@ -260,14 +323,19 @@ class Parameters:
             return
         shape = len(self.rule.scalars), len(saved)
         if self._counts is None or self._counts.shape != shape:
-            # torch.optim's choice: float32 unless the default is float64.
-            wide = torch.get_default_dtype() == torch.float64
-            dtype = torch.float64 if wide else torch.float32
-            self._counts = torch.empty(shape, dtype=dtype, device="cpu")
+            self._counts = torch.empty(shape, dtype=scalar_dtype(), device="cpu")
             self._rows = self._counts.unbind()
         values = torch.tensor(saved, dtype=torch.float64, device="cpu")
         self._counts.copy_(values.reshape(shape[::-1]).T)
         self._values = self._counts.tolist()
+
+
+def _stays(group: Group) -> bool:
+    for key, value in group.items():
+        inside = value if type(value) is tuple else (value,)
+        if key != "params" and not all(isinstance(v, _IMMUTABLE) for v in inside):
+            return False
+    return True
 
 
 def _by_key(given: Views | Mapping[str, Views], keys: Sequence[str]) -> Mapping[str, Views]:

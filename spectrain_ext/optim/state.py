@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakMethod
 
 import torch
@@ -32,18 +32,6 @@ def check_dtypes(where: str, weight: torch.dtype, state: torch.dtype | None) -> 
             f"{where} is {weight}: its momentum can be {weight}"
             f"{' or torch.float32' if weight.itemsize == 2 else ''}, got {state}"
         )
-
-
-def check_group(rule: Rule[Any], index: int, group: Group, state_dtype: torch.dtype | None) -> None:
-    """Raise ValueError or TypeError unless a parameter group can be trained by a rule."""
-    rule.read(index, group)
-    seen: dict[Tensor, int] = {}
-    for i, p in enumerate(group["params"]):
-        where = f"parameter {i} of group {index}"
-        if p in seen:
-            raise ValueError(f"{where} is parameter {seen[p]} of that group once more")
-        seen[p] = i
-        check_dtypes(where, p.dtype, state_dtype)
 
 
 def allowed(weight: torch.dtype, state: torch.dtype) -> bool:
@@ -79,24 +67,17 @@ def converted(weight: Tensor, buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def laid_out_as(weight: Tensor, state: Any) -> Any:
-    """Return state of a parameter's shape with its strides, as torch would make it.
+    """State of a parameter's shape with its strides; anything else as it is.
 
-    Anything else is returned as it is. Fused kernels of torch's walk memory, whatever the strides.
+    Fused kernels of torch's walk memory, whatever the strides.
     """
-    if not isinstance(state, Tensor) or state.shape != weight.shape:
+    if not isinstance(state, Tensor) or state.shape != weight.shape or state.is_sparse:
         return state
     strides = torch.empty_like(weight, device="meta").stride()
-    if state.is_sparse or state.stride() == strides:
+    if state.stride() == strides:
         return state
     made = torch.empty_strided(state.shape, strides, dtype=state.dtype, device=state.device)
     return made.copy_(state.detach())
-
-
-class Saved(NamedTuple):
-    """The state of one parameter, checked: tensors of its shape, and numbers."""
-
-    buffers: tuple[Tensor, ...]
-    scalars: Scalars
 
 
 def named(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
@@ -108,8 +89,10 @@ def named(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
     ]
 
 
-def read_entry(where: str, rule: Rule[Any], p: Tensor, entry: Mapping[str, Any]) -> Saved | None:
-    """What ``entry`` holds for a parameter, None if it was never updated.
+def read_entry(
+    where: str, rule: Rule, p: Tensor, entry: Mapping[str, Any]
+) -> tuple[tuple[Tensor, ...], Scalars] | None:
+    """The buffers and scalars that ``entry`` holds, None if the parameter was never updated.
 
     ValueError or TypeError for half a state, or one that does not fit the parameter.
     """
@@ -132,7 +115,7 @@ def read_entry(where: str, rule: Rule[Any], p: Tensor, entry: Mapping[str, Any])
             scalars.append(float(entry[key]))
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"{where}: {key} must be one number, got {entry[key]!r}") from error
-    return Saved(tuple(entry[key] for key in rule.buffers), tuple(scalars))
+    return tuple(entry[key] for key in rule.buffers), tuple(scalars)
 
 
 def independent(entry: Any, keys: Sequence[str]) -> Any:
@@ -144,30 +127,26 @@ def independent(entry: Any, keys: Sequence[str]) -> Any:
     }
 
 
-def without_state(rule: Rule[Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def without_state(rule: Rule, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state_dict with nothing that torch would cast to its parameter's dtype."""
-    state = {
-        key: {
-            name: value for name, value in entry.items() if value is None or name not in rule.keys
-        }
-        if isinstance(entry, Mapping)
-        else entry
-        for key, entry in state_dict["state"].items()
-    }
+
+    def rest_of(entry: Any) -> Any:
+        if not isinstance(entry, Mapping):
+            return entry
+        return {name: v for name, v in entry.items() if v is None or name not in rule.keys}
+
+    state = {key: rest_of(entry) for key, entry in state_dict["state"].items()}
     return {**state_dict, "state": state}
 
 
 def put_saved(
-    rule: Rule[Any],
+    rule: Rule,
     state_dtype: torch.dtype | None,
     defaults: Mapping[str, Any],
     saved: Mapping[str, Any],
     loaded: Mapping[str, Any],
 ) -> None:
-    """Put the state of a state_dict into what torch has made of the rest, before it takes that.
-
-    ValueError or TypeError if a state or a number is bad.
-    """
+    """Put saved state into what torch has made of the rest, before it takes that; or raise."""
     for index, old in enumerate(saved["param_groups"]):
         rule.read(index, {**defaults, **old})
     keys = [key for group in saved["param_groups"] for key in group["params"]]
@@ -180,10 +159,11 @@ def put_saved(
             if rule.scalars and entry:
                 raise ValueError(f"{where}: the state has no {next(iter(rule.scalars))}")
             continue
-        dtype = loaded_dtype(p.dtype, found.buffers[0].dtype, state_dtype)
+        buffers, scalars = found
+        dtype = loaded_dtype(p.dtype, buffers[0].dtype, state_dtype)
         made = loaded["state"][p]
-        made.update(zip(rule.buffers, (converted(p, b, dtype) for b in found.buffers), strict=True))
-        for name, value in zip(rule.scalars, found.scalars, strict=True):
+        made.update(zip(rule.buffers, (converted(p, b, dtype) for b in buffers), strict=True))
+        for name, value in zip(rule.scalars, scalars, strict=True):
             made[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
@@ -208,11 +188,10 @@ class Ordered:
 class SaveGuard:
     """Has ``state_dict``, ``torch.save``, pickle and deepcopy of any module raise RuntimeError.
 
-    That module may be any that holds the parameters: a stage, the uncut model, a wrapper of it.
-    Torch's hooks belong to modules, so the parameters themselves raise, by attributes that shadow
-    their class's: ``detach`` where ``nn.Module._save_to_state_dict`` is what calls it, and what
-    ``copy`` and ``pickle`` ask an object for. Compiled code does not look at these. ``why`` is the
-    error's message, with the remedy.
+    Any module may hold the parameters, and torch's hooks belong to modules: so these raise
+    themselves, by attributes that shadow their class's: ``detach`` where
+    ``nn.Module._save_to_state_dict`` calls it, and what ``copy`` and ``pickle`` ask an object for.
+    Compiled code does not look at these. ``why`` is the error's message, with the remedy.
     """
 
     def __init__(self, why: str) -> None:

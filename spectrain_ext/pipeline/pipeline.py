@@ -21,9 +21,9 @@ from spectrain_ext.method import (
     in_words,
     phase_places,
 )
-from spectrain_ext.operators.threads import warn_of_threads
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place, Rules
+from spectrain_ext.threads import warn_of_threads
 from spectrain_ext.transport import callers_stream, each
 from spectrain_ext.weights import StageMemory
 

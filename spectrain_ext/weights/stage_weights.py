@@ -260,7 +260,9 @@ class StageWeights:
         room = update.room
         written = None if room is None else room.content
         if update.stale is not None:
-            updater.read_stale(storage.sink_of(update.stale))
+            stale = storage.sink_of(update.stale)
+            assert stale is not None, "what corrects also predicts"
+            updater.read_stale(stale)
         storage.before_update(update.kept)
         if written is not None and room is not None:
             updater.write_with_next_step(storage.sink_of(room), written.law or 0.0)

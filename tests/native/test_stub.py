@@ -13,7 +13,7 @@ import torch
 
 import spectrain_ext as st
 from spectrain_ext import _C
-from spectrain_ext.operators.lists import StepOptions
+from spectrain_ext.operators.calls import StepOptions
 from spectrain_ext.operators.numbers import Adam, Sgd, Term
 
 _STUB = Path(st.__file__).with_name("_C.pyi")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import spectrain_ext as st
 from spectrain_ext.operators import library
+from spectrain_ext.operators.calls import StepOptions
 from spectrain_ext.operators.laws import FutureRates, Geometric, Linear, SecondOrder
-from spectrain_ext.operators.lists import StepOptions
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),

@@ -107,7 +107,7 @@ def test_groups_have_their_own_options_in_one_launch(name: str) -> None:
     assert_same_state(states(optimizer, ours), states(reference, theirs))
     (rows,) = next(iter(optimizer._launches._known.values())).launches
     assert len(rows.cohorts) == 4  # parameter 1 has made one step less
-    assert rows.plan._native.last_launch()[0] == 1
+    assert rows.native.last_launch()[0] == 1
 
 
 @every_adam

@@ -132,5 +132,5 @@ def test_groups_that_differ_in_having_momentum_take_a_launch_each() -> None:
     assert not any(torch.equal(p, k) for p, k in zip(params, kept, strict=True))
     rows = next(iter(optimizer._launches._known.values())).launches
     assert [len(each.params) for each in rows] == [2, 3]
-    assert [each.plan._native.last_launch()[0] for each in rows] == [1, 1]
+    assert [each.native.last_launch()[0] for each in rows] == [1, 1]
     assert not any(p in optimizer.state for p in params[:2])

@@ -26,7 +26,7 @@ def step(p, optimizer):
 def test_numbers_are_read_again_once_a_group_has_changed():
     p, optimizer = made(lr=0.5)
     groups = optimizer.param_groups
-    assert optimizer._templates.of(groups) is optimizer._templates.of(groups)
+    assert optimizer._parameters.numbers(groups) is optimizer._parameters.numbers(groups)
     assert step(p, optimizer) == 0.5
     optimizer.param_groups[0]["lr"] = 0.25
     assert step(p, optimizer) == 0.25

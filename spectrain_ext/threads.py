@@ -22,7 +22,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Crowd(NamedTuple):
-    """Threads that have no core each: how many of what, and what helps."""
+    """Threads that have no core each."""
 
     what: str
     remedy: str
@@ -30,10 +30,8 @@ class Crowd(NamedTuple):
 
 def cores() -> int:
     """Those that this process may run on, and no more than its control group has the time of."""
-    if hasattr(os, "sched_getaffinity"):
-        there = len(os.sched_getaffinity(0))
-    else:
-        there = os.cpu_count() or 1
+    affinity = getattr(os, "sched_getaffinity", None)
+    there = (os.cpu_count() or 1) if affinity is None else len(affinity(0))
     return max(1, math.ceil(min(there, _quota())))
 
 

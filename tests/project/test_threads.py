@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import spectrain_ext as st
-from spectrain_ext.operators import threads
-from spectrain_ext.operators.threads import cores, crowded, disturbed, warn_of_threads
+from spectrain_ext import threads
+from spectrain_ext.threads import cores, crowded, disturbed, warn_of_threads
 
 
 @pytest.fixture

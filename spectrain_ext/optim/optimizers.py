@@ -1,77 +1,109 @@
-"""Adam, AdamW and NAdam: torch.optim's, with one fused pass per step, and predictions."""
+"""SGD, Adam, AdamW and NAdam: torch.optim's, with one fused pass per step, and predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from spectrain_ext.operators.numbers import Adam as AdamNumbers
-from spectrain_ext.operators.numbers import non_negative
-
+from . import rule
 from .base import PredictingOptimizer
-from .rule import Group, Rule, Scalars, plain, rate
+
+_EXTRAS = ("ema", "decoupled_weight_decay")  # of SGD, that torch's has not
 
 
-class AdamRule(Rule[AdamNumbers]):
-    """Adam: two moments and a count of steps, from which bias corrections follow."""
+class SGD(PredictingOptimizer, torch.optim.SGD):
+    """Stochastic gradient descent with momentum that can predict the weights some updates ahead.
 
-    buffers = ("exp_avg", "exp_avg_sq")
-    columns = ("exp_avgs", "exp_avg_sqs")
-    scalars: Mapping[str, float] = {"step": 0.0}
-    refused: Mapping[str, str] = {
-        **Rule.refused,
-        "amsgrad": "no kernel keeps the maximum of the second moments",
-        "capturable": "the step count lives on the host",
-    }
+    Arguments, parameter groups, ``state_dict`` and results are ``torch.optim.SGD``'s; checkpoints
+    load in both directions. A step is one launch per device for all groups (two where some groups
+    have momentum and others have none). The arithmetic is float32 for weights of at most 32 bits
+    (16-bit weights and momentum are rounded once per step, where torch's unfused step rounds after
+    every operation) and float64 for float64.
 
-    def numbers(self, group: Group) -> AdamNumbers:
-        """The numbers of a first step."""
-        return AdamNumbers(
-            rate(group["lr"]),
-            tuple(plain(beta, f"betas[{i}]") for i, beta in enumerate(group["betas"])),
-            plain(group["eps"], "eps"),
-            plain(group["weight_decay"], "weight_decay"),
-            1,
-            bool(group["decoupled_weight_decay"]),
-            bool(group["maximize"]),
+    Args:
+        params: parameters, named parameters or parameter groups: float32, float64, float16 or
+            bfloat16, strided, on any devices.
+        lr: learning rate (>= 0), a number or a CPU tensor with one element, or one on the device of
+            all parameters, which kernels read when they run.
+        momentum: momentum factor mu (>= 0).
+        dampening: dampening of the gradient in the momentum, not applied to a buffer's first step.
+        weight_decay: L2 penalty (>= 0).
+        nesterov: Nesterov momentum; needs momentum and no dampening.
+        maximize: ascend instead of descend.
+        foreach: accepted for compatibility, without effect.
+        differentiable: must be False.
+        fused: accepted for compatibility, without effect.
+        momentum_dtype: dtype of the momentum buffers; None means the parameter's. 16-bit parameters
+            may have ``torch.float32`` momentum.
+        ema: averaged momentum, ``v = momentum*v + (1 - momentum)*g`` from ``v = 0``, as the
+            SpecTrain paper writes it; needs ``0 < momentum < 1`` and no dampening.
+        decoupled_weight_decay: shrink the weights by ``1 - lr*weight_decay`` before each step
+            instead of adding an L2 penalty to the gradient.
+
+    ``ema`` and ``decoupled_weight_decay`` are keys of the parameter groups where they are asked
+    for, and can be given per group.
+
+    Raises:
+        ValueError: ``differentiable=True``, a number out of range or NaN, a duplicate parameter.
+        TypeError: a parameter or ``momentum_dtype`` that the kernels do not know.
+
+    The prediction (SpecTrain, arXiv 1809.02839, equation 4) of the weights ``steps`` updates ahead
+    is ``W - lr*steps*v``, with v the momentum buffer. A parameter that has no momentum buffer yet
+    is predicted to stay as it is.
+    """
+
+    _rule = rule.SGD
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        momentum_dtype: torch.dtype | None = None,
+        ema: bool = False,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        self._prepare(momentum_dtype)
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
         )
+        # Only where they are asked for: by default the groups' keys are torch's.
+        asked = {"ema": ema, "decoupled_weight_decay": decoupled_weight_decay}
+        self.defaults.update((key, True) for key in _EXTRAS if asked[key])
+        self._complete_groups()
+        for index in range(len(self.param_groups)):
+            self._check_group(index)
 
-    def advance(self, numbers: AdamNumbers, scalars: Scalars) -> Scalars:
-        return (scalars[0] + 1.0,)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over state; groups that were saved by torch.optim.SGD lack this class's extras."""
+        super().__setstate__(state)
+        self._complete_groups()
 
-    def at(self, numbers: AdamNumbers, scalars: Scalars) -> AdamNumbers:
-        return replace(numbers, step=int(scalars[0]))
-
-    def rests(self, scalars: Scalars) -> bool:
-        """State may have been made in advance."""
-        return scalars[0] < 1.0
-
-
-class NAdamRule(AdamRule):
-    """Adam with a momentum that changes from step to step, and the product of its values."""
-
-    scalars: Mapping[str, float] = {"step": 0.0, "mu_product": 1.0}
-
-    def numbers(self, group: Group) -> AdamNumbers:
-        """The numbers of a first step."""
-        decay = non_negative("momentum_decay", plain(group["momentum_decay"], "momentum_decay"))
-        first = replace(super().numbers(group), momentum_decay=decay, mu_product=0.0)
-        return replace(first, mu_product=first.mu(1))
-
-    def advance(self, numbers: AdamNumbers, scalars: Scalars) -> Scalars:
-        """Count, and multiply in the precision that torch keeps the product in."""
-        step = scalars[0] + 1.0
-        wide = torch.get_default_dtype() == torch.float64
-        dtype = torch.float64 if wide else torch.float32
-        product = torch.tensor(scalars[1], dtype=dtype, device="cpu")
-        return step, product.mul_(numbers.mu(step)).item()
-
-    def at(self, numbers: AdamNumbers, scalars: Scalars) -> AdamNumbers:
-        return replace(numbers, step=int(scalars[0]), mu_product=scalars[1])
+    def _complete_groups(self) -> None:
+        for key in _EXTRAS:
+            if key in self.defaults:
+                for group in self.param_groups:
+                    group.setdefault(key, self.defaults[key])
 
 
 class Adam(PredictingOptimizer, torch.optim.Adam):
@@ -110,7 +142,7 @@ class Adam(PredictingOptimizer, torch.optim.Adam):
     that was never updated is predicted to stay as it is.
     """
 
-    _rule = AdamRule()
+    _rule = rule.ADAM
 
     def __init__(
         self,
@@ -152,7 +184,7 @@ class AdamW(PredictingOptimizer, torch.optim.AdamW):
     The linear prediction leaves the decay out, the geometric law has it.
     """
 
-    _rule = AdamRule()
+    _rule = rule.ADAM
 
     def __init__(
         self,
@@ -193,7 +225,7 @@ class NAdam(PredictingOptimizer, torch.optim.NAdam):
     The prediction goes on with the momentum part of the last step, without a gradient.
     """
 
-    _rule = NAdamRule()
+    _rule = rule.NADAM
 
     def __init__(
         self,
