@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from helpers.cli_programs import undrawn
 from torch import nn
 
 from studies import compare
@@ -29,7 +30,8 @@ KEEP = ("--checkpoint-every", "3")
 
 
 def _train(folder: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(main, ["train", *SMALL, *arguments, "--out", str(folder)])
+    with undrawn():
+        return CliRunner().invoke(main, ["train", *SMALL, *arguments, "--out", str(folder)])
 
 
 def _results(folder: Path) -> list[dict[str, Any]]:

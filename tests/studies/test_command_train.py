@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import tarfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from helpers.cli_programs import undrawn
 
 import spectrain_ext as st
 from spectrain_ext.cli.group import main as spectrain
@@ -29,8 +31,9 @@ pytest.importorskip("matplotlib")
 FAST = ("--batch-size", "256", "--epochs", "1", "--seeds", "1")
 
 
-def _train(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["train", *arguments])
+def _train(*arguments: str, draws: bool = False) -> Result:
+    with nullcontext() if draws else undrawn():
+        return CliRunner().invoke(main, ["train", *arguments])
 
 
 def _methods(folder: Path) -> dict[str, dict[str, Any]]:
@@ -39,7 +42,7 @@ def _methods(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_every_method_ends_in_a_table_a_picture_and_numbers(tmp_path: Path) -> None:
-    result = _train(*FAST, "--out", str(tmp_path))
+    result = _train(*FAST, "--out", str(tmp_path), draws=True)
     assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "results.json").read_text())
     assert set(document) == {"methods", "settings", "versions"}
