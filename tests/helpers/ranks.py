@@ -17,13 +17,14 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from slow_link import Host
@@ -32,7 +33,7 @@ _DEADLINE = 120.0
 _TESTS = Path(__file__).resolve().parents[1]
 # What the server looks for modules in: up to Python 3.13 it does not get this process's sys.path.
 _PATH = os.pathsep.join(
-    [str(_TESTS), str(_TESTS.parent / "bench"), os.environ.get("PYTHONPATH", "")]
+    filter(None, [str(_TESTS), str(_TESTS.parent / "bench"), os.environ.get("PYTHONPATH")])
 )
 
 
@@ -213,6 +214,52 @@ def _script(
     with redirect_stdout(StringIO()) as printed:
         runpy.run_path(path, run_name="__main__")
     return printed.getvalue()
+
+
+def run_pytest(folder: Path, *arguments: object) -> tuple[int, str]:
+    """Run another pytest in a folder; its exit code, and what it prints."""
+    code, printed = run_ranks(_pytest, 1, str(folder), list(map(str, arguments)))[0]
+    return code, printed
+
+
+def _pytest(rank: int, ranks: int, folder: str, arguments: list[str]) -> tuple[int, str]:
+    for name in list(os.environ):  # a benchmark is no benchmark beside what pytest-xdist starts
+        if name.startswith("PYTEST_"):
+            del os.environ[name]
+    os.chdir(folder)
+    with redirect_stdout(StringIO()) as printed, redirect_stderr(printed):
+        code = pytest.main(["-p", "no:cacheprovider", *arguments])
+    return int(code), printed.getvalue()
+
+
+def run_main(main: Callable[..., None], arguments: tuple[Any, ...], nprocs: int, **_: Any) -> None:
+    """What starts the ranks of a command of the package's, in the place of ``torch``'s spawn."""
+    run_ranks(_main_of, nprocs, main, arguments)
+
+
+def _main_of(rank: int, ranks: int, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    dist.destroy_process_group()  # of the test: the command makes its own
+    main(rank, *arguments)
+
+
+def run_said(main: Callable[..., None], ranks: int, *arguments: Any) -> Any:
+    """The same in the place of ``bench_distributed.spawned``: what one of the ranks says."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    heard = run_ranks(_said, ranks, main, store.port, arguments)
+    return next(each[0] for each in heard if each)
+
+
+def _said(
+    rank: int, ranks: int, main: Callable[..., None], port: int, arguments: tuple[Any, ...]
+) -> list[Any]:
+    said = _Said()
+    *before, options = arguments
+    _main_of(rank, ranks, main, (ranks, port, *before, said, options))
+    return list(said)
+
+
+class _Said(list[Any]):
+    put = list.append
 
 
 def free_port() -> int:
