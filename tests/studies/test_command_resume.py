@@ -109,7 +109,7 @@ def test_draining_changes_an_asynchronous_method_only(tmp_path: Path) -> None:
     assert losses["plain"][1][:3] == losses["kept"][1][:3]
 
 
-@pytest.mark.processes
+@pytest.mark.nightly  # distributed/test_torchrun.py has a restart, the others here the command
 def test_torchrun_restarts_where_a_killed_rank_left_off(tmp_path: Path) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

@@ -53,6 +53,7 @@ def _alone(folder: Path, *arguments: str) -> None:
 
 
 def test_torchrun_gives_the_results_of_one_process(tmp_path: Path) -> None:
+    """From a checkout, whose sources are not compiled in place: with the installed package."""
     methods = (*FAST, "-m", "spectrain,pipedream,xgrad")
     together = tmp_path / "together"
     command = [

@@ -4,7 +4,6 @@ import io
 import json
 import math
 import pickle
-import subprocess
 import sys
 import tarfile
 from contextlib import nullcontext
@@ -490,23 +489,6 @@ def test_an_out_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     result = _train(*FAST, "--out", str(blocked / "below"))
     assert result.exit_code == 2
     assert "--out" in result.output
-
-
-@pytest.mark.processes
-def test_from_a_checkout_it_trains_with_the_installed_package(tmp_path: Path) -> None:
-    """Where the sources have not been compiled in place, Python does not find them first."""
-    asked = ["-m", "studies", "train", *FAST, "--stages", "2", "-m", "spectrain"]
-    done = subprocess.run(
-        [sys.executable, *asked, "--out", str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "spectrain" in done.stdout
-    assert (tmp_path / "results.json").exists()
 
 
 @pytest.mark.nightly
