@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from table import table
+from table import span, table
 
 from spectrain_ext.extras import picture
 from studies.frontier import Interval
@@ -117,18 +117,13 @@ def _opening(models: Mapping[str, Model]) -> str:
         "stages, an update for every minibatch. All methods start from the same weights, see the "
         "same minibatches and have the same hyper-parameters: the learning rate is the best of "
         f"powers of two for `sync`, by one seed, and the smaller one where two are within 1 %. "
-        f"{_range(seeds)} seed{'s' * (max(seeds) > 1)}. Far smaller than the "
+        f"{span(seeds)} seed{'s' * (max(seeds) > 1)}. Far smaller than the "
         "paper's, and far from trained to the end: what they show is who keeps up with "
         "synchronous training, not how good a model can be. One thread of "
         f"{first['cpu'].split(',')[0]}, torch {first['versions']['torch']}, {first['date']}:\n\n"
         "    python -m studies study --data paper-vgg16 --data-dir cifar --seeds "
         f"{max(seeds)} --out runs/paper-vgg16"
     )
-
-
-def _range(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return str(low) if low == high else f"{low} to {high}"
 
 
 def _cut_down(models: Mapping[str, Model]) -> str:

@@ -41,10 +41,6 @@ def section(results: Path) -> str:
     )
 
 
-def draw(results: Path, folder: Path) -> None:
-    """There is no picture."""
-
-
 def _label(case: Case) -> list[str]:
     return [f"`{case['method']}`", str(case["microbatches"])]
 

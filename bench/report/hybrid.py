@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from table import table
+from table import span, table
 
 from .accuracy import PAIRED, Model, apart, ended, less, read_study
 
@@ -44,8 +44,6 @@ def read(results: Path) -> dict[str, Model]:
 def section(results: Path) -> str:
     """Ours, what it says, and the published table; nothing without a run."""
     models = read(results)
-    if not models:
-        return ""
     about = next(iter(models.values())).about
     settings = about["settings"]
     cuts = dict.fromkeys((_stages(model), _late(model)) for model in models.values())
@@ -62,7 +60,7 @@ def section(results: Path) -> str:
         f"{settings['batch_size']} images instead of many epochs of {published['batch_size']}; "
         f"learning rate {settings['lr']:g}, momentum 0.9 and decay {settings['weight_decay']:g} "
         f"are the paper's, the rate rises over {settings['warmup']} updates and falls as half a "
-        f"cosine. Seeds: {_numbers(seeds)}; test images: {settings['test_samples']}. The paper has "
+        f"cosine. Seeds: {span(seeds)}; test images: {settings['test_samples']}. The paper has "
         f"two stages, and deeper networks. {_first_look(results)}One thread of "
         f"{about['cpu'].split(',')[0]}, torch {about['versions']['torch']}, {about['date']}:\n\n"
         "    python -m studies study --data stale-resnet-20 --data-dir cifar --seeds "
@@ -103,10 +101,6 @@ def _stages(model: Model) -> int:
 
 def _late(model: Model) -> int:
     return int(next(r["delay"] for r in model.about["rows"] if r["contender"] == "stale"))
-
-
-def _numbers(seeds: list[int]) -> str:
-    return str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
 
 
 def _accuracies(models: Mapping[str, Model]) -> str:
