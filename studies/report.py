@@ -162,7 +162,7 @@ def _caption(seeds: int, test_samples: int | None, metric: Metric, processes: Se
     if metric is ACCURACY and test_samples is not None:
         sentences.append(f"One test sample is {100 / test_samples:.1g} points of accuracy.")
     sentences.append(
-        f"Mean ± standard deviation over {_plural(seeds)}."
+        "Mean ± standard deviation."
         if seeds > 1
         else "A single seed says little: --seeds 5 shows the spread."
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from table import table
+from table import span, table
 
 from spectrain_ext.extras import picture
 from studies.frontier import Interval
@@ -18,6 +18,7 @@ from studies.presets import preset
 
 FOLDER = "2026-11-22-accuracy"
 PUBLISHED = "published/spectrain.json"
+T = TypeVar("T")
 
 #: Files of the folder in the paper's order, and what is in them.
 MODELS = {
@@ -30,6 +31,7 @@ MODELS = {
 }
 DATA = {"cifar10": "CIFAR-10", "text": "tiny Shakespeare, next character"}
 _OURS = "data-parallel-4"
+_PREDICT = ("spectrain", "spectrain-stash", "pipeoptim", "auto")
 _NUMBERS = ("None", "One", "Two", "Three", "Four", "Five", "All")
 
 
@@ -92,12 +94,11 @@ def section(results: Path) -> str:
         "BatchNorm makes the updates of `sync` then, up to the order of sums (and dropout's "
         "draws), and was not trained again.",
         _accuracies(models),
-        "### Points above or below sync",
-        "Paired by seed, with the 95 % interval.",
+        "### Points above or below another method",
+        PAIRED,
         _points(models),
         "![Test accuracy of every method less that of synchronous training, with 95 % "
         "intervals, one panel a model](results-accuracy.png)",
-        "\n".join(f"- {line}" for line in _findings(models)),
         "### How far the learning rate could have been raised",
         _rates(results, models),
         _twice(results),
@@ -116,18 +117,13 @@ def _opening(models: Mapping[str, Model]) -> str:
         "stages, an update for every minibatch. All methods start from the same weights, see the "
         "same minibatches and have the same hyper-parameters: the learning rate is the best of "
         f"powers of two for `sync`, by one seed, and the smaller one where two are within 1 %. "
-        f"{_range(seeds)} seed{'s' * (max(seeds) > 1)}. Far smaller than the "
+        f"{span(seeds)} seed{'s' * (max(seeds) > 1)}. Far smaller than the "
         "paper's, and far from trained to the end: what they show is who keeps up with "
         "synchronous training, not how good a model can be. One thread of "
         f"{first['cpu'].split(',')[0]}, torch {first['versions']['torch']}, {first['date']}:\n\n"
         "    python -m studies study --data paper-vgg16 --data-dir cifar --seeds "
         f"{max(seeds)} --out runs/paper-vgg16"
     )
-
-
-def _range(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return str(low) if low == high else f"{low} to {high}"
 
 
 def _cut_down(models: Mapping[str, Model]) -> str:
@@ -249,69 +245,56 @@ def _accuracies(models: Mapping[str, Model]) -> str:
     def cell(model: Model, method: str) -> str:
         if method not in model.accuracies:
             return "as `sync`" if method == _OURS else ""
-        runs = model.accuracies[method]
-        lost = runs.count(None)
-        if lost:
-            return f"{lost} of {len(runs)} diverged"
-        mean, low, _ = vars(Interval.of([100 * a for a in runs])).values()
-        return f"{mean:.1f} ± {mean - low:.1f}" if math.isfinite(low) else f"{mean:.1f}"
+        return ended(model.accuracies[method])
 
-    return _by_model(models, cell, _methods(models))
+    return _table(models, "method", {f"`{name}`": name for name in _methods(models)}, cell)
 
 
 def _points(models: Mapping[str, Model]) -> str:
-    def cell(model: Model, method: str) -> str:
-        if method not in model.accuracies:
-            return ""
-        found = model.points(method)
-        if found is None:
-            return "diverged"
-        return f"{found.mean:+.1f}" + (f" [{_between(found)}]" if math.isfinite(found.low) else "")
+    """Every method less synchronous training, and what predicts less what does not."""
+    pairs = [(name, "sync") for name in _methods(models) if name != "sync"]
+    pairs += [(name, "pipedream") for name in _PREDICT]
+    pairs.append(("auto-4", "auto"))
 
-    return _by_model(models, cell, [name for name in _methods(models) if name != "sync"])
+    def cell(model: Model, pair: tuple[str, str]) -> str:
+        return apart(model.points(*pair)) if model.accuracies.keys() >= set(pair) else ""
 
-
-def _between(interval: Interval) -> str:
-    return f"{interval.low:+.1f}, {interval.high:+.1f}"
+    return _table(models, "method, less another", {less(*pair): pair for pair in pairs}, cell)
 
 
-def _by_model(models: Mapping[str, Model], cell: Any, methods: Sequence[str]) -> str:
-    heads = "|".join(["method", *(f">{MODELS[name]}" for name in models)])
-    rows = [[f"`{m}`", *(cell(model, m) for model in models.values())] for m in methods]
-    return table(heads, rows)
+def _table(
+    models: Mapping[str, Model], head: str, rows: Mapping[str, T], cell: Callable[[Model, T], str]
+) -> str:
+    heads = "|".join([head, *(f">{MODELS[name]}" for name in models)])
+    lines = [[name, *(cell(model, of) for model in models.values())] for name, of in rows.items()]
+    return table(heads, lines)
 
 
-def _findings(models: Mapping[str, Model]) -> Iterator[str]:
-    """One line a method against sync; then prediction against kept weights, and against none."""
-    for method in _methods(models):
-        if method == "sync":
-            continue
-        yield f"`{method}` against `sync`: {_judged(models, method, 'sync')}."
-    for method in ("spectrain", "spectrain-stash", "pipeoptim", "auto"):
-        yield (
-            f"Does prediction help? `{method}` against `pipedream`, which keeps the weights and "
-            f"predicts nothing: {_judged(models, method, 'pipedream')}."
-        )
-    yield f"With four microbatches, `auto-4` against `auto`: {_judged(models, 'auto-4', 'auto')}."
+def less(method: str, other: str) -> str:
+    return f"`{method}` less `{other}`"
 
 
-def _judged(models: Mapping[str, Model], method: str, other: str) -> str:
-    """Above, below or neither, by whether the interval has zero in it; the models of each."""
-    found: dict[str, list[str]] = {}
-    for name, model in models.items():
-        if method not in model.accuracies or other not in model.accuracies:
-            continue
-        gap = model.points(method, other)
-        if gap is None:
-            lost = [m for m in (method, other) if None in model.accuracies[m]]
-            kind, text = f"diverged ({' and '.join(f'`{m}`' for m in lost)})", MODELS[name]
-        else:
-            kind = "better" if gap.low > 0 else "worse" if gap.high < 0 else "no difference shown"
-            text = f"{MODELS[name]} ({gap.mean:+.1f})"
-        found.setdefault(kind, []).append(text)
-    order = ("better", "no difference shown", "worse")
-    kinds = sorted(found, key=lambda kind: order.index(kind) if kind in order else len(order))
-    return "; ".join(f"{kind} on {', '.join(found[kind])}" for kind in kinds) or "not trained"
+def ended(accuracies: Sequence[float | None], digits: int = 1) -> str:
+    """The mean in %, and half of its interval where there is one."""
+    if lost := accuracies.count(None):
+        return f"{lost} of {len(accuracies)} diverged"
+    found = Interval.of([100 * a for a in accuracies if a is not None])
+    half = f" ± {found.mean - found.low:.{digits}f}" if math.isfinite(found.low) else ""
+    return f"{found.mean:.{digits}f}{half}"
+
+
+#: What `apart` shows.
+PAIRED = "Paired by seed, with the 95 % interval; bold where that leaves out zero."
+
+
+def apart(found: Interval | None, digits: int = 1) -> str:
+    """Points between two methods; None: a run diverged."""
+    if found is None:
+        return "diverged"
+    if not math.isfinite(found.low):
+        return f"{found.mean:+.{digits}f}"
+    text = f"{found.mean:+.{digits}f} [{found.low:+.{digits}f}, {found.high:+.{digits}f}]"
+    return f"**{text}**" if found.low > 0 or found.high < 0 else text
 
 
 def _published(document: Mapping[str, Any]) -> str:

@@ -30,8 +30,8 @@ def section(results: Path) -> str:
             f"({about['cpu']}, torch {about['torch']}, one thread, {about['date'][:10]}; "
             "`bench/bench_cost.py`.)",
             "### Memory",
-            "Versions of the weights that a stage holds at most: as the schedule's ledger counts "
-            "them, and as storages were found alive in a full pipeline. Added: to weights, "
+            "Versions of the weights that a stage holds at most, as the schedule's ledger counts "
+            "them; their storages, as they were found alive in a full pipeline. Added: to weights, "
             "gradients and the optimizer's state of all stages.",
             _memory(cases),
             _equal(cases, document["alignment"]),
@@ -39,10 +39,6 @@ def section(results: Path) -> str:
             *_time(document),
         ]
     )
-
-
-def draw(results: Path, folder: Path) -> None:
-    """There is no picture."""
 
 
 def _label(case: Case) -> list[str]:
@@ -60,14 +56,12 @@ def _memory(cases: Sequence[Case]) -> str:
             [
                 *(f"`{method}`", str(m)),
                 _each(str(s["counted_versions"]) for s in stages),
-                _each(str(s["buffers"]) for s in stages),
                 _each(f"{s['measured_bytes'] / 2**20:.1f}" for s in stages),
-                _each(str(s["measured_bytes"] - s["counted_bytes"]) for s in stages),
                 *(f"{share:.0%}" for share in added),
             ]
         )
     heads = "|".join(f">added, {name}" for name in _NAMES.values())
-    columns = "method|>M|versions counted|buffers found|found MiB|found - counted, bytes"
+    columns = "method|>M|versions|found MiB"
     return table(f"{columns}|{heads}", lines)
 
 
@@ -147,7 +141,7 @@ def _percent(share: float) -> str:
 
 
 def _shows(cases: Sequence[Case], batches: Sequence[str]) -> str:
-    """In figures: how well bytes tell the time, and what that is of a minibatch's work."""
+    """In figures: how well bytes tell the time."""
     plain = _plain(cases)
     others = [c for c in cases if c["method"] != "sync"]
     quotients = [
@@ -164,29 +158,13 @@ def _shows(cases: Sequence[Case], batches: Sequence[str]) -> str:
         for stage in case["time"][b]
     ]
 
-    def shares(method: str, b: str) -> str:
-        found = [
-            stage["share"]["median"]
-            for case in others
-            if (case["method"], case["microbatches"]) == (method, 1)
-            for stage in case["time"][b]
-        ]
-        return f"{_percent(min(found))} to {_percent(max(found))}"
-
     ours = [case for case in others if case["method"] == "spectrain"]
     predicting = [s["update"]["median"] for c in ours for b in batches for s in c["time"][b]]
     fused = [s["update"] / plain[c["optimizer"]] for c in ours for s in c["bytes"]]
-    auto = max((c for c in others if c["method"] == "auto"), key=lambda c: c["microbatches"])
     return (
         f"Measured over counted: {statistics.median(quotients):.2f} (quartiles {low:.2f} and "
         f"{high:.2f}; the rounds of one figure span {statistics.median(spreads):.0%} of it). An "
         "update that writes its prediction takes "
         f"{statistics.median(predicting):.2f} times a plain one, {min(fused):.2f} to "
-        f"{max(fused):.2f} by bytes. What that is of a minibatch's work depends on the batch: "
-        f"`spectrain` adds {shares('spectrain', batches[0])} of forward and backward with a batch "
-        f"of {batches[0]}, {shares('spectrain', batches[-1])} with {batches[-1]}; `pipedream`, "
-        f"which predicts nothing, {shares('pipedream', batches[0])} and "
-        f"{shares('pipedream', batches[-1])}. Versions stay where they are: to have the weights of "
-        f"another, `auto` with {auto['microbatches']} microbatches moves "
-        f"{auto['bytes'][0]['loads']:g} bytes per parameter on stage 0."
+        f"{max(fused):.2f} by bytes."
     )

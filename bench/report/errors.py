@@ -23,7 +23,6 @@ _LIKE = {
     "second-order": "second-order",
     "difference": "lwp-w",
 }
-_PAPER = (1, 2, 3)  # the version differences of its figure
 _DRAWN = "spectrain"
 
 Case = dict[str, Any]
@@ -79,7 +78,6 @@ def section(results: Path) -> str:
             "The second-order law is without the lead that `auto` and `second-order` add to it. "
             f"({about['cpu']}, torch {about['torch']}, {about['date'][:10]}.)",
             f"![{_description(document)}]({PICTURE})",
-            f"**{says(document)}**",
             "Root-mean-square error over the run, divided by that of stale weights of the same "
             "stage: the median stage, and in brackets the worst. Below 1 prediction helps.",
             table("|".join([">s", "law", *heads]), rows),
@@ -97,57 +95,6 @@ def _description(document: dict[str, Any]) -> str:
         f"Root-mean-square errors of predicted and stale weights over updates, for s = {ahead}: a "
         "row for each workload, a line for each law"
     )
-
-
-def says(document: dict[str, Any]) -> str:
-    """What the picture and the table show, in a sentence that the figures choose."""
-    horizons, of = document["horizons"], [ratios(case) for case in document["cases"]]
-
-    def medians(law: str, s: int) -> list[float]:
-        return [statistics.median(r[s, law]) for r in of]
-
-    helps = [s for s in horizons if max(max(r[s, "linear"]) for r in of) < 1]
-    hurts = [s for s in horizons if min(medians("linear", s)) > 1]
-    even = [s for s in horizons if s not in (*helps, *hurts)]
-    known = [s for s in helps if s in _PAPER]
-    parts = []
-    if known:
-        each = " and ".join(
-            f"{min(medians('linear', s)):.2f} to {max(medians('linear', s)):.2f} at s = {s}"
-            for s in dict.fromkeys((known[0], known[-1]))
-        )
-        parts.append(
-            f"the paper's linear law is nearer than stale weights at {_listed(helps)} on every "
-            f"stage of every pipeline (it leaves {each} of their error on the median stage)"
-        )
-    elif helps:
-        parts.append(
-            f"the paper's linear law is nearer than stale weights at {_listed(helps)} only"
-        )
-    else:
-        parts.append("the paper's linear law is nowhere nearer than stale weights on all stages")
-    if even:
-        parts.append(f"at {_listed(even)} that depends on the stage and the run")
-    if hurts:
-        parts.append(f"at {_listed(hurts)} it is farther on the median stage")
-    best = {min(_LAWS, key=lambda law: statistics.fmean(medians(law, s))) for s in horizons}
-    if len(best) == 1:
-        law = best.pop()
-        last = medians(law, horizons[-1])
-        parts.append(
-            f"averaged over the pipelines the {law} law is the nearest at every s "
-            f"({min(last):.2f} to {max(last):.2f} at s = {horizons[-1]})"
-        )
-    sentence = ", ".join(parts[:-1]) + (", and " if len(parts) > 1 else "") + parts[-1] + "."
-    return sentence[0].upper() + sentence[1:]
-
-
-_LAWS = tuple(law for law in _LIKE if law != "stale")
-
-
-def _listed(horizons: Sequence[int]) -> str:
-    words = [str(s) for s in horizons]
-    return "s = " + (words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}")
 
 
 def _same(of: Sequence[Ratios]) -> bool:
@@ -178,12 +125,8 @@ def _notes(of: Sequence[Ratios], horizons: Sequence[int]) -> Iterator[str]:
         if all(median(r, s, "second-order") > median(r, s, "linear") for r in of)
     ]
     if horizons[-1] in worse:
-        farther = [s for s in horizons if all(median(r, s, "second-order") > 1 for r in of)]
-        stale = f", and more than stale weights at {_listed(farther)}" if farther else ""
         yield (
-            f"In every pipeline the second-order law errs more than the linear one at "
-            f"{_listed(worse)}"
-            f"{stale}. It is nevertheless what `auto` predicts with, which ends nearest to "
+            "The second-order law is nevertheless what `auto` predicts with, which ends nearest to "
             "synchronous training ([frontier](frontier.md)): nearer weights are not by themselves "
             "what makes a delay harmless. The likely reason is that it adds a lead along the "
             "change of the momentum, which damps, while as a forecast it amplifies the noise of "

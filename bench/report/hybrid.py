@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from table import table
+from table import span, table
 
-from studies.frontier import Interval
-
-from .accuracy import Model, read_study
+from .accuracy import PAIRED, Model, apart, ended, less, read_study
 
 FOLDER = "2026-11-23-hybrid"
 PUBLISHED = "published/hybrid.json"
@@ -47,8 +44,6 @@ def read(results: Path) -> dict[str, Model]:
 def section(results: Path) -> str:
     """Ours, what it says, and the published table; nothing without a run."""
     models = read(results)
-    if not models:
-        return ""
     about = next(iter(models.values())).about
     settings = about["settings"]
     cuts = dict.fromkeys((_stages(model), _late(model)) for model in models.values())
@@ -65,18 +60,17 @@ def section(results: Path) -> str:
         f"{settings['batch_size']} images instead of many epochs of {published['batch_size']}; "
         f"learning rate {settings['lr']:g}, momentum 0.9 and decay {settings['weight_decay']:g} "
         f"are the paper's, the rate rises over {settings['warmup']} updates and falls as half a "
-        f"cosine. Seeds: {_numbers(seeds)}; test images: {settings['test_samples']}. The paper has "
+        f"cosine. Seeds: {span(seeds)}; test images: {settings['test_samples']}. The paper has "
         f"two stages, and deeper networks. {_first_look(results)}One thread of "
         f"{about['cpu'].split(',')[0]}, torch {about['versions']['torch']}, {about['date']}:\n\n"
         "    python -m studies study --data stale-resnet-20 --data-dir cifar --seeds "
         f"{max(seeds)} --out runs/stale-resnet-20",
         "### Test accuracy of stale weights, %",
         "Mean over the seeds and half of its 95 % interval (Student's t).",
-        _table(models, _accuracy),
-        "### Points above or below synchronous training",
-        "Paired by seed, with the 95 % interval.",
-        _table(models, _points, but=("sync",)),
-        "\n".join(f"- {line}" for line in _findings(models)),
+        _accuracies(models),
+        "### Points above or below another method",
+        PAIRED,
+        _points(models),
         "Of the published ordering this finds that stale weights end lower; not that they cost "
         "more the deeper a network is, where the paper's are far deeper, nor that the hybrid makes "
         "up for it. The paper trains many epochs before its hybrid changes, and many after. Here "
@@ -93,7 +87,7 @@ def _first_look(results: Path) -> str:
     if not path.exists():
         return ""
     model = read_study(path)
-    ends = ", ".join(f"`{method}` {_accuracy(model, method)}" for method in model.accuracies)
+    ends = ", ".join(f"`{method}` {ended(runs)}" for method, runs in model.accuracies.items())
     return (
         f"A look at other numbers came first, ResNet-44 in {_stages(model)} stages, {_late(model)} "
         f"updates late, for {model.about['updates']} updates: {ends}. "
@@ -109,63 +103,34 @@ def _late(model: Model) -> int:
     return int(next(r["delay"] for r in model.about["rows"] if r["contender"] == "stale"))
 
 
-def _numbers(seeds: list[int]) -> str:
-    return str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-
-
-def _table(models: Mapping[str, Model], cell: Any, but: tuple[str, ...] = ()) -> str:
+def _accuracies(models: Mapping[str, Model]) -> str:
     heads = "|".join(["method|what it is", *(f">{name}" for name in models)])
-    there = {name for model in models.values() for name in model.accuracies}
     rows = [
-        [f"`{method}`", said, *(cell(model, method) for model in models.values())]
+        [f"`{method}`", said, *(_ended(model, method) for model in models.values())]
         for method, said in _SAID.items()
-        if method in there and method not in but
+        if any(method in model.accuracies for model in models.values())
     ]
     return table(heads, rows)
 
 
-def _accuracy(model: Model, method: str) -> str:
-    runs = model.accuracies.get(method)
-    if runs is None:
-        return ""
-    if lost := runs.count(None):
-        return f"{lost} of {len(runs)} diverged"
-    mean, low, _ = vars(Interval.of([100 * a for a in runs if a is not None])).values()
-    return f"{mean:.1f} ± {mean - low:.1f}" if math.isfinite(low) else f"{mean:.1f}"
+def _ended(model: Model, method: str) -> str:
+    return ended(model.accuracies[method]) if method in model.accuracies else ""
 
 
-def _points(model: Model, method: str) -> str:
-    return _gap(model, method, "sync") if method in model.accuracies else ""
-
-
-def _gap(model: Model, method: str, other: str) -> str:
-    found = model.points(method, other)
-    if found is None:
-        return "diverged"
-    if not math.isfinite(found.low):
-        return f"{found.mean:+.1f}"
-    return f"{found.mean:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
-
-
-_ASKED = (
-    ("stale", "sync", "Do stale weights cost accuracy?"),
-    ("hybrid", "stale", "Does the end without a pipeline make up for them?"),
-    ("hybrid", "sync", "All of it?"),
-    ("auto", "stale", "Does prediction, half as late, do better than stale weights?"),
-    ("auto", "hybrid", "Does it do without the synchronous end?"),
-    ("hybrid-auto", "auto", "Does such an end add to prediction?"),
-)
-
-
-def _findings(models: Mapping[str, Model]) -> Iterator[str]:
-    for method, other, question in _ASKED:
-        said = [
-            f"{name}: {_gap(model, method, other)}"
-            for name, model in models.items()
-            if {method, other} <= model.accuracies.keys()
+def _points(models: Mapping[str, Model]) -> str:
+    """Every method less synchronous training, and what the ends without a pipeline are good for."""
+    pairs = [(method, "sync") for method in _SAID if method != "sync"]
+    pairs += [("hybrid", "stale"), ("auto", "stale"), ("auto", "hybrid"), ("hybrid-auto", "auto")]
+    rows = []
+    for pair in pairs:
+        there = [model.accuracies.keys() >= set(pair) for model in models.values()]
+        cells = [
+            apart(model.points(*pair)) if both else ""
+            for model, both in zip(models.values(), there, strict=True)
         ]
-        if said:
-            yield f"{question} `{method}` less `{other}`: {'; '.join(said)}."
+        if any(there):
+            rows.append([less(*pair), *cells])
+    return table("|".join(["method, less another", *(f">{name}" for name in models)]), rows)
 
 
 def _published(document: Mapping[str, Any]) -> str:

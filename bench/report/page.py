@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -51,18 +50,12 @@ are not ours, and stand apart from them. Nothing here has been measured on a GPU
 
 
 def evidence() -> dict[str, ModuleType]:
-    """The modules of `EVIDENCE` that are there."""
-    return {
-        name: import_module(f".{name}", __package__)
-        for name in EVIDENCE
-        if find_spec(f"{__package__}.{name}") is not None
-    }
+    return {name: import_module(f".{name}", __package__) for name in EVIDENCE}
 
 
 def text(results: Path) -> str:
     """All of docs/results.md."""
-    found = {name: module.section(results).strip() for name, module in evidence().items()}
-    sections = {name: section for name, section in found.items() if section}
+    sections = {name: module.section(results).strip() for name, module in evidence().items()}
     again = [[_link(section), *EVIDENCE[name]] for name, section in sections.items()]
     made = table("section|made again by|on two cores", again)
     return "\n\n".join([OPENING, made, *sections.values()]) + "\n"

@@ -22,10 +22,7 @@ _COLORS = {2: "#0072B2", 3: "#E69F00", 4: "#009E73"}  # Okabe and Ito's
 
 def section(results: Path) -> str:
     """Planned over measured periods, of every configuration."""
-    path = results / FOLDER / "plan.json"
-    if not path.exists():
-        return "## Planned against real\n\nNot measured."
-    document = json.loads(path.read_text())
+    document = json.loads((results / FOLDER / "plan.json").read_text())
     rows = _rows(document)
     within = [row for row in rows if abs(row["ratio"] - 1) <= _TARGET]
     shared = any(run["processes"] > run["cores"] for run in document["runs"])
@@ -129,10 +126,7 @@ def _missed(rows: list[dict[str, Any]]) -> str:
 
 def draw(results: Path, folder: Path) -> None:
     """Planned over measured."""
-    path = results / FOLDER / "plan.json"
-    if not path.exists():
-        return
-    rows = _rows(json.loads(path.read_text()))
+    rows = _rows(json.loads((results / FOLDER / "plan.json").read_text()))
     with picture(folder / "results-planner.png", 5.2, 4.6) as figure:
         axes = figure.add_subplot()
         times = [1e3 * median(row[kind]) for row in rows for kind in ("planned", "measured")]

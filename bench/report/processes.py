@@ -8,13 +8,11 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from table import table
+from table import listed, span, table
 
 FOLDER = "2026-11-24-processes"
 #: What was tried on the way there.
 TRIALS = "2026-11-22-throughput"
-#: Before this run's: by the same script, two processes only.
-BEFORE = "2026-11-21-two-processes"
 
 _NAMES = {
     "1F1B": "`1f1b`",
@@ -48,16 +46,10 @@ Figures = dict[str, list[float]]
 
 def section(results: Path) -> str:
     """Medians of ratios within rounds, with their ranges."""
-    path = results / FOLDER / "measured.json"
-    if not path.exists():
-        return "## Throughput of processes\n\nNot measured."
-    run = json.loads(path.read_text())
+    run = json.loads((results / FOLDER / "measured.json").read_text())
+    tried = json.loads((results / TRIALS / "trials.json").read_text())
     parts = [_opening(run), _by_ranks(run), _two(results, run["ranks"]["2"])]
-    path = results / TRIALS / "trials.json"
-    if path.exists():
-        tried = json.loads(path.read_text())
-        parts += [_where(tried), _trials(tried)]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, _where(tried), _trials(tried)])
 
 
 def _over(figures: Figures, above: str, below: str) -> list[float]:
@@ -75,16 +67,11 @@ Measured with `{run["command"]}` on {run["date"]}: {run["cpu"]}, {run["cores"]} 
 process, gloo over loopback, torch {run["torch"]}
 ([figures](../bench/results/{FOLDER}/measured.json)). One model of linear layers and tanh is cut
 into {cut} blocks; a microbatch has {run["ranks"]["2"]["options"]["batch"]} samples everywhere.
-Every candidate is measured once in each of {_several(list(rounds.values()))} rounds; a figure is
+Every candidate is measured once in each of {span(rounds.values())} rounds; a figure is
 the median of the rounds' ratios to the ideal, and their range. The ideal is a stage that waits for
 nobody, sends nothing, predicts nothing, and makes an update per microbatch, on all ranks at once:
 with more ranks than cores it is what the shared cores can do at most. What updates only after M
 microbatches saves updates that the ideal makes, and can be above it."""
-
-
-def _several(numbers: list[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return str(low) if low == high else f"{low} to {high}"
 
 
 def _by_ranks(run: dict[str, Any]) -> str:
@@ -118,7 +105,7 @@ def _by_ranks(run: dict[str, Any]) -> str:
         for n in counts:
             ratios = _over(figures[n], f"{method}, M = {n}", f"torch 1F1B, M = {n}")
             found.append(f"{median(ratios):.2f} with {n}")
-        return _listed(found)
+        return listed(found)
 
     return f"""{table(head, lines)}
 
@@ -138,10 +125,6 @@ def over_torch(results: Path) -> str:
     return f"{min(found):.2f} to {max(found):.2f} times"
 
 
-def _listed(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
 def _share(figures: Figures, name: str) -> str:
     if name not in figures:
         return "not measured"
@@ -154,19 +137,13 @@ def _percent(share: float, digits: int = 0) -> str:
 
 
 def _two(results: Path, run: dict[str, Any]) -> str:
-    """The table of two processes that docs/benchmarks.md has, and what was to be reached."""
-    figures = run["microbatches_per_second"]
-    old: Figures = json.loads((results / BEFORE / "distributed.json").read_text())[
-        "microbatches_per_second"
-    ]
+    """By the number of microbatches, and what was to be reached."""
     return f"""### Two processes
 
 {two_processes(results)}
 
-`spectrain` reaches {_percent(_median(figures, "spectrain", "ideal"))} of the ideal
-({_percent(_median(old, "spectrain", "ideal"))} in [the run before](../bench/results/{BEFORE}/\
-distributed.json), in which groups of all candidates were open all the time). Freed memory was kept
-for all candidates (`bench/heap.py`). {_targets(figures)}"""
+Freed memory was kept for all candidates (`bench/heap.py`).
+{_targets(run["microbatches_per_second"])}"""
 
 
 def _median(figures: Figures, above: str, below: str) -> float:
@@ -227,7 +204,7 @@ def _targets(figures: Figures) -> str:
             min(ahead.values()) >= 1.0,
         ),
     ]
-    return f"To be reached were {_listed(words)}."
+    return f"To be reached were {listed(words)}."
 
 
 def _where(tried: dict[str, Any]) -> str:

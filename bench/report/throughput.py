@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from table import table
+from table import listed, table
 
 from spectrain_ext.extras import picture
 
@@ -36,17 +36,11 @@ _COLORS = {  # Okabe and Ito's
 
 def section(results: Path) -> str:
     """Where the paper's figure comes from, and what the simulation says of today's models."""
-    path = results / FOLDER / "ratios.json"
-    parts = ["## Simulated throughput"]
-    if not path.exists():
-        return "\n\n".join([*parts, "Not computed."])
-    ratios = json.loads(path.read_text())
-    parts += [_assumed(ratios), *_origin(ratios)]
-    path = results / FOLDER / "simulated.json"
-    if path.exists():
-        parts += _many(json.loads(path.read_text()))
-    else:
-        parts += ["### Many devices", "Not simulated: layer times are not measured."]
+    ratios, simulated = (
+        json.loads((results / FOLDER / name).read_text())
+        for name in ("ratios.json", "simulated.json")
+    )
+    parts = ["## Simulated throughput", _assumed(ratios), *_origin(ratios), *_many(simulated)]
     return "\n\n".join(parts)
 
 
@@ -77,33 +71,27 @@ def _origin(document: dict[str, Any]) -> list[str]:
     rows = document["rows"]
     old, new = document["assumed"]
 
-    def those(name: str, key: str, least: float, below: float = float("inf")) -> str:
-        return _listed([r["title"] for r in rows if least <= r["on"][name][key] < below])
-
-    over = [row["title"] for row in rows if row["ratio"] > 1]
+    reach = [r["title"] for r in rows if r["on"][old]["speedup_central"] >= PUBLISHED]
     most = max(rows, key=lambda row: float(row["on"][old]["speedup"]))
     memory = document["assumed"][old]["memory"]
     large = [row["title"] for row in rows if 16 * row["parameters"] > memory]
     said = [
         f"""\
-- **On the {old}, {those(old, "speedup_central", PUBLISHED) or "no model"} comes to a factor of
+- **On the {old}, {listed(reach) or "no model"} comes to a factor of
   {PUBLISHED}**, and with a central sum only; a ring beside the backward leaves
   {most["on"][old]["speedup"]:.1f} of it. The abstract, which is what we have of the paper, does not
   say which of its models the figure is of; wide layers and small inputs are what can give it.""",
         f"""\
-- **More bytes are not enough.** More bytes of gradients than of activations go with
-  {_listed(over)}. On the {old} a ring beside the backward hides most of that:
-  {those(old, "speedup", 0.0, 1.0) or "none"} would train faster in data parallelism, where it fits,
-  since four stages are never quite equal.""",
+- **More bytes are not enough.** On the {old} a ring beside the backward hides most of those of
+  gradients: below 1 a model would train faster in data parallelism, where it fits, since four
+  stages are never quite equal.""",
         f"""\
 - **Faster devices bring it back.** The {new} computes
-  {_faster(document, old, new):.0f} times as fast over the same PCIe 3. A pipeline is then twice as
-  fast as data parallelism or more for {those(new, "speedup", 2.0) or "no model"}, and slower for
-  {those(new, "speedup", 0.0, 1.0) or "none"}.""",
+  {_faster(document, old, new):.0f} times as fast over the same PCIe 3.""",
     ]
     if large:
         said.append(
-            f"- **Memory**: {_listed(large)} with gradients, momentum and working weights take "
+            f"- **Memory**: {listed(large)} with gradients, momentum and working weights take "
             f"more than one {old} has (16 bytes a parameter). There the question is not how much "
             "faster a pipeline is."
         )
@@ -133,10 +121,6 @@ on one link.""",
 def _faster(document: dict[str, Any], old: str, new: str) -> float:
     reached = {name: a["peak"] * a["efficiency"] for name, a in document["assumed"].items()}
     return float(reached[new] / reached[old])
-
-
-def _listed(names: list[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)
 
 
 def _ratio_table(rows: list[dict[str, Any]], devices: tuple[str, str]) -> str:
@@ -248,10 +232,7 @@ def _said(rows: list[Row]) -> str:
 
 def draw(results: Path, folder: Path) -> None:
     """Throughput over data parallelism's, by devices: a row for each device and link."""
-    path = results / FOLDER / "simulated.json"
-    if not path.exists():
-        return
-    document = json.loads(path.read_text())
+    document = json.loads((results / FOLDER / "simulated.json").read_text())
     rows = document["rows"]
     models = _models(rows)
     places = [(device, link) for device in document["assumed"] for link in _LINKS]

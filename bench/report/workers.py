@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from table import table
 
 from spectrain_ext.extras import picture
 from studies.frontier import Interval
+
+from .accuracy import PAIRED, apart, ended
 
 FILE = "2026-11-22-workers/digits.json"
 _COLORS = ("tab:gray", "tab:orange", "tab:green", "tab:red", "tab:blue", "tab:purple")
@@ -28,7 +30,7 @@ def read(results: Path) -> Mapping[str, Any]:
 def section(results: Path) -> str:
     """What was trained; accuracy, gap and rate by rule and number of workers."""
     run = read(results)
-    asked, workers = run["settings"], _workers(run)
+    asked = run["settings"]
     return "\n\n".join(
         [
             "## Asynchronous data parallelism",
@@ -42,17 +44,16 @@ def section(results: Path) -> str:
             f"{run['environment']['cpu']}, torch {run['environment']['torch']}.",
             "### Test accuracy, %",
             "Mean, and half of its 95 % interval (Student's t).",
-            _by_workers(run, _accuracy),
+            _by_workers(run, lambda row: ended(_accuracies(row), 2)),
             "### Points above or below nag-asgd",
-            "Paired by seed, with the 95 % interval: the same minibatches, and workers' times.",
-            _by_workers(run, lambda row: _points(row, run), leave_out="nag-asgd"),
+            f"{PAIRED} The minibatches are the same, and workers' times.",
+            _by_workers(run, lambda row: apart(_above(row, run), 2), leave_out="nag-asgd"),
             "### How far the weights had moved",
             "The gap: the root mean square of the master's weights less those that a gradient was "
             "computed with, in thousandths, mean over updates and seeds; each at its own rate.",
             _by_workers(run, _gap),
             "![Test accuracy of every rule over the number of workers, with 95 % intervals]"
             "(results-workers.png)",
-            "\n".join(f"- {line}" for line in _findings(run, workers)),
             "### Rates taken",
             _by_workers(run, lambda row: f"{row['lr']:g}"),
         ]
@@ -88,17 +89,8 @@ def _named(workers: int) -> str:
     return "1 worker" if workers == 1 else f"{workers} workers"
 
 
-def _accuracies(row: Mapping[str, Any]) -> list[float]:
-    return [100 * end["accuracy"] for end in row["ends"] if end is not None]
-
-
-def _accuracy(row: Mapping[str, Any]) -> str:
-    found = _accuracies(row)
-    lost = len(row["ends"]) - len(found)
-    if lost:
-        return f"{lost} of {len(row['ends'])} diverged"
-    interval = Interval.of(found)
-    return f"{interval.mean:.2f} ± {interval.mean - interval.low:.2f}"
+def _accuracies(row: Mapping[str, Any]) -> list[float | None]:
+    return [None if end is None else end["accuracy"] for end in row["ends"]]
 
 
 def _gap(row: Mapping[str, Any]) -> str:
@@ -115,30 +107,6 @@ def _above(row: Mapping[str, Any], run: Mapping[str, Any]) -> Interval | None:
     return Interval.of([100 * (a["accuracy"] - b["accuracy"]) for a, b in pairs])
 
 
-def _points(row: Mapping[str, Any], run: Mapping[str, Any]) -> str:
-    found = _above(row, run)
-    if found is None:
-        return "diverged"
-    return f"{found.mean:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
-
-
-def _findings(run: Mapping[str, Any], workers: Sequence[int]) -> list[str]:
-    """Every rule against `nag-asgd`: with which numbers of workers it is better, or worse."""
-    lines = []
-    for rule in _rules(run):
-        kinds: dict[str, list[str]] = {"better": [], "worse": [], "no difference shown": []}
-        for n in workers:
-            row = _row(run, rule, n)
-            found = None if row is None or rule == "nag-asgd" else _above(row, run)
-            if found is not None:
-                kind = "better" if found.low > 0 else "worse" if found.high < 0 else list(kinds)[2]
-                kinds[kind].append(str(n))
-        if any(kinds.values()):
-            said = "; ".join(f"{kind} with {', '.join(at)}" for kind, at in kinds.items() if at)
-            lines.append(f"`{rule}` against `nag-asgd` with as many workers: {said}.")
-    return lines
-
-
 def draw(results: Path, folder: Path) -> None:
     """Accuracy over the number of workers."""
     run = read(results)
@@ -151,7 +119,7 @@ def draw(results: Path, folder: Path) -> None:
                 row = _row(run, rule, count)
                 if row is None or None in row["ends"]:
                     continue
-                interval = Interval.of(_accuracies(row))
+                interval = Interval.of([100 * end["accuracy"] for end in row["ends"]])
                 places.append(at + 0.06 * (n - 2.5))
                 means.append(interval.mean)
                 halves.append(interval.high - interval.mean if math.isfinite(interval.high) else 0)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.ranks import run_pytest
 from report import operators, rows, targets
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -96,15 +94,6 @@ class TestTargets:
         assert one.met is True and one.measured.startswith("98% at worst (predict_, 2^24)")
 
 
-def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, arguments)]
-    # A benchmark is no benchmark beside what pytest-xdist starts.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    return subprocess.run(
-        command, cwd=BENCH, env=environment, capture_output=True, text=True, timeout=240
-    )
-
-
 @pytest.mark.processes
 class TestRun:
     tiny = ("bench_operators.py", "--elements", 6, "--case-seconds", 0, "-k", "SGD-step")
@@ -112,10 +101,10 @@ class TestRun:
     def test_a_group_holds_all_rivals_and_its_file_makes_the_section(self, tmp_path: Path) -> None:
         pytest.importorskip("pytest_benchmark")
         path = tmp_path / "bench.json"
-        done = bench(*self.tiny, f"--benchmark-json={path}")
-        assert done.returncode == 0, done.stdout
-        assert "benchmark 'SGD step, 2^6, fp32'" in done.stdout
-        assert "ours against the best copy and the fastest rival" in done.stdout
+        code, printed = run_pytest(BENCH, *self.tiny, f"--benchmark-json={path}")
+        assert code == 0, printed
+        assert "benchmark 'SGD step, 2^6, fp32'" in printed
+        assert "ours against the best copy and the fastest rival" in printed
         document = json.loads(path.read_text())
         about = [each["extra_info"] for each in document["benchmarks"]]
         assert {each["operation"] for each in about} == {
@@ -129,9 +118,9 @@ class TestRun:
         assert all(each["stats"]["rounds"] >= 5 for each in document["benchmarks"])
         assert "node" not in document["machine_info"] and "data" not in path.read_text()
         assert "| SGD step | 2^6 | fp32 |" in operators.written(document, "bench.json")
-        again = bench(*self.tiny, f"--benchmark-compare={path}")
-        assert again.returncode == 0 and "(NOW)" in again.stdout, again.stdout
+        code, printed = run_pytest(BENCH, *self.tiny, f"--benchmark-compare={path}")
+        assert code == 0 and "(NOW)" in printed, printed
 
     def test_bad_options_are_found_before_anything_is_measured(self) -> None:
-        done = bench("bench_operators.py", "--suite", "nothing")
-        assert done.returncode == 4 and "invalid choice: 'nothing'" in done.stderr
+        code, printed = run_pytest(BENCH, "bench_operators.py", "--suite", "nothing")
+        assert code == 4 and "invalid choice: 'nothing'" in printed

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import bench_calls
+import bench_distributed
 import bench_flush
+import bench_steady
 import pytest
+from helpers.ranks import run_said
 
 BENCH = Path(bench_calls.__file__).parent
 _FLUSH = "--methods auto spectrain --width 8 --minibatches 3 --rounds 2"
@@ -53,14 +55,16 @@ def test_methods_beside_a_flush(
 
 
 @pytest.mark.processes
-def test_two_processes_in_the_steady_state(tmp_path: Path) -> None:
+def test_two_processes_in_the_steady_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "steady.json"
-    arguments = [*_STEADY.split(), "--json"]
-    command = [sys.executable, str(BENCH / "bench_steady.py"), *arguments, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    script = str(BENCH / "bench_steady.py")
+    monkeypatch.setattr(sys, "argv", [script, *_STEADY.split(), "--json", str(path)])
+    monkeypatch.setattr(bench_distributed, "spawned", run_said)
+    bench_steady.main()
     found = json.loads(path.read_text())
     assert set(found["seconds"]) == {"torch 1F1B, M = 2", "auto, M = 2", "begin", "end"}
     assert all(len(each) == 1 and each[0] > 0 for each in found["seconds"].values())
     assert found["command"].startswith("python bench/bench_steady.py --microbatches 2")
-    assert "times as fast as torch's 1F1B" in done.stdout
+    assert "times as fast as torch's 1F1B" in capsys.readouterr().out

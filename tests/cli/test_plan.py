@@ -7,8 +7,10 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from helpers.ranks import run_main
 from torch import nn
 
+from spectrain_ext.cli import links
 from spectrain_ext.cli.group import main
 from spectrain_ext.partitioning import BlockProfile, Profile
 from spectrain_ext.planning import Layers, write_layers
@@ -48,7 +50,8 @@ def test_it_prints_a_table_and_writes_what_it_found(profile, tmp_path):
 
 
 @pytest.mark.processes
-def test_the_link_between_processes_is_measured(profile, tmp_path):
+def test_the_link_between_processes_is_measured(profile, tmp_path, monkeypatch):
+    monkeypatch.setattr(links, "start_processes", run_main)
     asked = ("--cores", 2, "--batch", 32, "--method", "vanilla", "--out", tmp_path)
     found = run("--profile", profile, "--devices", 2, "--link", "measured", *asked)
     assert found.exit_code == 0, found.output

@@ -17,7 +17,7 @@ METHODS = [name for name in st.methods() if name != "xgrad"]  # which is for one
 RUNS = [(11, 8, 5), (3,), (0,), (6, 8, 1)]
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.nightly), 4])
+@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 3)), 4])
 def test_every_method_gives_the_same_bits_as_in_one_process(n):
     torch.set_num_threads(1)
     found = run_ranks(rank_pipelines.apart, n, METHODS, RUNS)
@@ -106,7 +106,7 @@ def test_replicas_change_together(method):
         same(state, states[min(rank, 1)], f"rank {rank}")
 
 
-@pytest.mark.parametrize("after", [3, 5, 6, 7, 8])
+@pytest.mark.parametrize("after", [3, 6, 8])
 @pytest.mark.parametrize("leaves", [0, 1, 2])
 def test_a_run_is_left_where_the_method_changes(leaves, after):
     """Whoever leaves: its last minibatches in flight may be those of a phase, or before them."""
@@ -172,7 +172,7 @@ def test_a_rank_that_does_not_make_its_pipeline(culprit, late, keeper):
     ends = ranks.join(but=() if late else (culprit,))
     for rank, end in enumerate(ends):
         if rank != culprit or late:
-            cause = f"rank {culprit}, meeting: it has not come within 15.0 s"
+            cause = f"rank {culprit}, meeting: it has not come within 5.0 s"
             assert end.code == 1
             assert f"RankError: rank {rank}, meeting; first cause: {cause}" in end.error
 

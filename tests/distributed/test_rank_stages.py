@@ -26,7 +26,8 @@ RUNS = [(11, 12, 5), (3,), (0,), (6, 12, 1)]
 @pytest.mark.parametrize(
     ("ranks", "chunks", "methods", "places"),
     [
-        (2, 2, METHODS, ()),
+        pytest.param(2, 2, METHODS, (), marks=pytest.mark.nightly),
+        (2, 2, ["spectrain-stash", "pipedream-2bw", "zb-h1-async"], ()),
         (3, 2, [*SOME, "interleaved-async"], ()),
         (2, 3, ["gpipe", "spectrain"], ()),
         (3, 2, ["gpipe", "wpipe", "spectrain"], (0, 3, 4)),  # tied on one rank, and between two

@@ -18,7 +18,8 @@ RUNS = [(9, 8, 5), (0,), (5, 8, 1)]
 @pytest.mark.parametrize(
     ("n", "places", "methods"),
     [
-        (2, (0, 1), METHODS),
+        pytest.param(2, (0, 1), METHODS, marks=pytest.mark.nightly),
+        (2, (0, 1), ["auto", "gpipe", "pipedream-2bw", "second-order"]),
         (3, (0, 2), ["auto", "gpipe", "pipedream", "spectrain", "lwp-w"]),
         (4, (0, 1, 3), ["auto", "1f1b", "vanilla", "spectrain"]),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import checkpoint_programs
-from helpers.ranks import run_ranks
+from helpers.ranks import run_ranks, run_script
 from torch import nn
 
 from spectrain_ext.checkpoint import load
@@ -52,7 +52,7 @@ def test_a_restarted_group_ends_as_if_it_had_never_been_killed(tmp_path):
     indices = [int(index) for index in re.findall(r"^(\d+) [\d.]+", done.stdout, re.MULTILINE)]
     assert indices == [*range(17), *range(15, 30)]
 
-    run_ranks(checkpoint_programs.runs_script, 2, str(script), str(tmp_path / "whole"))
+    run_script(script, 2, folder=tmp_path / "whole")
     states = []
     for name in ("killed", "whole"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(4)))

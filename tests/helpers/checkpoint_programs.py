@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import shutil
 
 import torch
@@ -204,15 +203,6 @@ def replicated(rank, ranks, path):
         state = {part.full_name(k): v.clone() for k, v in part.state_dict().items()}
         loaded.append((same_numbers, state))
     return expected, found, states, loaded, replica
-
-
-def runs_script(rank, ranks, script, folder):
-    """Run a script that makes its own process group, with the one that there is."""
-    os.chdir(folder)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
-    dist.rendezvous = lambda _: [(dist.HashStore(), rank, ranks)]
-    dist.init_process_group = lambda *_, **__: None
-    runpy.run_path(script, run_name="__main__")
 
 
 def same_store(rank, ranks):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import click
 import numpy as np
@@ -23,12 +23,20 @@ from studies.once import joined as joined_quietly
 from studies.world import World
 
 
+def undrawn():
+    """Inside, pictures are empty files: to draw them takes longer than a training of a test."""
+    from matplotlib.figure import Figure
+
+    return patch.object(Figure, "savefig", lambda self, path, **more: Path(path).touch())
+
+
 def train(rank, ranks, port, *arguments):
     """Run ``studies train`` in the surroundings that torchrun makes; exit code and output."""
     dist.destroy_process_group()  # of the test: the command makes its own
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), **where)
-    done = CliRunner().invoke(main, ["train", *arguments])
+    with undrawn():
+        done = CliRunner().invoke(main, ["train", *arguments])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.exit_code, done.output
@@ -150,12 +158,3 @@ def talk_to_nobody(rank, ranks):
     except click.exceptions.Exit as end:
         return end.exit_code
     return None
-
-
-def free_port() -> int:
-    """A port that stays free: below those that outgoing connections are given meanwhile."""
-    while True:
-        port = 20000 + secrets.randbelow(12000)
-        with socket.socket() as listening, suppress(OSError):
-            listening.bind(("127.0.0.1", port))
-            return port

@@ -1,6 +1,6 @@
 """Processes that are the ranks of a group: started, watched with a deadline, their ends collected.
 
-They come from a server that has imported torch already: a rank starts in a moment.
+They come from a server that has imported torch and these helpers already (preloaded.py).
 """
 
 from __future__ import annotations
@@ -9,26 +9,32 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import runpy
+import secrets
 import signal
+import socket
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from slow_link import Host
 
 _DEADLINE = 120.0
-# Imported once instead of by every rank; those of the command line took each of its ranks 2 s.
-_PRELOADED = [
-    *("torch.distributed", "torch._dynamo", "spectrain_ext", "spectrain_ext.cli"),
-    *("sklearn.datasets", "sklearn.model_selection", "matplotlib.pyplot"),
-]
+_TESTS = Path(__file__).resolve().parents[1]
+# What the server looks for modules in: up to Python 3.13 it does not get this process's sys.path.
+_PATH = os.pathsep.join(
+    filter(None, [str(_TESTS), str(_TESTS.parent / "bench"), os.environ.get("PYTHONPATH")])
+)
 
 
 class End(NamedTuple):
@@ -112,7 +118,7 @@ class Ranks:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = 0 if self._store is None else self._store.port
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(["helpers.preloaded"])
         # a pipe would mix up what several read at once; kept, as its lock has to outlive the starts
         self._port_of_store = context.SimpleQueue()
         self.processes = [
@@ -132,8 +138,9 @@ class Ranks:
             )
             for rank in range(ranks)
         ]
-        for process in self.processes:
-            process.start()
+        with patch.dict(os.environ, PYTHONPATH=_PATH):
+            for process in self.processes:
+                process.start()
 
     def pid(self, rank: int) -> int:
         """The process of a rank."""
@@ -184,3 +191,81 @@ def run_ranks(
     for rank, end in enumerate(ends):
         assert end.code == 0, f"rank {rank} ended with {end.code}:\n{end.error}"
     return [end.value for end in ends]
+
+
+def run_script(path: Path, ranks: int = 1, *arguments: str, folder: Path) -> str:
+    """Run a program in a folder, as Python does or, on several ranks, torchrun; what rank 0 prints.
+
+    Without the seconds that torchrun takes to start, and each of its processes to import torch.
+    """
+    return run_ranks(_script, ranks, free_port(), str(path), arguments, str(folder))[0]
+
+
+def _script(
+    rank: int, ranks: int, port: int, path: str, arguments: tuple[str, ...], folder: str
+) -> str:
+    dist.destroy_process_group()  # of the test: the program makes its own
+    if ranks > 1:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), TORCHELASTIC_RESTART_COUNT="0")
+        os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.chdir(folder)
+    sys.argv = [path, *arguments]
+    with redirect_stdout(StringIO()) as printed:
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
+
+
+def run_pytest(folder: Path, *arguments: object) -> tuple[int, str]:
+    """Run another pytest in a folder; its exit code, and what it prints."""
+    code, printed = run_ranks(_pytest, 1, str(folder), list(map(str, arguments)))[0]
+    return code, printed
+
+
+def _pytest(rank: int, ranks: int, folder: str, arguments: list[str]) -> tuple[int, str]:
+    for name in list(os.environ):  # a benchmark is no benchmark beside what pytest-xdist starts
+        if name.startswith("PYTEST_"):
+            del os.environ[name]
+    os.chdir(folder)
+    with redirect_stdout(StringIO()) as printed, redirect_stderr(printed):
+        code = pytest.main(["-p", "no:cacheprovider", *arguments])
+    return int(code), printed.getvalue()
+
+
+def run_main(main: Callable[..., None], arguments: tuple[Any, ...], nprocs: int, **_: Any) -> None:
+    """What starts the ranks of a command of the package's, in the place of ``torch``'s spawn."""
+    run_ranks(_main_of, nprocs, main, arguments)
+
+
+def _main_of(rank: int, ranks: int, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    dist.destroy_process_group()  # of the test: the command makes its own
+    main(rank, *arguments)
+
+
+def run_said(main: Callable[..., None], ranks: int, *arguments: Any) -> Any:
+    """The same in the place of ``bench_distributed.spawned``: what one of the ranks says."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    heard = run_ranks(_said, ranks, main, store.port, arguments)
+    return next(each[0] for each in heard if each)
+
+
+def _said(
+    rank: int, ranks: int, main: Callable[..., None], port: int, arguments: tuple[Any, ...]
+) -> list[Any]:
+    said = _Said()
+    *before, options = arguments
+    _main_of(rank, ranks, main, (ranks, port, *before, said, options))
+    return list(said)
+
+
+class _Said(list[Any]):
+    put = list.append
+
+
+def free_port() -> int:
+    """A port that stays free: below those that outgoing connections are given meanwhile."""
+    while True:
+        port = 20000 + secrets.randbelow(12000)
+        with socket.socket() as listening, suppress(OSError):
+            listening.bind(("127.0.0.1", port))
+            return port

@@ -8,7 +8,7 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from helpers.rank_programs import commit
+from helpers.rank_pipelines import Faulty
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -166,26 +166,6 @@ def refused(rank, ranks):
 def too_small(rank, ranks):
     """The last minibatch cannot be dealt to two replicas."""
     list(make(rank, [1, 2], microbatches=2).run(data(3, 8, 1)))
-
-
-class Faulty(nn.Module):
-    """Fails in one of its forwards or backwards."""
-
-    def __init__(self, module, fault, where, when):
-        super().__init__()
-        self.module = module
-        self.fault, self.left = fault, {"forward": -1, "backward": -1, where: when}
-
-    def at(self, where):
-        self.left[where] -= 1
-        if self.left[where] == 0:
-            commit(self.fault)
-
-    def forward(self, value):
-        self.at("forward")
-        output = self.module(value)
-        output.register_hook(lambda gradient: self.at("backward"))
-        return output
 
 
 def failing(rank, ranks, trial):

@@ -40,7 +40,7 @@ class TestListsThatDiffer:
     """Against the first list, whose tensors everything else must match."""
 
     @pytest.mark.parametrize(("op", "name"), OTHERS, ids=ids(OTHERS))
-    @pytest.mark.parametrize("count", [COUNT - 1, COUNT + 1, 0])
+    @pytest.mark.parametrize("count", [COUNT + 1, 0])
     def test_length(self, op: Op, name: str, count: int) -> None:
         lists = op.build()
         lists[name] = [torch.randn(SHAPE) for _ in range(count)]
@@ -48,8 +48,14 @@ class TestListsThatDiffer:
             ValueError, pattern(op, name, None), lambda: op(lists), lists, str(COUNT), str(count)
         )
 
-    @pytest.mark.parametrize(("op", "name"), OTHERS, ids=ids(OTHERS))
-    @pytest.mark.parametrize("shape", [(3, 4), (4, 4), (12,), (4, 3, 1), (0,)])
+    _SHAPES: ClassVar = [(op, name, (3, 4)) for op, name in OTHERS]
+    _SHAPES += [
+        (BY_NAME["Plan"], name, shape)
+        for name in BY_NAME["Plan"].lists[1:]
+        for shape in ((4, 4), (12,), (4, 3, 1), (0,))
+    ]
+
+    @pytest.mark.parametrize(("op", "name", "shape"), _SHAPES, ids=ids(_SHAPES))
     def test_shape(self, op: Op, name: str, shape: tuple[int, ...]) -> None:
         lists = op.build()
         lists[name][BAD] = torch.randn(shape)
@@ -69,7 +75,7 @@ class TestListsThatDiffer:
         raises(ValueError, pattern(op, name), lambda: op(lists), lists, "3, 1", "1, 4")
 
     @pytest.mark.parametrize(("op", "name"), OTHERS, ids=ids(OTHERS))
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     def test_dtype(self, op: Op, name: str, dtype: torch.dtype) -> None:
         narrow = name.startswith(("grads", "predict")) or (name == "out" and op.name != "stash")
         if dtype.itemsize == 2 and narrow:
@@ -162,8 +168,15 @@ SAYS = {
 class TestKinds:
     """Tensors that no operator can take, wherever they are."""
 
-    @pytest.mark.parametrize(("op", "name"), EVERY, ids=ids(EVERY))
-    @pytest.mark.parametrize("kind", KINDS)
+    # Every kind for a call and for a plan, whose ways part; two of them for all others.
+    _KINDS: ClassVar = [
+        (op, name, kind)
+        for op, name in EVERY
+        for kind in KINDS
+        if op.name in ("stash_predict_", "Plan") or kind in ("int64", "number")
+    ]
+
+    @pytest.mark.parametrize(("op", "name", "kind"), _KINDS, ids=ids(_KINDS))
     def test_in_a_list(self, op: Op, name: str, kind: str) -> None:
         if kind == "None" and name == "grads":
             pytest.skip("a missing gradient is allowed")
@@ -184,7 +197,7 @@ class TestKinds:
         raises(TypeError, pattern(op, op.lists[0], None), lambda: op(single), single)
 
     @pytest.mark.parametrize(("op", "name"), EVERY, ids=ids(EVERY))
-    @pytest.mark.parametrize("value", [3, 1.5, object()], ids=["int", "float", "object"])
+    @pytest.mark.parametrize("value", [3, object()], ids=["int", "object"])
     def test_an_argument_that_is_no_list(self, op: Op, name: str, value: object) -> None:
         lists = op.build()
         lists[name] = value
@@ -229,7 +242,7 @@ class TestOverlap:
         raises(ValueError, names, lambda: op(lists), lists)
 
     @pytest.mark.parametrize(("op", "name"), _WRITTEN, ids=ids(_WRITTEN))
-    @pytest.mark.parametrize("shift", [1, 3, 11])
+    @pytest.mark.parametrize("shift", [1, 11])
     def test_views_that_overlap_in_a_list_that_is_written(
         self, op: Op, name: str, shift: int
     ) -> None:
@@ -243,14 +256,13 @@ class TestOverlap:
     _PAIRS: ClassVar = [(op, a, b) for op in OPS for a in op.written for b in op.lists if a != b]
 
     @pytest.mark.parametrize(("op", "written", "other"), _PAIRS, ids=ids(_PAIRS))
-    @pytest.mark.parametrize("shift", [1, 6])
     def test_a_written_view_over_part_of_another_list(
-        self, op: Op, written: str, other: str, shift: int
+        self, op: Op, written: str, other: str
     ) -> None:
         lists = op.build()
-        flat = torch.randn(12 + shift)
+        flat = torch.randn(12 + 6)
         lists[written][BAD] = flat[:12].view(SHAPE)
-        lists[other][BAD] = flat[shift:].view(SHAPE)
+        lists[other][BAD] = flat[6:].view(SHAPE)
         names = f"{pattern(op, written)}|{pattern(op, other)}"
         raises(ValueError, names, lambda: op(lists), lists)
 

@@ -143,8 +143,8 @@ def test_an_interrupt_anywhere(name, step):
 @pytest.mark.parametrize(
     ("name", "first", "then"),
     [
-        ("spectrain", 3001, 29),
-        ("pipedream", 3001, 29),
+        ("spectrain", 3001, 61),
+        ("pipedream", 3001, 61),
         *(
             pytest.param(name, 997, 19, marks=pytest.mark.nightly)
             for name in ("spectrain", "pipedream")
@@ -216,7 +216,7 @@ def twice(pipe, data):
 def test_interrupts_between_runs(name, do):
     """What was interrupted can be asked for again, or the pipeline trained on."""
     case = case_of(name)
-    step = {twice: 331, loaded: 61}.get(do, 11) * (1 + 2 * (name == "ties"))
+    step = {twice: 661, loaded: 127}.get(do, 23) * (1 + 2 * (name == "ties"))
     for n in count(0, step):
         pipe = case.pipe()
         list(pipe.run(case.data[:2]))

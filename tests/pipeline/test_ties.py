@@ -47,8 +47,7 @@ def alike(state, n, places=(0, -1)):
 # What is computed.
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("n", "parts"), [(4, 1), (2, 4)])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_does_what_its_definition_says(method, n, parts):
     parts = n if method in ("pipedream-2bw", "error-feedback") else parts

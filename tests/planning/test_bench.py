@@ -70,14 +70,6 @@ def test_the_report_says_what_the_files_say():
     assert "simulated" in text.lower()
 
 
-def test_what_is_not_there_is_not_measured(tmp_path):
-    assert "Not measured" in planner.section(tmp_path)
-    assert "Not computed" in report.section(tmp_path)
-    planner.draw(tmp_path, tmp_path)
-    report.draw(tmp_path, tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 def test_planned_against_real_is_a_table(tmp_path):
     row = {
         **{"case": "", "model": "even", "method": "auto", "replicas": [1, 1], "microbatches": 2},

@@ -141,9 +141,7 @@ def test_a_run_from_the_command_to_the_document(tmp_path: Path) -> None:
         case["time"] = {}
     path.write_text(json.dumps(document))
     without = report_cost.section(tmp_path)
-    memory = (
-        "| `pipedream` | 1 | 4, 3, 2, 1 | 4, 3, 2, 1 | 0.0, 0.1, 0.1, 0.1 | 1024, 768, 512, 256 "
-    )
+    memory = "| `pipedream` | 1 | 4, 3, 2, 1 | 0.0, 0.1, 0.1, 0.1 | "
     counted = "| SGD | `spectrain` | 1 | 24 + 0, 24 + 0, 24 + 12, 24 + 0 | 1.2, 1.2, 1.8, 1.2 |"
     for text in (without, section):
         assert memory in text and "Counted and found are equal to the byte" in text
@@ -153,7 +151,6 @@ def test_a_run_from_the_command_to_the_document(tmp_path: Path) -> None:
     assert (
         "| AdamW | `sync` | 1 | 28 + 0, 28 + 0, 28 + 0, 28 + 0 | 1.0, 1.0, 1.0, 1.0 | 1." in section
     )
-    assert "`auto` with 4 microbatches moves 0 bytes per parameter on stage 0" in section
     document["cases"][3]["memory"][2]["measured_bytes"] += 1
     path.write_text(json.dumps(document))
     assert "Not equal: SGD, `spectrain` with 1, stage 2." in report_cost.section(tmp_path)

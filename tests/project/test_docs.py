@@ -1,10 +1,7 @@
 """What the documentation says is tried: programs run, commands exist, links lead somewhere."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import Any, NamedTuple
 
 import click
 import pytest
+from helpers.ranks import run_script
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
@@ -93,16 +91,11 @@ def test_the_programs_for_several_processes_run(program: Block, tmp_path: Path) 
     assert started is not None
     name, command = started.groups()
     (tmp_path / name).write_text(program.text)
-    _, *arguments = shlex.split(command)
-    ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
+    ranks = re.fullmatch(
+        rf"torchrun --nproc-per-node (\d)(?: --max-restarts \d)? {re.escape(name)}", command
     )
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert ranks is not None, command
+    run_script(tmp_path / name, int(ranks[1]), folder=tmp_path)
 
 
 def _commands() -> Iterator[tuple[str, str]]:

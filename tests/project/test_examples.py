@@ -1,14 +1,14 @@
 """Every program in examples/ runs, as its first lines say, at a tiny size."""
 
-import os
 import re
-import shlex
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from helpers.ranks import run_script
+
+from studies.__main__ import main as studies
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = {
@@ -30,43 +30,27 @@ def test_there_is_a_size_for_every_example() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [name for name in TINY if name != "own_workload.py"])
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     text = (EXAMPLES / name).read_text()
     needs = set(re.findall(r"^(?:import|from) (accelerate|lightning|transformers)\b", text, re.M))
     if missing := [need for need in needs if find_spec(need) is None]:
         pytest.skip(f"needs {missing}: pip install 'spectrain_ext[examples]'")
-    studied = re.search(
-        rf"^ *python (-m studies \w+ --workload examples\.{name[:-3]}:\w+)", text, re.M
-    )
-    if studied is not None:
-        _check_studied(studied[1], TINY[name], tmp_path)
-        return
     said = re.search(rf"^(.*) examples/{re.escape(name)}", text, re.M)
     assert said is not None, "its docstring says how it is started"
-    program, *options = shlex.split(said.group(1))
-    launcher = ["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else []
-    ran = subprocess.run(
-        [sys.executable, *launcher, *options, str(EXAMPLES / name), *TINY[name].split()],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    assert re.search(r"\d\.\d", ran.stdout), ran.stdout[-2000:]
+    ranks = re.fullmatch(r"python|torchrun --nproc-per-node (\d)", said[1])
+    assert ranks is not None, said[1]
+    printed = run_script(EXAMPLES / name, int(ranks[1] or 1), *TINY[name].split(), folder=tmp_path)
+    assert re.search(r"\d\.\d", printed), printed[-2000:]
 
 
-def _check_studied(command: str, tiny: str, folder: Path) -> None:
-    """From the repository's root, where the package's sources are not what is imported."""
-    ran = subprocess.run(
-        [sys.executable, *command.split(), *tiny.split(), "--out", str(folder)],
-        cwd=EXAMPLES.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    assert "gap %" in ran.stdout and (folder / "frontier.json").exists()
+def test_an_example_is_studied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    text = (EXAMPLES / "own_workload.py").read_text()
+    for command in ("study", "train"):
+        said = f"python -m studies {command} --workload examples.own_workload:digits_mlp --stages"
+        assert f"\n    {said} " in text
+    asked = ["--workload", "examples.own_workload:digits_mlp", *TINY["own_workload.py"].split()]
+    done = CliRunner().invoke(studies, ["study", *asked, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "gap %" in done.output and (tmp_path / "frontier.json").exists()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from helpers.cli_programs import undrawn
 from torch import nn
 
 from studies import compare
@@ -29,7 +30,8 @@ KEEP = ("--checkpoint-every", "3")
 
 
 def _train(folder: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(main, ["train", *SMALL, *arguments, "--out", str(folder)])
+    with undrawn():
+        return CliRunner().invoke(main, ["train", *SMALL, *arguments, "--out", str(folder)])
 
 
 def _results(folder: Path) -> list[dict[str, Any]]:
@@ -107,7 +109,7 @@ def test_draining_changes_an_asynchronous_method_only(tmp_path: Path) -> None:
     assert losses["plain"][1][:3] == losses["kept"][1][:3]
 
 
-@pytest.mark.processes
+@pytest.mark.nightly  # distributed/test_torchrun.py has a restart, the others here the command
 def test_torchrun_restarts_where_a_killed_rank_left_off(tmp_path: Path) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

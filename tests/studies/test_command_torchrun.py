@@ -14,8 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from helpers import cli_programs
-from helpers.cli_programs import free_port
-from helpers.ranks import Ranks, run_ranks
+from helpers.ranks import Ranks, free_port, run_ranks
 
 from studies import world as world_module
 from studies.__main__ import main
@@ -48,11 +47,13 @@ def _expect_same_results(found: Path, expected: Path) -> None:
 
 
 def _alone(folder: Path, *arguments: str) -> None:
-    done = CliRunner().invoke(main, ["train", *arguments, "--out", str(folder)])
+    with cli_programs.undrawn():
+        done = CliRunner().invoke(main, ["train", *arguments, "--out", str(folder)])
     assert done.exit_code == 0, done.output
 
 
 def test_torchrun_gives_the_results_of_one_process(tmp_path: Path) -> None:
+    """From a checkout, whose sources are not compiled in place: with the installed package."""
     methods = (*FAST, "-m", "spectrain,pipedream,xgrad")
     together = tmp_path / "together"
     command = [
@@ -100,9 +101,10 @@ def test_all_methods_and_several_seeds_with_uneven_microbatches_and_clipping(
     again = run_ranks(cli_programs.train, 3, free_port(), *arguments, "--out", str(together))
     assert "6 of 6 runs were finished before" in " ".join(again[0][1].split())
     # a run of one process has another throughput: it is not taken for one of three
-    one = CliRunner().invoke(
-        main, ["train", *arguments, "--stages", "3", "--out", str(together), "--seed", "5"]
-    )
+    with cli_programs.undrawn():
+        one = CliRunner().invoke(
+            main, ["train", *arguments, "--stages", "3", "--out", str(together), "--seed", "5"]
+        )
     assert "finished before" not in one.output
 
 

@@ -4,9 +4,9 @@ import io
 import json
 import math
 import pickle
-import subprocess
 import sys
 import tarfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from helpers.cli_programs import undrawn
 
 import spectrain_ext as st
 from spectrain_ext.cli.group import main as spectrain
@@ -29,8 +30,9 @@ pytest.importorskip("matplotlib")
 FAST = ("--batch-size", "256", "--epochs", "1", "--seeds", "1")
 
 
-def _train(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["train", *arguments])
+def _train(*arguments: str, draws: bool = False) -> Result:
+    with nullcontext() if draws else undrawn():
+        return CliRunner().invoke(main, ["train", *arguments])
 
 
 def _methods(folder: Path) -> dict[str, dict[str, Any]]:
@@ -39,7 +41,7 @@ def _methods(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_every_method_ends_in_a_table_a_picture_and_numbers(tmp_path: Path) -> None:
-    result = _train(*FAST, "--out", str(tmp_path))
+    result = _train(*FAST, "--out", str(tmp_path), draws=True)
     assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "results.json").read_text())
     assert set(document) == {"methods", "settings", "versions"}
@@ -487,23 +489,6 @@ def test_an_out_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     result = _train(*FAST, "--out", str(blocked / "below"))
     assert result.exit_code == 2
     assert "--out" in result.output
-
-
-@pytest.mark.processes
-def test_from_a_checkout_it_trains_with_the_installed_package(tmp_path: Path) -> None:
-    """Where the sources have not been compiled in place, Python does not find them first."""
-    asked = ["-m", "studies", "train", *FAST, "--stages", "2", "-m", "spectrain"]
-    done = subprocess.run(
-        [sys.executable, *asked, "--out", str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "spectrain" in done.stdout
-    assert (tmp_path / "results.json").exists()
 
 
 @pytest.mark.nightly

@@ -79,7 +79,7 @@ def _same(
             torch.testing.assert_close(p, q, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 5])
+@pytest.mark.parametrize("microbatches", [1, 5])
 @pytest.mark.parametrize("method", [m for m in st.methods() if m != "xgrad"])
 def test_every_method_is_the_engines(method: str, microbatches: int) -> None:
     if find_method(method).min_microbatches is not None and microbatches < 4:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from helpers.cli_programs import free_port
+from helpers import cli_programs
+from helpers.cli_programs import undrawn
+from helpers.ranks import free_port, run_ranks
 
 from spectrain_ext.cli import options
 from spectrain_ext.cli.group import main
@@ -82,7 +82,8 @@ def _forget(name: str) -> None:
 
 
 def _spectrain(*arguments: str) -> Result:
-    return CliRunner().invoke(studies if arguments[0] == "train" else main, arguments)
+    with undrawn():
+        return CliRunner().invoke(studies if arguments[0] == "train" else main, arguments)
 
 
 def _document(folder: Path) -> dict[str, Any]:
@@ -207,35 +208,19 @@ def test_all_and_ones_own(module: str) -> None:
     assert options.method_of("auto") is find_method("auto")
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """In the working directory, which the own method is in; studies are found beside the tests."""
-    paths = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])]
-    more = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, **more},
-    )
-
-
 @pytest.mark.processes
 def test_over_processes(module: str, tmp_path: Path) -> None:
-    asked = ("train", *FAST, "-m", f"{module}:whole", "--out")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
-        *("-m", "studies", *asked, "together"),
-    ]
-    done = _run(command)
-    assert done.returncode == 0, done.stderr
-    alone = _spectrain(*asked, "alone")
+    """The ranks find the module in their working directory, which is this one's."""
+    asked = (*FAST, "-m", f"{module}:whole", "--out")
+    ends = run_ranks(cli_programs.train, 2, free_port(), *asked, "together")
+    assert [code for code, _ in ends] == [0, 0], ends
+    alone = _spectrain("train", *asked, "alone")
     assert alone.exit_code == 0, alone.output
     assert _losses(tmp_path / "together") == _losses(tmp_path / "alone")
     assert list(_losses(tmp_path / "alone")) == ["whole"]
-    command[command.index(f"{module}:whole")] = f"{module}:number"
-    failed = _run(command)
-    assert failed.returncode != 0
-    assert failed.stderr.count("is of type int, expected a") == 1
+    (code, told), (other, silent) = run_ranks(
+        cli_programs.train, 2, free_port(), *FAST, "-m", f"{module}:number"
+    )
+    assert code == other == 2
+    assert " ".join(told.split()).count("is of type int, expected a") == 1
+    assert silent == ""

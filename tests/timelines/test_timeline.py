@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from spectrain_ext.cli.group import main
-from spectrain_ext.method import methods
+from spectrain_ext.method import find_method, methods
 from spectrain_ext.schedule import Durations, Kind, simulate, streams, summarize
 from spectrain_ext.schedule import write_csv as write_schedule
 from spectrain_ext.timelines.method_timeline import (
@@ -109,8 +109,10 @@ def test_a_trace_has_every_span(tmp_path):
     assert (2, 1) not in names  # the last stage sends nothing on
 
 
-@pytest.mark.parametrize("method", [name for name in methods() if name != "xgrad"])
-def test_every_method_can_be_drawn(method, tmp_path):
+@pytest.mark.parametrize(
+    "method", {find_method(name).schedule: name for name in methods() if name != "xgrad"}.values()
+)
+def test_every_schedule_can_be_drawn(method, tmp_path):
     (path,) = draw_method_timelines(tmp_path / "new", [method], 3, microbatches=3)
     assert path == tmp_path / "new" / f"{method}.png"
     assert path.read_bytes().startswith(b"\x89PNG")
