@@ -62,6 +62,7 @@ class Connections:
     _source: Source | None
     _losses: Losses | None
     _ties: Ties
+    _phase: tuple[Method, list[Place]]
     _tied: tuple[Sequence[Tie], Sequence[Copy]]
 
     def __init__(self, stages: int, split_dim: SplitDim = 0) -> None:
@@ -211,7 +212,7 @@ class Connections:
 
     def change(self, method: Method, places: list[Place]) -> None:
         """From the next run on all stages train by this phase, at these places."""
-        self._ties.change(method, places)
+        self._phase = method, places
 
     def evaluating(self, places: list[Place]) -> Connections:
         """What joins the same stages in evaluations: edges of their own, for batches of any size.
@@ -314,7 +315,7 @@ class Connections:
         if self._losses is not None:
             self._losses.begin(keep)
         if not self.evaluates:
-            self._ties.begin()
+            self._ties.begin(*self._phase)
         for averaged in self.averaged.values():
             averaged.begin()
 

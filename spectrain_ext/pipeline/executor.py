@@ -5,10 +5,10 @@ They run as their inputs arrive, or in an order in which each may wait for its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import GEN_CLOSED, getgeneratorstate
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 from weakref import ref
 
 from spectrain_ext.errors import RankError, StageError, make_all, noted_on
@@ -23,12 +23,6 @@ from .loads import Handler
 from .losses import Keep, Result
 from .observer import Observer, watched
 from .stage import Stage
-
-_Run: TypeAlias = Generator[Result, None, None]
-
-
-def _no_run() -> None:
-    """No run has begun."""
 
 
 class _Step(NamedTuple):
@@ -52,14 +46,14 @@ class _Program:
         stage: whose.
         place: its place.
         connections: what joins it to the others.
-        trace: looks on.
+        observers: look on.
     """
 
     def __init__(
-        self, stage: Stage, place: Place, connections: Connections, trace: Observer | None
+        self, stage: Stage, place: Place, connections: Connections, observers: Sequence[Observer]
     ) -> None:
         self.stage = stage
-        handlers = watched(trace, stage, connections.handlers(stage))
+        handlers = watched(observers, stage, connections.handlers(stage))
         ready = connections.ready(stage)
         self.announce = connections.announce(stage)
         # What an instruction takes with it, in the same turn: an update, or the word that a batch
@@ -79,32 +73,25 @@ class _Program:
 class Executor:
     """The stages of this process, and the loop that drives them.
 
+    Whatever exception ends a run, the true weights are put back: at once, or, if the end did not
+    come to its end, by the next ``mend``. All that an end does may be repeated.
+
     Args:
-        stages: the stages of this process.
-        places: the places of all stages of the pipeline.
-        schedule: the order in which they act, by name, or its generator.
+        stages: of this process.
         connections: what joins the stages to one another and to the caller.
 
     Attributes:
-        places, stages, connections: as given.
-
-    Whatever exception ends a run, the true weights are put back: at once, or, if the end did not
-    come to its end, by the next ``mend``. All that an end does may be repeated.
+        places: of all stages of the pipeline.
     """
 
-    def __init__(
-        self,
-        stages: list[Stage],
-        places: list[Place],
-        schedule: str | Schedule,
-        connections: Connections,
-    ) -> None:
-        self._run: Callable[[], _Run | None] = _no_run
+    places: list[Place]
+    _schedule: Schedule
+
+    def __init__(self, stages: list[Stage], connections: Connections) -> None:
+        self.stages, self.connections = stages, connections
+        self._run: ref[Generator[Result, None, None]] | None = None
         self._ended = True
-        self.stages = stages
-        self.connections = connections
         self._counts: Cursor | None = None  # of the last run
-        self.change(places, schedule)
 
     def change(self, places: list[Place], schedule: str | Schedule) -> None:
         """Have the stages act in another order from the next run on."""
@@ -116,38 +103,32 @@ class Executor:
     def run(
         self,
         batches: Iterator[object],
-        trace: Observer | None = None,
+        observers: Sequence[Observer] = (),
         keep: Keep | None = None,
-    ) -> Iterator[Result]:
+    ) -> Generator[Result, None, None]:
         """Train on every batch; yields results in order, each as soon as its loss has been issued.
 
         Closing the generator finishes the minibatches in flight and takes no further batch.
         """
         self._counts = None
-        itself: list[Callable[[], _Run | None]] = []
-        run = self._results_of(batches, trace, keep, itself)
-        itself.append(ref(run))
+        run = self._results_of(batches, observers, keep)
+        self._run = ref(run)
         return run
 
     def _results_of(
-        self,
-        batches: Iterator[object],
-        trace: Observer | None,
-        keep: Keep | None,
-        itself: list[Callable[[], _Run | None]],
-    ) -> _Run:
+        self, batches: Iterator[object], observers: Sequence[Observer], keep: Keep | None
+    ) -> Generator[Result, None, None]:
         with deferred(), self.connections.run():
             self._check()
             if self._captured():
                 raise RuntimeError("run: a pipeline's run cannot become part of a CUDA graph")
-            self._run = itself[0]
             self._ended = False
             try:
                 self._begin(batches, keep)
                 try:
-                    for result in self._steps(trace):
-                        if trace is not None:
-                            trace.result(result)
+                    for result in self._steps(observers):
+                        for observer in observers:
+                            observer.result(result)
                         self.connections.yields(result)
                         with callers():
                             yield result
@@ -155,7 +136,7 @@ class Executor:
                 except GeneratorExit:
                     self.connections.leave()
                     self._check_storage()
-                    for _ in self._steps(trace):
+                    for _ in self._steps(observers):
                         pass
                 self._check()
                 self._end()
@@ -175,7 +156,7 @@ class Executor:
 
         No exception can keep that from being true, as it could an attribute.
         """
-        run = self._run()
+        run = None if self._run is None else self._run()
         return run is not None and getgeneratorstate(run) != GEN_CLOSED
 
     def mend(self) -> None:
@@ -295,12 +276,12 @@ class Executor:
     # and each of these is made of steps, as ``schedule/lowering.py`` says: for F3 on stage 1 load
     # forward weights, receive activation, forward, send activation.
 
-    def _steps(self, trace: Observer | None) -> Iterator[Result]:
+    def _steps(self, observers: Sequence[Observer]) -> Iterator[Result]:
         """Give the stages their turns until all have finished."""
         connections, results = self.connections, self.connections.results
         # Made per run: kept, these methods would make a cycle that holds all buffers until a
         # garbage collection.
-        programs = [_Program(s, self.places[s.index], connections, trace) for s in self.stages]
+        programs = [_Program(s, self.places[s.index], connections, observers) for s in self.stages]
         if self._order is not None:
             for program in programs:
                 program.takes = ()

@@ -31,31 +31,19 @@ class Loads:
     Computation is issued to one stream, whatever writes weights (loads and updates) to another,
     and events order the two.
 
-    Args:
-        index: of the stage, counted from 0.
-        module: computes the stage's output.
-        device: where it does.
-        weights: None if it has no trainable parameters.
-        max_norm: what its gradient is clipped to, None: not at all.
-        global_norm: where the norm is that of all stages; None: it is the stage's own.
-
     Attributes:
+        index: of the stage, counted from 0.
         cursor: where the stage stands in a run.
         guard: has whoever saves a module in a run hear of it.
         immediate: whether what has been issued to both streams has been done, as on the CPU alone.
     """
 
     cursor: Cursor
+    weights: StageWeights | None = None  # None: there are no trainable parameters
+    max_norm: float | None = None  # what the gradient is clipped to; None: not at all
+    global_norm: GlobalNorm | None = None  # whose norm that is; None: the stage's own
 
-    def __init__(
-        self,
-        index: int,
-        module: nn.Module,
-        device: torch.device,
-        weights: StageWeights | None,
-        max_norm: float | None = None,
-        global_norm: GlobalNorm | None = None,
-    ) -> None:
+    def __init__(self, index: int, module: nn.Module, device: torch.device) -> None:
         self.index = index
         self.module = module
         self.device = device
@@ -80,7 +68,7 @@ class Loads:
             "the pipeline's own state_dict(), which has the true ones, or save after the loop"
         )
         self._guarded: list[nn.Parameter] = []
-        self.train_by(weights, max_norm, global_norm)
+        self._follows: AbstractContextManager[object] = NOTHING
 
     def train_by(
         self,
@@ -91,7 +79,7 @@ class Loads:
         """Compute with other versions of the weights, and clip otherwise, from the next run on."""
         self.weights = weights
         self.max_norm, self.global_norm = max_norm, global_norm
-        self._follows: AbstractContextManager[object] = NOTHING
+        self._follows = NOTHING
 
     @property
     def working(self) -> Buffer:

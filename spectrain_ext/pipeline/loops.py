@@ -226,7 +226,9 @@ def _evaluating(executor: Executor) -> Executor:
     # No stage gets ahead of the last one by more than its window: what comes back is the word that
     # a batch is through, with memory for as many messages.
     connections = executor.connections.evaluating(places)
-    return Executor(executor.stages, places, "1f1b-async", connections)
+    made = Executor(executor.stages, connections)
+    made.change(places, "1f1b-async")
+    return made
 
 
 def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> Iterator[object]:

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from spectrain_ext.rng import RNG_LOCK, StageRandom
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
-from spectrain_ext.weights import StageWeights
 
 from .batch import samples_in
-from .clipping import GlobalNorm
 from .cursor import Cursor
 from .edges import SharedLosses, StageEdges
 from .halves import differentiate_inputs
@@ -59,7 +57,7 @@ class Stage(Loads):
     that one only; so are those of a loss that is a module.
 
     Args:
-        index, module, device, weights, max_norm, global_norm: see ``Loads``.
+        index, module, device: see ``Loads``.
         recomputes: whether to keep inputs only.
         split_dim: the dimension of the samples, of the input's first tensor.
 
@@ -77,13 +75,10 @@ class Stage(Loads):
         index: int,
         module: nn.Module,
         device: torch.device,
-        weights: StageWeights | None,
-        max_norm: float | None = None,
-        global_norm: GlobalNorm | None = None,
         recomputes: bool = False,
         split_dim: int = 0,
     ) -> None:
-        super().__init__(index, module, device, weights, max_norm, global_norm)
+        super().__init__(index, module, device)
         self.random = StageRandom(index, device)
         self.recomputes = recomputes
         self.split_dim = split_dim

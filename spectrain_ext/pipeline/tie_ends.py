@@ -341,14 +341,11 @@ class Ties:
 
     # A run.
 
-    def change(self, method: Method, places: Sequence[Place]) -> None:
-        """Say what all stages train by, from the next run on, and where each is."""
-        self._method, self._places = method, places
-
-    def begin(self) -> None:
+    def begin(self, method: Method, places: Sequence[Place]) -> None:
+        """All stages, which are at these places, begin to train by this phase."""
         ends: list[tuple[Tie, _Home | _Away]] = [*self._homes, *self._away]
         for tie, end in ends:
-            end.begin(_Readings(self._method, self._places[0], self._places[tie.home]))
+            end.begin(_Readings(method, places[0], places[tie.home]))
 
     def bring_true(self) -> None:
         """No run goes on, or its stages have finished: other processes get the true weights."""
