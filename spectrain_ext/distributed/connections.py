@@ -20,10 +20,9 @@ from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.arguments import check_order, cut_place
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.batch import SplitDim
-from spectrain_ext.pipeline.clipping import GlobalNorm
 from spectrain_ext.pipeline.connections import Connections
 from spectrain_ext.pipeline.edges import SharedLosses, Traffic
-from spectrain_ext.pipeline.loads import Handler
+from spectrain_ext.pipeline.loads import GlobalNorm, Handler
 from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result
 from spectrain_ext.pipeline.phases import widest
 from spectrain_ext.pipeline.stage import Stage

@@ -18,7 +18,7 @@ from spectrain_ext.schedule import Instruction, Kind, Place, find_generator, tab
 from spectrain_ext.transport import Stream, callers_stream, captured
 
 from .connections import Connections, Ready
-from .cursor import Cursor
+from .edges import Cursor
 from .loads import Handler
 from .losses import Keep, Result
 from .observer import Observer, watched
@@ -26,28 +26,15 @@ from .stage import Stage
 
 
 class _Step(NamedTuple):
-    """One instruction of the lowered stream, for any microbatch, with what runs it.
-
-    Attributes:
-        kind: the instruction's.
-        ready: whether what it waits for has come; None: it waits for nothing, or blocks.
-        run: runs it.
-    """
+    """One instruction of the lowered stream, for any microbatch, with what runs it."""
 
     kind: Kind
-    ready: Ready | None
+    ready: Ready | None  # whether what it waits for has come; None: it waits for nothing, or blocks
     run: Handler
 
 
 class _Program:
-    """What each compute instruction of a stage consists of, as steps.
-
-    Args:
-        stage: whose.
-        place: its place.
-        connections: what joins it to the others.
-        observers: look on.
-    """
+    """What each compute instruction of a stage consists of, as steps."""
 
     def __init__(
         self, stage: Stage, place: Place, connections: Connections, observers: Sequence[Observer]
@@ -75,16 +62,9 @@ class Executor:
 
     Whatever exception ends a run, the true weights are put back: at once, or, if the end did not
     come to its end, by the next ``mend``. All that an end does may be repeated.
-
-    Args:
-        stages: of this process.
-        connections: what joins the stages to one another and to the caller.
-
-    Attributes:
-        places: of all stages of the pipeline.
     """
 
-    places: list[Place]
+    places: list[Place]  # of all stages of the pipeline
     _schedule: Schedule
 
     def __init__(self, stages: list[Stage], connections: Connections) -> None:
@@ -147,7 +127,7 @@ class Executor:
 
     @property
     def begun(self) -> int:
-        """The minibatches that the last run has begun."""
+        """Minibatches, by the last run."""
         return 0 if self._counts is None else self._counts.added
 
     @property
@@ -165,7 +145,6 @@ class Executor:
             self._fail()
 
     def _fail(self) -> None:
-        """Forget what is in flight and end the run."""
         with deferred():
             make_all((self._drop, self._end))
 
@@ -212,7 +191,7 @@ class Executor:
         make_all((*waits, *forgets, *resets, self.follow_caller))
 
     def free_rings(self) -> None:
-        """Free all receive buffers; a run makes new ones as it needs them."""
+        """A run makes new ones as it needs them."""
         for edge in self.connections.receivers():
             edge.free_storage()
 
@@ -227,7 +206,6 @@ class Executor:
     # What becomes part of a CUDA graph takes in no other stream; what came before has been done.
 
     def _captured(self) -> bool:
-        """Whether the caller's work becomes part of a CUDA graph."""
         return any(captured(stage.device) for stage in self.stages)
 
     def follow_caller(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from spectrain_ext.optim.state import SaveGuard
 from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.schedule import Kind
-from spectrain_ext.transport import Buffer, Event, new_stream
+from spectrain_ext.transport import Buffer, Event, Stream, new_stream
 from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import Content, SavedWeights, VersionBuffer
 
-from .clipping import GlobalNorm, clip, gradient_norm
-from .cursor import Cursor
+from .edges import Cursor
 from .names import bare
 
 #: What runs an instruction of a stage, for minibatch i and microbatch j.
@@ -76,7 +75,7 @@ class Loads:
         max_norm: float | None,
         global_norm: GlobalNorm | None,
     ) -> None:
-        """Compute with other versions of the weights, and clip otherwise, from the next run on."""
+        """From the next run on."""
         self.weights = weights
         self.max_norm, self.global_norm = max_norm, global_norm
         self._follows = NOTHING
@@ -214,7 +213,7 @@ class Loads:
         self.predict.record(self.loaded)
 
     def _has_computed(self) -> None:
-        """Something has been computed, with the weights that are bound."""
+        """With the weights that are bound."""
         if self.immediate:
             return
         compute = self.compute
@@ -285,3 +284,72 @@ class Loads:
             self.compute.wait(stepped)
             self.compute.writes(self.weight_gradients)
             self._gradients_read = None
+
+
+# Clipping: gradients scaled down to a norm, a stage's own or that of all stages.
+
+
+def gradient_norm(params: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The 2-norm of all gradients together, 0-d, in float32 or wider."""
+    norms = [
+        torch.linalg.vector_norm(p.grad, dtype=_wide(p.grad.dtype))
+        for p in params
+        if p.grad is not None
+    ]
+    if not norms:
+        return torch.zeros((), device=device)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize == 2 else dtype
+
+
+def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Multiply gradients by min(1, max_norm/(norm + 1e-6)), as torch does, without a wait."""
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+
+
+class GlobalNorm:
+    """The norm over all stages of a minibatch's gradient; each stage gives its own and waits.
+
+    Only for schedules that flush: there a stage does not give its next one before all have used
+    this one, because they have to for its next forward and backward.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._minibatch: int | None = None
+        self._given: dict[int, tuple[Tensor, Buffer, Stream]] = {}
+
+    def give(self, i: int, stage: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
+        """A stage's own norm of minibatch i, written on a stream."""
+        if i != self._minibatch:  # the last one's have been used, on all streams
+            self._minibatch = i
+            self._given = {}
+        self._given[stage] = norm, buffer, stream
+
+    def has(self, stages: Iterable[int]) -> bool:
+        """Whether these have given theirs of the minibatch that is counted."""
+        return all(stage in self._given for stage in stages)
+
+    def complete(self, i: int) -> bool:
+        return i == self._minibatch and len(self._given) == self._stages
+
+    def take(self, i: int, stream: Stream, device: torch.device) -> Tensor:
+        """The norm of all, on one of the stages' streams."""
+        assert self.complete(i)
+        given = [self._given[stage] for stage in sorted(self._given)]  # for the same bits always
+        for _, _, other in given:
+            written = other.event()
+            other.record(written)
+            stream.wait(written)
+        with stream.using(reads=[buffer for _, buffer, _ in given]):
+            norms = [norm.to(device, torch.float64, non_blocking=True) for norm, *_ in given]
+            total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return total
+
+    def reset(self) -> None:
+        self._minibatch = None
+        self._given = {}

@@ -112,7 +112,7 @@ class Loops(nn.Module):
             return False
 
         def state() -> list[Any]:
-            return [stateful, [(stage.index, _digest_of_buffers(stage.module)) for stage in stages]]
+            return [stateful, [(stage.index, _buffers_of(stage.module)) for stage in stages]]
 
         told = self._tell(state, what)
         differ = len({tuple(pair) for _, pairs in told for pair in pairs}) > seats.stages
@@ -243,14 +243,16 @@ def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> I
     return iter(lambda: tuple(islice(given, each)), ())
 
 
-def _digest_of_buffers(module: nn.Module) -> str:
+def _buffers_of(module: nn.Module) -> str:
     """The same for modules whose buffers have the same bits."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, buffer in module.named_buffers():
-        flat = buffer.detach().cpu().contiguous().reshape(-1)
-        digest.update(f"{name} {tuple(buffer.shape)} {buffer.dtype}".encode())
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    found = [(name, digest_of(buffer)) for name, buffer in module.named_buffers()]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def digest_of(tensor: Tensor) -> str:
+    """The same for tensors of the same bits."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(flat.numpy().data).hexdigest()}"
 
 
 # What a training goes through.

@@ -32,24 +32,15 @@ if TYPE_CHECKING:
 
 
 class TrainingPhase(NamedTuple):
-    """What a phase of the method makes of the stages.
-
-    Attributes:
-        method: the phase.
-        places, rules: of all stages.
-        here: the places of the stages of this process.
-        weights: of these; None: a stage has none.
-        max_norms: what their gradients are clipped to.
-        globally: whether by the norm of all stages' gradients.
-    """
+    """What a phase of the method makes of the stages."""
 
     method: Method
-    places: list[Place]
+    places: list[Place]  # of all stages, as are the rules
     rules: list[Rules]
-    here: list[Place]
-    weights: list[StageWeights | None]
-    max_norms: list[float | None]
-    globally: bool
+    here: list[Place]  # of the stages of this process, as is what follows
+    weights: list[StageWeights | None]  # None: a stage has none
+    max_norms: list[float | None]  # what gradients are clipped to
+    globally: bool  # whether by the norm of all stages' gradients
 
     def memory(self) -> Iterator[StageMemory]:
         """What each stage here holds at most in a long run."""
@@ -74,12 +65,8 @@ def training_phases(
 ) -> list[TrainingPhase]:
     """What each phase of a method makes of the stages; every optimizer is made once.
 
-    Args:
-        method: with all of its phases.
-        of_phases: the places of all stages in each.
-        modules: the stages of this process, by their indices.
-        copies: of a stage, the parameters that another one trains.
-        optimizer, scheduler, clip_norm, clip_scope, master_dtype: as the pipeline was given them.
+    ``modules`` are the stages of this process, by their indices; ``copies`` tell of a stage the
+    parameters that another one trains.
     """
     phases = [*zip(phases_of(method), of_phases, strict=True)]
     for phase, places in phases:  # before anything is made

@@ -47,6 +47,7 @@ from .names import use_model_names
 from .observer import Observer, looking_on, observers_of
 from .phases import TrainingPhase, Until, training_phases
 from .stage import Stage
+from .tape import ModuleModes
 from .ties import Copy, copies_of
 
 if TYPE_CHECKING:
@@ -442,12 +443,11 @@ class Pipeline(Loops):
         Raises:
             RuntimeError: a stage cannot have it, see ``partition``; all are then as they were.
         """
-        before = [(module, module.training) for module in self.modules()]
+        before = ModuleModes(self)
         try:
             return super().train(mode)
         except BaseException:
-            for module, training in before:
-                module.training = training
+            before.restore()
             raise
 
     def forward(self, value: Any) -> Any:

@@ -15,8 +15,7 @@ from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
 
 from .batch import samples_in
-from .cursor import Cursor
-from .edges import SharedLosses, StageEdges
+from .edges import Cursor, SharedLosses, StageEdges
 from .halves import differentiate_inputs
 from .loads import NOTHING, Handler, Loads
 from .tape import (
@@ -32,7 +31,6 @@ from .tape import (
     packed,
     run_on,
     seeded,
-    value_of,
 )
 
 
@@ -56,12 +54,8 @@ class Stage(Loads):
     spectral norm's vectors or running statistics, are what the first forward found, and updated by
     that one only; so are those of a loss that is a module.
 
-    Args:
-        index, module, device: see ``Loads``.
-        recomputes: whether to keep inputs only.
-        split_dim: the dimension of the samples, of the input's first tensor.
-
     Attributes:
+        split_dim: the dimension of the samples, of the input's first tensor.
         peak: the most microbatches that were in flight here at once.
         edges: of the run.
         losses: what goes back with gradients, where losses are shared; None: nothing.
@@ -80,8 +74,7 @@ class Stage(Loads):
     ) -> None:
         super().__init__(index, module, device)
         self.random = StageRandom(index, device)
-        self.recomputes = recomputes
-        self.split_dim = split_dim
+        self.recomputes, self.split_dim = recomputes, split_dim
         self.peak = 0
         self._mode = Mode.TRAIN
         self._modes: ModuleModes | None = None
@@ -151,7 +144,7 @@ class Stage(Loads):
     def forget(self) -> None:
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._targets: dict[int, Targets] = {}
-        # The leaves whose gradients go to the previous stage, and what stands for their memory.
+        # Inputs whose gradients go to the previous stage, and what stands for the memory of these.
         self._outgoing: tuple[Sequence[Tensor | None], Buffer] | None = None
 
     # Forward.
@@ -204,7 +197,8 @@ class Stage(Loads):
                 copies = [None if t is None else t.clone() for t in message.tensors]
                 tape.output = self.module(packed(message, copies))
             else:
-                tape.output = apart(self.module(value_of(message)), message)
+                value = packed(message, message.tensors)
+                tape.output = apart(self.module(value), message)
         if self.edges.to_next:
             tape.message = activation(tape.output)
             if not graph and self._mode is Mode.TRAIN:
@@ -261,13 +255,13 @@ class Stage(Loads):
         tape = self._tapes[i, j]
         graph = self._keeps_graph
         self._take_target(i, j, tape)
-        writes = (tape.target.buffer, tape.buffer)
+        writes = (tape.arrived.buffer, tape.buffer)
         with self.computing(writes=writes), _grad(graph), RNG_LOCK, self.random, self._follows:
             if not graph:
                 tape.found.append(ModuleBuffers(loss_fn))
                 tape.loss_fn = loss_fn
-            loss = loss_fn(tape.output, tape.wanted)
-            kept = None if keep is None else keep(tape.output, tape.wanted)
+            loss = loss_fn(tape.output, tape.target)
+            kept = None if keep is None else keep(tape.output, tape.target)
         check_loss(loss)
         if graph:
             check_dependence(loss, tape.output)
@@ -283,7 +277,7 @@ class Stage(Loads):
         assert message is not None
         writes = slot.buffer, tape.buffer
         with self.computing(writes=writes), torch.no_grad(), RNG_LOCK, self._numbers:
-            measure(tape.output, apart(value_of(message), message))
+            measure(tape.output, apart(packed(message, message.tensors), message))
         self.compute.record(self.computed)
         self.edges.targets[j].free(slot)
         self.compute.writes(tape.buffer)  # freed
@@ -295,7 +289,7 @@ class Stage(Loads):
             slot = self._target_at(j)
             with self.computing(reads=(slot.buffer,)):
                 found = self._targets[i] = Targets(slot, self.edges.targets_of(slot))
-        tape.target, tape.wanted = found.slot, found.parts[j]
+        tape.arrived, tape.target = found.slot, found.parts[j]
 
     def _target_at(self, j: int) -> Slot:
         slot = self.edges.targets[j].receive()
@@ -309,7 +303,7 @@ class Stage(Loads):
         slot = self.edges.gradients[j].receive()
         if slot is None:
             raise RuntimeError("the next stage has ended its run, and a gradient is missing")
-        self._received = slot
+        self._tapes[i, j].arrived = slot
         if self.losses is not None:
             self.losses.came_back(i, j, slot.header.value)
 
@@ -320,7 +314,7 @@ class Stage(Loads):
         assert message is not None
         writes = [tape.slot.buffer, tape.buffer, self.module_buffers]
         if self.edges.targets:
-            writes.append(tape.target.buffer)
+            writes.append(tape.arrived.buffer)
         with self.computing(reads=(self.working,), writes=writes), torch.enable_grad():
             self._before = [ModuleBuffers(self.module), ModuleBuffers(tape.loss_fn)]
             with torch.no_grad():
@@ -329,7 +323,7 @@ class Stage(Loads):
             with self.random.at(tape.states):
                 tape.leaves, tape.output = self._run(message)
                 if tape.loss_fn is not None:
-                    loss = tape.loss_fn(tape.output, tape.wanted)
+                    loss = tape.loss_fn(tape.output, tape.target)
                     check_dependence(loss, tape.output)
                     tape.output = loss
 
@@ -343,9 +337,8 @@ class Stage(Loads):
 
     def backward(self, i: int, j: int) -> None:
         tape = self._tapes.pop((i, j))
-        arrived = self._received if self.edges.gradients else tape.target
-        self._differentiate(i, j, tape, arrived)
-        self._finish(i, j, tape, arrived)
+        self._differentiate(i, j, tape)
+        self._finish(i, j, tape)
 
     def backward_input(self, i: int, j: int) -> None:
         """The gradients of the input, and what else cannot be put off.
@@ -353,8 +346,7 @@ class Stage(Loads):
         Of a recomputed graph all: to put one half off would be to keep what was not to be kept.
         """
         tape = self._tapes[i, j]
-        tape.gradient = self._received if self.edges.gradients else tape.target
-        tape.rest = self._differentiate(i, j, tape, tape.gradient, halves=not self.recomputes)
+        tape.rest = self._differentiate(i, j, tape, halves=not self.recomputes)
         if not self.immediate:
             self._has_computed()
 
@@ -362,13 +354,13 @@ class Stage(Loads):
         """The gradients that ``backward_input`` has left."""
         tape = self._tapes.pop((i, j))
         if tape.rest is not None:
-            reads = (self.working, tape.buffer, tape.slot.buffer, tape.gradient.buffer)
+            reads = (self.working, tape.buffer, tape.slot.buffer, tape.arrived.buffer)
             writes = (self.weight_gradients, self.module_buffers)
             with self.computing(reads=reads, writes=writes), RNG_LOCK:
                 tape.rest()
-        self._finish(i, j, tape, tape.gradient)
+        self._finish(i, j, tape)
 
-    def _finish(self, i: int, j: int, tape: Tape, arrived: Slot) -> None:
+    def _finish(self, i: int, j: int, tape: Tape) -> None:
         """A backward has ended: let go of what it needed."""
         if not self.immediate:
             self.compute.writes(tape.buffer)  # freed
@@ -376,18 +368,18 @@ class Stage(Loads):
         edges = self.edges
         edges.inputs[j].free(tape.slot)
         if edges.gradients:
-            edges.gradients[j].free(arrived)
+            edges.gradients[j].free(tape.arrived)
             return
         targets = self._targets[i]
         targets.left -= 1
         if not targets.left:
             del self._targets[i]
-            edges.targets[j].free(arrived)
+            edges.targets[j].free(tape.arrived)
 
     def _differentiate(
-        self, i: int, j: int, tape: Tape, arrived: Slot, halves: bool = False
+        self, i: int, j: int, tape: Tape, halves: bool = False
     ) -> Callable[[], None] | None:
-        """Issue the backward, which begins with the gradients or the target that arrived.
+        """Issue the backward.
 
         With ``halves`` only that of the inputs; the other half is returned, if there is one.
         """
@@ -396,14 +388,14 @@ class Stage(Loads):
         outgoing = self._untracked or Buffer("gradients of the input")
         on_compute: AbstractContextManager[object] = NOTHING
         if not self.immediate:
-            reads = (self.working, tape.buffer, tape.slot.buffer, arrived.buffer)
+            reads = (self.working, tape.buffer, tape.slot.buffer, tape.arrived.buffer)
             # torch.utils.checkpoint runs layers again, and puts other random numbers there.
             writes = (self.weight_gradients, self.module_buffers, outgoing)
             on_compute = self.compute.using(reads=reads, writes=writes)
         with on_compute, RNG_LOCK:  # a hook may draw
             if self.edges.gradients:
-                assert arrived.message is not None
-                pairs = seeded(tape.output, arrived.message.tensors)
+                assert tape.arrived.message is not None
+                pairs = seeded(tape.output, tape.arrived.message.tensors)
             else:
                 loss = tape.output
                 assert isinstance(loss, Tensor)

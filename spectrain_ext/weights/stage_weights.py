@@ -44,12 +44,9 @@ class StageWeights:
     of them holds what, ``Storage`` has the memory; this class has both, and steps the optimizer.
 
     Args:
-        module: the stage.
         optimizer: any that holds exactly the stage's trainable parameters.
         scheduler: stepped after every update, or None.
-        rules: the method at this stage.
         places: of stage 0 and of this one.
-        schedule: its name, or its generator.
         master_dtype: see ``Storage``.
         copies: parameters that are trained on another stage.
 
@@ -97,12 +94,10 @@ class StageWeights:
 
     @property
     def bound(self) -> bool:
-        """Whether the parameters are views of flat buffers now."""
         return self.storage is not None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all versions."""
         return 0 if self.storage is None else sum(flat.nbytes for flat in self.storage.flats())
 
     def buffers(self) -> list[Tensor]:
@@ -170,11 +165,6 @@ class StageWeights:
     def _bound(self) -> Storage:
         assert self.storage is not None, "not bound"
         return self.storage
-
-    def in_place(self) -> bool:
-        """Whether all parameters are where they were bound; a parameter replaced is not seen."""
-        assert self.storage is not None, "not bound"
-        return self.storage.in_place()
 
     def check(self, stage: int) -> None:
         """Raise RuntimeError if a parameter is no longer a view of its flat buffer."""
@@ -244,13 +234,7 @@ class StageWeights:
     # The update.
 
     def begin_update(self, forward: tuple[int, int] | None) -> Update:
-        """Find the buffers of an update, which ``make`` then makes.
-
-        Args:
-            forward: the microbatch whose forward is what the stage does next, if it is one. The
-                step writes its weights in the same pass over memory, unless a scheduler is about to
-                change the learning rate that they are predicted with.
-        """
+        """Find the buffers of an update, which ``make`` then makes."""
         return self.versions.begin_update(forward, self.moves, self._rates_move)
 
     def make(self, update: Update) -> None:
