@@ -92,7 +92,7 @@ class RankConnections(Connections):
         self.replicas = replicas
         self.indices = replicas.stages_on(board.rank)
         self.takes_batches = board.rank == 0
-        self.apart = averaging is not None
+        self.own_minibatches = averaging is not None
         self.replica = replicas.seat(board.rank)[1]
         self._group, self._board = group, board
         self._settings = {

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.method import Method
-from spectrain_ext.operators.averaging import (
-    Averager,
-    Averaging,
-    Exchange,
-    in_a_row,
-    taken_apart,
-)
+from spectrain_ext.operators.averaging import Averager, Averaging, Exchange, in_a_row, taken_apart
 
 from .stage import Stage
 

@@ -195,6 +195,8 @@ def _named(value: Value, target: Value) -> Iterator[tuple[str, Tensor]]:
 
 
 def _cut(value: Value, sizes: Sequence[int], dims: Sequence[int]) -> list[Value]:
+    if isinstance(value, Tensor):
+        return list(value.split(list(sizes), dims[0]))
     tensors = tensors_of(value)
     parts = [t.split(list(sizes), dim) for t, dim in zip(tensors, dims, strict=True)]
     return [_like(value, part) for part in zip(*parts, strict=True)]

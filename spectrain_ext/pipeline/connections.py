@@ -48,7 +48,7 @@ class Connections:
     edges: dict[int, StageEdges]
     measure: Callable[[Any, Any], object]
     takes_batches = True  # whether the caller's batches come in here
-    apart = False  # whether each replica trains on a minibatch of its own
+    own_minibatches = False  # whether each replica trains on one of its own
     _source: Source | None
     _losses: Losses | None
     _ties: Ties
@@ -115,7 +115,7 @@ class Connections:
         replicas, count = self.replicas, self.replicas.counts[k]
         mine = [self.replica + j * count for j in range(self._places[k].microbatches)]
         here = replicas.runs(k, self.replica)
-        made = StageEdges(self.replica, count, self.apart, self.split_dim)
+        made = StageEdges(self.replica, count, self.own_minibatches, self.split_dim)
         if k == 0:
             made.inputs = [self._receiver(Traffic.INPUTS, None, here)] * len(mine)
         else:
@@ -196,7 +196,8 @@ class Connections:
         The parts of a minibatch are whole batches at these places.
         """
         made = copy(self)
-        made.mode, made.apart, made.norm, made.averaged = Mode.EVALUATE, False, None, {}
+        made.mode, made.own_minibatches = Mode.EVALUATE, False
+        made.norm, made.averaged = None, {}
         made._losses, made.results = None, deque()
         made._only_forward()
         made._join(places, [1] * len(places))

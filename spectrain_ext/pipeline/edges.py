@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import nan
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -55,13 +56,13 @@ class StageEdges:
 
     Attributes:
         replica, count: which of the stage's replicas this is, and their number.
-        apart: whether each replica trains on a minibatch of its own.
+        own_minibatches: whether each replica trains on one of its own.
         heard_end: the edge that has told of the run's end.
     """
 
     replica: int = 0
     count: int = 1
-    apart: bool = False
+    own_minibatches: bool = False
     split_dim: SplitDim = 0
     inputs: Sequence[Receiver] = ()
     targets: Sequence[Receiver] = ()
@@ -76,7 +77,7 @@ class StageEdges:
         mine = shares_of(samples, parts)
         if self.count > 1:
             mine = mine[self.replica :: self.count]
-            if self.apart:
+            if self.own_minibatches:
                 own = sum(sizes_of(samples, parts)[self.replica :: self.count])
                 mine = shares_of(own, len(mine))
         return mine
@@ -207,7 +208,7 @@ class Source:
                 edge.end()
             return
         parts = self._split(batch, i)
-        samples = 0 if self._whole else sum(part.samples for part in parts)
+        samples = 0 if self._whole else sum(map(attrgetter("samples"), parts))
         header = Header(len(parts), float(samples))
         for part, edge in zip(parts, self._inputs, strict=False):
             hand_in(edge, part.input, self._batch, header)

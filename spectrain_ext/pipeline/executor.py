@@ -74,7 +74,7 @@ class Executor:
         self._counts: Cursor | None = None  # of the last run
 
     def change(self, places: list[Place], schedule: str | Schedule) -> None:
-        """Have the stages act in another order from the next run on."""
+        """From the next run on."""
         self.places = places
         self._schedule = find_generator(schedule)
 

@@ -70,10 +70,7 @@ class Loads:
         self._follows: AbstractContextManager[object] = NOTHING
 
     def train_by(
-        self,
-        weights: StageWeights | None,
-        max_norm: float | None,
-        global_norm: GlobalNorm | None,
+        self, weights: StageWeights | None, max_norm: float | None, global_norm: GlobalNorm | None
     ) -> None:
         """From the next run on."""
         self.weights = weights
@@ -103,7 +100,6 @@ class Loads:
         return (*self.memory, *self._shared)
 
     def share(self, buffer: Buffer) -> None:
-        """The caller may use this as well."""
         self._shared = (*self._shared, buffer)
 
     def computing(
@@ -227,7 +223,6 @@ class Loads:
     # Instructions: what belongs to an update.
 
     def send_norm(self, i: int, j: int) -> None:
-        """Tell the other stages the norm of this one's gradient."""
         assert self.global_norm is not None
         predict, buffer = self.predict, Buffer(f"gradient norm of stage {self.index}")
         predict.wait(self.computed)
@@ -257,7 +252,8 @@ class Loads:
         forward = None
         if following is not None and following.kind is Kind.FORWARD:
             forward = following.minibatch, following.microbatch
-        update, storage = weights.begin_update(forward), weights.storage
+        storage = weights.storage
+        update = weights.versions.begin_update(forward, weights.moves, weights.rates_move)
         assert storage is not None
         if self.immediate:
             with RNG_LOCK:  # a hook may draw

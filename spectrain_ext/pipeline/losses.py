@@ -72,13 +72,9 @@ class Result:
 class Losses:
     """What the last stage computes the losses with, and the results that wait for the caller.
 
-    Args:
-        depth: results whose memory the caller may still be reading.
-        shared: tells the other ranks the losses.
-        held: whether losses wait for those of the stage's other replicas.
-
     Attributes:
-        own: minibatch -> this replica's loss, where they wait; and what its result will carry.
+        own: minibatch -> this replica's loss, where these wait for those of the stage's other
+            replicas; and what its result will carry.
     """
 
     _sum: Tensor  # of the minibatch's parts so far
@@ -88,7 +84,7 @@ class Losses:
         self,
         last: Stage,
         loss_fn: LossFn,
-        depth: int,
+        depth: int,  # results whose memory the caller may still be reading
         results: deque[Result],
         shared: SharedLosses | None = None,
         held: bool = False,
@@ -190,9 +186,9 @@ Measured = tuple[int, dict[str, list[float]], dict[str, float]]
 
 
 class Measures:
-    """The metrics of an evaluation, where the last stage is; ``apart``: of several processes."""
+    """The metrics of an evaluation, where the last stage is."""
 
-    def __init__(self, metrics: Mapping[str, Any], apart: bool, split_dim: SplitDim) -> None:
+    def __init__(self, metrics: Mapping[str, Any], distributed: bool, split_dim: SplitDim) -> None:
         if not isinstance(metrics, Mapping):
             raise TypeError(
                 f"metrics: expected a mapping of names to metrics, got {type(metrics).__name__}"
@@ -207,13 +203,14 @@ class Measures:
                     f"metrics[{name!r}]: expected a function (output, target), or an object with "
                     f"update and compute, got {got}"
                 )
-            if apart and getattr(metric, "sync_on_compute", False):  # as torchmetrics has it
+            if distributed and getattr(metric, "sync_on_compute", False):  # as torchmetrics has it
                 raise ValueError(
                     f"metrics[{name!r}]: its compute() would wait for all processes, of which one "
                     "has seen all batches; make it with sync_on_compute=False"
                 )
         self._metrics, self._target_dim = dict(metrics), sides_of(split_dim)[1]
         self._states = {name: m for name, m in metrics.items() if _has_state(m)}
+        self.stateful = bool(self._states)  # one process has to see all batches
         self._samples: list[int] = []
         self._values: dict[str, list[Tensor | float]] = {
             name: [] for name in metrics if name not in self._states
@@ -221,11 +218,6 @@ class Measures:
         for metric in self._states.values():
             if callable(reset := getattr(metric, "reset", None)):
                 reset()
-
-    @property
-    def stateful(self) -> bool:
-        """Whether one process has to see all batches."""
-        return bool(self._states)
 
     def __call__(self, output: Any, target: Any) -> None:
         found = samples_in(target, self._target_dim)

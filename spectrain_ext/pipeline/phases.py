@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from spectrain_ext.method import (
-    Method,
-    Phase,
-    check_optimizer,
-    factor_of,
-    phases_of,
-    rules_at,
-)
+from spectrain_ext.method import Method, Phase, check_optimizer, factor_of, phases_of, rules_at
 from spectrain_ext.operators import distance
 from spectrain_ext.schedule import Kind, Place, Rules, count_stage
 from spectrain_ext.weights import StageMemory, StageWeights, paced

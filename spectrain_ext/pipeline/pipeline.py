@@ -13,13 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain_ext.interrupts import deferred
-from spectrain_ext.method import (
-    Method,
-    Window,
-    find_method,
-    in_words,
-    phase_places,
-)
+from spectrain_ext.method import Method, Window, find_method, in_words, phase_places
 from spectrain_ext.operators.threads import warn_of_threads
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place, Rules
@@ -242,7 +236,6 @@ class Pipeline(Loops):
                         weights.updater.order_by(self._executor.callers_turn)
 
     def _log(self, clip_norm: float | None) -> None:
-        """Say what the method comes to."""
         like = next((w.optimizer for w in self._weights if w is not None), None)
         said = (in_words(phase.method, phase.places, like) for phase in self._phases)
         _logger.info("%s", "; then ".join(said))
@@ -253,7 +246,6 @@ class Pipeline(Loops):
             warn_of_threads()
 
     def _unbind(self) -> None:
-        """Give parameters and optimizers ordinary storage of their own."""
         for phase in self._phases:
             for weights in phase.weights:
                 if weights is not None and weights.bound:
@@ -396,27 +388,24 @@ class Pipeline(Loops):
     def _enter(self) -> None:
         """Have the stages be what the phase makes of them that training has come to."""
         with deferred():
-            self._change_stages()
-
-    def _change_stages(self) -> None:
-        while (then := self._phases[self.phase].method.then) is not None and (
-            then.after is not None and self.minibatches >= then.after
-        ):
-            self.phase += 1
-        now = self._phases[self.phase]
-        for stage, weights in zip(self._executor.stages, now.weights, strict=True):
-            old = stage.weights
-            if weights is not None and old is not None and old is not weights and old.bound:
-                callers_stream(stage.device).lend(old.buffers())
-                old.hand_over(weights)
-            stage.weights = weights
-            if weights is not None and not weights.bound:
-                weights.bind()
-        for copy in self._copies:
-            copy.bind()
-        if self._entered is not now:
-            self._train_by(now)
-            _logger.info("minibatch %d: now %s", self.minibatches, now.method.name)
+            while (then := self._phases[self.phase].method.then) is not None and (
+                then.after is not None and self.minibatches >= then.after
+            ):
+                self.phase += 1
+            now = self._phases[self.phase]
+            for stage, weights in zip(self._executor.stages, now.weights, strict=True):
+                old = stage.weights
+                if weights is not None and old is not None and old is not weights and old.bound:
+                    callers_stream(stage.device).lend(old.buffers())
+                    old.hand_over(weights)
+                stage.weights = weights
+                if weights is not None and not weights.bound:
+                    weights.bind()
+            for copy in self._copies:
+                copy.bind()
+            if self._entered is not now:
+                self._train_by(now)
+                _logger.info("minibatch %d: now %s", self.minibatches, now.method.name)
 
     def _train_by(self, phase: TrainingPhase) -> None:
         """Have the next run go by a phase, whose weights are bound."""
@@ -479,10 +468,10 @@ class Pipeline(Loops):
             changed: whether copies follow weights that may have been changed by ``.data``, which
                 nobody sees: that takes as long as to copy them.
         """
-        self._executor.mend()
-        if self._evaluator is not None:
-            self._evaluator.mend()
-        if not self._executor.running and not self._evaluates:
+        executors = [each for each in (self._executor, self._evaluator) if each is not None]
+        for executor in executors:
+            executor.mend()
+        if not any(executor.running for executor in executors):
             self._executor.let_caller_follow()
             for copy in self._copies:
                 copy.follow(changed)
@@ -490,10 +479,7 @@ class Pipeline(Loops):
     # All ways to the stages' parameters through this module begin here.
 
     def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As of any module; the end of a run that an exception cut short is finished first."""
         self._mend()
@@ -507,14 +493,9 @@ class Pipeline(Loops):
         self._mend()
         return super().named_children()
 
-    @property
-    def _evaluates(self) -> bool:
-        """Whether an evaluation goes on."""
-        return self._evaluator is not None and self._evaluator.running
-
     def _refuse_in_run(self, what: str, changed: bool = False) -> None:
         self._mend(changed)
-        if self._evaluates:
+        if self._evaluator is not None and self._evaluator.running:
             raise RuntimeError(f"{what}: an evaluation of this pipeline has not ended")
         if self._executor.running:
             raise RuntimeError(

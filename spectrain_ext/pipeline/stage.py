@@ -24,9 +24,9 @@ from .tape import (
     Tape,
     Targets,
     activation,
-    apart,
     check_dependence,
     check_loss,
+    copied_out,
     differentiate,
     packed,
     run_on,
@@ -86,7 +86,6 @@ class Stage(Loads):
         self.forget()
 
     def handlers(self) -> dict[Kind, Handler]:
-        """What runs each kind of instruction that a stage sees to by itself."""
         return {
             Kind.LOAD_FORWARD: self.load_forward,
             Kind.RECEIVE_ACTIVATION: self.receive_activation,
@@ -183,7 +182,7 @@ class Stage(Loads):
         writes = (slot.buffer, self.module_buffers, tape.buffer)
         with (
             NOTHING if self.immediate else self.compute.using(reads=(self.working,), writes=writes),
-            NOTHING if graph and torch.is_grad_enabled() else _grad(graph),
+            NOTHING if graph and torch.is_grad_enabled() else torch.set_grad_enabled(graph),
             RNG_LOCK,
             self._numbers,
             self._follows,
@@ -198,7 +197,7 @@ class Stage(Loads):
                 tape.output = self.module(packed(message, copies))
             else:
                 value = packed(message, message.tensors)
-                tape.output = apart(self.module(value), message)
+                tape.output = copied_out(self.module(value), message)
         if self.edges.to_next:
             tape.message = activation(tape.output)
             if not graph and self._mode is Mode.TRAIN:
@@ -254,9 +253,20 @@ class Stage(Loads):
         """Compute the loss of a microbatch; returns it detached, and what is to be kept beside."""
         tape = self._tapes[i, j]
         graph = self._keeps_graph
-        self._take_target(i, j, tape)
+        targets = self._targets.get(i)
+        if targets is None:
+            slot = self._receive_target(j)
+            with self.computing(reads=(slot.buffer,)):
+                targets = self._targets[i] = Targets(slot, self.edges.targets_of(slot))
+        tape.arrived, tape.target = targets.slot, targets.parts[j]
         writes = (tape.arrived.buffer, tape.buffer)
-        with self.computing(writes=writes), _grad(graph), RNG_LOCK, self.random, self._follows:
+        with (
+            self.computing(writes=writes),
+            torch.set_grad_enabled(graph),
+            RNG_LOCK,
+            self.random,
+            self._follows,
+        ):
             if not graph:
                 tape.found.append(ModuleBuffers(loss_fn))
                 tape.loss_fn = loss_fn
@@ -271,27 +281,17 @@ class Stage(Loads):
         return loss.detach(), kept
 
     def measure(self, i: int, j: int, measure: Callable[..., Any]) -> None:
-        """Have the output of an evaluation measured."""
-        tape, slot = self._tapes.pop((i, j)), self._target_at(j)
+        tape, slot = self._tapes.pop((i, j)), self._receive_target(j)
         message = slot.message
         assert message is not None
         writes = slot.buffer, tape.buffer
         with self.computing(writes=writes), torch.no_grad(), RNG_LOCK, self._numbers:
-            measure(tape.output, apart(packed(message, message.tensors), message))
+            measure(tape.output, copied_out(packed(message, message.tensors), message))
         self.compute.record(self.computed)
         self.edges.targets[j].free(slot)
         self.compute.writes(tape.buffer)  # freed
 
-    def _take_target(self, i: int, j: int, tape: Tape) -> None:
-        """Find a microbatch's target, which has come with those of all its minibatch."""
-        found = self._targets.get(i)
-        if found is None:
-            slot = self._target_at(j)
-            with self.computing(reads=(slot.buffer,)):
-                found = self._targets[i] = Targets(slot, self.edges.targets_of(slot))
-        tape.arrived, tape.target = found.slot, found.parts[j]
-
-    def _target_at(self, j: int) -> Slot:
+    def _receive_target(self, j: int) -> Slot:
         slot = self.edges.targets[j].receive()
         if slot is None:
             raise RuntimeError("the run has ended where batches come in, and a target is missing")
@@ -308,7 +308,6 @@ class Stage(Loads):
             self.losses.came_back(i, j, slot.header.value)
 
     def recompute(self, i: int, j: int) -> None:
-        """Compute the output again, now with a graph."""
         tape = self._tapes[i, j]
         message = tape.slot.message
         assert message is not None
@@ -351,7 +350,6 @@ class Stage(Loads):
             self._has_computed()
 
     def backward_weights(self, i: int, j: int) -> None:
-        """The gradients that ``backward_input`` has left."""
         tape = self._tapes.pop((i, j))
         if tape.rest is not None:
             reads = (self.working, tape.buffer, tape.slot.buffer, tape.arrived.buffer)
@@ -433,10 +431,6 @@ class Stage(Loads):
 
     def send_word(self, i: int, j: int) -> None:
         self.edges.to_previous[j].send(Message((), False), Buffer("nothing"), self.computed)
-
-
-def _grad(enabled: bool) -> AbstractContextManager[object]:
-    return torch.enable_grad() if enabled else torch.no_grad()
 
 
 def _versions(message: Message) -> list[int]:

@@ -135,10 +135,10 @@ def run_on(module: nn.Module, message: Message, entry: bool) -> tuple[list[Tenso
                 value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
         leaves.append(leaf)
         values.append(value)
-    return leaves, module(packed(message, values))
+    return leaves, module(values[0] if message.single else packed(message, values))
 
 
-def apart(value: Any, message: Message) -> Any:
+def copied_out(value: Any, message: Message) -> Any:
     """A value that does not lie in a receive buffer: copies of its tensors that do."""
     lent = {t.untyped_storage().data_ptr() for t in message.tensors if t is not None}
 
@@ -233,13 +233,7 @@ def differentiate(pairs: Pairs, leaves: Sequence[Tensor] = (), keep: bool = Fals
     if pairs:
         outputs, seeds = zip(*pairs, strict=True)
         _run_backward(
-            outputs,
-            seeds,
-            keep,
-            False,
-            tuple(leaves),
-            allow_unreachable=True,
-            accumulate_grad=True,
+            outputs, seeds, keep, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
         )
 
 

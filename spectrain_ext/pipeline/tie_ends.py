@@ -318,7 +318,6 @@ class Ties:
         return any(end.stage.index == stage for end in self._borrowers)
 
     def handlers(self, stage: int) -> dict[Kind, Handler]:
-        """What runs a stage's instructions of ties."""
         lend = [end for end in self._lenders if end.stage.index == stage]
         borrow = [end for end in self._borrowers if end.stage.index == stage]
         return {

@@ -54,6 +54,7 @@ class StageWeights:
         peak: what the stage holds at once, as its schedule predicts.
         entry: makes the actions of stage 0.
         moves: whether somebody may ``move`` the true weights after an update.
+        rates_move: whether the learning rates are likely to change right after an update.
         meets_others: whether a backward may meet other weights than its forward, in another buffer.
     """
 
@@ -101,7 +102,6 @@ class StageWeights:
         return 0 if self.storage is None else sum(flat.nbytes for flat in self.storage.flats())
 
     def buffers(self) -> list[Tensor]:
-        """All memory of weights and of the optimizer's state."""
         if self.storage is None:
             return []
         return [*self.storage.buffers(), *loose_state(self.optimizer)]
@@ -192,7 +192,7 @@ class StageWeights:
         storage, rates = self._bound, partial(rates_of, self.optimizer)
         storage.begin()
         self.versions = Versions(self._rules, self._place, Entries(self.entry()), storage, rates)
-        self._rates_move = False
+        self.rates_move = False
         self.drop_gradients()
 
     def end(self) -> None:
@@ -233,12 +233,7 @@ class StageWeights:
 
     # The update.
 
-    def begin_update(self, forward: tuple[int, int] | None) -> Update:
-        """Find the buffers of an update, which ``make`` then makes."""
-        return self.versions.begin_update(forward, self.moves, self._rates_move)
-
     def make(self, update: Update) -> None:
-        """Step the optimizer and the scheduler."""
         storage, updater = self.storage, self.updater
         assert storage is not None
         room = update.room
@@ -255,5 +250,5 @@ class StageWeights:
             room.content = None  # not what the next forward will ask for
         if self.scheduler is not None:
             self.scheduler.step()
-            self._rates_move = storage.predicts and rates_of(self.optimizer) != after
+            self.rates_move = storage.predicts and rates_of(self.optimizer) != after
         self.drop_gradients()
