@@ -202,7 +202,7 @@ def test_a_backward_without_a_prediction_has_the_master_itself():
     step(weights, forward=(1, 0))
     load(weights, weights.versions.for_backward(0, 0))
     assert weights.storage.bound is weights.storage.master
-    assert weights.in_place()
+    assert weights.storage.in_place()
     weights.check(0)
     weights.end()
     assert weights.storage.bound is weights.storage.home
