@@ -182,7 +182,7 @@ class Source:
         whole: bool,
     ) -> None:
         self._inputs, self._replicas, self._split_dim = inputs, replicas, split_dim
-        self._whole = whole  # batches are not cut; of replicas they are the parts of a tuple
+        self._whole = whole  # each is a tuple of batches, which are not cut
         self._batch = Buffer("the caller's batch")
         self._targets: dict[Sender, list[int]] = {}  # which microbatches' go by each
         for n, edge in enumerate(targets):
@@ -208,8 +208,7 @@ class Source:
                 edge.end()
             return
         parts = self._split(batch, i)
-        samples = 0 if self._whole else sum(map(attrgetter("samples"), parts))
-        header = Header(len(parts), float(samples))
+        header = Header(len(parts), float(sum(map(attrgetter("samples"), parts))))
         for part, edge in zip(parts, self._inputs, strict=False):
             hand_in(edge, part.input, self._batch, header)
         for edge, numbers in self._targets.items():
@@ -225,10 +224,9 @@ class Source:
 
     def _split(self, batch: object, i: int) -> list[Microbatch]:
         if self._whole:
-            if not self._replicas.dealt:
-                return split(batch, i, 1, self._split_dim)
             assert isinstance(batch, tuple)
-            return [split(one, n, 1)[0] for n, one in enumerate(batch, i * len(batch))]
+            numbered = enumerate(batch, i * len(batch))
+            return [split(one, n, 1, self._split_dim)[0] for n, one in numbered]
         parts = split(batch, i, len(self._inputs), self._split_dim)
         for k, count in enumerate(self._replicas.counts):
             if len(parts) < count:

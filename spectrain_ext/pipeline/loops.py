@@ -231,14 +231,11 @@ def _evaluator_of(executor: Executor) -> Executor:
 
 
 def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> Iterator[object]:
-    """What an evaluation takes for minibatches: the caller's batches, one by one.
+    """What an evaluation takes for minibatches: tuples of the caller's batches.
 
-    Replicas get tuples of batches, to deal them out; ``alone``: of one, for the first replicas.
+    Each has as many as replicas deal out, or, where the first ones are ``alone``, one.
     """
-    given = iter(batches)
-    if not replicas.dealt:
-        return given
-    each = 1 if alone else lcm(*replicas.counts)
+    given, each = iter(batches), 1 if alone else lcm(*replicas.counts)
     return iter(lambda: tuple(islice(given, each)), ())
 
 
