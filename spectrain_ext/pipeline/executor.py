@@ -166,8 +166,8 @@ class Executor:
     def _check_storage(self) -> None:
         """The same for what the caller may have done meanwhile, at the cost of a few addresses."""
         for stage in self.stages:
-            storage = None if stage.weights is None else stage.weights.storage
-            if storage is not None and not storage.in_place():
+            weights = stage.weights
+            if weights is not None and weights.storage and not weights.storage.in_place():
                 self._check()
 
     def _end(self) -> None:

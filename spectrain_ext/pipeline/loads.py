@@ -13,7 +13,7 @@ from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import Buffer, Event, Stream, new_stream
 from spectrain_ext.weights import StageWeights
-from spectrain_ext.weights.storage import Content, SavedWeights, VersionBuffer
+from spectrain_ext.weights.storage import Content, SavedWeights, Storage, VersionBuffer
 
 from .edges import Cursor
 from .names import bare
@@ -78,20 +78,20 @@ class Loads:
         self._follows = NOTHING
 
     @property
+    def storage(self) -> Storage | None:
+        """That of the weights, while they are bound."""
+        return None if self.weights is None else self.weights.storage
+
+    @property
     def working(self) -> Buffer:
         """What stands for the memory of the weights that the module has now."""
-        weights = self.weights
-        if weights is None or weights.storage is None:
-            return self._no_weights
-        return weights.storage.bound.memory
+        storage = self.storage
+        return self._no_weights if storage is None else storage.bound.memory
 
     @property
     def memory(self) -> tuple[Buffer, ...]:
         """All versions of the weights, and the optimizer's state."""
-        weights = self.weights
-        if weights is None or weights.storage is None:
-            return (self.optimizer_state,)
-        versions = weights.storage.version_buffers()
+        versions = () if self.storage is None else self.storage.version_buffers()
         return (self.optimizer_state, *(version.memory for version in versions))
 
     @property
@@ -214,8 +214,8 @@ class Loads:
             return
         compute = self.compute
         compute.record(self.computed)
-        if self.weights is not None and self.weights.storage is not None:
-            buffer = self.weights.storage.bound
+        if self.storage is not None:
+            buffer = self.storage.bound
             if buffer.read is None:
                 buffer.read = compute.event()
             compute.record(buffer.read)

@@ -230,13 +230,11 @@ class Pipeline(Loops):
             self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
             use_model_names(self, whole=len(here) == replicas.stages)
-            for phase in self._phases:
-                for weights in phase.weights:
-                    if weights is not None:
-                        weights.updater.order_by(self._executor.callers_turn)
+            for weights in self._of_all_phases():
+                weights.updater.order_by(self._executor.callers_turn)
 
     def _log(self, clip_norm: float | None) -> None:
-        like = next((w.optimizer for w in self._weights if w is not None), None)
+        like = next((weights.optimizer for weights in self._trained), None)
         said = (in_words(phase.method, phase.places, like) for phase in self._phases)
         _logger.info("%s", "; then ".join(said))
         if clip_norm is not None:
@@ -246,11 +244,10 @@ class Pipeline(Loops):
             warn_of_threads()
 
     def _unbind(self) -> None:
-        for phase in self._phases:
-            for weights in phase.weights:
-                if weights is not None and weights.bound:
-                    callers_stream(weights.params[0].device).lend(weights.buffers())
-                    weights.unbind()
+        for weights in self._of_all_phases():
+            if weights.bound:
+                callers_stream(weights.params[0].device).lend(weights.buffers())
+                weights.unbind()
         for copy in self._copies:
             copy.unbind()
 
@@ -510,16 +507,22 @@ class Pipeline(Loops):
         return [stage.weights for stage in self._executor.stages]
 
     @property
+    def _trained(self) -> list[StageWeights]:
+        return [weights for weights in self._weights if weights is not None]
+
+    def _of_all_phases(self) -> list[StageWeights]:
+        return [w for phase in self._phases for w in phase.weights if w is not None]
+
+    @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers in the order of stages; a stage without trainable parameters has none."""
         self._mend()
-        return [weights.optimizer for weights in self._weights if weights is not None]
+        return [weights.optimizer for weights in self._trained]
 
     @property
     def schedulers(self) -> list[LRScheduler]:
         """The learning-rate schedulers in the order of stages, empty if there are none."""
-        found = (weights.scheduler for weights in self._weights if weights is not None)
-        return [scheduler for scheduler in found if scheduler is not None]
+        return [each.scheduler for each in self._trained if each.scheduler is not None]
 
     @property
     def random(self) -> list[StageRandom]:
@@ -548,11 +551,10 @@ class Pipeline(Loops):
         """
         self._mend()
         found: dict[Tensor, Tensor] = {}
-        for weights in self._weights:
-            if weights is not None:
-                if bind and not weights.bound:
-                    weights.bind()
-                found.update(weights.masters())
+        for weights in self._trained:
+            if bind and not weights.bound:
+                weights.bind()
+            found.update(weights.masters())
         if bind:
             self._executor.follow_caller()
         return found
@@ -568,7 +570,7 @@ class Pipeline(Loops):
     @property
     def weight_version_bytes(self) -> int:
         """Bytes of all weight versions of all stages: working, master and kept ones."""
-        return sum(weights.nbytes for weights in self._weights if weights is not None)
+        return sum(weights.nbytes for weights in self._trained)
 
     def predicted_memory(self) -> list[StageMemory]:
         """What each stage holds at most in a long run, as schedule and method predict it."""
@@ -624,9 +626,8 @@ def _put_true_weights(
         return
     true: dict[Tensor, Tensor] = {}
     with pipe._executor.callers_turn():
-        for weights in pipe._weights:
-            if weights is not None:
-                true.update(weights.true_weights())
+        for weights in pipe._trained:
+            true.update(weights.true_weights())
         for copy in pipe._copies:
             if copy.original is not None:
                 found = true.get(copy.original, copy.original)
