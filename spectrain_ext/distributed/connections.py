@@ -176,7 +176,7 @@ class RankConnections(Connections):
         self._losses = None
         if stages[-1].index == last:
             shared, held = self._shared.get(last), self._total is not None
-            self._losses = Losses(stages[-1], loss_fn, len(places), self.results, shared, held)
+            self._losses = Losses(stages[-1], loss_fn, self.results, shared, held)
         self._ties_between(ties, copies, method)
         self._join(places, put_off_by(method, places))
 

@@ -77,7 +77,7 @@ class Connections:
         The places are those of all stages, in each phase of the method.
         """
         self._stages, self.loss_fn, places = stages, loss_fn, widest(of_phases)
-        self._losses = Losses(stages[-1], loss_fn, len(places), self.results)
+        self._losses = Losses(stages[-1], loss_fn, self.results)
         self._ties_between(ties_of(each.member for each in copies), copies, method)
         self._join(places, put_off_by(method, places))
 

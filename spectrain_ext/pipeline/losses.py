@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spectrain_ext.errors import placed
-from spectrain_ext.transport import Buffer, Transit, callers_stream
+from spectrain_ext.transport import Buffer, callers_stream
 
 from .batch import SplitDim, samples_in, sides_of
 from .edges import SharedLosses
@@ -78,19 +78,16 @@ class Losses:
     """
 
     _sum: Tensor  # of the minibatch's parts so far
-    _buffer: Buffer  # the memory of these
 
     def __init__(
         self,
         last: Stage,
         loss_fn: LossFn,
-        depth: int,  # results whose memory the caller may still be reading
         results: deque[Result],
         shared: SharedLosses | None = None,
         held: bool = False,
     ) -> None:
         self._last, self._loss_fn, self._results = last, loss_fn, results
-        self._out = Transit(last.compute, depth)
         self._shared, self._held = shared, held
         self.own: dict[int, tuple[Tensor, Any]] = {}
         self.begin()
@@ -104,52 +101,36 @@ class Losses:
         last, shares = self._last, self._last.cursor.shares[i]
         loss, kept = last.loss(i, j, self._loss_fn, self._keep)
         self._parts.append(kept)
-        if j == 0:
-            self._buffer = Buffer("loss")
-        with last.computing(writes=(self._buffer,)):
+        with last.computing():
             part = loss if shares[j] == 1.0 else loss * shares[j]
             self._sum = part if j == 0 else self._sum + part
         ends = j == len(shares) - 1
         if self._shared is not None:
             self._shared.computed(i, j, part, self._sum if ends else None)
-        if not ends:
-            return
+        if ends:
+            self._hand_out(i, shares)
+
+    def _hand_out(self, i: int, shares: Sequence[float]) -> None:
+        """Have a result that whoever works on the caller's stream may use."""
+        last, buffer = self._last, Buffer("result")
         parts, self._parts = self._parts, []
-        kept = None if self._keep is None else self._whole(parts, shares)
+        with last.computing(writes=(buffer,)):
+            loss, kept = self._sum.clone(), parts[0]  # the graph may need its own
+            if len(parts) > 1 and self._keep is not None:
+                kept = _joined(parts, shares)
+        if not last.immediate:
+            last.compute.record(last.computed)
+            caller = callers_stream(last.device)
+            caller.wait(last.computed)
+            caller.reads(buffer)
+            caller.lend([loss] if kept is None else [loss, *tree_leaves(kept)])
         if self._held:
-            self.own[i] = self._sum, kept
+            self.own[i] = loss, kept
         else:
-            self._hand_out(i, self._sum, kept)
-
-    def _whole(self, parts: list[Any], shares: Sequence[float]) -> Any:
-        """What is kept of a minibatch, for whoever works on the caller's stream."""
-        last, caller = self._last, callers_stream(self._last.device)
-        with last.computing():
-            whole = parts[0] if len(parts) == 1 else _joined(parts, shares)
-        last.compute.record(last.computed)
-        caller.wait(last.computed)
-        caller.lend(tree_leaves(whole))
-        return whole
-
-    def _hand_out(self, i: int, loss: Tensor, kept: Any) -> None:
-        """Give the caller a loss in memory of its own stream."""
-        last, buffer = self._last, self._buffer
-        if last.immediate:
-            self._results.append(Result(i, loss.clone(), kept))
-            return
-        last.compute.record(last.computed)
-        caller = callers_stream(last.device)
-        caller.wait(last.computed)
-        caller.reads(buffer)
-        self._results.append(Result(i, loss.clone(), kept))
-        read = caller.event()
-        caller.record(read)
-        self._out.hold(read, buffer, loss)
+            self._results.append(Result(i, loss, kept))
 
     def end(self) -> None:
-        """Forget the results that nobody has taken; may be repeated."""
         self.own.clear()
-        self._out.reset()
 
 
 def _kept(keep: Keep, output: Any, target: Any) -> Any:
