@@ -123,7 +123,8 @@ class Losses:
             caller = callers_stream(last.device)
             caller.wait(last.computed)
             caller.reads(buffer)
-            caller.lend([loss] if kept is None else [loss, *tree_leaves(kept)])
+            given = [loss] if kept is None else [loss, *tree_leaves(kept)]
+            caller.lend([tensor for tensor in given if tensor.device == last.device])
         if self._held:
             self.own[i] = loss, kept
         else:
