@@ -1,4 +1,4 @@
-"""Executor: runs the actions of all stages of a process, in one thread.
+"""Executor: runs the instructions of all stages of a process, in one thread.
 
 They run as their inputs arrive, or in an order in which each may wait for its own.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from inspect import GEN_CLOSED, getgeneratorstate
+from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from typing import NamedTuple
 from weakref import ref
 
@@ -137,7 +137,7 @@ class Executor:
         No exception can keep that from being true, as it could an attribute.
         """
         run = None if self._run is None else self._run()
-        return run is not None and getgeneratorstate(run) != GEN_CLOSED
+        return run is not None and getgeneratorstate(run) in (GEN_RUNNING, GEN_SUSPENDED)
 
     def mend(self) -> None:
         """End a run whose end was cut short, as by a second Ctrl-C."""

@@ -90,19 +90,23 @@ def looking_on(
 ) -> Iterator[None]:
     """Inside, a run takes place; all that have begun to look on hear of its end."""
     begun: list[Observer] = []
+
+    def end() -> None:
+        make_all([observer.end for observer in begun])
+
     try:
         for observer in observers:
             observer.begin(rules, devices)
             begun.append(observer)
         yield
     except GeneratorExit:
-        make_all([observer.end for observer in begun])
+        end()
         raise
     except BaseException as error:
         with noted_on(error):
-            make_all([observer.end for observer in begun])
+            end()
         raise
-    make_all([observer.end for observer in begun])
+    end()
 
 
 def watched(
