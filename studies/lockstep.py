@@ -33,7 +33,7 @@ from spectrain_ext.method import (
 )
 from spectrain_ext.operators.averaging import Averager, Averaging, in_a_row, taken_apart
 from spectrain_ext.optim.foreign import updater_of
-from spectrain_ext.pipeline.clipping import clip, gradient_norm
+from spectrain_ext.pipeline.loads import clip, gradient_norm
 from spectrain_ext.schedule import (
     Entries,
     Generator,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from spectrain_ext.pipeline.clipping import GlobalNorm
+from spectrain_ext.pipeline.loads import GlobalNorm
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport import Buffer, Stream
 from spectrain_ext.weights.storage import Flat

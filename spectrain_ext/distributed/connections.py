@@ -20,10 +20,9 @@ from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.arguments import check_order, cut_place
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.batch import SplitDim
-from spectrain_ext.pipeline.clipping import GlobalNorm
 from spectrain_ext.pipeline.connections import Connections
 from spectrain_ext.pipeline.edges import SharedLosses, Traffic
-from spectrain_ext.pipeline.loads import Handler
+from spectrain_ext.pipeline.loads import GlobalNorm, Handler
 from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result
 from spectrain_ext.pipeline.phases import widest
 from spectrain_ext.pipeline.stage import Stage
@@ -93,7 +92,7 @@ class RankConnections(Connections):
         self.replicas = replicas
         self.indices = replicas.stages_on(board.rank)
         self.takes_batches = board.rank == 0
-        self.apart = averaging is not None
+        self.own_minibatches = averaging is not None
         self.replica = replicas.seat(board.rank)[1]
         self._group, self._board = group, board
         self._settings = {
@@ -177,7 +176,7 @@ class RankConnections(Connections):
         self._losses = None
         if stages[-1].index == last:
             shared, held = self._shared.get(last), self._total is not None
-            self._losses = Losses(stages[-1], loss_fn, len(places), self.results, shared, held)
+            self._losses = Losses(stages[-1], loss_fn, self.results, shared, held)
         self._ties_between(ties, copies, method)
         self._join(places, put_off_by(method, places))
 

@@ -1,12 +1,11 @@
 """Runs all stages of a pipeline in one process.
 
 In the order in which a minibatch meets them: ``pipeline`` is what people call, and ``arguments``
-checks what it is given; ``executor`` interprets the stages' instructions one after another, as a
-``cursor`` reads them off the schedule; ``connections`` join the stages to one another and to the
-caller by ``edges``, where minibatches are cut into microbatches by ``batch``; ``loads`` say which
-weights a ``stage`` computes with, which keeps a ``tape`` until the backward; ``losses`` go out
-again; ``clipping`` comes before the update. An ``observer`` may look on. ``loops`` make whole
-trainings of runs, and measure the model between them, by an ``evaluation``.
+checks what it is given; ``executor`` interprets the stages' instructions one after another;
+``connections`` join the stages to one another and to the caller by ``edges``, where minibatches are
+cut into microbatches by ``batch``; ``loads`` say which weights a ``stage`` computes with, which
+keeps a ``tape`` until the backward; ``losses`` go out again. An ``observer`` may look on. ``loops``
+make whole trainings of runs, and measure the model between them, by an ``evaluation``.
 """
 
 from .losses import Result

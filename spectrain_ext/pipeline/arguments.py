@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from inspect import signature
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -106,17 +107,12 @@ def check_order(places: Sequence[CutPlace]) -> None:
         )
 
 
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
 def devices_of(modules: Sequence[nn.Module]) -> list[torch.device]:
     """Where the modules are; one without tensors goes with the one before it, or else after it."""
     found: list[torch.device | None] = []
     for k, module in enumerate(modules):
         device = None
-        for name, tensor in _tensors_of(module):
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             if device is None:
                 device, first = tensor.device, name
             elif tensor.device != device:
@@ -124,9 +120,11 @@ def devices_of(modules: Sequence[nn.Module]) -> list[torch.device]:
                     f"stages[{k}]: {first!r} is on {device} and {name!r} on {tensor.device}; a "
                     "stage must be on one device"
                 )
-        if device is not None and device.type not in ("cpu", "cuda"):
-            raise ValueError(f"stages[{k}]: expected it on the CPU or on CUDA, it is on {device}")
         if device is not None:
+            if device.type not in ("cpu", "cuda"):
+                raise ValueError(
+                    f"stages[{k}]: expected it on the CPU or on CUDA, it is on {device}"
+                )
             _check_native(device, f"stages[{k}]")
         found.append(device)
     known = next((device for device in found if device is not None), torch.device("cpu"))
@@ -187,10 +185,10 @@ def _check_native(device: torch.device, where: str) -> None:
             raise RuntimeError(f"{where}: it is on {device}, but {error}") from None
 
 
-def checked_microbatches(microbatches: object, method: Method, seats: Replicas) -> int:
+def checked_microbatches(microbatches: object, method: Method, replicas: Replicas) -> int:
     """The parts of a minibatch; ``"auto"`` is what is usual for the method."""
     if microbatches == "auto":
-        return microbatches_of(method, seats.stages, seats)
+        return microbatches_of(method, replicas.stages, replicas)
     if isinstance(microbatches, bool) or not isinstance(microbatches, int):
         raise TypeError(
             f"microbatches: expected an int or 'auto', got {type(microbatches).__name__}"
@@ -327,9 +325,7 @@ def make_optimizer(
 
 
 def make_scheduler(
-    factory: Callable[[Any], LRScheduler] | None,
-    optimizer: Any,
-    k: int,
+    factory: Callable[[Any], LRScheduler] | None, optimizer: Any, k: int
 ) -> LRScheduler | None:
     """The scheduler of stage k, None if there is nothing to schedule."""
     if factory is None:

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from spectrain_ext.method import Method
-from spectrain_ext.operators.averaging import (
-    Averager,
-    Averaging,
-    Exchange,
-    in_a_row,
-    taken_apart,
-)
+from spectrain_ext.operators.averaging import Averager, Averaging, Exchange, in_a_row, taken_apart
 
 from .stage import Stage
 
@@ -35,11 +29,9 @@ def check_averaged(method: Method, tied: bool = False) -> None:
 class Averaged:
     """What averages the true weights of a stage with those of its other replicas.
 
-    It begins with the first run, from the weights that are there then.
-
-    Args:
-        exchange: with the other replicas; never called while the thread may draw random numbers,
-            as another replica may be a thread that waits for its turn.
+    It begins with the first run, from the weights that are there then. ``exchange`` is never called
+    while the thread may draw random numbers: another replica may be a thread that waits for its
+    turn.
     """
 
     def __init__(self, stage: Stage, asked: Averaging, exchange: Exchange) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from spectrain_ext.transport import (
     Value,
     as_value,
     callers_stream,
+    each,
     tensors_in,
     tensors_of,
 )
@@ -35,7 +35,6 @@ class Microbatch(NamedTuple):
 
     input: Value
     target: Value
-    share: float  # of the minibatch's samples
     samples: int  # 0 of a minibatch that is not cut
 
 
@@ -68,7 +67,7 @@ def split(
         )
     if microbatches == 1:
         _warn_of_another_dim(where, value, target, split_dim)
-        return [Microbatch(value, target, 1.0, 0)]
+        return [Microbatch(value, target, 0)]
 
     sides = zip(sides_of(split_dim), (value, target), ("the input", "the target"), strict=True)
     dims = [_dims(dim, side, name) for dim, side, name in sides]
@@ -84,11 +83,10 @@ def split(
                 f"dimension {dim}; {than}{name} has shape {tuple(tensor.shape)}; split_dim= names "
                 "other dimensions"
             )
-    parts = max(1, min(microbatches, samples or 0))
-    inputs = _cut(value, parts, dims[0])
-    targets = inputs if target is value else _cut(target, parts, dims[1])
-    shares, sizes = shares_of(samples or 0, parts), sizes_of(samples or 0, parts)
-    return list(map(Microbatch, inputs, targets, shares, sizes if parts > 1 else [0]))
+    sizes = sizes_of(samples or 0, max(1, min(microbatches, samples or 0)))
+    inputs = _cut(value, sizes, dims[0])
+    targets = inputs if target is value else _cut(target, sizes, dims[1])
+    return list(map(Microbatch, inputs, targets, sizes if len(sizes) > 1 else [0]))
 
 
 def sides_of(split_dim: SplitDim) -> tuple[Any, Any]:
@@ -159,13 +157,8 @@ def shares_of(samples: int, parts: int) -> tuple[float, ...]:
 
 def sizes_of(samples: int, parts: int) -> list[int]:
     """The samples of the parts that ``split`` makes of so many."""
-    each, more = divmod(samples, parts)
-    return [each + (j < more) for j in range(parts)]
-
-
-def samples_of(parts: list[Microbatch]) -> int:
-    """The samples of a minibatch that ``split`` has cut; 0 of one that it has not."""
-    return sum(map(attrgetter("samples"), parts))
+    whole, more = divmod(samples, parts)
+    return [whole + (j < more) for j in range(parts)]
 
 
 def hand_in(edge: Sender, value: Value, batch: Buffer, header: Header = NO_HEADER) -> None:
@@ -201,12 +194,12 @@ def _named(value: Value, target: Value) -> Iterator[tuple[str, Tensor]]:
             yield from ((f"{name}[{n}]", tensor) for n, tensor in enumerate(side))
 
 
-def _cut(value: Value, parts: int, dims: Sequence[int]) -> list[Value]:
+def _cut(value: Value, sizes: Sequence[int], dims: Sequence[int]) -> list[Value]:
     if isinstance(value, Tensor):
-        return list(torch.tensor_split(value, parts, dims[0]))
+        return list(value.split(list(sizes), dims[0]))
     tensors = tensors_of(value)
-    cut = [torch.tensor_split(t, parts, dim) for t, dim in zip(tensors, dims, strict=True)]
-    return [_like(value, part) for part in zip(*cut, strict=True)]
+    parts = [t.split(list(sizes), dim) for t, dim in zip(tensors, dims, strict=True)]
+    return [_like(value, part) for part in zip(*parts, strict=True)]
 
 
 def joined(batches: Sequence[Value], split_dim: Any) -> Value:
@@ -219,14 +212,11 @@ def joined(batches: Sequence[Value], split_dim: Any) -> Value:
     return _like(first, [torch.cat(t, dim) for t, dim in zip(tensors, dims, strict=True)])
 
 
-def cut(value: Value, sizes: Sequence[int], split_dim: Any) -> list[Value]:
-    """A value in parts of these sizes, each of memory that is dense."""
-    tensors, dims = tensors_of(value), _dims(split_dim, value, "the target")
-    parts = [
-        [part if dim == 0 else part.clone() for part in tensor.split(list(sizes), dim)]
-        for tensor, dim in zip(tensors, dims, strict=True)
-    ]
-    return [_like(value, part) for part in zip(*parts, strict=True)]
+def cut_targets(value: Value, sizes: Sequence[int], split_dim: Any) -> list[Value]:
+    """Targets in parts of these sizes, each of memory that is dense."""
+    dims = _dims(split_dim, value, "the target")
+    parts = _cut(value, sizes, dims)
+    return [each(part, torch.clone) for part in parts] if any(dims) else parts
 
 
 def target_of(batch: Any) -> Value:

@@ -14,9 +14,8 @@ from spectrain_ext.transport import Edge, Receiver, Sender
 
 from .averaging import Averaged
 from .batch import SplitDim
-from .clipping import GlobalNorm
 from .edges import Source, StageEdges, Traffic
-from .loads import Handler
+from .loads import GlobalNorm, Handler
 from .losses import Keep, Losses, LossFn, Result
 from .phases import widest
 from .stage import Mode, Stage
@@ -25,43 +24,35 @@ from .ties import Copy, Tie, ties_of
 
 #: Whether what an instruction waits for has come; it changes nothing.
 Ready = Callable[[int, int], bool]
-#: Takes the output and the target of every batch of an evaluation.
-Measure = Callable[[Any, Any], object]
 
 
 class Connections:
     """The edges between stages, what stages put together, and the results for the caller.
 
-    Here all stages of a pipeline are in one process. A rank of several says which of its edges
-    lead to other ranks, and what else it does with these. An edge is between two seats: a stage, or
-    one of its replicas; or from the caller's batches (None) to a seat.
-
-    Args:
-        stages: how many there are in the pipeline.
-        split_dim: along which dimensions minibatches are cut.
+    Here all stages of a pipeline are in one process. A rank of several says which of its edges lead
+    to other ranks, and what else it does with these. An edge is between two runs of a stage, each
+    one of its replicas, or from the caller's batches (None).
 
     Attributes:
         indices: of the stages of this process.
-        replicas: of all stages.
-        replica: which of its stages' replicas this process has.
-        split_dim: as given.
+        replicas: of all stages; ``replica``: which of them this process has.
         norm: where stages put their gradients' norms together in phases that clip by all stages'
             norm; None: there is no such phase.
-        loss_fn: what the last stage computes losses with.
         results: that wait for the caller.
         averaged: what averages the weights of stages of this process with those of replicas.
         edges: of every stage, for training.
-        measure: of the evaluation that goes on.
+        measure: takes the output and the target of every batch of the evaluation that goes on.
     """
 
     loss_fn: LossFn
     edges: dict[int, StageEdges]
-    measure: Measure
+    measure: Callable[[Any, Any], object]
     takes_batches = True  # whether the caller's batches come in here
-    apart = False  # whether each replica trains on a minibatch of its own
+    own_minibatches = False  # whether each replica trains on one of its own
     _source: Source | None
     _losses: Losses | None
     _ties: Ties
+    _phase: tuple[Method, list[Place]]
     _tied: tuple[Sequence[Tie], Sequence[Copy]]
 
     def __init__(self, stages: int, split_dim: SplitDim = 0) -> None:
@@ -81,17 +72,12 @@ class Connections:
         loss_fn: LossFn,
         copies: Sequence[Copy],
     ) -> None:
-        """Give the stages of this process their edges.
+        """Give the stages of this process, which have these copies of others' weights, their edges.
 
-        Args:
-            stages: of this process.
-            of_phases: the places of all stages, in each phase of the method.
-            method: what they train by, with all of its phases.
-            loss_fn: of the last stage.
-            copies: the parameters that stages of this process have from others.
+        The places are those of all stages, in each phase of the method.
         """
         self._stages, self.loss_fn, places = stages, loss_fn, widest(of_phases)
-        self._losses = Losses(stages[-1], loss_fn, len(places), self.results)
+        self._losses = Losses(stages[-1], loss_fn, self.results)
         self._ties_between(ties_of(each.member for each in copies), copies, method)
         self._join(places, put_off_by(method, places))
 
@@ -102,16 +88,13 @@ class Connections:
         return {stage.index: stage for stage in self._stages}
 
     def _ties_between(self, ties: Sequence[Tie], copies: Sequence[Copy], method: Method) -> None:
-        """Say which stages share parameters."""
         self._tied = ties, copies
         self._counted = any(phase.forward_horizon == "counted" for phase in phases_of(method))
 
     def _join(self, places: list[Place], later: Sequence[int]) -> None:
         """Make all edges of the stages here, and those of the caller's batches.
 
-        Args:
-            places: of all stages.
-            later: of every stage, by how many microbatches it puts backwards off (``put_off_by``).
+        ``later``: by how many microbatches every stage puts backwards off (``put_off_by``).
         """
         self._places, self._later = places, later
         self._ties = Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
@@ -119,48 +102,43 @@ class Connections:
         self.edges = {stage.index: self._edges_of(stage.index) for stage in self._stages}
         self._source = None
         if self.takes_batches:
-            seats, last = self.replicas, self.replicas.stages - 1
-            pairs = [
-                (
-                    self._sender(Traffic.INPUTS, None, seats.runs(0, n)),
-                    self._sender(Traffic.TARGETS, None, seats.runs(last, n)),
-                )
-                for n in range(places[0].microbatches * seats.counts[0])
-            ]
-            self._source = Source(pairs, seats, self.split_dim, self.evaluates)
+            replicas, last = self.replicas, self.replicas.stages - 1
+            parts = range(places[0].microbatches * replicas.counts[0])
+            self._source = Source(
+                [self._sender(Traffic.INPUTS, None, replicas.runs(0, n)) for n in parts],
+                [self._sender(Traffic.TARGETS, None, replicas.runs(last, n)) for n in parts],
+                *(replicas, self.split_dim, self.evaluates),
+            )
 
     def _edges_of(self, k: int) -> StageEdges:
         """A stage's: its l-th microbatch of a minibatch is microbatch replica + l * replicas."""
-        seats, count = self.replicas, self.replicas.counts[k]
+        replicas, count = self.replicas, self.replicas.counts[k]
         mine = [self.replica + j * count for j in range(self._places[k].microbatches)]
-        here = seats.runs(k, self.replica)
-        made = StageEdges(
-            replica=self.replica, count=count, apart=self.apart, split_dim=self.split_dim
-        )
+        here = replicas.runs(k, self.replica)
+        made = StageEdges(self.replica, count, self.own_minibatches, self.split_dim)
         if k == 0:
             made.inputs = [self._receiver(Traffic.INPUTS, None, here)] * len(mine)
         else:
-            before = [seats.runs(k - 1, n) for n in mine]
-            made.inputs = [self._receiver(Traffic.ACTIVATIONS, seat, here) for seat in before]
-            made.to_previous = [self._sender(Traffic.GRADIENTS, here, seat) for seat in before]
-        if k == seats.stages - 1:
+            before = [replicas.runs(k - 1, n) for n in mine]
+            made.inputs = [self._receiver(Traffic.ACTIVATIONS, a, here) for a in before]
+            made.to_previous = [self._sender(Traffic.GRADIENTS, here, b) for b in before]
+        if k == replicas.stages - 1:
             made.targets = [self._receiver(Traffic.TARGETS, None, here)] * len(mine)
         else:
-            after = [seats.runs(k + 1, n) for n in mine]
-            made.to_next = [self._sender(Traffic.ACTIVATIONS, here, seat) for seat in after]
-            made.gradients = [self._receiver(Traffic.GRADIENTS, seat, here) for seat in after]
+            after = [replicas.runs(k + 1, n) for n in mine]
+            made.to_next = [self._sender(Traffic.ACTIVATIONS, here, b) for b in after]
+            made.gradients = [self._receiver(Traffic.GRADIENTS, a, here) for a in after]
         return made
 
     def _receiver(self, what: Traffic, a: int | None, b: int) -> Receiver:
-        """The end here of an edge to a seat of this process."""
+        """The end here of an edge that leads here."""
         return self._edge(what, a, b)
 
     def _sender(self, what: Traffic, a: int | None, b: int) -> Sender:
-        """The end here of an edge from a seat of this process, or from the caller's batches."""
+        """The end here of an edge that leads from here."""
         return self._edge(what, a, b)
 
     def _edge(self, what: Traffic, a: int | None, b: int) -> Edge:
-        """An edge whose two ends are here."""
         found = self._local.get((what, a, b))
         if found is None:
             here = self._by_index
@@ -206,21 +184,20 @@ class Connections:
 
     @property
     def evaluates(self) -> bool:
-        """Whether the stages only go forward."""
         return self.mode is not Mode.TRAIN
 
     def change(self, method: Method, places: list[Place]) -> None:
         """From the next run on all stages train by this phase, at these places."""
-        self._ties.change(method, places)
+        self._phase = method, places
 
     def evaluating(self, places: list[Place]) -> Connections:
         """What joins the same stages in evaluations: edges of their own, for batches of any size.
 
-        Args:
-            places: of all stages; the parts of a minibatch there are whole batches.
+        The parts of a minibatch are whole batches at these places.
         """
         made = copy(self)
-        made.mode, made.apart, made.norm, made.averaged = Mode.EVALUATE, False, None, {}
+        made.mode, made.own_minibatches = Mode.EVALUATE, False
+        made.norm, made.averaged = None, {}
         made._losses, made.results = None, deque()
         made._only_forward()
         made._join(places, [1] * len(places))
@@ -237,7 +214,6 @@ class Connections:
     # What a stage does in a run.
 
     def duties(self, stage: Stage) -> Duties:
-        """What it does beside its schedule."""
         k = stage.index
         return Duties(
             evaluates=self.evaluates,
@@ -250,7 +226,6 @@ class Connections:
         )
 
     def handlers(self, stage: Stage) -> dict[Kind, Handler]:
-        """What runs its instructions."""
         found = {**stage.handlers(), **self._ties.handlers(stage.index)}
         if self._source is not None:
             found[Kind.PULL] = self._source.pull
@@ -296,15 +271,10 @@ class Connections:
         """Which stage computes what in a run, one after another, without an end.
 
         None: the stages take turns, each as far as what it waits for has come.
-
-        Args:
-            schedule: the order of every stage's own instructions.
-            places: of all stages.
         """
         return None
 
     def begin(self, batches: Iterator[object], keep: Keep | None = None) -> None:
-        """The stages have begun a run."""
         for edges in self.edges.values():
             edges.heard_end = None
         for edge in (*self._local.values(), *self._ties.edges):
@@ -314,7 +284,7 @@ class Connections:
         if self._losses is not None:
             self._losses.begin(keep)
         if not self.evaluates:
-            self._ties.begin()
+            self._ties.begin(*self._phase)
         for averaged in self.averaged.values():
             averaged.begin()
 
@@ -330,7 +300,6 @@ class Connections:
         """The stages have finished their instructions."""
 
     def end(self) -> None:
-        """Forget the run; may be repeated."""
         if self.norm is not None:
             self.norm.reset()
         self.results.clear()

@@ -1,33 +1,33 @@
-"""StageEdges: what a stage receives and sends by, from the caller's batches to shared losses."""
+"""Edges: what a stage receives and sends by, and the minibatches that it hears of so."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from math import nan
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 
 from spectrain_ext.interrupts import waiting
-from spectrain_ext.schedule import Replicas
+from spectrain_ext.schedule import Instruction, Kind, Replicas
 from spectrain_ext.transport import Buffer, Header, Receiver, Sender, Slot
 
 from .batch import (
     Microbatch,
     SplitDim,
-    cut,
+    cut_targets,
     hand_in,
     joined,
-    samples_of,
     shares_of,
     sides_of,
     sizes_of,
     split,
     target_of,
 )
-from .tape import value_of
+from .tape import packed
 
 
 class Traffic(Enum):
@@ -50,29 +50,26 @@ class Traffic(Enum):
 class StageEdges:
     """The edges of one stage: of each kind those of its own microbatches of a minibatch, in order.
 
-    A kind that the stage does not have is empty.
+    Forwards' inputs come in by ``inputs``, which are the previous stage's ``to_next``; backwards'
+    gradients by ``gradients``, which are the next stage's ``to_previous``, or, on the last stage,
+    the loss's targets by ``targets``. A kind that the stage does not have is empty.
 
     Attributes:
-        inputs: that forwards' inputs come in by.
-        targets: that the loss's targets come in by, of the last stage.
-        gradients: that backwards' gradients come in by, of all but the last stage.
-        to_next: the next stage's ``inputs``.
-        to_previous: the previous stage's ``gradients``.
         replica, count: which of the stage's replicas this is, and their number.
-        apart: whether each replica trains on a minibatch of its own.
-        split_dim: along which dimensions minibatches are cut.
+        own_minibatches: whether each replica trains on one of its own.
+        heard_end: the edge that has told of the run's end.
     """
 
+    replica: int = 0
+    count: int = 1
+    own_minibatches: bool = False
+    split_dim: SplitDim = 0
     inputs: Sequence[Receiver] = ()
     targets: Sequence[Receiver] = ()
     gradients: Sequence[Receiver] = ()
     to_next: Sequence[Sender] = ()
     to_previous: Sequence[Sender] = ()
-    replica: int = 0
-    count: int = 1
-    apart: bool = False
-    split_dim: SplitDim = 0
-    heard_end: Receiver | None = field(default=None, repr=False)  # which has told of the run's end
+    heard_end: Receiver | None = None
 
     def shares(self, header: Header) -> Sequence[float]:
         """The shares of a minibatch's samples that the microbatches here have."""
@@ -80,7 +77,7 @@ class StageEdges:
         mine = shares_of(samples, parts)
         if self.count > 1:
             mine = mine[self.replica :: self.count]
-            if self.apart:
+            if self.own_minibatches:
                 own = sum(sizes_of(samples, parts)[self.replica :: self.count])
                 mine = shares_of(own, len(mine))
         return mine
@@ -89,16 +86,80 @@ class StageEdges:
         """The targets of the microbatches here, of what has come of a minibatch's."""
         message, header = slot.message, slot.header
         assert message is not None
-        value = value_of(message)
+        value = packed(message, message.tensors)
         if header.parts == 1:
             return [value]
         sizes = sizes_of(int(header.value), header.parts)[self.replica :: self.count]
-        return cut(value, sizes, sides_of(self.split_dim)[1])
+        return cut_targets(value, sizes, sides_of(self.split_dim)[1])
 
     def end(self) -> None:
         """Tell the next stage that there are no more minibatches."""
         for edge in dict.fromkeys(self.to_next):
             edge.end()
+
+
+class Cursor:
+    """The compute instructions of one stage, without those that the run turns out not to have.
+
+    A stage hears of a minibatch, and of the end of the run, with the messages of its forwards. The
+    microbatches of a minibatch are known before the stage comes to its second one.
+
+    Attributes:
+        upcoming: what comes after ``current``, be it a part of the run or not.
+    """
+
+    def __init__(self, instructions: Iterator[Instruction]) -> None:
+        self._instructions = instructions  # the schedule's, without an end
+        self.upcoming = next(instructions, None)
+        self.minibatches: int | None = None  # the length of the run, once it is known
+        self.added = 0
+        # Of each minibatch in flight the share of its samples that each microbatch has, and what
+        # came with the first of these.
+        self.shares: dict[int, Sequence[float]] = {}
+        self.headers: dict[int, Header] = {}
+        self.current: Instruction | None = None  # being run
+        self.step = 0  # how many of the steps that it consists of have been made
+        self.finished = False  # the stage has been found to have nothing left to do
+
+    def add(self, shares: Sequence[float], header: Header) -> None:
+        """There is one more minibatch; a small one has fewer microbatches than the schedule."""
+        self.shares[self.added] = shares
+        self.headers[self.added] = header
+        self.added += 1
+
+    def stop(self) -> None:
+        """There are no more minibatches than those added."""
+        self.minibatches = self.added
+
+    def peek(self) -> Instruction | None:
+        """What follows the current instruction, as far as is known now; None: nothing."""
+        following = self.upcoming
+        while following is not None:
+            kind, i, j = following
+            if (self.minibatches is None or i < self.minibatches) and (
+                j == 0 or j < len(self.shares[i])
+            ):
+                break
+            # Updates come in the order of minibatches: nothing follows one that is left out.
+            following = None if kind is Kind.UPDATE else next(self._instructions, None)
+            self.upcoming = following
+        return following
+
+    def take(self) -> Instruction | None:
+        """Make what follows the current instruction; None: the stage has finished."""
+        following = self.upcoming
+        if (
+            following is None
+            or self.minibatches is not None
+            or (following[2] and following[2] >= len(self.shares[following[1]]))
+        ):
+            following = self.peek()
+        self.current, self.step = following, 0
+        if following is None:
+            self.finished = True
+        else:
+            self.upcoming = next(self._instructions, None)
+        return following
 
 
 class Source:
@@ -108,29 +169,24 @@ class Source:
     of a minibatch go in one message: with 16 microbatches over two processes that is a tenth of
     the time.
 
-    Args:
-        edges: of every microbatch of a minibatch, that of its input and that of its target.
-        replicas: of all stages.
-        split_dim: along which dimensions minibatches are cut.
-        whole: whether batches are not cut; of replicas they are then the parts of a tuple.
-
     Attributes:
         left: whether the caller has left the run: no batch is taken any more.
     """
 
     def __init__(
         self,
-        edges: Sequence[tuple[Sender, Sender]],
+        inputs: Sequence[Sender],
+        targets: Sequence[Sender],
         replicas: Replicas,
         split_dim: SplitDim,
         whole: bool,
     ) -> None:
-        self._inputs = [inputs for inputs, _ in edges]
-        self._replicas, self._split_dim, self._whole = replicas, split_dim, whole
+        self._inputs, self._replicas, self._split_dim = inputs, replicas, split_dim
+        self._whole = whole  # each is a tuple of batches, which are not cut
         self._batch = Buffer("the caller's batch")
         self._targets: dict[Sender, list[int]] = {}  # which microbatches' go by each
-        for n, (_, targets) in enumerate(edges):
-            self._targets.setdefault(targets, []).append(n)
+        for n, edge in enumerate(targets):
+            self._targets.setdefault(edge, []).append(n)
         self.left = False
 
     def begin(self, batches: Iterator[object], stop: Callable[[], None]) -> None:
@@ -152,7 +208,7 @@ class Source:
                 edge.end()
             return
         parts = self._split(batch, i)
-        header = Header(len(parts), 0.0 if self._whole else float(samples_of(parts)))
+        header = Header(len(parts), float(sum(map(attrgetter("samples"), parts))))
         for part, edge in zip(parts, self._inputs, strict=False):
             hand_in(edge, part.input, self._batch, header)
         for edge, numbers in self._targets.items():
@@ -168,10 +224,9 @@ class Source:
 
     def _split(self, batch: object, i: int) -> list[Microbatch]:
         if self._whole:
-            if not self._replicas.dealt:
-                return split(batch, i, 1, self._split_dim)
             assert isinstance(batch, tuple)
-            return [split(one, n, 1)[0] for n, one in enumerate(batch, i * len(batch))]
+            numbered = enumerate(batch, i * len(batch))
+            return [split(one, n, 1, self._split_dim)[0] for n, one in numbered]
         parts = split(batch, i, len(self._inputs), self._split_dim)
         for k, count in enumerate(self._replicas.counts):
             if len(parts) < count:
@@ -189,16 +244,13 @@ class SharedLosses:
     Without replicas a minibatch's goes along with its last gradient, as it is. With them nobody
     knows it so early: every gradient goes with its own microbatch's part.
 
-    Args:
-        dealt: whether stages have replicas.
-        sends_back: whether there is an earlier stage.
-
     Attributes:
         known: of each minibatch in flight the loss, as far as it is known.
     """
 
     def __init__(self, dealt: bool, sends_back: bool) -> None:
-        self._dealt, self._sends_back = dealt, sends_back
+        self._dealt = dealt  # whether stages have replicas
+        self._sends_back = sends_back  # whether there is an earlier stage
         self.known: dict[int, float] = {}
         self._parts: dict[tuple[int, int], float] = {}
 

@@ -1,14 +1,14 @@
-"""Executor: runs the actions of all stages of a process, in one thread.
+"""Executor: runs the instructions of all stages of a process, in one thread.
 
 They run as their inputs arrive, or in an order in which each may wait for its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from inspect import GEN_CLOSED, getgeneratorstate
-from typing import NamedTuple, TypeAlias
+from inspect import GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
+from typing import NamedTuple
 from weakref import ref
 
 from spectrain_ext.errors import RankError, StageError, make_all, noted_on
@@ -18,48 +18,29 @@ from spectrain_ext.schedule import Instruction, Kind, Place, find_generator, tab
 from spectrain_ext.transport import Stream, callers_stream, captured
 
 from .connections import Connections, Ready
-from .cursor import Cursor
+from .edges import Cursor
 from .loads import Handler
 from .losses import Keep, Result
 from .observer import Observer, watched
 from .stage import Stage
 
-_Run: TypeAlias = Generator[Result, None, None]
-
-
-def _no_run() -> None:
-    """No run has begun."""
-
 
 class _Step(NamedTuple):
-    """One instruction of the lowered stream, for any microbatch, with what runs it.
-
-    Attributes:
-        kind: the instruction's.
-        ready: whether what it waits for has come; None: it waits for nothing, or blocks.
-        run: runs it.
-    """
+    """One instruction of the lowered stream, for any microbatch, with what runs it."""
 
     kind: Kind
-    ready: Ready | None
+    ready: Ready | None  # whether what it waits for has come; None: it waits for nothing, or blocks
     run: Handler
 
 
 class _Program:
-    """What each compute instruction of a stage consists of, as steps.
-
-    Args:
-        stage: whose.
-        place: its place.
-        connections: what joins it to the others.
-        trace: looks on.
-    """
+    """What each compute instruction of a stage consists of, as steps."""
 
     def __init__(
-        self, stage: Stage, place: Place, connections: Connections, trace: Observer | None
+        self, stage: Stage, place: Place, connections: Connections, observers: Sequence[Observer]
     ) -> None:
         self.stage = stage
-        handlers = watched(trace, stage, connections.handlers(stage))
+        handlers = watched(observers, stage, connections.handlers(stage))
         ready = connections.ready(stage)
         self.announce = connections.announce(stage)
         # What an instruction takes with it, in the same turn: an update, or the word that a batch
@@ -79,35 +60,21 @@ class _Program:
 class Executor:
     """The stages of this process, and the loop that drives them.
 
-    Args:
-        stages: the stages of this process.
-        places: the places of all stages of the pipeline.
-        schedule: the order in which they act, by name, or its generator.
-        connections: what joins the stages to one another and to the caller.
-
-    Attributes:
-        places, stages, connections: as given.
-
     Whatever exception ends a run, the true weights are put back: at once, or, if the end did not
     come to its end, by the next ``mend``. All that an end does may be repeated.
     """
 
-    def __init__(
-        self,
-        stages: list[Stage],
-        places: list[Place],
-        schedule: str | Schedule,
-        connections: Connections,
-    ) -> None:
-        self._run: Callable[[], _Run | None] = _no_run
+    places: list[Place]  # of all stages of the pipeline
+    _schedule: Schedule
+
+    def __init__(self, stages: list[Stage], connections: Connections) -> None:
+        self.stages, self.connections = stages, connections
+        self._run: ref[Generator[Result, None, None]] | None = None
         self._ended = True
-        self.stages = stages
-        self.connections = connections
         self._counts: Cursor | None = None  # of the last run
-        self.change(places, schedule)
 
     def change(self, places: list[Place], schedule: str | Schedule) -> None:
-        """Have the stages act in another order from the next run on."""
+        """From the next run on."""
         self.places = places
         self._schedule = find_generator(schedule)
 
@@ -116,38 +83,32 @@ class Executor:
     def run(
         self,
         batches: Iterator[object],
-        trace: Observer | None = None,
+        observers: Sequence[Observer] = (),
         keep: Keep | None = None,
-    ) -> Iterator[Result]:
+    ) -> Generator[Result, None, None]:
         """Train on every batch; yields results in order, each as soon as its loss has been issued.
 
         Closing the generator finishes the minibatches in flight and takes no further batch.
         """
         self._counts = None
-        itself: list[Callable[[], _Run | None]] = []
-        run = self._results_of(batches, trace, keep, itself)
-        itself.append(ref(run))
+        run = self._results_of(batches, observers, keep)
+        self._run = ref(run)
         return run
 
     def _results_of(
-        self,
-        batches: Iterator[object],
-        trace: Observer | None,
-        keep: Keep | None,
-        itself: list[Callable[[], _Run | None]],
-    ) -> _Run:
+        self, batches: Iterator[object], observers: Sequence[Observer], keep: Keep | None
+    ) -> Generator[Result, None, None]:
         with deferred(), self.connections.run():
             self._check()
             if self._captured():
                 raise RuntimeError("run: a pipeline's run cannot become part of a CUDA graph")
-            self._run = itself[0]
             self._ended = False
             try:
                 self._begin(batches, keep)
                 try:
-                    for result in self._steps(trace):
-                        if trace is not None:
-                            trace.result(result)
+                    for result in self._steps(observers):
+                        for observer in observers:
+                            observer.result(result)
                         self.connections.yields(result)
                         with callers():
                             yield result
@@ -155,7 +116,7 @@ class Executor:
                 except GeneratorExit:
                     self.connections.leave()
                     self._check_storage()
-                    for _ in self._steps(trace):
+                    for _ in self._steps(observers):
                         pass
                 self._check()
                 self._end()
@@ -166,7 +127,7 @@ class Executor:
 
     @property
     def begun(self) -> int:
-        """The minibatches that the last run has begun."""
+        """Minibatches, by the last run."""
         return 0 if self._counts is None else self._counts.added
 
     @property
@@ -175,8 +136,8 @@ class Executor:
 
         No exception can keep that from being true, as it could an attribute.
         """
-        run = self._run()
-        return run is not None and getgeneratorstate(run) != GEN_CLOSED
+        run = None if self._run is None else self._run()
+        return run is not None and getgeneratorstate(run) in (GEN_RUNNING, GEN_SUSPENDED)
 
     def mend(self) -> None:
         """End a run whose end was cut short, as by a second Ctrl-C."""
@@ -184,7 +145,6 @@ class Executor:
             self._fail()
 
     def _fail(self) -> None:
-        """Forget what is in flight and end the run."""
         with deferred():
             make_all((self._drop, self._end))
 
@@ -206,8 +166,8 @@ class Executor:
     def _check_storage(self) -> None:
         """The same for what the caller may have done meanwhile, at the cost of a few addresses."""
         for stage in self.stages:
-            storage = None if stage.weights is None else stage.weights.storage
-            if storage is not None and not storage.in_place():
+            weights = stage.weights
+            if weights is not None and weights.storage and not weights.storage.in_place():
                 self._check()
 
     def _end(self) -> None:
@@ -231,7 +191,7 @@ class Executor:
         make_all((*waits, *forgets, *resets, self.follow_caller))
 
     def free_rings(self) -> None:
-        """Free all receive buffers; a run makes new ones as it needs them."""
+        """A run makes new ones as it needs them."""
         for edge in self.connections.receivers():
             edge.free_storage()
 
@@ -246,7 +206,6 @@ class Executor:
     # What becomes part of a CUDA graph takes in no other stream; what came before has been done.
 
     def _captured(self) -> bool:
-        """Whether the caller's work becomes part of a CUDA graph."""
         return any(captured(stage.device) for stage in self.stages)
 
     def follow_caller(self) -> None:
@@ -295,12 +254,12 @@ class Executor:
     # and each of these is made of steps, as ``schedule/lowering.py`` says: for F3 on stage 1 load
     # forward weights, receive activation, forward, send activation.
 
-    def _steps(self, trace: Observer | None) -> Iterator[Result]:
+    def _steps(self, observers: Sequence[Observer]) -> Iterator[Result]:
         """Give the stages their turns until all have finished."""
         connections, results = self.connections, self.connections.results
         # Made per run: kept, these methods would make a cycle that holds all buffers until a
         # garbage collection.
-        programs = [_Program(s, self.places[s.index], connections, trace) for s in self.stages]
+        programs = [_Program(s, self.places[s.index], connections, observers) for s in self.stages]
         if self._order is not None:
             for program in programs:
                 program.takes = ()

@@ -83,9 +83,7 @@ def differentiate_inputs(
 
 
 def _differentiate_rest(
-    pairs: Pairs,
-    leaves: Sequence[Tensor],
-    layers: Sequence[tuple[Node, _Caught, Sequence[Tensor]]],
+    pairs: Pairs, leaves: Sequence[Tensor], layers: Sequence[tuple[Node, _Caught, Sequence[Tensor]]]
 ) -> None:
     """Add what the first half has left.
 

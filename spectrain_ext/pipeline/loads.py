@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from spectrain_ext.optim.state import SaveGuard
 from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.schedule import Kind
-from spectrain_ext.transport import Buffer, Event, new_stream
+from spectrain_ext.transport import Buffer, Event, Stream, new_stream
 from spectrain_ext.weights import StageWeights
-from spectrain_ext.weights.storage import Content, SavedWeights, VersionBuffer
+from spectrain_ext.weights.storage import Content, SavedWeights, Storage, VersionBuffer
 
-from .clipping import GlobalNorm, clip, gradient_norm
-from .cursor import Cursor
+from .edges import Cursor
 from .names import bare
 
 #: What runs an instruction of a stage, for minibatch i and microbatch j.
@@ -31,31 +30,19 @@ class Loads:
     Computation is issued to one stream, whatever writes weights (loads and updates) to another,
     and events order the two.
 
-    Args:
-        index: of the stage, counted from 0.
-        module: computes the stage's output.
-        device: where it does.
-        weights: None if it has no trainable parameters.
-        max_norm: what its gradient is clipped to, None: not at all.
-        global_norm: where the norm is that of all stages; None: it is the stage's own.
-
     Attributes:
+        index: of the stage, counted from 0.
         cursor: where the stage stands in a run.
         guard: has whoever saves a module in a run hear of it.
         immediate: whether what has been issued to both streams has been done, as on the CPU alone.
     """
 
     cursor: Cursor
+    weights: StageWeights | None = None  # None: there are no trainable parameters
+    max_norm: float | None = None  # what the gradient is clipped to; None: not at all
+    global_norm: GlobalNorm | None = None  # whose norm that is; None: the stage's own
 
-    def __init__(
-        self,
-        index: int,
-        module: nn.Module,
-        device: torch.device,
-        weights: StageWeights | None,
-        max_norm: float | None = None,
-        global_norm: GlobalNorm | None = None,
-    ) -> None:
+    def __init__(self, index: int, module: nn.Module, device: torch.device) -> None:
         self.index = index
         self.module = module
         self.device = device
@@ -80,34 +67,31 @@ class Loads:
             "the pipeline's own state_dict(), which has the true ones, or save after the loop"
         )
         self._guarded: list[nn.Parameter] = []
-        self.train_by(weights, max_norm, global_norm)
+        self._follows: AbstractContextManager[object] = NOTHING
 
     def train_by(
-        self,
-        weights: StageWeights | None,
-        max_norm: float | None,
-        global_norm: GlobalNorm | None,
+        self, weights: StageWeights | None, max_norm: float | None, global_norm: GlobalNorm | None
     ) -> None:
-        """Compute with other versions of the weights, and clip otherwise, from the next run on."""
+        """From the next run on."""
         self.weights = weights
         self.max_norm, self.global_norm = max_norm, global_norm
-        self._follows: AbstractContextManager[object] = NOTHING
+        self._follows = NOTHING
+
+    @property
+    def storage(self) -> Storage | None:
+        """That of the weights, while they are bound."""
+        return None if self.weights is None else self.weights.storage
 
     @property
     def working(self) -> Buffer:
         """What stands for the memory of the weights that the module has now."""
-        weights = self.weights
-        if weights is None or weights.storage is None:
-            return self._no_weights
-        return weights.storage.bound.memory
+        storage = self.storage
+        return self._no_weights if storage is None else storage.bound.memory
 
     @property
     def memory(self) -> tuple[Buffer, ...]:
         """All versions of the weights, and the optimizer's state."""
-        weights = self.weights
-        if weights is None or weights.storage is None:
-            return (self.optimizer_state,)
-        versions = weights.storage.version_buffers()
+        versions = () if self.storage is None else self.storage.version_buffers()
         return (self.optimizer_state, *(version.memory for version in versions))
 
     @property
@@ -116,7 +100,6 @@ class Loads:
         return (*self.memory, *self._shared)
 
     def share(self, buffer: Buffer) -> None:
-        """The caller may use this as well."""
         self._shared = (*self._shared, buffer)
 
     def computing(
@@ -226,13 +209,13 @@ class Loads:
         self.predict.record(self.loaded)
 
     def _has_computed(self) -> None:
-        """Something has been computed, with the weights that are bound."""
+        """With the weights that are bound."""
         if self.immediate:
             return
         compute = self.compute
         compute.record(self.computed)
-        if self.weights is not None and self.weights.storage is not None:
-            buffer = self.weights.storage.bound
+        if self.storage is not None:
+            buffer = self.storage.bound
             if buffer.read is None:
                 buffer.read = compute.event()
             compute.record(buffer.read)
@@ -240,7 +223,6 @@ class Loads:
     # Instructions: what belongs to an update.
 
     def send_norm(self, i: int, j: int) -> None:
-        """Tell the other stages the norm of this one's gradient."""
         assert self.global_norm is not None
         predict, buffer = self.predict, Buffer(f"gradient norm of stage {self.index}")
         predict.wait(self.computed)
@@ -270,7 +252,8 @@ class Loads:
         forward = None
         if following is not None and following.kind is Kind.FORWARD:
             forward = following.minibatch, following.microbatch
-        update, storage = weights.begin_update(forward), weights.storage
+        storage = weights.storage
+        update = weights.versions.begin_update(forward, weights.moves, weights.rates_move)
         assert storage is not None
         if self.immediate:
             with RNG_LOCK:  # a hook may draw
@@ -297,3 +280,72 @@ class Loads:
             self.compute.wait(stepped)
             self.compute.writes(self.weight_gradients)
             self._gradients_read = None
+
+
+# Clipping: gradients scaled down to a norm, a stage's own or that of all stages.
+
+
+def gradient_norm(params: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The 2-norm of all gradients together, 0-d, in float32 or wider."""
+    norms = [
+        torch.linalg.vector_norm(p.grad, dtype=_wide(p.grad.dtype))
+        for p in params
+        if p.grad is not None
+    ]
+    if not norms:
+        return torch.zeros((), device=device)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize == 2 else dtype
+
+
+def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Multiply gradients by min(1, max_norm/(norm + 1e-6)), as torch does, without a wait."""
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+
+
+class GlobalNorm:
+    """The norm over all stages of a minibatch's gradient; each stage gives its own and waits.
+
+    Only for schedules that flush: there a stage does not give its next one before all have used
+    this one, because they have to for its next forward and backward.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._minibatch: int | None = None
+        self._given: dict[int, tuple[Tensor, Buffer, Stream]] = {}
+
+    def give(self, i: int, stage: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
+        """A stage's own norm of minibatch i, written on a stream."""
+        if i != self._minibatch:  # the last one's have been used, on all streams
+            self._minibatch = i
+            self._given = {}
+        self._given[stage] = norm, buffer, stream
+
+    def has(self, stages: Iterable[int]) -> bool:
+        """Whether these have given theirs of the minibatch that is counted."""
+        return all(stage in self._given for stage in stages)
+
+    def complete(self, i: int) -> bool:
+        return i == self._minibatch and len(self._given) == self._stages
+
+    def take(self, i: int, stream: Stream, device: torch.device) -> Tensor:
+        """The norm of all, on one of the stages' streams."""
+        assert self.complete(i)
+        given = [self._given[stage] for stage in sorted(self._given)]  # for the same bits always
+        for _, _, other in given:
+            written = other.event()
+            other.record(written)
+            stream.wait(written)
+        with stream.using(reads=[buffer for _, buffer, _ in given]):
+            norms = [norm.to(device, torch.float64, non_blocking=True) for norm, *_ in given]
+            total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return total
+
+    def reset(self) -> None:
+        self._minibatch = None
+        self._given = {}

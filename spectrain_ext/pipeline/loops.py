@@ -55,9 +55,7 @@ class Loops(nn.Module):
     # Evaluation.
 
     def evaluate(
-        self,
-        batches: Iterable[object] | None,
-        metrics: Mapping[str, Any] | None = None,
+        self, batches: Iterable[object] | None, metrics: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
         """Measure the model on every batch: true weights, modules in evaluation, no graph.
 
@@ -107,22 +105,22 @@ class Loops(nn.Module):
         It does where a metric with a state has to see all batches, and where replicas have other
         module buffers than it has, such as running statistics: its own are the model's.
         """
-        stages, seats = self._executor.stages, self._executor.connections.replicas
-        if not seats.dealt:
+        stages, replicas = self._executor.stages, self._executor.connections.replicas
+        if not replicas.dealt:
             return False
 
         def state() -> list[Any]:
-            return [stateful, [(stage.index, _digest_of_buffers(stage.module)) for stage in stages]]
+            return [stateful, [(stage.index, _buffers_of(stage.module)) for stage in stages]]
 
         told = self._tell(state, what)
-        differ = len({tuple(pair) for _, pairs in told for pair in pairs}) > seats.stages
-        return differ or (seats.counts[-1] > 1 and any(one for one, _ in told))
+        differ = len({tuple(pair) for _, pairs in told for pair in pairs}) > replicas.stages
+        return differ or (replicas.counts[-1] > 1 and any(one for one, _ in told))
 
     def _forward_all(
         self, batches: Iterator[object], measure: Callable[..., Any], evaluates: bool = True
     ) -> None:
         if self._evaluator is None:
-            self._evaluator = _evaluating(self._executor)
+            self._evaluator = _evaluator_of(self._executor)
         connections = self._evaluator.connections
         connections.mode = Mode.EVALUATE if evaluates else Mode.CALL
         connections.measure = measure
@@ -213,8 +211,12 @@ class Loops(nn.Module):
 # What an evaluation runs.
 
 
-def _evaluating(executor: Executor) -> Executor:
-    """What goes forward with the stages of a pipeline: by edges of their own, on their streams."""
+def _evaluator_of(executor: Executor) -> Executor:
+    """What goes forward with the stages of a pipeline: by edges of their own, on their streams.
+
+    No stage gets ahead of the last one by more than its window: what comes back is the word that a
+    batch is through, with memory for as many messages.
+    """
     replicas = executor.connections.replicas
     parts = [lcm(*replicas.counts) // count for count in replicas.counts]
     # Two minibatches more than the next stage has, which hides the way there and back; a replica
@@ -223,32 +225,30 @@ def _evaluating(executor: Executor) -> Executor:
         Place(k, replicas.stages, (2 * (replicas.stages - k) - 1) * part, part)
         for k, part in enumerate(parts)
     ]
-    # No stage gets ahead of the last one by more than its window: what comes back is the word that
-    # a batch is through, with memory for as many messages.
-    connections = executor.connections.evaluating(places)
-    return Executor(executor.stages, places, "1f1b-async", connections)
+    made = Executor(executor.stages, executor.connections.evaluating(places))
+    made.change(places, "1f1b-async")
+    return made
 
 
 def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> Iterator[object]:
-    """What an evaluation takes for minibatches: the caller's batches, one by one.
+    """What an evaluation takes for minibatches: tuples of the caller's batches.
 
-    Replicas get tuples of batches, to deal them out; ``alone``: of one, for the first replicas.
+    Each has as many as replicas deal out, or, where the first ones are ``alone``, one.
     """
-    given = iter(batches)
-    if not replicas.dealt:
-        return given
-    each = 1 if alone else lcm(*replicas.counts)
+    given, each = iter(batches), 1 if alone else lcm(*replicas.counts)
     return iter(lambda: tuple(islice(given, each)), ())
 
 
-def _digest_of_buffers(module: nn.Module) -> str:
+def _buffers_of(module: nn.Module) -> str:
     """The same for modules whose buffers have the same bits."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, buffer in module.named_buffers():
-        flat = buffer.detach().cpu().contiguous().reshape(-1)
-        digest.update(f"{name} {tuple(buffer.shape)} {buffer.dtype}".encode())
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    found = [(name, digest_of(buffer)) for name, buffer in module.named_buffers()]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def digest_of(tensor: Tensor) -> str:
+    """The same for tensors of the same bits."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(flat.numpy().data).hexdigest()}"
 
 
 # What a training goes through.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spectrain_ext.errors import placed
-from spectrain_ext.transport import Buffer, Transit, callers_stream
+from spectrain_ext.transport import Buffer, callers_stream
 
 from .batch import SplitDim, samples_in, sides_of
 from .edges import SharedLosses
@@ -72,29 +72,22 @@ class Result:
 class Losses:
     """What the last stage computes the losses with, and the results that wait for the caller.
 
-    Args:
-        depth: results whose memory the caller may still be reading.
-        shared: tells the other ranks the losses.
-        held: whether losses wait for those of the stage's other replicas.
-
     Attributes:
-        own: minibatch -> this replica's loss, where they wait; and what its result will carry.
+        own: minibatch -> this replica's loss, where these wait for those of the stage's other
+            replicas; and what its result will carry.
     """
 
     _sum: Tensor  # of the minibatch's parts so far
-    _buffer: Buffer  # the memory of these
 
     def __init__(
         self,
         last: Stage,
         loss_fn: LossFn,
-        depth: int,
         results: deque[Result],
         shared: SharedLosses | None = None,
         held: bool = False,
     ) -> None:
         self._last, self._loss_fn, self._results = last, loss_fn, results
-        self._out = Transit(last.compute, depth)
         self._shared, self._held = shared, held
         self.own: dict[int, tuple[Tensor, Any]] = {}
         self.begin()
@@ -108,52 +101,37 @@ class Losses:
         last, shares = self._last, self._last.cursor.shares[i]
         loss, kept = last.loss(i, j, self._loss_fn, self._keep)
         self._parts.append(kept)
-        if j == 0:
-            self._buffer = Buffer("loss")
-        with last.computing(writes=(self._buffer,)):
+        with last.computing():
             part = loss if shares[j] == 1.0 else loss * shares[j]
             self._sum = part if j == 0 else self._sum + part
         ends = j == len(shares) - 1
         if self._shared is not None:
             self._shared.computed(i, j, part, self._sum if ends else None)
-        if not ends:
-            return
+        if ends:
+            self._hand_out(i, shares)
+
+    def _hand_out(self, i: int, shares: Sequence[float]) -> None:
+        """Have a result that whoever works on the caller's stream may use."""
+        last, buffer = self._last, Buffer("result")
         parts, self._parts = self._parts, []
-        kept = None if self._keep is None else self._whole(parts, shares)
+        with last.computing(writes=(buffer,)):
+            loss, kept = self._sum.clone(), parts[0]  # the graph may need its own
+            if len(parts) > 1 and self._keep is not None:
+                kept = _joined(parts, shares)
+        if not last.immediate:
+            last.compute.record(last.computed)
+            caller = callers_stream(last.device)
+            caller.wait(last.computed)
+            caller.reads(buffer)
+            given = [loss] if kept is None else [loss, *tree_leaves(kept)]
+            caller.lend([tensor for tensor in given if tensor.device == last.device])
         if self._held:
-            self.own[i] = self._sum, kept
+            self.own[i] = loss, kept
         else:
-            self._hand_out(i, self._sum, kept)
-
-    def _whole(self, parts: list[Any], shares: Sequence[float]) -> Any:
-        """What is kept of a minibatch, for whoever works on the caller's stream."""
-        last, caller = self._last, callers_stream(self._last.device)
-        with last.computing():
-            whole = parts[0] if len(parts) == 1 else _joined(parts, shares)
-        last.compute.record(last.computed)
-        caller.wait(last.computed)
-        caller.lend(tree_leaves(whole))
-        return whole
-
-    def _hand_out(self, i: int, loss: Tensor, kept: Any) -> None:
-        """Give the caller a loss in memory of its own stream."""
-        last, buffer = self._last, self._buffer
-        if last.immediate:
-            self._results.append(Result(i, loss.clone(), kept))
-            return
-        last.compute.record(last.computed)
-        caller = callers_stream(last.device)
-        caller.wait(last.computed)
-        caller.reads(buffer)
-        self._results.append(Result(i, loss.clone(), kept))
-        read = caller.event()
-        caller.record(read)
-        self._out.hold(read, buffer, loss)
+            self._results.append(Result(i, loss, kept))
 
     def end(self) -> None:
-        """Forget the results that nobody has taken; may be repeated."""
         self.own.clear()
-        self._out.reset()
 
 
 def _kept(keep: Keep, output: Any, target: Any) -> Any:
@@ -190,9 +168,9 @@ Measured = tuple[int, dict[str, list[float]], dict[str, float]]
 
 
 class Measures:
-    """The metrics of an evaluation, where the last stage is; ``apart``: of several processes."""
+    """The metrics of an evaluation, where the last stage is."""
 
-    def __init__(self, metrics: Mapping[str, Any], apart: bool, split_dim: SplitDim) -> None:
+    def __init__(self, metrics: Mapping[str, Any], distributed: bool, split_dim: SplitDim) -> None:
         if not isinstance(metrics, Mapping):
             raise TypeError(
                 f"metrics: expected a mapping of names to metrics, got {type(metrics).__name__}"
@@ -207,13 +185,14 @@ class Measures:
                     f"metrics[{name!r}]: expected a function (output, target), or an object with "
                     f"update and compute, got {got}"
                 )
-            if apart and getattr(metric, "sync_on_compute", False):  # as torchmetrics has it
+            if distributed and getattr(metric, "sync_on_compute", False):  # as torchmetrics has it
                 raise ValueError(
                     f"metrics[{name!r}]: its compute() would wait for all processes, of which one "
                     "has seen all batches; make it with sync_on_compute=False"
                 )
         self._metrics, self._target_dim = dict(metrics), sides_of(split_dim)[1]
         self._states = {name: m for name, m in metrics.items() if _has_state(m)}
+        self.stateful = bool(self._states)  # one process has to see all batches
         self._samples: list[int] = []
         self._values: dict[str, list[Tensor | float]] = {
             name: [] for name in metrics if name not in self._states
@@ -221,11 +200,6 @@ class Measures:
         for metric in self._states.values():
             if callable(reset := getattr(metric, "reset", None)):
                 reset()
-
-    @property
-    def stateful(self) -> bool:
-        """Whether one process has to see all batches."""
-        return bool(self._states)
 
     def __call__(self, output: Any, target: Any) -> None:
         found = samples_in(target, self._target_dim)

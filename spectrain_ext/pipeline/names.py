@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 #: What ``torch.compile`` puts before all names of a module.
 _COMPILED = "_orig_mod."
@@ -53,45 +53,57 @@ def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
     return found if known else {key: key for key in found}
 
 
-def give_names(stages: Mapping[str, nn.Module], state: dict[str, Any], prefix: str) -> None:
-    """Rename what a module of these stages has put into a state dict."""
-    names = model_names(stages)
-    own = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
-    for key, value in own.items():
-        name = key[len(prefix) :]
-        state[prefix + names.get(name, name)] = value
+def use_model_names(pipe: nn.Module, whole: bool) -> None:
+    """Have a module of stages save and load its state under the model's names.
 
-
-def begin_load(
-    stages: Mapping[str, nn.Module],
-    state: dict[str, Tensor],
-    prefix: str,
-    unexpected: list[str] | None,
-    errors: list[str],
-) -> Callable[[list[str]], None]:
-    """Rename what a state dict has for a module of these stages, which is about to be loaded.
-
-    ``unexpected`` gets the names that no stage has; None: other processes may have them. What is
-    returned is called with the missing keys at the end of the load, and gives these and the
-    messages that came to ``errors`` the model's names.
+    Args:
+        pipe: its children are the stages, by their indices.
+        whole: whether they are all of the model; else other processes may have what is left over.
     """
-    names = {prefix + key: prefix + name for key, name in model_names(stages).items()}
-    places: dict[str, list[str]] = {}
-    for key, name in names.items():
-        places.setdefault(name, []).append(key)
-    given = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
-    for name, value in given.items():
-        state.update(dict.fromkeys(places.get(name, ()), value))
-        if name not in places and unexpected is not None:
-            unexpected.append(name)
-    before = len(errors)
+    ends: list[Callable[[list[str]], None]] = []
 
-    def end(missing: list[str]) -> None:
-        missing[:] = dict.fromkeys(names.get(key, key) for key in missing)
-        for n, message in enumerate(errors[before:], before):
-            for key, name in names.items():
-                message = message.replace(f"for {key}:", f"for {name}:")
-                message = message.replace(f'"{key}"', f'"{name}"')
-            errors[n] = message
+    def save(pipe: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        names = model_names(dict(pipe.named_children()))
+        own = {key: state.pop(key) for key in list(state) if key.startswith(prefix)}
+        for key, value in own.items():
+            name = key[len(prefix) :]
+            state[prefix + names.get(name, name)] = value
 
-    return end
+    def begin_load(
+        pipe: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        _: object,
+        strict: bool,
+        missing: object,
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        stages = dict(pipe.named_children())
+        names = {prefix + key: prefix + name for key, name in model_names(stages).items()}
+        keys: dict[str, list[str]] = {}
+        for key, name in names.items():
+            keys.setdefault(name, []).append(key)
+        given = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
+        for name, value in given.items():
+            state.update(dict.fromkeys(keys.get(name, ()), value))
+            if name not in keys and whole:
+                unexpected.append(name)
+        before = len(errors)
+
+        def end(missing: list[str]) -> None:
+            missing[:] = dict.fromkeys(names.get(key, key) for key in missing)
+            for n, message in enumerate(errors[before:], before):
+                for key, name in names.items():
+                    message = message.replace(f"for {key}:", f"for {name}:")
+                    message = message.replace(f'"{key}"', f'"{name}"')
+                errors[n] = message
+
+        ends[:] = [end]
+
+    def end_load(_: nn.Module, incompatible: Any) -> None:
+        ends.pop()(incompatible.missing_keys)
+
+    pipe.register_state_dict_post_hook(save)
+    pipe.register_load_state_dict_pre_hook(begin_load)
+    pipe.register_load_state_dict_post_hook(end_load)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import profiler
 
-from spectrain_ext.errors import make_all
+from spectrain_ext.errors import make_all, noted_on
 from spectrain_ext.schedule import Kind, Rules
 
 if TYPE_CHECKING:
@@ -73,51 +74,43 @@ class Observer:
         """The run has ended, or failed."""
 
 
-class _Several(Observer):
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = observers
-        self._begun: list[Observer] = []
-        self.ranges = any(observer.ranges for observer in observers)
-
-    def begin(self, rules: Sequence[Rules], devices: Sequence[torch.device]) -> None:
-        self._begun = []
-        for observer in self._observers:
-            try:
-                observer.begin(rules, devices)
-            except BaseException:
-                self.end()
-                raise
-            self._begun.append(observer)
-
-    def changed(self, rules: Sequence[Rules], minibatches: int) -> None:
-        for observer in self._observers:
-            observer.changed(rules, minibatches)
-
-    def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
-        for observer in self._observers:
-            handlers = observer.watch(stage, handlers)
-        return handlers
-
-    def result(self, result: Result) -> None:
-        for observer in self._observers:
-            observer.result(result)
-
-    def end(self) -> None:
-        make_all([observer.end for observer in self._begun])
-
-
-def observer_of(trace: Observer | Sequence[Observer] | None) -> Observer | None:
-    """One observer for what was given as ``trace``; None: nobody looks on."""
+def observers_of(trace: Observer | Sequence[Observer] | None) -> Sequence[Observer]:
+    """Those that were given as ``trace``."""
     if not isinstance(trace, Sequence):
-        return trace
+        return () if trace is None else (trace,)
     for n, one in enumerate(trace):
         if not isinstance(one, Observer):
             raise TypeError(f"trace[{n}]: expected an Observer, got {type(one).__name__}")
-    return _Several(trace) if len(trace) > 1 else next(iter(trace), None)
+    return tuple(trace)
+
+
+@contextmanager
+def looking_on(
+    observers: Sequence[Observer], rules: Sequence[Rules], devices: Sequence[torch.device]
+) -> Iterator[None]:
+    """Inside, a run takes place; all that have begun to look on hear of its end."""
+    begun: list[Observer] = []
+
+    def end() -> None:
+        make_all([observer.end for observer in begun])
+
+    try:
+        for observer in observers:
+            observer.begin(rules, devices)
+            begun.append(observer)
+        yield
+    except GeneratorExit:
+        end()
+        raise
+    except BaseException as error:
+        with noted_on(error):
+            end()
+        raise
+    end()
 
 
 def watched(
-    observer: Observer | None, stage: Stage, handlers: dict[Kind, Handler]
+    observers: Sequence[Observer], stage: Stage, handlers: dict[Kind, Handler]
 ) -> dict[Kind, Handler]:
     """The handlers of a stage's actions, as they are unless somebody watches the run.
 
@@ -126,9 +119,9 @@ def watched(
     "W17"), "predict", "send", "recv", "loss" and "update". A range on CUDA is the host's; the
     kernels in it are the device's.
     """
-    if observer is not None:
+    for observer in observers:
         handlers = observer.watch(stage, handlers)
-    if not ((observer is not None and observer.ranges) or profiler._is_profiler_enabled):
+    if not (profiler._is_profiler_enabled or any(observer.ranges for observer in observers)):
         return handlers
     return {
         kind: _ranged(_RANGES[kind], handler) if kind in _RANGES else handler

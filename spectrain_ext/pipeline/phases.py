@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from spectrain_ext.method import (
-    Method,
-    Phase,
-    check_optimizer,
-    factor_of,
-    phases_of,
-    rules_at,
-)
+from spectrain_ext.method import Method, Phase, check_optimizer, factor_of, phases_of, rules_at
 from spectrain_ext.operators import distance
 from spectrain_ext.schedule import Kind, Place, Rules, count_stage
 from spectrain_ext.weights import StageMemory, StageWeights, paced
@@ -32,41 +25,31 @@ if TYPE_CHECKING:
 
 
 class TrainingPhase(NamedTuple):
-    """What a phase of the method makes of the stages.
-
-    Attributes:
-        method: the phase.
-        places, rules: of all stages.
-        here: the places of the stages of this process.
-        weights: of these; None: a stage has none.
-        max_norms: what their gradients are clipped to.
-        globally: whether by the norm of all stages' gradients.
-    """
+    """What a phase of the method makes of the stages."""
 
     method: Method
-    places: list[Place]
+    places: list[Place]  # of all stages, as are the rules
     rules: list[Rules]
-    here: list[Place]
-    weights: list[StageWeights | None]
-    max_norms: list[float | None]
-    globally: bool
+    here: list[Place]  # of the stages of this process, as is what follows
+    weights: list[StageWeights | None]  # None: a stage has none
+    max_norms: list[float | None]  # what gradients are clipped to
+    globally: bool  # whether by the norm of all stages' gradients
 
-    def memory(self) -> list[StageMemory]:
+    def memory(self) -> Iterator[StageMemory]:
         """What each stage here holds at most in a long run."""
-        return [self._memory(*each) for each in zip(self.weights, self.here, strict=True)]
-
-    def _memory(self, weights: StageWeights | None, place: Place) -> StageMemory:
-        if weights is not None:
-            return weights.predicted()
-        count = count_stage(self.method.schedule, self.places[0], place, Rules(), False)
-        return StageMemory(0, 0, count.in_flight)
+        for weights, place in zip(self.weights, self.here, strict=True):
+            if weights is not None:
+                yield weights.predicted()
+            else:
+                count = count_stage(self.method.schedule, self.places[0], place, Rules(), False)
+                yield StageMemory(0, 0, count.in_flight)
 
 
 def training_phases(
     method: Method,
     of_phases: Sequence[list[Place]],
     modules: Mapping[int, nn.Module],
-    copies: Callable[[int], Set[Tensor]],
+    copies: Callable[[int], Mapping[Tensor, object]],
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     scheduler: Callable[[Any], LRScheduler] | None,
     clip_norm: float | None,
@@ -75,12 +58,8 @@ def training_phases(
 ) -> list[TrainingPhase]:
     """What each phase of a method makes of the stages; every optimizer is made once.
 
-    Args:
-        method: with all of its phases.
-        of_phases: the places of all stages in each.
-        modules: the stages of this process, by their indices.
-        copies: of a stage, the parameters that another one trains.
-        optimizer, scheduler, clip_norm, clip_scope, master_dtype: as the pipeline was given them.
+    ``modules`` are the stages of this process, by their indices; ``copies`` tell of a stage the
+    parameters that another one trains.
     """
     phases = [*zip(phases_of(method), of_phases, strict=True)]
     for phase, places in phases:  # before anything is made
@@ -96,7 +75,7 @@ def training_phases(
     made: dict[int, torch.optim.Optimizer] = {}
     paces: dict[int, LRScheduler | None] = {}
     for k, module in modules.items():
-        found = make_optimizer(optimizer, module, k, copies(k))
+        found = make_optimizer(optimizer, module, k, copies(k).keys())
         if found is not None:
             factor = factor_of([(phase, places[k]) for phase, places in phases])
             made[k] = found
@@ -117,7 +96,7 @@ def training_phases(
         check_optimizer(phase, rules, k, made[k])
         return StageWeights(
             *(modules[k], made[k], paces[k], rules, (places[0], places[k])),
-            *(phase.schedule, master_dtype, copies(k)),
+            *(phase.schedule, master_dtype, copies(k).keys()),
         )
 
     return [
@@ -138,67 +117,50 @@ def widest(places: Sequence[Sequence[Place]]) -> list[Place]:
     return [max(stage, key=lambda place: place.window) for stage in zip(*places, strict=True)]
 
 
-class Until:
+class Until(Observer):
     """Batches until a phase comes.
+
+    Where it comes by stage 0's gap this looks on: how far its weights move from a minibatch's
+    forward to its own update, by the norm of the weights before that update. One minibatch at a
+    time is looked at, as that takes a copy of the weights, and a pass over them; the stage's
+    prediction stream is waited for.
 
     Args:
         batches: the caller's.
         phase: that comes.
         minibatches: of training so far.
-        gap: measures stage 0's gap, where the phase comes by one.
-
-    Attributes:
-        cut: whether no more was asked for because it has come.
     """
 
-    def __init__(
-        self, batches: Iterator[object], phase: Phase, minibatches: int, gap: Gap | None
-    ) -> None:
-        self._batches, self._phase, self._gap = batches, phase, gap
-        self._minibatches = minibatches
-        self.cut = False
+    def __init__(self, batches: Iterator[object], phase: Phase, minibatches: int) -> None:
+        self._batches, self._phase, self._minibatches = batches, phase, minibatches
+        self._cut = False  # no more was asked for, because it has come
+        self._largest = 0.0  # gap; stays so where stage 0 is in another process
+        self._read: tuple[int, list[Tensor]] | None = None  # by the forward of which minibatch
 
-    @property
-    def over(self) -> bool:
-        """Whether the phase has come."""
+    def _over(self) -> bool:
         after, most = self._phase.after, self._phase.gap
         return (after is not None and self._minibatches >= after) or (
-            self._gap is not None and most is not None and self._gap.largest > most
+            most is not None and self._largest > most
         )
 
     def said(self, left: bool) -> tuple[bool, bool]:
         """Whether the phase has come, and whether a run of it follows; ``left``: by the caller."""
-        return self.over, self.cut and not left
+        return self._over(), self._cut and not left
 
     def __iter__(self) -> Iterator[object]:
         return self
 
     def __next__(self) -> object:
-        self.cut = self.over
-        if self.cut:
+        self._cut = self._over()
+        if self._cut:
             raise StopIteration
         batch = next(self._batches)
         self._minibatches += 1
         return batch
 
-
-class Gap(Observer):
-    """How far stage 0's weights move from a minibatch's forward to its own update.
-
-    By the norm of the weights before that update. One minibatch at a time is looked at: that takes
-    a copy of the weights, and a pass over them; the stage's prediction stream is waited for.
-
-    Attributes:
-        largest: of those looked at so far; 0 where stage 0 is in another process.
-    """
-
-    def __init__(self) -> None:
-        self.largest = 0.0
-        self._read: tuple[int, list[Tensor]] | None = None  # by the forward of which minibatch
-
     def watch(self, stage: Stage, handlers: dict[Kind, Handler]) -> dict[Kind, Handler]:
         weights = stage.weights
-        if stage.index or weights is None:
+        if self._phase.gap is None or stage.index or weights is None:
             return handlers
         given = handlers[Kind.FORWARD], handlers[Kind.UPDATE]
 
@@ -215,7 +177,8 @@ class Gap(Observer):
                     true = weights.newest()
                     _, (norm,) = distance(true, [self._read[1]])
                     self._read = None
-                    self.largest = max(self.largest, float(norm / get_total_norm(true).double()))
+                    gap = float(norm / get_total_norm(true).double())
+                    self._largest = max(self._largest, gap)
             given[1](i, j)
 
         return {**handlers, Kind.FORWARD: forward, Kind.UPDATE: update}

@@ -7,25 +7,18 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from spectrain_ext.errors import noted_on
 from spectrain_ext.interrupts import deferred
-from spectrain_ext.method import (
-    Method,
-    Window,
-    find_method,
-    in_words,
-    phase_places,
-)
+from spectrain_ext.method import Method, Window, find_method, in_words, phase_places
 from spectrain_ext.rng import StageRandom
 from spectrain_ext.schedule import Place, Rules
 from spectrain_ext.threads import warn_of_threads
 from spectrain_ext.transport import callers_stream, each
-from spectrain_ext.weights import StageMemory
+from spectrain_ext.weights import StageMemory, StageWeights
 
 from .arguments import (
     check_factories,
@@ -44,15 +37,14 @@ from .connections import Connections
 from .executor import Executor
 from .loops import Loops, warn_unless_begun
 from .losses import Keep, Result
-from .names import begin_load, give_names
-from .observer import Observer, observer_of
-from .phases import Gap, Until, training_phases
+from .names import use_model_names
+from .observer import Observer, looking_on, observers_of
+from .phases import TrainingPhase, Until, training_phases
 from .stage import Stage
+from .tape import ModuleModes
 from .ties import Copy, copies_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from torch.optim.lr_scheduler import LRScheduler
 
 
@@ -155,7 +147,6 @@ class Pipeline(Loops):
     """
 
     _connections: Connections | None = None  # of the stages; None: all of them are here
-    _end_load: Callable[[list[str]], None]
     _warned = False  # of stages in evaluation mode
 
     def __init__(
@@ -180,16 +171,16 @@ class Pipeline(Loops):
             modules = checked_stages(stages)
             chosen = find_method(method)
             connections = self._connections or Connections(len(modules), split_dim)
-            seats = connections.replicas
+            replicas = connections.replicas
             here = dict(zip(connections.indices, modules, strict=True))
-            if len(here) == seats.stages:
+            if len(here) == replicas.stages:
                 check_order([cut_place(module) for module in modules])
             self._copies, self._clip_scope = copies_of(modules, connections.indices), clip_scope
             where = (
                 devices_of(modules) if devices is None else checked_devices(devices, len(modules))
             )
-            parts = checked_microbatches(microbatches, chosen, seats)
-            of_phases = phase_places(chosen, seats.stages, parts, window, seats)
+            parts = checked_microbatches(microbatches, chosen, replicas)
+            of_phases = phase_places(chosen, replicas.stages, parts, window, replicas)
             check_master_dtype(master_dtype, modules)
             check_recompute(recompute)
             sides_of(split_dim)
@@ -199,7 +190,7 @@ class Pipeline(Loops):
                 chosen,
                 of_phases,
                 here,
-                lambda k: self.copied(k).keys(),
+                self.copied,
                 optimizer,
                 scheduler,
                 clip_norm,
@@ -208,7 +199,9 @@ class Pipeline(Loops):
             )
             if not any(phase.globally for phase in self._phases):
                 connections.norm = None
-            self._entered = first = self._phases[0]
+            self.method, self.devices = chosen, tuple(where)
+            self.minibatches, self.phase = 0, 0
+            first = self._phases[0]
             try:
                 for copy in self._copies:
                     copy.bind()
@@ -219,41 +212,29 @@ class Pipeline(Loops):
                         weights.bind()
                 for k, module in here.items():
                     self.add_module(str(k), module)
-                self.method = chosen
-                self.devices = tuple(where)
-                self.minibatches, self.phase = 0, 0
-                self._weights = [*first.weights]  # by the phase that training is in
-                self._log(clip_norm)
-                norm, own_dim = connections.norm if first.globally else None, first_dim(split_dim)
+                dim = first_dim(split_dim)
                 own = [
-                    Stage(k, module, device, weights, max_norm, norm, recompute, own_dim)
-                    for (k, module), device, weights, max_norm in zip(
-                        here.items(), where, first.weights, first.max_norms, strict=True
-                    )
+                    Stage(k, module, device, recompute, dim)
+                    for (k, module), device in zip(here.items(), where, strict=True)
                 ]
+                self._executor = Executor(own, connections)
+                self._train_by(first)
+                self._log(clip_norm)
                 # Not here, lest a loss function that is a module becomes a part of the model.
                 connections.connect(own, of_phases, chosen, loss_fn, self._copies)
-                self._executor = Executor(own, first.places, chosen.schedule, connections)
-                connections.change(chosen, first.places)
                 self._executor.follow_caller()
             except BaseException:
                 self._unbind()
                 raise
-            self.register_state_dict_pre_hook(_mend_before)  # type: ignore[no-untyped-call]
             self.register_state_dict_post_hook(_put_true_weights)  # type: ignore[no-untyped-call]
-            self.register_state_dict_post_hook(_give_names)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_pre_hook(_refuse_load_in_run)  # type: ignore[no-untyped-call]
-            self.register_load_state_dict_pre_hook(_begin_load)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_follow_load)  # type: ignore[no-untyped-call]
-            self.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
-            for phase in self._phases:
-                for weights in phase.weights:
-                    if weights is not None:
-                        weights.updater.order_by(self._executor.callers_turn)
+            use_model_names(self, whole=len(here) == replicas.stages)
+            for weights in self._of_all_phases():
+                weights.updater.order_by(self._executor.callers_turn)
 
     def _log(self, clip_norm: float | None) -> None:
-        """Say what the method comes to."""
-        like = next((w.optimizer for w in self._weights if w is not None), None)
+        like = next((weights.optimizer for weights in self._trained), None)
         said = (in_words(phase.method, phase.places, like) for phase in self._phases)
         _logger.info("%s", "; then ".join(said))
         if clip_norm is not None:
@@ -263,12 +244,10 @@ class Pipeline(Loops):
             warn_of_threads()
 
     def _unbind(self) -> None:
-        """Give parameters and optimizers ordinary storage of their own."""
-        for phase in self._phases:
-            for weights in phase.weights:
-                if weights is not None and weights.bound:
-                    callers_stream(weights.params[0].device).lend(weights.buffers())
-                    weights.unbind()
+        for weights in self._of_all_phases():
+            if weights.bound:
+                callers_stream(weights.params[0].device).lend(weights.buffers())
+                weights.unbind()
         for copy in self._copies:
             copy.unbind()
 
@@ -322,12 +301,13 @@ class Pipeline(Loops):
         if keep is not None and not callable(keep):
             raise TypeError(f"keep: expected a callable, got {type(keep).__name__}")
         begun: list[bool] = []
-        return warn_unless_begun(self._run(iter(batches), observer_of(trace), keep, begun), begun)
+        run = self._run(iter(batches), observers_of(trace), keep, begun)
+        return warn_unless_begun(run, begun)
 
     def _run(
         self,
         batches: Iterator[object],
-        trace: Observer | None,
+        observers: Sequence[Observer],
         keep: Keep | None,
         begun: list[bool],
     ) -> Iterator[Result]:
@@ -345,10 +325,8 @@ class Pipeline(Loops):
         self._enter()
         _logger.info("run begins: %s, %s", self.method.name, self._where())
         try:
-            if trace is None:
-                yield from self._all_phases(batches, None, keep)
-            else:
-                yield from self._watched(batches, trace, keep)
+            with looking_on(observers, self._rules, self.devices):
+                yield from self._all_phases(batches, observers, keep)
         except GeneratorExit:
             _logger.info("run ended, left by the caller: %s", self._where())
             raise
@@ -369,23 +347,8 @@ class Pipeline(Loops):
                 stacklevel=3,
             )
 
-    def _watched(
-        self, batches: Iterator[object], trace: Observer, keep: Keep | None
-    ) -> Iterator[Result]:
-        trace.begin(self._rules, self.devices)
-        try:
-            yield from self._all_phases(batches, trace, keep)
-        except GeneratorExit:
-            trace.end()
-            raise
-        except BaseException as error:
-            with noted_on(error):
-                trace.end()
-            raise
-        trace.end()
-
     def _all_phases(
-        self, batches: Iterator[object], trace: Observer | None, keep: Keep | None
+        self, batches: Iterator[object], observers: Sequence[Observer], keep: Keep | None
     ) -> Iterator[Result]:
         """Run by one phase of the method after another, as training comes to them.
 
@@ -393,12 +356,10 @@ class Pipeline(Loops):
         """
         done, left = 0, False
         while True:
-            coming, watch, source = self._entered.method.then, trace, None
-            if coming is not None:
-                gap = None if coming.gap is None else Gap()
-                source = Until(batches, coming, self.minibatches, gap)
-                watch = observer_of([one for one in (trace, gap) if one is not None])
-            run = self._executor.run(batches if source is None else source, watch, keep)
+            coming = self._entered.method.then
+            until = None if coming is None else Until(batches, coming, self.minibatches)
+            watching = observers if until is None else (*observers, until)
+            run = self._executor.run(until or batches, watching, keep)
             try:
                 if done == 0:
                     yield from run
@@ -406,53 +367,53 @@ class Pipeline(Loops):
                     if not left:
                         yield result.renumbered(done + result.index)
             except GeneratorExit:
-                cast("Generator[Result, None, None]", run).close()  # finishes what is in flight
+                run.close()  # finishes what is in flight
                 left = True
             finally:
                 self.minibatches += self._executor.begun
-            if source is None:
+            if until is None:
                 return
-            over, more = self._tell(partial(source.said, left), "ending a phase")[0]
+            over, more = self._tell(partial(until.said, left), "ending a phase")[0]
             self.phase += over
             if not more:
                 return
             done += self._executor.begun
             self._enter()
-            if trace is not None:
-                trace.changed(self._entered.rules, done)
+            for observer in observers:
+                observer.changed(self._entered.rules, done)
 
     def _enter(self) -> None:
         """Have the stages be what the phase makes of them that training has come to."""
         with deferred():
-            self._change_stages()
+            while (then := self._phases[self.phase].method.then) is not None and (
+                then.after is not None and self.minibatches >= then.after
+            ):
+                self.phase += 1
+            now = self._phases[self.phase]
+            for stage, weights in zip(self._executor.stages, now.weights, strict=True):
+                old = stage.weights
+                if weights is not None and old is not None and old is not weights and old.bound:
+                    callers_stream(stage.device).lend(old.buffers())
+                    old.hand_over(weights)
+                stage.weights = weights
+                if weights is not None and not weights.bound:
+                    weights.bind()
+            for copy in self._copies:
+                copy.bind()
+            if self._entered is not now:
+                self._train_by(now)
+                _logger.info("minibatch %d: now %s", self.minibatches, now.method.name)
 
-    def _change_stages(self) -> None:
-        before = self._entered
-        while (then := self._phases[self.phase].method.then) is not None and (
-            then.after is not None and self.minibatches >= then.after
-        ):
-            self.phase += 1
-        now = self._phases[self.phase]
-        for k, (device, weights) in enumerate(zip(self.devices, now.weights, strict=True)):
-            old = self._weights[k]
-            if weights is not None and old is not None and old is not weights and old.bound:
-                callers_stream(device).lend(old.buffers())
-                old.hand_over(weights)
-            self._weights[k] = weights
-            if weights is not None and not weights.bound:
-                weights.bind()
-        for copy in self._copies:
-            copy.bind()
-        if before is not now:
-            executor = self._executor
-            executor.change(now.places, now.method.schedule)
-            executor.connections.change(now.method, now.places)
-            norm = executor.connections.norm if now.globally else None
-            stages = zip(executor.stages, now.weights, now.max_norms, strict=True)
-            for stage, weights, max_norm in stages:
-                stage.train_by(weights, max_norm, norm)
-            self._entered = now
-            _logger.info("minibatch %d: now %s", self.minibatches, now.method.name)
+    def _train_by(self, phase: TrainingPhase) -> None:
+        """Have the next run go by a phase, whose weights are bound."""
+        executor, connections = self._executor, self._executor.connections
+        executor.change(phase.places, phase.method.schedule)
+        connections.change(phase.method, phase.places)
+        norm = connections.norm if phase.globally else None
+        stages = zip(executor.stages, phase.weights, phase.max_norms, strict=True)
+        for stage, weights, max_norm in stages:
+            stage.train_by(weights, max_norm, norm)
+        self._entered = phase
 
     def _where(self) -> str:
         of, here = f"of {len(self._executor.places)}", [place.stage for place in self.places]
@@ -468,12 +429,11 @@ class Pipeline(Loops):
         Raises:
             RuntimeError: a stage cannot have it, see ``partition``; all are then as they were.
         """
-        before = [(module, module.training) for module in self.modules()]
+        before = ModuleModes(self)
         try:
             return super().train(mode)
         except BaseException:
-            for module, training in before:
-                module.training = training
+            before.restore()
             raise
 
     def forward(self, value: Any) -> Any:
@@ -490,6 +450,7 @@ class Pipeline(Loops):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module, with the uncut model's names; in a run copies of the true weights."""
+        self._mend(changed=True)
         with ExitStack() as held:
             for stage in self._executor.stages:
                 held.enter_context(stage.guard.lifted())
@@ -504,10 +465,10 @@ class Pipeline(Loops):
             changed: whether copies follow weights that may have been changed by ``.data``, which
                 nobody sees: that takes as long as to copy them.
         """
-        self._executor.mend()
-        if self._evaluator is not None:
-            self._evaluator.mend()
-        if not self._executor.running and not self._evaluates:
+        executors = [each for each in (self._executor, self._evaluator) if each is not None]
+        for executor in executors:
+            executor.mend()
+        if not any(executor.running for executor in executors):
             self._executor.let_caller_follow()
             for copy in self._copies:
                 copy.follow(changed)
@@ -515,10 +476,7 @@ class Pipeline(Loops):
     # All ways to the stages' parameters through this module begin here.
 
     def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As of any module; the end of a run that an exception cut short is finished first."""
         self._mend()
@@ -532,14 +490,9 @@ class Pipeline(Loops):
         self._mend()
         return super().named_children()
 
-    @property
-    def _evaluates(self) -> bool:
-        """Whether an evaluation goes on."""
-        return self._evaluator is not None and self._evaluator.running
-
     def _refuse_in_run(self, what: str, changed: bool = False) -> None:
         self._mend(changed)
-        if self._evaluates:
+        if self._evaluator is not None and self._evaluator.running:
             raise RuntimeError(f"{what}: an evaluation of this pipeline has not ended")
         if self._executor.running:
             raise RuntimeError(
@@ -550,16 +503,26 @@ class Pipeline(Loops):
     # What it holds.
 
     @property
+    def _weights(self) -> list[StageWeights | None]:
+        return [stage.weights for stage in self._executor.stages]
+
+    @property
+    def _trained(self) -> list[StageWeights]:
+        return [weights for weights in self._weights if weights is not None]
+
+    def _of_all_phases(self) -> list[StageWeights]:
+        return [w for phase in self._phases for w in phase.weights if w is not None]
+
+    @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers in the order of stages; a stage without trainable parameters has none."""
         self._mend()
-        return [weights.optimizer for weights in self._weights if weights is not None]
+        return [weights.optimizer for weights in self._trained]
 
     @property
     def schedulers(self) -> list[LRScheduler]:
         """The learning-rate schedulers in the order of stages, empty if there are none."""
-        found = (weights.scheduler for weights in self._weights if weights is not None)
-        return [scheduler for scheduler in found if scheduler is not None]
+        return [each.scheduler for each in self._trained if each.scheduler is not None]
 
     @property
     def random(self) -> list[StageRandom]:
@@ -588,11 +551,10 @@ class Pipeline(Loops):
         """
         self._mend()
         found: dict[Tensor, Tensor] = {}
-        for weights in self._weights:
-            if weights is not None:
-                if bind and not weights.bound:
-                    weights.bind()
-                found.update(weights.masters())
+        for weights in self._trained:
+            if bind and not weights.bound:
+                weights.bind()
+            found.update(weights.masters())
         if bind:
             self._executor.follow_caller()
         return found
@@ -608,7 +570,7 @@ class Pipeline(Loops):
     @property
     def weight_version_bytes(self) -> int:
         """Bytes of all weight versions of all stages: working, master and kept ones."""
-        return sum(weights.nbytes for weights in self._weights if weights is not None)
+        return sum(weights.nbytes for weights in self._trained)
 
     def predicted_memory(self) -> list[StageMemory]:
         """What each stage holds at most in a long run, as schedule and method predict it."""
@@ -656,62 +618,30 @@ class Pipeline(Loops):
         )
 
 
-def _mend_before(pipe: Pipeline, *_: object) -> None:
-    pipe._mend(changed=True)
-
-
 def _put_true_weights(
     pipe: Pipeline, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """While a run is suspended, let a state_dict have copies, and of the true weights."""
     if not pipe._executor.running:
         return
+    true: dict[Tensor, Tensor] = {}
     with pipe._executor.callers_turn():
-        true: dict[str, Tensor] = {}
-        for place, weights in zip(pipe.places, pipe._weights, strict=True):
-            k = place.stage
-            if weights is not None:
-                where = weights.true_weights()
-                for name, p in weights.module.named_parameters(remove_duplicate=False):
-                    true[f"{prefix}{k}.{name}"] = where.get(p, p)
+        for weights in pipe._trained:
+            true.update(weights.true_weights())
         for copy in pipe._copies:
             if copy.original is not None:
-                home = f"{prefix}{copy.home}.{copy.home_name}"
-                for name in copy.names:
-                    found = true.get(home, copy.original).to(copy.held.device)
-                    true[f"{prefix}{copy.stage}.{name}"] = found
+                found = true.get(copy.original, copy.original)
+                true[copy.held] = found.to(copy.held.device)
+        for name, p in pipe.named_parameters(remove_duplicate=False):
+            if prefix + name in state:
+                state[prefix + name] = true.get(p, p)
         for key, value in state.items():
             if key.startswith(prefix) and isinstance(value, Tensor):
-                found = true.get(key, value).detach()
-                state[key] = found.clone(memory_format=torch.preserve_format)
-
-
-def _give_names(pipe: Pipeline, state: dict[str, Any], prefix: str, _: object) -> None:
-    give_names(dict(pipe.named_children()), state, prefix)
+                state[key] = value.detach().clone(memory_format=torch.preserve_format)
 
 
 def _refuse_load_in_run(pipe: Pipeline, *_: object) -> None:
     pipe._refuse_in_run("load_state_dict")
-
-
-def _begin_load(
-    pipe: Pipeline,
-    state: dict[str, Any],
-    prefix: str,
-    _: object,
-    strict: bool,
-    missing: object,
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    stages = dict(pipe.named_children())
-    whole = len(stages) == len(pipe._executor.places)
-    pipe._end_load = begin_load(stages, state, prefix, unexpected if whole else None, errors)
-
-
-def _end_load(pipe: Pipeline, incompatible: Any) -> None:
-    pipe._end_load(incompatible.missing_keys)
-    del pipe._end_load
 
 
 def _follow_load(pipe: Pipeline, *_: object) -> None:

@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from spectrain_ext.rng import RNG_LOCK, StageRandom
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
-from spectrain_ext.weights import StageWeights
 
 from .batch import samples_in
-from .clipping import GlobalNorm
-from .cursor import Cursor
-from .edges import SharedLosses, StageEdges
+from .edges import Cursor, SharedLosses, StageEdges
 from .halves import differentiate_inputs
 from .loads import NOTHING, Handler, Loads
 from .tape import (
@@ -27,14 +24,13 @@ from .tape import (
     Tape,
     Targets,
     activation,
-    apart,
     check_dependence,
     check_loss,
+    copied_out,
     differentiate,
     packed,
     run_on,
     seeded,
-    value_of,
 )
 
 
@@ -58,12 +54,8 @@ class Stage(Loads):
     spectral norm's vectors or running statistics, are what the first forward found, and updated by
     that one only; so are those of a loss that is a module.
 
-    Args:
-        index, module, device, weights, max_norm, global_norm: see ``Loads``.
-        recomputes: whether to keep inputs only.
-        split_dim: the dimension of the samples, of the input's first tensor.
-
     Attributes:
+        split_dim: the dimension of the samples, of the input's first tensor.
         peak: the most microbatches that were in flight here at once.
         edges: of the run.
         losses: what goes back with gradients, where losses are shared; None: nothing.
@@ -77,16 +69,12 @@ class Stage(Loads):
         index: int,
         module: nn.Module,
         device: torch.device,
-        weights: StageWeights | None,
-        max_norm: float | None = None,
-        global_norm: GlobalNorm | None = None,
         recomputes: bool = False,
         split_dim: int = 0,
     ) -> None:
-        super().__init__(index, module, device, weights, max_norm, global_norm)
+        super().__init__(index, module, device)
         self.random = StageRandom(index, device)
-        self.recomputes = recomputes
-        self.split_dim = split_dim
+        self.recomputes, self.split_dim = recomputes, split_dim
         self.peak = 0
         self._mode = Mode.TRAIN
         self._modes: ModuleModes | None = None
@@ -98,7 +86,6 @@ class Stage(Loads):
         self.forget()
 
     def handlers(self) -> dict[Kind, Handler]:
-        """What runs each kind of instruction that a stage sees to by itself."""
         return {
             Kind.LOAD_FORWARD: self.load_forward,
             Kind.RECEIVE_ACTIVATION: self.receive_activation,
@@ -156,7 +143,7 @@ class Stage(Loads):
     def forget(self) -> None:
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._targets: dict[int, Targets] = {}
-        # The leaves whose gradients go to the previous stage, and what stands for their memory.
+        # Inputs whose gradients go to the previous stage, and what stands for the memory of these.
         self._outgoing: tuple[Sequence[Tensor | None], Buffer] | None = None
 
     # Forward.
@@ -195,7 +182,7 @@ class Stage(Loads):
         writes = (slot.buffer, self.module_buffers, tape.buffer)
         with (
             NOTHING if self.immediate else self.compute.using(reads=(self.working,), writes=writes),
-            NOTHING if graph and torch.is_grad_enabled() else _grad(graph),
+            NOTHING if graph and torch.is_grad_enabled() else torch.set_grad_enabled(graph),
             RNG_LOCK,
             self._numbers,
             self._follows,
@@ -209,7 +196,8 @@ class Stage(Loads):
                 copies = [None if t is None else t.clone() for t in message.tensors]
                 tape.output = self.module(packed(message, copies))
             else:
-                tape.output = apart(self.module(value_of(message)), message)
+                value = packed(message, message.tensors)
+                tape.output = copied_out(self.module(value), message)
         if self.edges.to_next:
             tape.message = activation(tape.output)
             if not graph and self._mode is Mode.TRAIN:
@@ -265,14 +253,25 @@ class Stage(Loads):
         """Compute the loss of a microbatch; returns it detached, and what is to be kept beside."""
         tape = self._tapes[i, j]
         graph = self._keeps_graph
-        self._take_target(i, j, tape)
-        writes = (tape.target.buffer, tape.buffer)
-        with self.computing(writes=writes), _grad(graph), RNG_LOCK, self.random, self._follows:
+        targets = self._targets.get(i)
+        if targets is None:
+            slot = self._receive_target(j)
+            with self.computing(reads=(slot.buffer,)):
+                targets = self._targets[i] = Targets(slot, self.edges.targets_of(slot))
+        tape.arrived, tape.target = targets.slot, targets.parts[j]
+        writes = (tape.arrived.buffer, tape.buffer)
+        with (
+            self.computing(writes=writes),
+            torch.set_grad_enabled(graph),
+            RNG_LOCK,
+            self.random,
+            self._follows,
+        ):
             if not graph:
                 tape.found.append(ModuleBuffers(loss_fn))
                 tape.loss_fn = loss_fn
-            loss = loss_fn(tape.output, tape.wanted)
-            kept = None if keep is None else keep(tape.output, tape.wanted)
+            loss = loss_fn(tape.output, tape.target)
+            kept = None if keep is None else keep(tape.output, tape.target)
         check_loss(loss)
         if graph:
             check_dependence(loss, tape.output)
@@ -282,27 +281,17 @@ class Stage(Loads):
         return loss.detach(), kept
 
     def measure(self, i: int, j: int, measure: Callable[..., Any]) -> None:
-        """Have the output of an evaluation measured."""
-        tape, slot = self._tapes.pop((i, j)), self._target_at(j)
+        tape, slot = self._tapes.pop((i, j)), self._receive_target(j)
         message = slot.message
         assert message is not None
         writes = slot.buffer, tape.buffer
         with self.computing(writes=writes), torch.no_grad(), RNG_LOCK, self._numbers:
-            measure(tape.output, apart(value_of(message), message))
+            measure(tape.output, copied_out(packed(message, message.tensors), message))
         self.compute.record(self.computed)
         self.edges.targets[j].free(slot)
         self.compute.writes(tape.buffer)  # freed
 
-    def _take_target(self, i: int, j: int, tape: Tape) -> None:
-        """Find a microbatch's target, which has come with those of all its minibatch."""
-        found = self._targets.get(i)
-        if found is None:
-            slot = self._target_at(j)
-            with self.computing(reads=(slot.buffer,)):
-                found = self._targets[i] = Targets(slot, self.edges.targets_of(slot))
-        tape.target, tape.wanted = found.slot, found.parts[j]
-
-    def _target_at(self, j: int) -> Slot:
+    def _receive_target(self, j: int) -> Slot:
         slot = self.edges.targets[j].receive()
         if slot is None:
             raise RuntimeError("the run has ended where batches come in, and a target is missing")
@@ -314,18 +303,17 @@ class Stage(Loads):
         slot = self.edges.gradients[j].receive()
         if slot is None:
             raise RuntimeError("the next stage has ended its run, and a gradient is missing")
-        self._received = slot
+        self._tapes[i, j].arrived = slot
         if self.losses is not None:
             self.losses.came_back(i, j, slot.header.value)
 
     def recompute(self, i: int, j: int) -> None:
-        """Compute the output again, now with a graph."""
         tape = self._tapes[i, j]
         message = tape.slot.message
         assert message is not None
         writes = [tape.slot.buffer, tape.buffer, self.module_buffers]
         if self.edges.targets:
-            writes.append(tape.target.buffer)
+            writes.append(tape.arrived.buffer)
         with self.computing(reads=(self.working,), writes=writes), torch.enable_grad():
             self._before = [ModuleBuffers(self.module), ModuleBuffers(tape.loss_fn)]
             with torch.no_grad():
@@ -334,7 +322,7 @@ class Stage(Loads):
             with self.random.at(tape.states):
                 tape.leaves, tape.output = self._run(message)
                 if tape.loss_fn is not None:
-                    loss = tape.loss_fn(tape.output, tape.wanted)
+                    loss = tape.loss_fn(tape.output, tape.target)
                     check_dependence(loss, tape.output)
                     tape.output = loss
 
@@ -348,9 +336,8 @@ class Stage(Loads):
 
     def backward(self, i: int, j: int) -> None:
         tape = self._tapes.pop((i, j))
-        arrived = self._received if self.edges.gradients else tape.target
-        self._differentiate(i, j, tape, arrived)
-        self._finish(i, j, tape, arrived)
+        self._differentiate(i, j, tape)
+        self._finish(i, j, tape)
 
     def backward_input(self, i: int, j: int) -> None:
         """The gradients of the input, and what else cannot be put off.
@@ -358,22 +345,20 @@ class Stage(Loads):
         Of a recomputed graph all: to put one half off would be to keep what was not to be kept.
         """
         tape = self._tapes[i, j]
-        tape.gradient = self._received if self.edges.gradients else tape.target
-        tape.rest = self._differentiate(i, j, tape, tape.gradient, halves=not self.recomputes)
+        tape.rest = self._differentiate(i, j, tape, halves=not self.recomputes)
         if not self.immediate:
             self._has_computed()
 
     def backward_weights(self, i: int, j: int) -> None:
-        """The gradients that ``backward_input`` has left."""
         tape = self._tapes.pop((i, j))
         if tape.rest is not None:
-            reads = (self.working, tape.buffer, tape.slot.buffer, tape.gradient.buffer)
+            reads = (self.working, tape.buffer, tape.slot.buffer, tape.arrived.buffer)
             writes = (self.weight_gradients, self.module_buffers)
             with self.computing(reads=reads, writes=writes), RNG_LOCK:
                 tape.rest()
-        self._finish(i, j, tape, tape.gradient)
+        self._finish(i, j, tape)
 
-    def _finish(self, i: int, j: int, tape: Tape, arrived: Slot) -> None:
+    def _finish(self, i: int, j: int, tape: Tape) -> None:
         """A backward has ended: let go of what it needed."""
         if not self.immediate:
             self.compute.writes(tape.buffer)  # freed
@@ -381,18 +366,18 @@ class Stage(Loads):
         edges = self.edges
         edges.inputs[j].free(tape.slot)
         if edges.gradients:
-            edges.gradients[j].free(arrived)
+            edges.gradients[j].free(tape.arrived)
             return
         targets = self._targets[i]
         targets.left -= 1
         if not targets.left:
             del self._targets[i]
-            edges.targets[j].free(arrived)
+            edges.targets[j].free(tape.arrived)
 
     def _differentiate(
-        self, i: int, j: int, tape: Tape, arrived: Slot, halves: bool = False
+        self, i: int, j: int, tape: Tape, halves: bool = False
     ) -> Callable[[], None] | None:
-        """Issue the backward, which begins with the gradients or the target that arrived.
+        """Issue the backward.
 
         With ``halves`` only that of the inputs; the other half is returned, if there is one.
         """
@@ -401,14 +386,14 @@ class Stage(Loads):
         outgoing = self._untracked or Buffer("gradients of the input")
         on_compute: AbstractContextManager[object] = NOTHING
         if not self.immediate:
-            reads = (self.working, tape.buffer, tape.slot.buffer, arrived.buffer)
+            reads = (self.working, tape.buffer, tape.slot.buffer, tape.arrived.buffer)
             # torch.utils.checkpoint runs layers again, and puts other random numbers there.
             writes = (self.weight_gradients, self.module_buffers, outgoing)
             on_compute = self.compute.using(reads=reads, writes=writes)
         with on_compute, RNG_LOCK:  # a hook may draw
             if self.edges.gradients:
-                assert arrived.message is not None
-                pairs = seeded(tape.output, arrived.message.tensors)
+                assert tape.arrived.message is not None
+                pairs = seeded(tape.output, tape.arrived.message.tensors)
             else:
                 loss = tape.output
                 assert isinstance(loss, Tensor)
@@ -446,10 +431,6 @@ class Stage(Loads):
 
     def send_word(self, i: int, j: int) -> None:
         self.edges.to_previous[j].send(Message((), False), Buffer("nothing"), self.computed)
-
-
-def _grad(enabled: bool) -> AbstractContextManager[object]:
-    return torch.enable_grad() if enabled else torch.no_grad()
 
 
 def _versions(message: Message) -> list[int]:

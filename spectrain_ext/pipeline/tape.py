@@ -36,25 +36,22 @@ class Tape:
         leaves: the inputs, None where no gradient is wanted.
         output: where the backward starts: the module's output, on the last stage then the loss.
         message: the output without its graph, where it goes on to another stage.
-        target: the receive buffer that the loss's target is in, on the last stage.
-        wanted: the target.
-        gradient: the receive buffer that the backward began with, between its halves.
-        rest: what its second half does, if anything.
-        states: of the random numbers, where the forward is to be run again.
-        found: the module's buffers and the loss's, likewise.
-        loss_fn: likewise, on the last stage.
+        arrived: the receive buffer of the output's gradients, on the last stage of the target.
+        target: of the loss.
+        rest: what the second half of a backward does, if anything.
+        states, found, loss_fn: where the forward is to be run again the states of the random
+            numbers, the module's buffers and the loss's, and that.
     """
 
     __slots__ = (
-        *("buffer", "found", "gradient", "leaves", "loss_fn", "message", "output", "rest", "slot"),
-        *("states", "target", "wanted"),
+        *("arrived", "buffer", "found", "leaves", "loss_fn", "message", "output", "rest", "slot"),
+        *("states", "target"),
     )
     leaves: Sequence[Tensor | None]
     output: Any
     message: Message
-    target: Slot
-    wanted: Any
-    gradient: Slot
+    arrived: Slot
+    target: Any
     rest: Callable[[], None] | None
     states: States
     found: list[ModuleBuffers]
@@ -66,18 +63,13 @@ class Tape:
 
 
 class Targets:
-    """The targets of one minibatch, on the last stage.
-
-    Attributes:
-        slot: the receive buffer that they are in.
-        parts: of each microbatch.
-        left: microbatches whose backwards have not ended.
-    """
+    """The targets of one minibatch, on the last stage, in one receive buffer."""
 
     __slots__ = ("left", "parts", "slot")
 
     def __init__(self, slot: Slot, parts: list[Any]) -> None:
-        self.slot, self.parts, self.left = slot, parts, len(parts)
+        self.slot, self.parts = slot, parts
+        self.left = len(parts)  # microbatches whose backwards have not ended
 
 
 class ModuleBuffers:
@@ -120,8 +112,7 @@ class ModuleModes:
             self._switched = False
         finally:
             for part, training in self._modes:
-                if part.training != training:
-                    part.training = training
+                part.training = training
 
 
 # A forward.
@@ -130,10 +121,7 @@ class ModuleModes:
 def run_on(module: nn.Module, message: Message, entry: bool) -> tuple[list[Tensor | None], Any]:
     """The leaves that a module's output depends on, and the output.
 
-    Args:
-        module: of the stage.
-        message: its input.
-        entry: whether layers may work in place on what it gets.
+    With ``entry`` layers may work in place on what the module gets.
     """
     leaves: list[Tensor | None] = []
     values: list[Tensor] = []
@@ -150,7 +138,7 @@ def run_on(module: nn.Module, message: Message, entry: bool) -> tuple[list[Tenso
     return leaves, module(values[0] if message.single else packed(message, values))
 
 
-def apart(value: Any, message: Message) -> Any:
+def copied_out(value: Any, message: Message) -> Any:
     """A value that does not lie in a receive buffer: copies of its tensors that do."""
     lent = {t.untyped_storage().data_ptr() for t in message.tensors if t is not None}
 
@@ -202,13 +190,8 @@ def _not_to_be_sent(value: object) -> TypeError:
     )
 
 
-def value_of(message: Message) -> Any:
-    """What a module or a loss takes."""
-    return message.tensors[0] if message.single else packed(message, message.tensors)
-
-
 def packed(message: Message, tensors: Sequence[Tensor | None]) -> Any:
-    """Tensors in the form of the message's: itself, a tuple, or a dict."""
+    """Tensors as a module or a loss takes the message's: itself, a tuple, or a dict."""
     if message.single:
         return tensors[0]
     if message.keys is None:
@@ -243,23 +226,14 @@ def seeded(output: Any, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor
 
 
 def differentiate(pairs: Pairs, leaves: Sequence[Tensor] = (), keep: bool = False) -> None:
-    """Add the gradients of outputs, each with the gradient that it got, to leaves.
+    """Add the gradients of outputs, each with the gradient that it got, to leaves; none: to all.
 
-    Args:
-        pairs: the outputs and their gradients.
-        leaves: those that are wanted; none: all.
-        keep: whether what the graph has saved is to be there afterwards.
+    With ``keep`` what the graph has saved is there afterwards.
     """
     if pairs:
         outputs, seeds = zip(*pairs, strict=True)
         _run_backward(
-            outputs,
-            seeds,
-            keep,
-            False,
-            tuple(leaves),
-            allow_unreachable=True,
-            accumulate_grad=True,
+            outputs, seeds, keep, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
         )
 
 

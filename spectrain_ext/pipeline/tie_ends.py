@@ -65,7 +65,7 @@ def _refuse_hooks(stage: Stage, named: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
-class _Home:
+class _Lender:
     """The end that owns the parameters: sends what its forwards read, and adds up gradients."""
 
     def __init__(self, stage: Stage, tie: Tie, weights: Sender, gradients: Receiver | None) -> None:
@@ -73,7 +73,7 @@ class _Home:
         self._names = [m.home_name for m in tie.members]  # one may have several copies
         self._params = [known[found_as(name, known)] for name in self._names]
         self._trained = [p for p, m in zip(self._params, tie.members, strict=True) if m.trained]
-        self.stage, self.weights, self.gradients = stage, weights, gradients
+        self.stage, self.tie, self.weights, self.gradients = stage, tie, weights, gradients
 
     def begin(self, readings: _Readings) -> None:
         _refuse_hooks(self.stage, zip(self._names, self._params, strict=True))
@@ -124,14 +124,11 @@ class _Home:
         self.gradients.free(slot)
 
 
-class _Away:
-    """The end with the copies: computes with what the home sent, and sends gradients back.
+class _Borrower:
+    """The end with the copies: computes with what the owner sent, and sends gradients back.
 
-    A forward and its backward compute with what the home's forward of the microbatch read. That is
+    A forward and its backward compute with what the owner's forward of the microbatch read. That is
     not copied again: the parameters' data is where it arrived.
-
-    Args:
-        home: the home's stage, where that is in this process.
     """
 
     def __init__(
@@ -146,7 +143,8 @@ class _Away:
         known = {each.names[0]: each for each in copies if each.stage == stage.index}
         self._copies = [known[m.name] for m in tie.members]
         self._trained = [known[m.name] for m in tie.members if m.trained]
-        self.stage, self.home, self.weights, self.gradients = stage, home, weights, gradients
+        self.stage, self.tie, self.weights, self.gradients = stage, tie, weights, gradients
+        self.home = home  # None: the owner is in another process
         self._memory = Buffer(f"copies of others' weights in stage {stage.index}")
         stage.share(self._memory)
         self._gradients_sent = Transit(stage.compute, 1)
@@ -292,8 +290,8 @@ class Ties:
         remote: Callable[[int], tuple[Any, Any]],
     ) -> None:
         self.edges: list[Edge] = []
-        self._homes: list[tuple[Tie, _Home]] = []
-        self._away: list[tuple[Tie, _Away]] = []
+        self._lenders: list[_Lender] = []
+        self._borrowers: list[_Borrower] = []
         for n, tie in enumerate(ties):
             a, b = stages.get(tie.home), stages.get(tie.copy)
             if a is not None and b is not None:
@@ -303,9 +301,9 @@ class Ties:
             elif a is not None or b is not None:
                 weights, gradients = remote(n)
             if a is not None:
-                self._homes.append((tie, _Home(a, tie, weights, gradients)))
+                self._lenders.append(_Lender(a, tie, weights, gradients))
             if b is not None:
-                self._away.append((tie, _Away(b, a, tie, copies, weights, gradients)))
+                self._borrowers.append(_Borrower(b, a, tie, copies, weights, gradients))
 
     def _edge(self, a: Stage, b: Stage, what: str, depth: int) -> Edge:
         name = f"edge {a.index} -> {b.index} of tied {what}"
@@ -314,58 +312,52 @@ class Ties:
         return made
 
     def lends(self, stage: int) -> bool:
-        """Whether other stages have copies of a stage's weights."""
-        return any(tie.home == stage for tie, _ in self._homes)
+        return any(end.stage.index == stage for end in self._lenders)
 
     def borrows(self, stage: int) -> bool:
-        """Whether a stage has copies of others' weights."""
-        return any(tie.copy == stage for tie, _ in self._away)
+        return any(end.stage.index == stage for end in self._borrowers)
 
     def handlers(self, stage: int) -> dict[Kind, Handler]:
-        """What runs a stage's instructions of ties."""
-        homes = [end for tie, end in self._homes if tie.home == stage]
-        away = [end for tie, end in self._away if tie.copy == stage]
+        lend = [end for end in self._lenders if end.stage.index == stage]
+        borrow = [end for end in self._borrowers if end.stage.index == stage]
         return {
-            Kind.SEND_TIED_WEIGHTS: _each([end.send_weights for end in homes]),
-            Kind.RECEIVE_TIED_WEIGHTS: _each([end.receive_weights for end in away]),
-            Kind.LOAD_TIED_WEIGHTS: _each([end.load_weights for end in away]),
-            Kind.FREE_TIED_WEIGHTS: _each([end.free_weights for end in away]),
-            Kind.SEND_TIED_GRADIENTS: _each([end.send_gradients for end in away]),
-            Kind.ADD_TIED_GRADIENTS: _each([end.add_gradients for end in homes]),
+            Kind.SEND_TIED_WEIGHTS: _each([end.send_weights for end in lend]),
+            Kind.RECEIVE_TIED_WEIGHTS: _each([end.receive_weights for end in borrow]),
+            Kind.LOAD_TIED_WEIGHTS: _each([end.load_weights for end in borrow]),
+            Kind.FREE_TIED_WEIGHTS: _each([end.free_weights for end in borrow]),
+            Kind.SEND_TIED_GRADIENTS: _each([end.send_gradients for end in borrow]),
+            Kind.ADD_TIED_GRADIENTS: _each([end.add_gradients for end in lend]),
         }
 
     def gradients_are_there(self, stage: int) -> bool:
         """Whether a stage's update has all gradients: a copy may put off those of its weights."""
-        edges = [home.gradients for tie, home in self._homes if tie.home == stage]
+        edges = [end.gradients for end in self._lenders if end.stage.index == stage]
         return all(edge is None or edge.blocks or edge.has() for edge in edges)
 
     # A run.
 
-    def change(self, method: Method, places: Sequence[Place]) -> None:
-        """Say what all stages train by, from the next run on, and where each is."""
-        self._method, self._places = method, places
-
-    def begin(self) -> None:
-        ends: list[tuple[Tie, _Home | _Away]] = [*self._homes, *self._away]
-        for tie, end in ends:
-            end.begin(_Readings(self._method, self._places[0], self._places[tie.home]))
+    def begin(self, method: Method, places: Sequence[Place]) -> None:
+        """All stages, which are at these places, begin to train by this phase."""
+        ends: list[_Lender | _Borrower] = [*self._lenders, *self._borrowers]
+        for end in ends:
+            end.begin(_Readings(method, places[0], places[end.tie.home]))
 
     def bring_true(self) -> None:
         """No run goes on, or its stages have finished: other processes get the true weights."""
-        borrowed = [end for _, end in self._away if end.home is None]
-        for end in borrowed:
-            if end.gradients is not None:
-                end.gradients.end()
-        for _, home in self._homes:
-            if home.weights not in self.edges:
-                home.send_true()
-        for end in borrowed:
-            end.take_true()
+        remote = [end for end in self._borrowers if end.home is None]
+        for borrower in remote:
+            if borrower.gradients is not None:
+                borrower.gradients.end()
+        for lender in self._lenders:
+            if lender.weights not in self.edges:
+                lender.send_true()
+        for borrower in remote:
+            borrower.take_true()
 
     def end(self) -> None:
         """Forget the run; may be repeated."""
-        for _, end in self._away:
-            end.end()
+        for borrower in self._borrowers:
+            borrower.end()
 
 
 def _each(handlers: Sequence[Handler]) -> Handler:

@@ -102,7 +102,6 @@ class Tie(NamedTuple):
 
     @property
     def trained(self) -> bool:
-        """Whether any of them gets a gradient."""
         return any(each.trained for each in self.members)
 
 
@@ -131,7 +130,6 @@ def check_look(member: Member, look: Sequence[object], found: Sequence[object] |
 
 
 def names_of(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """All names of every parameter."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)

@@ -66,7 +66,6 @@ class PacedRates(LRScheduler):
         self._put()
 
     def get_last_lr(self) -> list[Any]:
-        """The present rates, with the factor."""
         return list(rates_of(self.optimizer))
 
     def state_dict(self) -> dict[str, Any]:

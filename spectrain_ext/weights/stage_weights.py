@@ -44,12 +44,9 @@ class StageWeights:
     of them holds what, ``Storage`` has the memory; this class has both, and steps the optimizer.
 
     Args:
-        module: the stage.
         optimizer: any that holds exactly the stage's trainable parameters.
         scheduler: stepped after every update, or None.
-        rules: the method at this stage.
         places: of stage 0 and of this one.
-        schedule: its name, or its generator.
         master_dtype: see ``Storage``.
         copies: parameters that are trained on another stage.
 
@@ -57,6 +54,7 @@ class StageWeights:
         peak: what the stage holds at once, as its schedule predicts.
         entry: makes the actions of stage 0.
         moves: whether somebody may ``move`` the true weights after an update.
+        rates_move: whether the learning rates are likely to change right after an update.
         meets_others: whether a backward may meet other weights than its forward, in another buffer.
     """
 
@@ -97,16 +95,13 @@ class StageWeights:
 
     @property
     def bound(self) -> bool:
-        """Whether the parameters are views of flat buffers now."""
         return self.storage is not None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all versions."""
         return 0 if self.storage is None else sum(flat.nbytes for flat in self.storage.flats())
 
     def buffers(self) -> list[Tensor]:
-        """All memory of weights and of the optimizer's state."""
         if self.storage is None:
             return []
         return [*self.storage.buffers(), *loose_state(self.optimizer)]
@@ -171,11 +166,6 @@ class StageWeights:
         assert self.storage is not None, "not bound"
         return self.storage
 
-    def in_place(self) -> bool:
-        """Whether all parameters are where they were bound; a parameter replaced is not seen."""
-        assert self.storage is not None, "not bound"
-        return self.storage.in_place()
-
     def check(self, stage: int) -> None:
         """Raise RuntimeError if a parameter is no longer a view of its flat buffer."""
         if self.storage is None:
@@ -202,7 +192,7 @@ class StageWeights:
         storage, rates = self._bound, partial(rates_of, self.optimizer)
         storage.begin()
         self.versions = Versions(self._rules, self._place, Entries(self.entry()), storage, rates)
-        self._rates_move = False
+        self.rates_move = False
         self.drop_gradients()
 
     def end(self) -> None:
@@ -243,18 +233,7 @@ class StageWeights:
 
     # The update.
 
-    def begin_update(self, forward: tuple[int, int] | None) -> Update:
-        """Find the buffers of an update, which ``make`` then makes.
-
-        Args:
-            forward: the microbatch whose forward is what the stage does next, if it is one. The
-                step writes its weights in the same pass over memory, unless a scheduler is about to
-                change the learning rate that they are predicted with.
-        """
-        return self.versions.begin_update(forward, self.moves, self._rates_move)
-
     def make(self, update: Update) -> None:
-        """Step the optimizer and the scheduler."""
         storage, updater = self.storage, self.updater
         assert storage is not None
         room = update.room
@@ -273,5 +252,5 @@ class StageWeights:
             room.content = None  # not what the next forward will ask for
         if self.scheduler is not None:
             self.scheduler.step()
-            self._rates_move = storage.predicts and rates_of(self.optimizer) != after
+            self.rates_move = storage.predicts and rates_of(self.optimizer) != after
         self.drop_gradients()

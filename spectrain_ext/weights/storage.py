@@ -118,8 +118,6 @@ class Storage:
     Between runs the parameters are in the *home* buffer, with the true weights.
 
     Args:
-        params: the parameters.
-        optimizer: holds exactly these.
         rules: say how steps are corrected, and what is kept of the true weights before the last.
         master: whether the true weights have a buffer of their own.
         master_dtype: of that buffer and of the optimizer's state for 16-bit parameters; None: the
@@ -182,7 +180,6 @@ class Storage:
             self._ahead = None if self.same_dtype else Flat(params, wide)
 
     def new_buffer(self) -> VersionBuffer:
-        """One more buffer to compute with."""
         self.pool.append(self._made(f"weights {len(self.pool)}", Flat(self.params)))
         return self.pool[-1]
 
@@ -193,7 +190,7 @@ class Storage:
         return VersionBuffer(flat, Buffer(name))
 
     def bind(self) -> None:
-        """Move the parameters and the optimizer here; RuntimeError if it is bound elsewhere."""
+        """Move the parameters and the optimizer here."""
         optimizer = self.optimizer
         optimizer.bind(self.true.flat.views, self._state)
         for p, view in self.home.flat.views.items():
@@ -221,17 +218,15 @@ class Storage:
         ]
 
     def flats(self) -> list[Flat]:
-        """All memory of weights."""
         versions = [buffer.flat for buffer in self.version_buffers()]
         return [*versions, *(flat for flat in (self._before, self._ahead) if flat is not None)]
 
     def buffers(self) -> list[Tensor]:
-        """All memory, that of the optimizer's state as well."""
+        """The optimizer's state as well."""
         flats = *self.flats(), *self._state_flats.values()
         return [buffer for flat in flats for buffer in flat.buffers]
 
     def version_buffers(self) -> list[VersionBuffer]:
-        """The master and the buffers to compute with."""
         return self.pool if self.master is None else [self.master, *self.pool]
 
     def in_place(self) -> bool:
@@ -320,7 +315,6 @@ class Storage:
     # What a buffer is to hold.
 
     def write(self, content: Content, buffer: VersionBuffer) -> None:
-        """Make it from the true weights."""
         law = content.law
         if law is None:
             self.write_true(buffer)
@@ -332,7 +326,6 @@ class Storage:
             sink.write(law)
 
     def write_true(self, buffer: VersionBuffer) -> None:
-        """Copy the true weights to a buffer, rounded where that is narrower."""
         self._copy(self.true.flat, buffer.flat)
 
     def _copy(self, source: Flat, target: Flat) -> None:
@@ -419,7 +412,6 @@ class SavedWeights:
     def _in_bound(
         self, number: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int
     ) -> Tensor:
-        """A view of the flat buffer of a dtype, of whichever version is bound."""
         buffer = self._storage.bound.flat.buffers[number]
         return buffer.as_strided(size, stride, int(buffer.storage_offset()) + offset)
 

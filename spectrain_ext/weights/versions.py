@@ -30,14 +30,7 @@ class Versions(Reader[Content]):
     """Finds the buffer of the weights that an instruction computes with.
 
     Weights that a buffer holds cost nothing. Others are written into a buffer whose own nobody
-    wants any more. No memory is touched here.
-
-    Args:
-        rules: the method at this stage.
-        place: the stage's place.
-        entries: the versions of microbatches at stage 0.
-        storage: the buffers, at the begin of a run.
-        rates: the present learning rate of every parameter group.
+    wants any more. No memory is touched here. ``rates`` says what the learning rates are now.
     """
 
     def __init__(
@@ -102,7 +95,9 @@ class Versions(Reader[Content]):
         """Find the buffers of an update; from here on the version that it makes is the newest.
 
         Args:
-            forward: the microbatch whose forward is what the stage does next, if it is one.
+            forward: the microbatch whose forward is what the stage does next, if it is one. The
+                step writes its weights in the same pass over memory, unless a scheduler is about to
+                change the learning rate that they are predicted with.
             moves: whether somebody may move the true weights right after it.
             rates_move: whether the learning rates are likely to change right after it.
         """

@@ -318,7 +318,7 @@ def test_a_step_that_raises(kind):
 
 def check_own_storage(pipe):
     """The parameters are where the pipeline has them, with its weights."""
-    assert all(weights.in_place() for weights in pipe._weights)
+    assert all(weights.storage.in_place() for weights in pipe._weights)
     pipe.check_drained("this")
     for weights in pipe._weights:
         weights.check(0)

@@ -164,7 +164,7 @@ def test_whatever_users_are_given_is_documented() -> None:
 BEHIND_FACES = {
     *("distributed.board", "distributed.exchange", "distributed.store"),
     *("method.formulas", "observation.metrics", "operators.averaging", "optim.foreign"),
-    *("pipeline.averaging", "pipeline.batch", "pipeline.clipping", "pipeline.losses"),
+    *("pipeline.averaging", "pipeline.batch", "pipeline.loads", "pipeline.losses"),
     *("pipeline.pipeline", "timelines.timeline", "weights.storage", "weights.versions"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spectrain_ext.pipeline.cursor import Cursor
+from spectrain_ext.pipeline.edges import Cursor
 from spectrain_ext.schedule import Duties, Instruction, Kind, Place, find_generator, tables
 from spectrain_ext.transport import Header
 

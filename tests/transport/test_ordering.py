@@ -20,8 +20,9 @@ from helpers.pipeline_cases import (
 from torch import nn
 
 from spectrain_ext.errors import OrderingError, StageError
+from spectrain_ext.method import Phase, find_method
 from spectrain_ext.observation.meter import Probe
-from spectrain_ext.pipeline.phases import Gap
+from spectrain_ext.pipeline.phases import Until
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.schedule import Kind, Rules
 from spectrain_ext.transport import (
@@ -204,7 +205,8 @@ def test_observers_read_weights_in_the_order_of_the_stage_that_writes_them():
         Probe(stage, Rules(), delay=1, every=1).forward(1, 0, updates=1)
 
     def measure():
-        Gap().watch(stage, nothing)[Kind.FORWARD](1, 0)
+        coming = Phase(find_method("sync"), after=None, gap=0.1)
+        Until(iter(()), coming, 0).watch(stage, nothing)[Kind.FORWARD](1, 0)
 
     for observe in (look, measure):
         observe()

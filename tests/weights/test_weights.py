@@ -62,7 +62,7 @@ def made(
 def step(weights, *, forward=None):
     for p in weights.params:
         p.grad = torch.ones_like(p)
-    weights.make(weights.begin_update(forward))
+    weights.make(weights.versions.begin_update(forward, rates_move=weights.rates_move))
 
 
 def holds(weights, content):
@@ -202,7 +202,7 @@ def test_a_backward_without_a_prediction_has_the_master_itself():
     step(weights, forward=(1, 0))
     load(weights, weights.versions.for_backward(0, 0))
     assert weights.storage.bound is weights.storage.master
-    assert weights.in_place()
+    assert weights.storage.in_place()
     weights.check(0)
     weights.end()
     assert weights.storage.bound is weights.storage.home
@@ -312,7 +312,7 @@ def test_parameters_without_a_gradient():
     weights = made(forward=2, backward="predict", back=1)
     step(weights)
     weights.params[0].grad = torch.ones_like(weights.params[0])
-    weights.make(weights.begin_update((3, 0)))  # no gradient for the bias
+    weights.make(weights.versions.begin_update((3, 0)))  # no gradient for the bias
     torch.testing.assert_close(bound(weights), predicted(weights, 2))
     assert all(p.grad is None for p in weights.params)
 
