@@ -1,4 +1,4 @@
-"""Inlet and Outlet: the receiver's and the sender's end of an edge between two processes.
+"""RemoteReceiver and RemoteSender: the two ends of an edge between processes.
 
 A message is a frame in the host's memory: a header, and as much of the body as both ends have
 agreed on, nothing at first. What does not fit follows apart, as does the layout when it is a new
@@ -117,7 +117,7 @@ class _End:
         return self.link.host.recv([tensor], self._peer, self.link.tags + tag)
 
 
-class Inlet(_End):
+class RemoteReceiver(_End):
     """The receiver's end: messages are received ahead of their use.
 
     gloo moves data beside the rank's own work by threads of its own, but a wait for it can be
@@ -265,7 +265,7 @@ class Inlet(_End):
         """Nothing: the buffers have been lent to gloo for the next messages, until it ends."""
 
 
-class Outlet(_End):
+class RemoteSender(_End):
     """The sender's end: packs the tensors of a message and sends them in one piece.
 
     A layout (number of tensors, shapes, strides, dtypes, which want a gradient) is announced once,

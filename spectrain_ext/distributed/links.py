@@ -1,4 +1,4 @@
-"""Links: the groups that one rank sends and receives by, which all ranks make in one order."""
+"""Links: the process groups that one rank sends and receives by, which all make in one order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,28 @@ import torch
 import torch.distributed as dist
 
 from spectrain_ext.pipeline.edges import Traffic
+from spectrain_ext.pipeline.ties import Tie
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
 
-from .board import GPUS, Board
+from .board import Board
 from .wire import TAGS
 
 _CPU = torch.device("cpu")
 _Use = Callable[[dist.ProcessGroup, torch.device], None]
+
+
+class Circle(NamedTuple):
+    """Ranks that put something together, and the groups that they do it by.
+
+    ``host``: of gloo, for what their hosts wait for. ``device``: for what goes from device to
+    device; the same one, or one of NCCL. gloo itself sees to it that what lies on a GPU gets
+    through host memory.
+    """
+
+    ranks: Sequence[int]
+    host: dist.ProcessGroup
+    device: dist.ProcessGroup
 
 
 class Link(NamedTuple):
@@ -27,6 +41,9 @@ class Link(NamedTuple):
 
     Attributes:
         name: of the edge, for reports.
+        what: goes by it.
+        at: the seat at the other process's end; of tied weights and gradients the number of the
+            tie.
         stages: of the sender and of the receiver.
         peer: the other process's rank in the default group.
         host: a gloo group of the two.
@@ -39,6 +56,8 @@ class Link(NamedTuple):
     """
 
     name: str
+    what: Traffic
+    at: int
     stages: tuple[int, int]
     sender: int
     receiver: int
@@ -55,6 +74,26 @@ class Link(NamedTuple):
         return self.device is self.host
 
 
+class Links(NamedTuple):
+    """The links of one rank; ``circle``: the replicas of its stage, None if there is one."""
+
+    edges: Sequence[Link]
+    circle: Circle | None = None
+
+    def evaluating(self) -> Links:
+        """Links by the same groups for forwards only: messages of any size, beside those here.
+
+        Tied weights go by them once, before the first forward.
+        """
+        return Links(
+            [
+                link._replace(dynamic=True, tags=link.tags + TAGS)
+                for link in self.edges
+                if link.what is not Traffic.TIED_GRADIENTS
+            ]
+        )
+
+
 class Connected:
     """Inside, a RuntimeError is that of a broken connection to one of these ranks."""
 
@@ -68,56 +107,12 @@ class Connected:
             self._board.lost_one_of(self._ranks, self._what, error)
 
 
-class Circle(NamedTuple):
-    """The replicas of one stage, as they add up what each of them has, by two groups as a link's.
-
-    gloo itself sees to it that gradients on a GPU get through host memory.
-    """
-
-    ranks: tuple[int, ...]
-    host: dist.ProcessGroup
-    device: dist.ProcessGroup
-
-
-class Links(NamedTuple):
-    """The links of one rank, by what they are for and the seat at their other end.
-
-    Those of tied weights go by the number of the tie. ``circle``: the replicas of this rank's
-    stage; None if it has one.
-    """
-
-    into: _Links
-    out: _Links
-    circle: Circle | None = None
-
-    def evaluating(self) -> Links:
-        """Links by the same groups for forwards only: messages of any size, beside those here.
-
-        Tied weights go by them once, before the first forward.
-        """
-        return Links(_beside(self.into), _beside(self.out))
-
-
-_Links = dict[Traffic, dict[int, Link]]  # of each traffic, be it none
-
-
-def _beside(links: _Links) -> _Links:
-    return {
-        what: {
-            at: link._replace(dynamic=True, tags=link.tags + TAGS)
-            for at, link in ends.items()
-            if what is not Traffic.TIED_GRADIENTS
-        }
-        for what, ends in links.items()
-    }
-
-
 def backend_of_bodies(board: Board, device: torch.device) -> str:
     """``"nccl"`` if every rank has a GPU of its own and a torch with NCCL, otherwise ``"gloo"``.
 
     NCCL refuses two ranks on one GPU. Every rank calls this, and all get the same answer.
     """
-    gpus = board.gathered(GPUS, _gpu(device))
+    gpus = board.gathered("comparing GPUs", _gpu(device))
     return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
@@ -137,7 +132,7 @@ def open_links(
     dynamic: bool,
     replicas: Replicas | None = None,
     bodies: str = "gloo",
-    ties: Sequence[tuple[int, int, bool]] = (),
+    ties: Sequence[Tie] = (),
 ) -> Links:
     """Make the groups of all directed edges that end or begin at this rank, and use each once.
 
@@ -157,23 +152,15 @@ def open_links(
         replicas: of every stage; None: one each.
         bodies: what they go by, the same on all ranks: ``"nccl"``, which leaves them on the GPU, or
             ``"gloo"``.
-        ties: pairs of seats, of which the second has copies of weights of the first; and whether
-            these get gradients. Two of one rank get no link.
+        ties: between stages of one replica each. Two stages of one rank get no link.
     """
     ranks = dist.get_process_group_ranks(group)
-    me = dist.get_rank(group)
     seats = Replicas((1,) * len(ranks)) if replicas is None else replicas
-    found = Links({what: {} for what in Traffic}, {what: {} for what in Traffic})
     staged = bodies == "gloo" and device.type == "cuda"
+    edges: list[Link] = []
 
     def meet(name: str, members: Sequence[int], use: _Use) -> Circle | None:
-        """The groups of these ranks; None: this one is no member."""
-        given = name, ranks, members, board
-        host = _group(*given, "gloo", _CPU, use)
-        by_device = _group(*given, bodies, device, use) if bodies != "gloo" else host
-        if host is None or by_device is None:
-            return None
-        return Circle(tuple(members), host, by_device)
+        return _circle(name, ranks, members, board, bodies, device, use)
 
     def link(a: int, b: int, what: Traffic, tie: int | None = None) -> None:
         sender, receiver = a % seats.ranks, b % seats.ranks
@@ -181,7 +168,7 @@ def open_links(
             return
 
         def message(made: dist.ProcessGroup, on: torch.device) -> None:
-            if me == sender:
+            if board.rank == sender:
                 dist.send(torch.zeros(1, device=on), ranks[receiver], group=made)
             else:
                 dist.recv(torch.zeros(1, device=on), ranks[sender], group=made)
@@ -191,11 +178,11 @@ def open_links(
         two = meet(name, (sender, receiver), message)
         if two is None:
             return
-        ends, other = (found.out, b) if sender == me else (found.into, a)
-        stages, peer = (seats.seat(a)[0], seats.seat(b)[0]), ranks[other % seats.ranks]
-        size = dynamic or what.tied
-        ends[what][other if tie is None else tie] = Link(
-            name, stages, sender, receiver, peer, two.host, two.device, size, staged
+        other = b if sender == board.rank else a
+        at, peer = other if tie is None else tie, ranks[other % seats.ranks]
+        stages, size = (seats.seat(a)[0], seats.seat(b)[0]), dynamic or what.tied
+        edges.append(
+            Link(name, what, at, stages, sender, receiver, peer, two.host, two.device, size, staged)
         )
 
     for a, b in seats.edges():
@@ -205,28 +192,48 @@ def open_links(
         link(0, seat, Traffic.INPUTS)
     for seat in seats.seats_of(seats.stages - 1):
         link(0, seat, Traffic.TARGETS)
-    for n, (a, b, trained) in enumerate(ties):
-        link(a, b, Traffic.TIED_WEIGHTS, n)
-        if trained:
-            link(b, a, Traffic.TIED_GRADIENTS, n)
+    for n, tie in enumerate(ties):
+        home, copies = seats.runs(tie.home, 0), seats.runs(tie.copy, 0)
+        link(home, copies, Traffic.TIED_WEIGHTS, n)
+        if tie.trained:
+            link(copies, home, Traffic.TIED_GRADIENTS, n)
     circle = None
     for k in range(seats.stages):
         members = seats.ranks_of(k)
         if len(members) > 1:
             circle = meet(f"the replicas of stage {k}", members, _sum) or circle
-    return found._replace(circle=circle)
+    return Links(edges, circle)
 
 
-def open_host_group(group: dist.ProcessGroup | None, board: Board) -> dist.ProcessGroup:
-    """A gloo group of all ranks, for what their hosts tell one another."""
+def open_circle(group: dist.ProcessGroup | None, board: Board) -> Circle:
+    """All ranks, for what their hosts tell one another."""
     ranks = dist.get_process_group_ranks(group)
-    made = _group("all ranks", ranks, range(len(ranks)), board, "gloo", _CPU, _sum)
+    made = _circle("all ranks", ranks, range(len(ranks)), board, "gloo", _CPU, _sum)
     assert made is not None
     return made
 
 
 def _sum(made: dist.ProcessGroup, on: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=on), group=made)
+
+
+def _circle(
+    name: str,
+    ranks: Sequence[int],
+    members: Sequence[int],
+    board: Board,
+    bodies: str,
+    device: torch.device,
+    use: _Use,
+) -> Circle | None:
+    """Make the groups of some of these ranks and use them; None: this one is no member."""
+    host = _group(name, ranks, members, board, "gloo", _CPU, use)
+    by_device = host
+    if bodies != "gloo":
+        by_device = _group(name, ranks, members, board, bodies, device, use)
+    if host is None or by_device is None:
+        return None
+    return Circle(members, host, by_device)
 
 
 def _group(
@@ -238,7 +245,6 @@ def _group(
     device: torch.device,
     use: _Use,
 ) -> dist.ProcessGroup | None:
-    """Make a group of some of these ranks and use it; None: this one is no member."""
     # gloo's own deadline would break the connection: the board's comes first.
     longer = timedelta(seconds=max(4 * board.timeout, 60.0))
     # NCCL then connects at once, and a pair's messages need no second communicator.

@@ -26,7 +26,6 @@ from spectrain_ext.schedule import Replicas
 from .board import Board
 from .connections import RankConnections
 from .exchange import Peers
-from .links import open_host_group
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -98,6 +97,8 @@ class DistributedPipeline(Pipeline):
     ``load_state_dict`` takes this stage's out of a whole model's.
     """
 
+    _connections: RankConnections
+
     def __init__(
         self,
         stage: nn.Module | Sequence[nn.Module],
@@ -138,14 +139,13 @@ class DistributedPipeline(Pipeline):
         self.ranks = len(members)
         self.timeout = timeout
         self._group = group
-        self._peers: Peers | None = None  # opened when they first tell one another something
         self._averages = averaging is not None
         # All ranks make their pipelines in one order: the count names this one.
         prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
         _made[members] += 1
         store = PrefixStore(prefix, _get_default_store())
         self._board = board = Board(store, self.rank, self.ranks, timeout)
-        try:
+        with board.run(starts=True):
             modules = [stage] if isinstance(stage, nn.Module) else list(stage)
             seats = _seats_of(len(modules), replicas, self.ranks)
             if averaging is not None:
@@ -172,9 +172,6 @@ class DistributedPipeline(Pipeline):
                 recompute,
                 split_dim,
             )
-        except BaseException as error:
-            board.turn_away(error)
-            raise
 
     def run(
         self,
@@ -224,11 +221,9 @@ class DistributedPipeline(Pipeline):
 
     def _tell(self, make: Callable[[], Any], doing: str) -> list[Any]:
         with self.together(doing):
-            if self._peers is None:
-                # not with this pipeline, which would then wait for a garbage collection
-                self._peers = Peers(open_host_group(self._group, self._board), self._board)
-                self._board.doing(doing)
-            return self._peers.gathered(make, doing)
+            hosts = self._connections.all_ranks().host
+            self._board.doing(doing)
+            return Peers(hosts, self._board).gathered(make, doing)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
