@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import inf
@@ -44,8 +44,6 @@ class Board:
         RuntimeError: the store still has what this rank said in an earlier start.
         RankError: the store does not answer, or others have failed before.
     """
-
-    _threads: Sequence[threading.Thread]
 
     def __init__(
         self, store: Store, rank: int, ranks: int, timeout: float, grace: float = 5.0
@@ -86,6 +84,14 @@ class Board:
         if failed is not None:  # before this rank has come
             raise RankError(rank, self.action(), *failed)
 
+    def _forget(self) -> None:
+        self.beats = [Beat(b"", monotonic())] * self.ranks
+        self._found: Cause | None = None  # by this rank, before all agree on one
+        self._listens_since: float | None = None  # for what all others say
+        self._asking: float | None = None  # since when the store has not answered
+        self._must_end_by = inf  # or the process is ended
+        self._wake, self._over = threading.Event(), threading.Event()
+
     # A run.
 
     @contextmanager
@@ -103,18 +109,32 @@ class Board:
                 f"{self.cause.reason}), and what was in flight is lost; start the processes again"
             )
         self.doing("meeting" if starts else "beginning a run")
-        self._start(lenient=starts)
+        self._failure, self._lenient = "", starts
+        self._forget()
+        threads = [
+            threading.Thread(target=self._talk, name="spectrain board", daemon=True),
+            threading.Thread(target=self._guard, name="spectrain guard", daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
         try:
             yield
             self.doing(self._failure or ("starting" if starts else "ending the run"))
-            self._finish("to start" if starts else "to end the run")
+            # All wait for all, and nobody misses one that has gone home. Rank 0 may keep the store:
+            # it leaves when the others know that all have finished.
+            self._say(None)
+            to_do = "to start" if starts else "to end the run"
+            self._listen(lambda beat: beat.complete if self.rank == 0 else beat.words, to_do)
         except BaseException as error:
             if not isinstance(error, RankError):
                 what = str(error) if isinstance(error, StageError) else described(error)
                 self._agree(Cause(self.rank, f"{self.action()}: {what}"))
             raise
         finally:
-            self._stop()
+            self._over.set()
+            self._wake.set()
+            for thread in threads:
+                thread.join(self.grace)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -146,38 +166,6 @@ class Board:
             raise
         if failure is not None:
             raise failure
-
-    def _forget(self) -> None:
-        self.beats = [Beat(b"", monotonic())] * self.ranks
-        self._found: Cause | None = None  # by this rank, before all agree on one
-        self._listens_since: float | None = None  # for what all others say
-        self._asking: float | None = None  # since when the store has not answered
-        self._must_end_by = inf  # or the process is ended
-        self._wake, self._over = threading.Event(), threading.Event()
-
-    def _start(self, lenient: bool) -> None:
-        self._failure, self._lenient = "", lenient
-        self._forget()
-        self._threads = [
-            threading.Thread(target=self._talk, name="spectrain board", daemon=True),
-            threading.Thread(target=self._guard, name="spectrain guard", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _finish(self, to_do: str) -> None:
-        """Wait until all have finished: then nobody misses one that has gone home.
-
-        Rank 0 may keep the store, and leaves when the others know that all have finished.
-        """
-        self._say(None)
-        self._listen(lambda beat: beat.complete if self.rank == 0 else beat.words, to_do)
-
-    def _stop(self) -> None:
-        self._over.set()
-        self._wake.set()
-        for thread in self._threads:
-            thread.join(self.grace)
 
     # What this rank does, and what it tells the others.
 
@@ -262,11 +250,6 @@ class Board:
         with waiting():
             yield
         self.waits = before
-
-    def lost_one_of(self, peers: Iterable[int], what: str, error: BaseException) -> NoReturn:
-        """Raise RankError: a connection to one of these ranks has broken."""
-        others = [peer for peer in peers if peer != self.rank]
-        self.lost(others[0] if len(others) == 1 else None, what, error)
 
     def lost(self, peer: int | None, what: str, error: BaseException) -> NoReturn:
         """Raise RankError: the connection to a peer has broken (None: nobody says to which).

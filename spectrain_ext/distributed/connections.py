@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from math import nan
 from typing import Any
 
@@ -36,14 +37,7 @@ from spectrain_ext.schedule import (
 )
 from spectrain_ext.transport import Receiver, Sender
 
-from .agreement import (
-    agreed_ties,
-    check_cut,
-    check_equal_start,
-    copies_here,
-    meet,
-    resolved,
-)
+from .agreement import agreed_ties, check_cut, check_equal_start, copies_here, meet, resolved
 from .board import Board
 from .collectives import DistributedNorm, GradientSum, weight_exchange
 from .ends import RemoteReceiver, RemoteSender
@@ -55,17 +49,8 @@ class RankConnections(Connections):
 
     Rank 0 alone has batches, and decides how long a run is. Where a rank has several stages, they
     go through the run in an order that all ranks agree on, so that the rank may wait for what comes
-    next. The schedule of a replica counts its own microbatches.
-
-    Args:
-        group: the ranks, stage by stage; None: the default group.
-        board: what the ranks know of each other.
-        replicas: of all stages, and the ranks that have them.
-        dynamic_shapes: whether later messages may be larger than the first.
-        share_loss: whether every rank gets the losses.
-        clip_norm, clip_scope: what gradients are clipped to, and whose as one.
-        averaging: replicas do not add up gradients, but average weights by this.
-        split_dim: along which dimensions minibatches are cut.
+    next. The schedule of a replica counts its own microbatches. Arguments are those of
+    ``DistributedPipeline``.
     """
 
     links: Links
@@ -217,29 +202,16 @@ class RankConnections(Connections):
 
     def duties(self, stage: Stage) -> Duties:
         first = self._stages[0]
-        return (
-            super()
-            .duties(stage)
-            ._replace(
-                pulls=stage is first and self._source is not None,
-                blocks=True,
-                sums=self._total is not None,
-                reports=(stage is first and self._losses is None) or stage.index in self._shared,
-            )
+        found = super().duties(stage)
+        return found._replace(
+            pulls=stage is first and self._source is not None,
+            blocks=True,
+            sums=self._total is not None,
+            reports=(stage is first and self._losses is None) or stage.index in self._shared,
         )
 
     def handlers(self, stage: Stage) -> dict[Kind, Handler]:
-        found = super().handlers(stage)
         total, shared = self._total, self._shared.get(stage.index)
-
-        def expect(i: int, j: int) -> None:
-            """The backward that comes next is the minibatch's last one, or is not."""
-            if total is not None and j == len(stage.cursor.shares[i]) - 1:
-                total.expect()
-
-        def sum_up(i: int, j: int) -> None:
-            if total is not None:
-                self._sum_up(total, stage, shared, i)
 
         def report(i: int, j: int) -> None:
             value = nan if shared is None else shared.known.pop(i, nan)
@@ -247,11 +219,19 @@ class RankConnections(Connections):
                 told = None if shared is None else torch.tensor(value, dtype=torch.float64)
                 self.results.append(Result(i, told))
 
-        own = {Kind.EXPECT_SUM: expect, Kind.SUM_GRADIENTS: sum_up, Kind.REPORT: report}
-        return {**found, **own}
+        found = {**super().handlers(stage), Kind.REPORT: report}
+        if total is not None:
+            found[Kind.EXPECT_SUM] = partial(self._expect_last, stage, total)
+            found[Kind.SUM_GRADIENTS] = partial(self._sum_up, stage, total, shared)
+        return found
+
+    def _expect_last(self, stage: Stage, total: GradientSum, i: int, j: int) -> None:
+        """The backward that comes next is the minibatch's last one, or is not."""
+        if j == len(stage.cursor.shares[i]) - 1:
+            total.expect()
 
     def _sum_up(
-        self, total: GradientSum, stage: Stage, shared: SharedLosses | None, i: int
+        self, stage: Stage, total: GradientSum, shared: SharedLosses | None, i: int, j: int
     ) -> None:
         """Add up gradients, and the loss, over the stage's replicas."""
         total.send_rest()

@@ -54,7 +54,7 @@ class _End:
     def __init__(
         self, link: Link, device: torch.device, depth: int, board: Board, user: Stream | None
     ) -> None:
-        """``user``: the stream that uses what arrives, None where messages are sent."""
+        # user: the stream that uses what arrives, None where messages are sent
         does, self._other = ("receiving", link.sender) if user else ("sending", link.receiver)
         self.link, self.target, self._board = link, device, board
         self.stream = new_stream(f"copy stream of {link.name}", device)
@@ -84,12 +84,7 @@ class _End:
 
         threading.Thread(target=guarded, name=f"spectrain {name}", daemon=True).start()
 
-    def _wait_for(self, done: Callable[[], bool]) -> None:
-        """Wait until the thread has done something.
-
-        Raises:
-            RankError: a rank has failed, or the deadline has passed.
-        """
+    def _wait_for_thread(self, done: Callable[[], bool]) -> None:
         name = self.link.name
         self._board.wait(lambda: done() or self._error is not None, self._other, name)
         if done():
@@ -102,7 +97,7 @@ class _End:
             raise ValueError(f"{name}: {error}") from error
         self._board.lost(self._other, name, error)
 
-    def _fit(self, frame: Frame) -> Tensor:
+    def _whole(self, frame: Frame) -> Tensor:
         """The frame as it travels, with memory for that."""
         frame.fit(self._capacity, pinned=self._pinned)
         return frame.whole[: HEAD + self._capacity]
@@ -186,7 +181,6 @@ class RemoteReceiver(_End):
                     self._post(slot)
 
     def _load(self, slot: _Framed) -> None:
-        """Copy what has landed to the device, and wait for that."""
         copy, nbytes = self.stream, slot.nbytes
         self._thread.writes(slot.staged)
         self._thread.record(self._landed)
@@ -199,7 +193,6 @@ class RemoteReceiver(_End):
         self._thread.wait(slot.arrived)
 
     def _next_slot(self) -> _Framed:
-        """The next free slot, with what has been received into its frame."""
         with self._board.changed:
             self._board.changed.wait_for(lambda: len(self._ring) > 0)
             slot = self._ring.popleft()
@@ -217,16 +210,15 @@ class RemoteReceiver(_End):
             self._board.changed.notify_all()
 
     def _post(self, slot: _Framed) -> None:
-        slot.works = [self._receive(self._fit(slot.frame), TAG_FRAME)]
+        slot.works = [self._receive(self._whole(slot.frame), TAG_FRAME)]
 
     # The rank's own thread.
 
     def has(self, i: int = 0, j: int = 0) -> bool:
-        """Whether the next message, or the end, has arrived."""
         return bool(self._arrived)
 
     def receive(self) -> Slot | None:
-        self._wait_for(self.has)
+        self._wait_for_thread(self.has)
         slot = self._arrived.popleft()
         if slot is None:
             return None
@@ -337,7 +329,7 @@ class RemoteSender(_End):
         return kind, text_of(layout)
 
     def _checked_bytes(self, layout: Layout) -> int:
-        """The bytes of the body: always those of the first message, or those of this one."""
+        # always those of the first message, or those of this one
         if self.link.dynamic:
             return layout.places()[1]
         if self._first is None:
@@ -352,9 +344,9 @@ class RemoteSender(_End):
 
     def end(self) -> None:
         slot = self._next_slot()
-        frame = self._fit(slot.frame)
+        whole = self._whole(slot.frame)
         slot.frame.write(self._sent, None)
-        self._hand_over(slot, [(frame, TAG_FRAME)], last=True)
+        self._hand_over(slot, [(whole, TAG_FRAME)], last=True)
 
     def _next_slot(self) -> _Framed:
         """The next slot; what was sent from it has long arrived, or the window is wrong."""
@@ -364,7 +356,7 @@ class RemoteSender(_End):
 
     def _wait(self, slot: _Framed) -> None:
         if slot.works is None:
-            self._wait_for(lambda: slot.works is not None)
+            self._wait_for_thread(lambda: slot.works is not None)
         if not slot.works:
             return
         with self._board.blocked(self._other, self.link.name), self._connected:
@@ -376,7 +368,6 @@ class RemoteSender(_End):
         slot.works, slot.body = [], None
 
     def _hand_over(self, slot: _Framed, pieces: _Pieces, last: bool = False) -> None:
-        """Have gloo send these, of a staged link by the thread; last: of the run."""
         self._sent += 1
         self._ring.rotate(-1)
         if not self.link.staged:
@@ -392,7 +383,6 @@ class RemoteSender(_End):
             self._jobs = None
 
     def _send_staged(self, jobs: SimpleQueue[tuple[_Framed, _Pieces, bool]]) -> None:
-        """What the thread does until the run ends: send what has been copied, in order."""
         last = False
         while not last:
             slot, pieces, last = jobs.get()

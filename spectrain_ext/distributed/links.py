@@ -98,13 +98,15 @@ class Connected:
     """Inside, a RuntimeError is that of a broken connection to one of these ranks."""
 
     def __init__(self, board: Board, ranks: Sequence[int], what: str) -> None:
-        self._board, self._ranks, self._what = board, ranks, what
+        others = [rank for rank in ranks if rank != board.rank]
+        self._board, self._what = board, what
+        self._peer = others[0] if len(others) == 1 else None
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, RuntimeError):
-            self._board.lost_one_of(self._ranks, self._what, error)
+            self._board.lost(self._peer, self._what, error)
 
 
 def backend_of_bodies(board: Board, device: torch.device) -> str:
@@ -154,13 +156,11 @@ def open_links(
             ``"gloo"``.
         ties: between stages of one replica each. Two stages of one rank get no link.
     """
-    ranks = dist.get_process_group_ranks(group)
+    opener = _Opener(dist.get_process_group_ranks(group), board, bodies, device)
+    ranks = opener.ranks
     seats = Replicas((1,) * len(ranks)) if replicas is None else replicas
     staged = bodies == "gloo" and device.type == "cuda"
     edges: list[Link] = []
-
-    def meet(name: str, members: Sequence[int], use: _Use) -> Circle | None:
-        return _circle(name, ranks, members, board, bodies, device, use)
 
     def link(a: int, b: int, what: Traffic, tie: int | None = None) -> None:
         sender, receiver = a % seats.ranks, b % seats.ranks
@@ -175,7 +175,7 @@ def open_links(
 
         plain = what in (Traffic.ACTIVATIONS, Traffic.GRADIENTS)
         name = f"edge {a} -> {b}" if plain else f"edge {a} -> {b} of {what.value}"
-        two = meet(name, (sender, receiver), message)
+        two = opener.open(name, (sender, receiver), message)
         if two is None:
             return
         other = b if sender == board.rank else a
@@ -201,14 +201,14 @@ def open_links(
     for k in range(seats.stages):
         members = seats.ranks_of(k)
         if len(members) > 1:
-            circle = meet(f"the replicas of stage {k}", members, _sum) or circle
+            circle = opener.open(f"the replicas of stage {k}", members, _sum) or circle
     return Links(edges, circle)
 
 
 def open_circle(group: dist.ProcessGroup | None, board: Board) -> Circle:
     """All ranks, for what their hosts tell one another."""
     ranks = dist.get_process_group_ranks(group)
-    made = _circle("all ranks", ranks, range(len(ranks)), board, "gloo", _CPU, _sum)
+    made = _Opener(ranks, board, "gloo", _CPU).open("all ranks", range(len(ranks)), _sum)
     assert made is not None
     return made
 
@@ -217,56 +217,48 @@ def _sum(made: dist.ProcessGroup, on: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=on), group=made)
 
 
-def _circle(
-    name: str,
-    ranks: Sequence[int],
-    members: Sequence[int],
-    board: Board,
-    bodies: str,
-    device: torch.device,
-    use: _Use,
-) -> Circle | None:
-    """Make the groups of some of these ranks and use them; None: this one is no member."""
-    host = _group(name, ranks, members, board, "gloo", _CPU, use)
-    by_device = host
-    if bodies != "gloo":
-        by_device = _group(name, ranks, members, board, bodies, device, use)
-    if host is None or by_device is None:
-        return None
-    return Circle(members, host, by_device)
+class _Opener(NamedTuple):
+    """Makes groups of some of the pipeline's ranks, and uses them."""
 
+    ranks: list[int]
+    board: Board
+    bodies: str
+    device: torch.device
 
-def _group(
-    name: str,
-    ranks: Sequence[int],
-    members: Sequence[int],
-    board: Board,
-    backend: str,
-    device: torch.device,
-    use: _Use,
-) -> dist.ProcessGroup | None:
-    # gloo's own deadline would break the connection: the board's comes first.
-    longer = timedelta(seconds=max(4 * board.timeout, 60.0))
-    # NCCL then connects at once, and a pair's messages need no second communicator.
-    bound = None if backend == "gloo" else device
-    mine, others = board.rank in members, [r for r in members if r != board.rank]
-    board.doing("opening", name)
-    with board.blocked(others[0] if len(others) == 1 else None, name) if mine else nullcontext():
-        try:
-            with _unbound():
-                chosen = [ranks[r] for r in members]
-                made = dist.new_group(chosen, timeout=longer, backend=backend, device_id=bound)
-            if not mine:
-                return None
-            assert isinstance(made, dist.ProcessGroup)
-            # Not left to a message whose deadline is short, and over before the next one's begins.
-            stream = callers_stream(device)
-            with stream.using():
-                use(made, device)
-            stream.synchronize()
-        except RuntimeError as error:
-            board.lost(None, name, error)
-    return made
+    def open(self, name: str, members: Sequence[int], use: _Use) -> Circle | None:
+        """Groups of these ranks; None: this one is no member."""
+        host = self.group(name, members, "gloo", _CPU, use)
+        device = host
+        if self.bodies != "gloo":
+            device = self.group(name, members, self.bodies, self.device, use)
+        return None if host is None or device is None else Circle(members, host, device)
+
+    def group(
+        self, name: str, members: Sequence[int], backend: str, device: torch.device, use: _Use
+    ) -> dist.ProcessGroup | None:
+        board, chosen = self.board, [self.ranks[r] for r in members]
+        # gloo's own deadline would break the connection: the board's comes first.
+        longer = timedelta(seconds=max(4 * board.timeout, 60.0))
+        # NCCL then connects at once, and a pair's messages need no second communicator.
+        bound = None if backend == "gloo" else device
+        mine, others = board.rank in members, [r for r in members if r != board.rank]
+        waits_for = others[0] if len(others) == 1 else None
+        board.doing("opening", name)
+        with board.blocked(waits_for, name) if mine else nullcontext():
+            try:
+                with _unbound():
+                    made = dist.new_group(chosen, timeout=longer, backend=backend, device_id=bound)
+                if not mine:
+                    return None
+                assert isinstance(made, dist.ProcessGroup)
+                # Not left to a message whose deadline is short, and over before the next begins.
+                stream = callers_stream(device)
+                with stream.using():
+                    use(made, device)
+                stream.synchronize()
+            except RuntimeError as error:
+                board.lost(None, name, error)
+        return made
 
 
 @contextmanager

@@ -157,20 +157,10 @@ class DistributedPipeline(Pipeline):
                 *(clip_norm, clip_scope, averaging, split_dim),
             )
             self.replicas, self.replica = seats.counts, around.replica
+            devices = None if device is None else [device] * len(modules)
             super().__init__(
-                modules,
-                optimizer,
-                loss_fn,
-                method,
-                None if device is None else [device] * len(modules),
-                scheduler,
-                microbatches,
-                window,
-                clip_norm,
-                clip_scope,
-                master_dtype,
-                recompute,
-                split_dim,
+                *(modules, optimizer, loss_fn, method, devices, scheduler, microbatches, window),
+                *(clip_norm, clip_scope, master_dtype, recompute, split_dim),
             )
 
     def run(

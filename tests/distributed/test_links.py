@@ -212,8 +212,8 @@ def test_the_groups_stand_by_themselves(monkeypatch):
     monkeypatch.setattr(dist, "new_group", new_group)
     for backend in ("gloo", "nccl"):
         with pytest.raises(ArithmeticError):
-            board = unwatched(0)
-            links_module._group("all", [0], [0], board, backend, CPU, links_module._sum)
+            opener = links_module._Opener([0], unwatched(0), backend, CPU)
+            opener.group("all", [0], backend, CPU, links_module._sum)
     assert seen == [("gloo", None, None), ("nccl", CPU, None)]
     assert default.WORLD.bound_device_id == torch.device("cuda", 0)
 
