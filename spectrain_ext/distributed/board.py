@@ -42,7 +42,7 @@ class Board:
 
     Raises:
         RuntimeError: the store still has what this rank said in an earlier start.
-        RankError: the store does not answer, or others have failed before.
+        RankError: the store does not answer.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Board:
             self._store = connection(store, min(timeout, grace), timeout)
             for each in self._keys:  # whoever reads them would wait for one that is not there
                 self._store.compare_set(each, "", "")
-            failed = Cause.read(self._store.compare_set(FAILED, "", ""))
+            self.cause = Cause.read(self._store.compare_set(FAILED, "", ""))  # before it has come
         except RuntimeError as error:
             reason, waited = self._without_store().reason, monotonic() - began
             raise RankError(rank, self.action(), 0, reason, "the store", waited) from error
@@ -81,8 +81,6 @@ class Board:
                 "said before; give init_process_group a store whose prefix is "
                 "TORCHELASTIC_RESTART_COUNT, as docs/checkpoints.md does"
             )
-        if failed is not None:  # before this rank has come
-            raise RankError(rank, self.action(), *failed)
 
     def _forget(self) -> None:
         self.beats = [Beat(b"", monotonic())] * self.ranks
@@ -103,7 +101,7 @@ class Board:
         end of that. An exception inside is the failure of this rank, unless another has failed
         before.
         """
-        if self.cause is not None:
+        if self.cause is not None and not starts:
             raise RuntimeError(
                 f"run: an earlier run of this pipeline has failed (rank {self.cause.rank}, "
                 f"{self.cause.reason}), and what was in flight is lost; start the processes again"
@@ -195,6 +193,7 @@ class Board:
         All wait for one another, and do ``what`` meanwhile.
         """
         self.doing(what)
+        self.check()
         self._say(mine)
         self._listen(lambda beat: beat.words)
         words, own = self._said[0], json.loads(json.dumps(mine))

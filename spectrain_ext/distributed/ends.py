@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spectrain_ext.errors import OrderingError
 from spectrain_ext.transport import Buffer, Event, Slot, Stream, callers_stream, new_stream
-from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, Message
+from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, Message, likeness
 
 from .board import Board
 from .links import Connected, Link
@@ -313,13 +313,9 @@ class RemoteSender(_End):
         return slot.arrived
 
     def _kind_of(self, message: Message) -> tuple[tuple[Layout, int, int], bytes]:
-        """The message's layout, its number, and the body's bytes; and what is to be announced.
-
-        To see that it is like one before takes a third of the time of describing it anew.
-        """
+        """The message's layout, its number, and the body's bytes; and what is to be announced."""
         tensors, *form = message
-        likeness = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
-        looks = (*likeness, *form)
+        looks = (*likeness(tensors), *form)
         kind = self._kinds.get(looks)
         if kind is not None:
             return kind, b""

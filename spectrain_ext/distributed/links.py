@@ -158,12 +158,12 @@ def open_links(
     """
     opener = _Opener(dist.get_process_group_ranks(group), board, bodies, device)
     ranks = opener.ranks
-    seats = Replicas((1,) * len(ranks)) if replicas is None else replicas
+    replicas = Replicas((1,) * len(ranks)) if replicas is None else replicas
     staged = bodies == "gloo" and device.type == "cuda"
     edges: list[Link] = []
 
     def link(a: int, b: int, what: Traffic, tie: int | None = None) -> None:
-        sender, receiver = a % seats.ranks, b % seats.ranks
+        sender, receiver = a % replicas.ranks, b % replicas.ranks
         if sender == receiver:
             return
 
@@ -179,27 +179,27 @@ def open_links(
         if two is None:
             return
         other = b if sender == board.rank else a
-        at, peer = other if tie is None else tie, ranks[other % seats.ranks]
-        stages, size = (seats.seat(a)[0], seats.seat(b)[0]), dynamic or what.tied
+        at, peer = other if tie is None else tie, ranks[other % replicas.ranks]
+        stages, size = (replicas.seat(a)[0], replicas.seat(b)[0]), dynamic or what.tied
         edges.append(
             Link(name, what, at, stages, sender, receiver, peer, two.host, two.device, size, staged)
         )
 
-    for a, b in seats.edges():
+    for a, b in replicas.edges():
         link(a, b, Traffic.ACTIVATIONS)
         link(b, a, Traffic.GRADIENTS)
-    for seat in seats.seats_of(0):
+    for seat in replicas.seats_of(0):
         link(0, seat, Traffic.INPUTS)
-    for seat in seats.seats_of(seats.stages - 1):
+    for seat in replicas.seats_of(replicas.stages - 1):
         link(0, seat, Traffic.TARGETS)
     for n, tie in enumerate(ties):
-        home, copies = seats.runs(tie.home, 0), seats.runs(tie.copy, 0)
+        home, copies = replicas.runs(tie.home, 0), replicas.runs(tie.copy, 0)
         link(home, copies, Traffic.TIED_WEIGHTS, n)
         if tie.trained:
             link(copies, home, Traffic.TIED_GRADIENTS, n)
     circle = None
-    for k in range(seats.stages):
-        members = seats.ranks_of(k)
+    for k in range(replicas.stages):
+        members = replicas.ranks_of(k)
         if len(members) > 1:
             circle = opener.open(f"the replicas of stage {k}", members, _sum) or circle
     return Links(edges, circle)

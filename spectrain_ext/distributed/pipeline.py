@@ -147,16 +147,16 @@ class DistributedPipeline(Pipeline):
         self._board = board = Board(store, self.rank, self.ranks, timeout)
         with board.run(starts=True):
             modules = [stage] if isinstance(stage, nn.Module) else list(stage)
-            seats = _seats_of(len(modules), replicas, self.ranks)
+            all_replicas = _replicas_of(len(modules), replicas, self.ranks)
             if averaging is not None:
-                _check_averaging(seats, clip_scope)
+                _check_averaging(all_replicas, clip_scope)
                 check_averaged(find_method(method))
                 clip_scope = "stage"
             self._connections = around = RankConnections(
-                *(group, board, seats, dynamic_shapes, share_loss),
+                *(group, board, all_replicas, dynamic_shapes, share_loss),
                 *(clip_norm, clip_scope, averaging, split_dim),
             )
-            self.replicas, self.replica = seats.counts, around.replica
+            self.replicas, self.replica = all_replicas.counts, around.replica
             devices = None if device is None else [device] * len(modules)
             super().__init__(
                 *(modules, optimizer, loss_fn, method, devices, scheduler, microbatches, window),
@@ -281,14 +281,14 @@ class DistributedPipeline(Pipeline):
             raise ValueError("value: rank 0 needs the input, got None")
         batch = (nothing if self.rank else value, nothing)
         outputs: list[Any] = []
-        seats = self._executor.connections.replicas
+        all_replicas = self._connections.replicas
         # Replicas deal batches out: each gets this one.
-        batches = minibatches([batch] * lcm(*seats.counts), seats, alone=False)
+        batches = minibatches([batch] * lcm(*all_replicas.counts), all_replicas, alone=False)
         self._forward_all(batches, lambda output, _: outputs.append(output), evaluates=False)
         return outputs[0] if last else None
 
 
-def _seats_of(stages: int, replicas: int | Sequence[int] | None, ranks: int) -> Replicas:
+def _replicas_of(stages: int, replicas: int | Sequence[int] | None, ranks: int) -> Replicas:
     """Who has which stage, where every rank has so many."""
     if stages < 2:
         return Replicas.of(replicas, ranks)
@@ -314,11 +314,11 @@ def _needs_all(what: str, name: str, count: int) -> str:
     )
 
 
-def _check_averaging(seats: Replicas, clip_scope: str) -> None:
-    if len(set(seats.counts)) > 1 or seats.counts[0] == 1:
+def _check_averaging(replicas: Replicas, clip_scope: str) -> None:
+    if len(set(replicas.counts)) > 1 or replicas.counts[0] == 1:
         raise ValueError(
             "averaging: needs the same number of replicas of every stage, at least 2, got "
-            f"{list(seats.counts)}"
+            f"{list(replicas.counts)}"
         )
     if clip_scope == "global":
         raise ValueError(

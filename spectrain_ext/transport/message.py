@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from math import prod
 from typing import NamedTuple
@@ -118,6 +118,15 @@ class Message(NamedTuple):
                 t is not None and (t.is_floating_point() or t.is_complex()) for t in self.tensors
             )
         return Message(self.tensors, self.single, differentiable, self.keys)
+
+
+#: What tells that a message is laid out like one before: asking takes a third of the time of
+#: describing it anew.
+Likeness = list[tuple[object, ...] | None]
+
+
+def likeness(tensors: Iterable[Tensor | None]) -> Likeness:
+    return [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
 
 
 class TensorLayout(NamedTuple):
