@@ -27,11 +27,7 @@ _OPTION = "the optimizer's "
 def meet(
     board: Board, settings: Mapping[str, object], own: Mapping[str, object]
 ) -> list[dict[str, Any]]:
-    """What every rank says, by rank: settings, in which all must agree, and its own.
-
-    Raises:
-        ValueError: names the setting, and a rank that was given another.
-    """
+    """What every rank says, by rank: settings, in which all must agree, and its own."""
     found = board.gathered("meeting", {**settings, **own})
     mine = found[board.rank]
     for r, theirs in enumerate(found):
@@ -99,16 +95,10 @@ def agreed_ties(
     copies: Sequence[Copy],
     found: Sequence[Mapping[str, Any]],
 ) -> list[Tie]:
-    """The ties of all stages.
+    """The ties of all stages; copies here learn what checkpoints call their homes' parameters.
 
-    Args:
-        modules: this rank's stages, by index.
-        copies: that these have; they learn what checkpoints call their homes' parameters.
-        found: what every rank has said.
-
-    Raises:
-        ValueError: a home has no such parameter, or another kind of; or a stage has several
-            replicas and is one of the two.
+    A ValueError says that a home has no such parameter, or another kind of, or that one of the two
+    stages has several replicas.
     """
     asked = [(Member(*said), look) for rank in found for *said, look in rank["copies"]]
     if not asked:

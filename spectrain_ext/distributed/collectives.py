@@ -31,11 +31,7 @@ _NORMS = "the norms of all ranks' gradients"
 class _Collective:
     """One that is under way; all ranks of a circle begin theirs in one order.
 
-    Args:
-        circle: who takes part.
-        what: this rank waits for.
-        group: one of the circle's.
-        begin: of torch, called with the tensors.
+    ``what`` is what this rank then waits for, ``group`` one of the circle's, ``begin`` torch's.
     """
 
     def __init__(
@@ -65,11 +61,7 @@ class _Collective:
             self._board.changed.notify_all()
 
     def wait(self) -> None:
-        """Wait where the rank hears of failures.
-
-        Raises:
-            RankError: another rank has failed, or the deadline has passed.
-        """
+        """Wait where the rank hears of failures: RankError if there is one."""
         ranks = self._circle.ranks
         following = ranks[(ranks.index(self._board.rank) + 1) % len(ranks)]
         self._board.wait(lambda: self._done, following, self._what)
@@ -108,10 +100,8 @@ class GradientSum:
     last of them, and the ones before it are under way. All replicas send them in one order, that of
     the last layer first. ``finish`` waits for them; all replicas then have the same bits.
 
-    Args:
-        params: the stage's trainable parameters, in the same order on all its replicas.
-        compute: the stream that backwards are issued to.
-        gradients: what they write.
+    The stage's trainable parameters are in the same order on all its replicas; backwards, which are
+    issued to ``compute``, write ``gradients``.
     """
 
     def __init__(

@@ -31,10 +31,7 @@ _Pieces = list[tuple[Tensor, int]]  # what the host sends, with their tags
 
 
 class _Framed(Slot):
-    """A message's ``memory`` on the device, and its ``frame``, which gloo is to fill or has read.
-
-    ``works``: gloo's, None while a thread has yet to give it the frame; ``body``: NCCL's.
-    """
+    """A message's ``memory`` on the device, and its ``frame``, which gloo fills or reads."""
 
     layout: Layout
     nbytes: int
@@ -44,8 +41,8 @@ class _Framed(Slot):
         self.frame = Frame()
         if in_frame:
             self.memory = self.frame
-        self.works: list[dist.Work] | None = []
-        self.body: dist.Work | None = None
+        self.works: list[dist.Work] | None = []  # gloo's; None: a thread has yet to begin them
+        self.body: dist.Work | None = None  # NCCL's
 
 
 class _End:

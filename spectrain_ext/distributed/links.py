@@ -41,7 +41,7 @@ class Link(NamedTuple):
 
     Attributes:
         name: of the edge, for reports.
-        what: goes by it.
+        what: what goes by it.
         at: the seat at the other process's end; of tied weights and gradients the number of the
             tie.
         stages: of the sender and of the receiver.
@@ -146,15 +146,8 @@ def open_links(
     next one's first use of another edge; here all have the same order. NCCL connects for what is
     done: an edge is used by a message in its direction, replicas by a sum.
 
-    Args:
-        group: the ranks of the pipeline, stage by stage; None: the default group.
-        device: of this rank's stage.
-        board: names a failure, and keeps deadlines.
-        dynamic: whether later messages may be larger than the first.
-        replicas: of every stage; None: one each.
-        bodies: what they go by, the same on all ranks: ``"nccl"``, which leaves them on the GPU, or
-            ``"gloo"``.
-        ties: between stages of one replica each. Two stages of one rank get no link.
+    Two stages of one rank get no link. ``dynamic``: later messages may be larger than the first.
+    ``bodies`` go by ``"nccl"``, which leaves them on the GPU, or ``"gloo"``, on all ranks alike.
     """
     opener = _Opener(dist.get_process_group_ranks(group), board, bodies, device)
     ranks = opener.ranks

@@ -23,8 +23,7 @@ _ALIGNMENT = 256
 def as_value(given: object, where: str, note: str = "") -> Value:
     """The value that was given, maybe as a list or as a mapping that is no dict.
 
-    Raises:
-        TypeError: it is none; names ``where``, with the key or the index, and then the note.
+    A TypeError names ``where``, with the key or the index, and then the note.
     """
     if isinstance(given, Tensor):
         return given
@@ -246,10 +245,9 @@ class FlatMemory:
         self._views: list[Tensor | None] = []
 
     def fit(self, nbytes: int, device: torch.device, pinned: bool = False) -> bool:
-        """Have a body of at least so many bytes; pinned: that a GPU copies beside the host.
+        """Have a body of so many bytes, and say whether it is new.
 
-        Returns:
-            Whether it is new.
+        Pinned: a GPU copies it beside the host.
         """
         size = self._head + nbytes
         if self.whole.numel() >= size and self.whole.device.type == device.type:
