@@ -400,7 +400,8 @@ class Board:
             asking = self._asking
             if asking is not None and monotonic() - asking > self.timeout + 2 * self.interval:
                 self._learn(self._without_store())
-            if monotonic() > self._must_end_by:
+            # one that has said nothing yet makes its own part, and hears of it when it comes
+            if self._said[0] and monotonic() > self._must_end_by:
                 sys.stderr.write(self._last_words() + "\n")
                 sys.stderr.flush()
                 os._exit(1)
