@@ -146,14 +146,7 @@ def sent_by_threads(blocks: int, batch: int) -> bench.Measure:
 
     def links(*arguments: Any, **options: Any) -> Links:
         made = open_links(*arguments, **options)
-        into, out = (
-            {
-                what: {rank: link._replace(staged=True) for rank, link in ends.items()}
-                for what, ends in part.items()
-            }
-            for part in (made.into, made.out)
-        )
-        return made._replace(into=into, out=out)
+        return made._replace(edges=[link._replace(staged=True) for link in made.edges])
 
     with patch.object(connections, "open_links", links):
         return bench.ours("spectrain", blocks, batch)

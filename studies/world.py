@@ -137,7 +137,8 @@ class World:
             self.size,
             _STUCK,
         )
-        self._board.meet({})
+        with self._board.run(starts=True):  # until all have come
+            pass
 
     def renew(self) -> None:
         """Leave all groups and make a new one: those of an earlier pipeline hold their sockets.

@@ -1,29 +1,44 @@
-"""Board: where the ranks of one pipeline meet, and what they do together; all end as one."""
+"""Board: where the ranks of one pipeline hear of each other; all end as one.
+
+Three threads of a process use it during a run. The rank's own says what it does and whom it waits
+for, and waits on ``changed`` alone. Another talks to the store: it publishes that, hears the
+others, keeps the deadlines, and has all agree on the first cause. A call of the store may never
+return, whatever its timeout is: with the keeping process stopped (SIGSTOP) none but ``set`` does
+(measured with torch 2.13). So a third one guards, and ends a process whose own thread cannot.
+
+A name is read without a lock, and what is more than one value is replaced as a whole.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import inf
 from time import monotonic
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
 from spectrain_ext.errors import RankError, StageError
+from spectrain_ext.interrupts import waiting
 
-from .store import SLOW, come, connection
-from .watch import FAILED, Cause, Watch, described
+from .failures import Beat, Cause, described, most_silent, suspect
+from .store import SLOW, connection
 
-#: What ranks tell all others before they open links: one that fails says that in all of these.
-MEETING = "meeting"
-TIES, WEIGHTS, KEYS, GPUS = (f"comparing {what}" for what in ("ties", "weights", "keys", "GPUs"))
-_BEFORE_LINKS = (MEETING, TIES, WEIGHTS, KEYS, GPUS)
-_LATE = "late"  # as what is said in the place of a rank that has not come
+FAILED = "failed"  # the first cause, under this key of the store
 
 
-class Board(Watch):
+class Board:
     """One rank's side of a store that all ranks read and write.
+
+    No wait outlasts ``timeout``, and all ranks agree on the first cause of a failure. Once a rank
+    knows of one its own thread has ``grace`` seconds to raise it; a thread that is stuck elsewhere
+    cannot, and the process is ended from here.
 
     Raises:
         RuntimeError: the store still has what this rank said in an earlier start.
@@ -33,17 +48,33 @@ class Board(Watch):
     def __init__(
         self, store: Store, rank: int, ranks: int, timeout: float, grace: float = 5.0
     ) -> None:
-        super().__init__(rank, ranks, timeout, grace)
-        self._away = False  # whether nobody waits for this rank any more before links are opened
-        key = f"{MEETING}/{rank}"
-        with self._reaching_store(MEETING):
+        self.rank, self.ranks, self.timeout, self.grace = rank, ranks, timeout, grace
+        self.changed = threading.Condition()  # notified by whoever fulfils what ``wait`` waits for
+        self.interval = min(max(timeout / 20, 0.02), 1.0)  # seconds between two heartbeats
+        # whom this rank waits for (None: all others), for what, and since when
+        self.waits: tuple[int | None, str, float] | None = None
+        self.cause: Cause | None = None
+        self._failure = ""  # of this rank, which the others may not have
+        self._lenient = False  # whether ranks may be waited for as long as they get on
+        self._others = [r for r in range(ranks) if r != rank]
+        self._keys = [f"beat/{r}" for r in range(ranks)]
+        # how many words it has said, and the last two: it may be one ahead of whoever hears it
+        self._said: tuple[int, list[object]] = 0, []
+        self._complete = 0  # words that all have said
+        self._forget()
+        self.doing("meeting")
+        began, key = monotonic(), self._keys[rank]
+        try:
             # first, as a new connection to a store that has gone is tried for a while
-            outlived = store.check([key]) and _LATE not in json.loads(store.get(key))
-            # others block the given one, with rendezvous of process groups
+            outlived = store.check([key]) and store.get(key) != b""
+            # others block the given one, with rendezvous of process groups; it alone talks
             self._store = connection(store, min(timeout, grace), timeout)
-            self._store.set(f"beat/{rank}", json.dumps(self._beat()))
-            if rank == 0:
-                self._store.set(FAILED, "")
+            for each in self._keys:  # whoever reads them would wait for one that is not there
+                self._store.compare_set(each, "", "")
+            self.cause = Cause.read(self._store.compare_set(FAILED, "", ""))  # before it has come
+        except RuntimeError as error:
+            reason, waited = self._without_store().reason, monotonic() - began
+            raise RankError(rank, self.action(), 0, reason, "the store", waited) from error
         if outlived:
             raise RuntimeError(
                 "the process group's store has outlived a restart, and still has what this rank "
@@ -51,107 +82,57 @@ class Board(Watch):
                 "TORCHELASTIC_RESTART_COUNT, as docs/checkpoints.md does"
             )
 
-    # Before links are opened.
+    def _forget(self) -> None:
+        self.beats = [Beat(b"", monotonic())] * self.ranks
+        self._found: Cause | None = None  # by this rank, before all agree on one
+        self._listens_since: float | None = None  # for what all others say
+        self._asking: float | None = None  # since when the store has not answered
+        self._must_end_by = inf  # or the process is ended
+        self._wake, self._over = threading.Event(), threading.Event()
 
-    def meet(
-        self, settings: dict[str, object], own: dict[str, object] | None = None
-    ) -> list[dict[str, object]]:
-        """What every rank says, by rank: settings, in which all must agree, and its own.
-
-        Raises:
-            ValueError: names the setting, and a rank that was given another.
-        """
-        found = self.gathered(MEETING, {**settings, **(own or {})})
-        for r, theirs in enumerate(found):
-            for name, value in json.loads(json.dumps(settings)).items():
-                if theirs.get(name) != value:
-                    raise ValueError(
-                        f"{name}: rank {self.rank} has {value!r} and rank {r} has "
-                        f"{theirs.get(name)!r}; all must have the same"
-                    )
-        return found
-
-    def gathered(self, where: str, mine: object) -> list[Any]:
-        """What every rank says, by rank, of JSON's types; all wait for one another.
-
-        ``where`` is one of ``_BEFORE_LINKS``. Should a rank fail before it comes here, or not come
-        in time, all who wait raise a RankError that names the same one.
-        """
-        store = self._store
-        limit = max(self.timeout, SLOW) if where == MEETING else self.timeout
-        keys = [f"{where}/{r}" for r in range(self.ranks)]
-        with self._reaching_store(where):
-            store.compare_set(keys[self.rank], "", json.dumps({"said": mine}))
-            if not come(store, keys, limit):
-                # said in the place of whoever is missing: all hear it at once
-                late = json.dumps({_LATE: f"it has not come within {limit:.1f} s"})
-                for key in keys:
-                    store.compare_set(key, "", late)
-            found = [json.loads(text) for text in store.multi_get(keys)]
-        for r, theirs in enumerate(found):
-            if "said" not in theirs:
-                (reason,) = theirs.values()
-                failure = RankError(self.rank, where, r, f"{where}: {reason}")
-                self.turn_away(failure)
-                raise failure
-        return [theirs["said"] for theirs in found]
-
-    @contextmanager
-    def _reaching_store(self, where: str) -> Iterator[None]:
-        began = monotonic()
-        try:
-            yield
-        except RuntimeError as error:
-            cause, waited = self.without_store(), monotonic() - began
-            raise RankError(self.rank, where, 0, cause.reason, "the store", waited) from error
-
-    def turn_away(self, error: BaseException) -> None:
-        """Tell those who wait for this rank before links are opened that it does not come.
-
-        Rank 0 may keep the store: it stays a moment, until the others have turned away as well.
-        """
-        if self._away:
-            return
-        self._away = True
-        said = json.dumps({"failed": described(error)})
-        culprit = error.culprit if isinstance(error, RankError) else None
-        others = [f"away/{r}" for r in range(1, self.ranks) if r != culprit]
-        with suppress(RuntimeError):  # of a store that has gone, or whoever does not come
-            for where in _BEFORE_LINKS:
-                self._store.compare_set(f"{where}/{self.rank}", "", said)
-            self._store.set(f"away/{self.rank}", "")
-            if self.rank == 0 and others:
-                come(self._store, others, self.grace / 2)
-
-    # What goes on.
+    # A run.
 
     @contextmanager
     def run(self, starts: bool = False) -> Iterator[None]:
-        """Take part for the time of a run, or of its links being opened (``starts``).
+        """Take part for the time of a run, or of a pipeline being made (``starts``).
 
-        These are opened by means that cannot be interrupted. Over a link that loses packets it
-        takes seconds longer for one than for others: deadlines of runs count from the end of that.
-        An exception inside is the failure of this rank, unless another has failed before.
+        For the latter links are opened, by means that cannot be interrupted. Over a link that loses
+        packets it takes seconds longer for one than for others: deadlines of runs count from the
+        end of that. An exception inside is the failure of this rank, unless another has failed
+        before.
         """
-        if self.cause is not None:
+        if self.cause is not None and not starts:
             raise RuntimeError(
                 f"run: an earlier run of this pipeline has failed (rank {self.cause.rank}, "
                 f"{self.cause.reason}), and what was in flight is lost; start the processes again"
             )
-        self.doing("starting" if starts else "beginning a run")
-        self._away = True  # who fails from here on says so by the watch
-        self._start(lenient=starts)
+        self.doing("meeting" if starts else "beginning a run")
+        self._failure, self._lenient = "", starts
+        self._forget()
+        threads = [
+            threading.Thread(target=self._talk, name="spectrain board", daemon=True),
+            threading.Thread(target=self._guard, name="spectrain guard", daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
         try:
             yield
             self.doing(self._failure or ("starting" if starts else "ending the run"))
-            self._finish("to start" if starts else "to end the run")
+            # All wait for all, and nobody misses one that has gone home. Rank 0 may keep the store:
+            # it leaves when the others know that all have finished.
+            self._say(None)
+            to_do = "to start" if starts else "to end the run"
+            self._listen(lambda beat: beat.complete if self.rank == 0 else beat.words, to_do)
         except BaseException as error:
             if not isinstance(error, RankError):
                 what = str(error) if isinstance(error, StageError) else described(error)
                 self._agree(Cause(self.rank, f"{self.action()}: {what}"))
             raise
         finally:
-            self._stop()
+            self._over.set()
+            self._wake.set()
+            for thread in threads:
+                thread.join(self.grace)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -184,6 +165,15 @@ class Board(Watch):
         if failure is not None:
             raise failure
 
+    # What this rank does, and what it tells the others.
+
+    def doing(self, *what: object) -> None:
+        """Say what this rank does from here on; put into words only when somebody asks."""
+        self._doing, self._since = what, monotonic()
+
+    def action(self) -> str:
+        return " ".join(map(str, self._doing))
+
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
         """Inside, this rank waits for nobody, although it is within ``together``."""
@@ -196,3 +186,229 @@ class Board(Watch):
             self.doing(*before)
             if waits is not None:
                 self.waits = *waits[:2], monotonic()
+
+    def gathered(self, what: str, mine: object) -> list[Any]:
+        """What every rank says, by rank, of JSON's types; within a run that ``starts``.
+
+        All wait for one another, and do ``what`` meanwhile.
+        """
+        self.doing(what)
+        self.check()
+        self._say(mine)
+        self._listen(lambda beat: beat.words)
+        words, own = self._said[0], json.loads(json.dumps(mine))
+        return [
+            own if r == self.rank else beat.last[words - beat.words - 1]
+            for r, beat in enumerate(self.beats)
+        ]
+
+    def _say(self, word: object) -> None:
+        words, last = self._said
+        self._said = words + 1, [*last, word][-2:]
+
+    def _listen(self, words: Callable[[Beat], int], to_do: str = "") -> None:
+        """Wait until all others have come to as many words as this rank has said."""
+
+        def has_come(rank: int) -> bool:
+            return words(self.beats[rank]) >= self._said[0]
+
+        self._listens_since = monotonic()
+        self._wake.set()
+        for r in self._others:
+            self.wait(partial(has_come, r), r, f"rank {r} {to_do}" if to_do else None)
+        self._listens_since = None
+
+    # Waiting.
+
+    def check(self) -> None:
+        if self.cause is not None:
+            self._raise(self.cause, None, 0.0)
+
+    def wait(self, ready: Callable[[], bool], peer: int, what: str | None) -> None:
+        """Wait until ``ready()``, asked again whenever ``changed`` is notified, and with it held.
+
+        Raises:
+            RankError: a rank has failed, or ``peer`` has not done in time what it takes.
+        """
+        with self.changed:
+            if ready():
+                return
+            began = monotonic()
+            self.waits = peer, what or self.action(), began
+            while not ready():
+                if self.cause is not None:
+                    self._raise(self.cause, what, monotonic() - began)
+                with waiting():
+                    self.changed.wait()
+            self.waits = None
+
+    @contextmanager
+    def blocked(self, peer: int | None, what: str) -> Iterator[None]:
+        """Inside, this rank waits for a peer (None: all others) and cannot be interrupted."""
+        before, self.waits = self.waits, (peer, what, monotonic())
+        with waiting():
+            yield
+        self.waits = before
+
+    def lost(self, peer: int | None, what: str, error: BaseException) -> NoReturn:
+        """Raise RankError: the connection to a peer has broken (None: nobody says to which).
+
+        Who lives is heard of once per interval, and whoever has gone is not.
+        """
+        since = self.waits[2] if self.waits is not None else monotonic()
+        mine = Cause(self.rank, f"{self.action()}: {described(error)}")
+        if peer is None:
+            with self.changed:
+                self.changed.wait_for(lambda: self.cause is not None, 4 * self.interval)
+            silent_one, silent = most_silent(self.beats, self.rank)
+            peer = silent_one if silent > 2 * self.interval else None
+        if peer is not None:
+            mine = Cause(peer, f"{self.beats[peer]}: its connection was closed without a word")
+        self._raise(mine, what, monotonic() - since, error)
+
+    # The first cause.
+
+    def _raise(
+        self, mine: Cause, what: str | None, waited: float, error: BaseException | None = None
+    ) -> NoReturn:
+        cause = self._agree(mine)
+        raise RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited) from error
+
+    def _agree(self, mine: Cause) -> Cause:
+        """Put a cause on the board; returns the one that was there first.
+
+        Rank 0 may keep the store: it stays until all that still live know the cause.
+        """
+        with self.changed:
+            if self.cause is None:
+                self._found = mine
+                self._wake.set()
+                self.changed.wait_for(lambda: self.cause is not None, self.grace / 2)
+            cause = self.cause or self._without_store()  # whose answer takes milliseconds
+            self._learn(cause)
+            if self.rank == 0:
+                self.changed.wait_for(lambda: self._all_know(cause), self.grace / 2)
+        return cause
+
+    def _all_know(self, cause: Cause) -> bool:
+        """Whether all others know it, but for a culprit that lives no more."""
+        now = monotonic()
+        return all(
+            beat.knows or (r == cause.rank and now - beat.heard > 3 * self.interval)
+            for r, beat in enumerate(self.beats)
+            if r != self.rank
+        )
+
+    def _learn(self, cause: Cause) -> None:
+        with self.changed:
+            if self.cause is None:
+                self.cause = cause
+                self._must_end_by = monotonic() + self.grace
+                self._wake.set()
+            self.changed.notify_all()
+
+    def _without_store(self) -> Cause:
+        return Cause(0, f"{self.beats[0]}: the store that it keeps does not answer")
+
+    def _overdue(self) -> Cause | None:
+        """Whom this rank has waited for too long."""
+        absent = [r for r in self._others if not self.beats[r].text]
+        limit = max(self.timeout, SLOW) if absent else self.timeout
+        waits = self.waits
+        if waits is None or monotonic() - waits[2] <= limit:
+            return None
+        if absent:
+            return Cause(absent[0], f"meeting: it has not come within {limit:.1f} s")
+        if self._failure:
+            return Cause(self.rank, self._failure)
+        patience = max(3 * self.interval, self.timeout / 2)
+        cause, busy = suspect(self.beats, self.rank, waits[0], patience)
+        return None if self._lenient and busy <= self.timeout else cause
+
+    # The thread that talks.
+
+    def _talk(self) -> None:
+        try:
+            while not self._over.is_set():
+                self._asking = monotonic()
+                self._tell()
+                self._hear()
+                self._asking = None
+                self._wake.wait(self._pause())
+                self._wake.clear()
+            self._tell()
+        except Exception:  # whatever: this thread keeps the deadlines
+            if not self._over.is_set():
+                self._learn(self._without_store())
+
+    def _pause(self) -> float:
+        """Seconds until the next round: less and less often while this rank listens."""
+        since = self._listens_since
+        if self.cause is not None:
+            return self.interval / 4
+        if since is None:
+            return self.interval
+        return min(max(0.0002, (monotonic() - since) / 16), 0.2, self.interval)
+
+    def _tell(self) -> None:
+        """Say what this rank does."""
+        waits = None if self._failure else self.waits
+        words, last = self._said
+        self._complete = max(self._complete, self._all_have_said())
+        said = {
+            "doing": self.action(),
+            "busy": monotonic() - self._since,
+            "waits": None if waits is None else waits[:2],
+            "words": words,
+            "last": last,
+            "complete": self._complete,
+            "knows": self.cause is not None,
+        }
+        self._store.set(self._keys[self.rank], json.dumps(said))
+
+    def _all_have_said(self) -> int:
+        """How many words, as far as it has been heard in this run."""
+        return min((self._said[0], *(self.beats[r].words for r in self._others)))
+
+    def _hear(self) -> None:
+        """Hear what others do, and agree with them on a cause."""
+        *texts, failed = self._store.multi_get([*self._keys, FAILED])
+        now = monotonic()
+        beats = [
+            beat if text == beat.text else Beat.read(text, now)
+            for text, beat in zip(texts, self.beats, strict=True)
+        ]
+        before, self.beats = self.beats, beats
+        if self._all_have_said() > self._complete:
+            self._tell()
+        # After a failure what matters is also who is silent.
+        if self.cause or any(a.news != b.news for a, b in zip(beats, before, strict=True)):
+            with self.changed:
+                self.changed.notify_all()
+        mine = None if failed else self._found or self._overdue()
+        if mine is not None:
+            failed = self._store.compare_set(FAILED, "", json.dumps(mine))
+        cause = Cause.read(failed)
+        if cause is not None and self.cause is None:
+            self._learn(cause)
+
+    # The thread that guards.
+
+    def _guard(self) -> None:
+        """Keep the deadlines when all other threads are stuck."""
+        while not self._over.wait(self.interval):
+            asking = self._asking
+            if asking is not None and monotonic() - asking > self.timeout + 2 * self.interval:
+                self._learn(self._without_store())
+            # one that has said nothing yet makes its own part, and hears of it when it comes
+            if self._said[0] and monotonic() > self._must_end_by:
+                sys.stderr.write(self._last_words() + "\n")
+                sys.stderr.flush()
+                os._exit(1)
+
+    def _last_words(self) -> str:
+        """Why this process is ended."""
+        cause, waits = self.cause or self._without_store(), self.waits
+        what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
+        report = RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited)
+        return f"{report}; this rank did not end by itself within {self.grace:.0f} s"

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from spectrain_ext.operators.averaging import Exchange
 from spectrain_ext.pipeline.loads import GlobalNorm
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport import Buffer, Stream
@@ -27,11 +28,10 @@ _WEIGHTS = "the weights of the stage's other replicas"
 _NORMS = "the norms of all ranks' gradients"
 
 
-class _Pending:
-    """A collective of a stage's replicas under way, which all begin in one order.
+class _Collective:
+    """One that is under way; all ranks of a circle begin theirs in one order.
 
-    The work itself says that it is completed a moment after its future does: too late to be asked
-    by whoever that woke up.
+    ``what`` is what this rank then waits for, ``group`` one of the circle's, ``begin`` torch's.
     """
 
     def __init__(
@@ -49,24 +49,22 @@ class _Pending:
             work = begin(*tensors, group=group, async_op=True)
         assert work is not None
         self._work = work
-        self.done = group is not circle.host  # of NCCL, the stream waits
-        if not self.done:
+        # The work says that it is completed a moment after its future does: too late to be asked
+        # by whoever that woke up.
+        self._done = group is not circle.host  # of NCCL, the stream waits
+        if not self._done:
             work.get_future().add_done_callback(self._ended)
 
     def _ended(self, _: object) -> None:
         with self._board.changed:
-            self.done = True
+            self._done = True
             self._board.changed.notify_all()
 
     def wait(self) -> None:
-        """Wait where the rank hears of failures.
-
-        Raises:
-            RankError: another rank has failed, or the deadline has passed.
-        """
+        """Wait where the rank hears of failures: RankError if there is one."""
         ranks = self._circle.ranks
         following = ranks[(ranks.index(self._board.rank) + 1) % len(ranks)]
-        self._board.wait(lambda: self.done, following, self._what)
+        self._board.wait(lambda: self._done, following, self._what)
         with self._connected:
             self._work.wait()
 
@@ -77,7 +75,7 @@ class _Bucket:
     def __init__(self, params: list[Tensor]) -> None:
         self.flat = Flat(params)
         self.missing: set[Tensor] = set()
-        self.pending: _Pending | None = None
+        self.pending: _Collective | None = None
 
     def copy(self) -> Tensor:
         """Take the gradients; none counts as zeros."""
@@ -102,10 +100,8 @@ class GradientSum:
     last of them, and the ones before it are under way. All replicas send them in one order, that of
     the last layer first. ``finish`` waits for them; all replicas then have the same bits.
 
-    Args:
-        params: the stage's trainable parameters, in the same order on all its replicas.
-        compute: the stream that backwards are issued to.
-        gradients: what they write.
+    The stage's trainable parameters are in the same order on all its replicas; backwards, which are
+    issued to ``compute``, write ``gradients``.
     """
 
     def __init__(
@@ -163,8 +159,8 @@ class GradientSum:
         bucket.pending = self._all_reduce(bucket.copy(), self._circle.device)
         self._sent += 1
 
-    def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> _Pending:
-        return _Pending(self._circle, self._board, _GRADIENTS, group, dist.all_reduce, tensor)
+    def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> _Collective:
+        return _Collective(self._circle, self._board, _GRADIENTS, group, dist.all_reduce, tensor)
 
     def send_rest(self) -> None:
         """The backward has ended: what it did not reach has the gradient that it has."""
@@ -197,32 +193,26 @@ class GradientSum:
         return float(total)
 
 
-class WeightExchange:
+def weight_exchange(circle: Circle, board: Board) -> Exchange:
     """Sends weights to a stage's other replicas and waits for theirs, when they are asked for.
 
-    Not a sum: its order would be gloo's, and another one with other numbers of replicas.
+    Not a sum: its order would be gloo's, and another one with other numbers of replicas. All
+    replicas call it in one order; it, or what it returns, raises RankError if another has failed.
     """
 
-    def __init__(self, circle: Circle, board: Board) -> None:
-        self._circle, self._board = circle, board
-
-    def __call__(self, message: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """Begin to send it; all replicas call this in one order.
-
-        Raises:
-            RankError: there, or by what is returned: another rank has failed.
-        """
-        circle = self._circle
+    def begin(message: Tensor) -> Callable[[], Sequence[Tensor]]:
         found = [torch.empty_like(message) for _ in circle.ranks]
-        pending = _Pending(
-            circle, self._board, _WEIGHTS, circle.device, dist.all_gather, found, message
+        under_way = _Collective(
+            circle, board, _WEIGHTS, circle.device, dist.all_gather, found, message
         )
 
         def arrived() -> Sequence[Tensor]:
-            pending.wait()
+            under_way.wait()
             return found
 
         return arrived
+
+    return begin
 
 
 def _parts(params: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -246,31 +236,27 @@ class DistributedNorm(GlobalNorm):
     Replicas have added up their gradients by then and give the same norm, which counts once.
     """
 
+    circle: Circle  # of all ranks
+
     def __init__(self, replicas: Replicas, board: Board) -> None:
         super().__init__(replicas.stages)
-        self._replicas = replicas
-        self._mine = {k: n for n, k in enumerate(replicas.stages_on(board.rank))}
-        self._own = torch.empty(len(self._mine), dtype=torch.float64)
-        self._board = board
-        self._group: dist.ProcessGroup | None = None
-
-    def connect(self, group: dist.ProcessGroup) -> None:
-        """Go by this group of all ranks, of gloo."""
-        self._group = group
+        self._replicas, self._board = replicas, board
+        self._mine = replicas.stages_on(board.rank)
+        self._own = torch.zeros(replicas.stages, dtype=torch.float64)
 
     def give(self, i: int, stage: int, norm: Tensor, buffer: Buffer, stream: Stream) -> None:
         """A stage's own norm of minibatch i; of the rank's last returns when all have given."""
         super().give(i, stage, norm, buffer, stream)
         with stream.using(reads=(buffer,)):
-            self._own[self._mine[stage]] = norm.to("cpu", torch.float64)
+            self._own[stage] = norm.to("cpu", torch.float64)
         if not self.has(self._mine):
             return
-        gathered = [torch.empty_like(self._own) for _ in range(self._board.ranks)]
-        board = self._board
-        with board.blocked(None, _NORMS), Connected(board, range(board.ranks), _NORMS):
-            dist.all_gather(gathered, self._own, group=self._group)
+        circle = self.circle
+        found = [torch.empty_like(self._own) for _ in circle.ranks]
+        _Collective(
+            circle, self._board, _NORMS, circle.host, dist.all_gather, found, self._own
+        ).wait()
         for k in range(self._replicas.stages):
             if k not in self._mine:
-                rank = self._replicas.ranks_of(k)[0]
-                found = gathered[rank][k // self._board.ranks if len(self._mine) > 1 else 0]
-                super().give(i, k, found, Buffer(f"gradient norm of stage {k}"), stream)
+                theirs = found[self._replicas.ranks_of(k)[0]][k]
+                super().give(i, k, theirs, Buffer(f"gradient norm of stage {k}"), stream)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from math import nan
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from spectrain_ext.method import (
-    Method,
-    check_replicas,
-    phases_of,
-    put_off_by,
-)
+from spectrain_ext.method import Method, check_replicas, phases_of, put_off_by
 from spectrain_ext.operators.averaging import Averaging
-from spectrain_ext.pipeline.arguments import check_order, cut_place
+from spectrain_ext.pipeline.arguments import cut_place
 from spectrain_ext.pipeline.averaging import Averaged
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.connections import Connections
@@ -40,20 +36,11 @@ from spectrain_ext.schedule import (
 )
 from spectrain_ext.transport import Receiver, Sender
 
+from .agreement import agreed_ties, check_cut, check_equal_start, copies_here, meet, resolved
 from .board import Board
-from .collectives import DistributedNorm, GradientSum, WeightExchange
-from .ends import Inlet, Outlet
-from .equal_start import check_equal_start, resolved
-from .links import Link, Links, backend_of_bodies, open_host_group, open_links
-from .ties import agreed, copies_here, seats_of
-
-_TOO_MANY = {
-    Traffic.ACTIVATIONS: "the previous rank sends a microbatch that nothing here takes",
-    Traffic.GRADIENTS: "the next rank sends a gradient that nothing here waits for",
-    Traffic.TARGETS: "rank 0 sends a target that nothing here takes",
-    Traffic.TIED_WEIGHTS: "tied weights come that nothing here takes",
-    Traffic.TIED_GRADIENTS: "gradients of tied weights come that nothing here waits for",
-}
+from .collectives import DistributedNorm, GradientSum, weight_exchange
+from .ends import RemoteReceiver, RemoteSender
+from .links import Circle, Link, Links, backend_of_bodies, open_circle, open_links
 
 
 class RankConnections(Connections):
@@ -61,20 +48,12 @@ class RankConnections(Connections):
 
     Rank 0 alone has batches, and decides how long a run is. Where a rank has several stages, they
     go through the run in an order that all ranks agree on, so that the rank may wait for what comes
-    next. The schedule of a replica counts its own microbatches.
-
-    Args:
-        group: the ranks, stage by stage; None: the default group.
-        board: what the ranks know of each other.
-        replicas: of all stages, and the ranks that have them.
-        dynamic_shapes: whether later messages may be larger than the first.
-        share_loss: whether every rank gets the losses.
-        clip_norm, clip_scope: what gradients are clipped to, and whose as one.
-        averaging: replicas do not add up gradients, but average weights by this.
-        split_dim: along which dimensions minibatches are cut.
+    next. The schedule of a replica counts its own microbatches. Arguments are those of
+    ``DistributedPipeline``.
     """
 
     links: Links
+    _all_ranks: Circle | None = None
 
     def __init__(
         self,
@@ -117,20 +96,21 @@ class RankConnections(Connections):
         copies: Sequence[Copy],
     ) -> None:
         """Meet the other ranks, and open the edges to some of them; every rank calls it."""
-        board, seats, first = self._board, self.replicas, stages[0]
+        board, replicas, first = self._board, self.replicas, stages[0]
         if len({stage.device for stage in stages}) > 1:
             where = ", ".join(str(stage.device) for stage in stages)
             raise ValueError(f"stage: the stages of a rank must be on one device, got {where}")
         self._stages, self.loss_fn, places = stages, loss_fn, widest(of_phases)
         if self._averaging is None:
-            check_replicas(method, of_phases, seats)
-        found = board.meet(
+            check_replicas(method, of_phases, replicas)
+        found = meet(
+            board,
             {
                 "stage": f"{len(stages)} stages",
-                "replicas": list(seats.counts),
+                "replicas": list(replicas.counts),
                 "method": method.name,
                 "schedule": ", ".join(name_of(phase.schedule) for phase in phases_of(method)),
-                "microbatches": places[0].microbatches * seats.counts[0],
+                "microbatches": places[0].microbatches * replicas.counts[0],
                 "window": [each.window for each in places],
                 **resolved(method, of_phases),
                 "device": first.device.type,
@@ -139,38 +119,28 @@ class RankConnections(Connections):
             },
             {**copies_here(copies), "cut": [[s.index, cut_place(s.module)] for s in stages]},
         )
-        _check_cut(found, seats)
+        check_cut(found, replicas)
         modules = {stage.index: stage.module for stage in stages}
-        ties = agreed(board, seats, modules, copies, found)
-        if seats.dealt:
+        ties = agreed_ties(board, replicas, modules, copies, found)
+        if replicas.dealt:
             optimizer = None if first.weights is None else first.weights.optimizer
-            check_equal_start(board, seats, first.module, optimizer)
+            check_equal_start(board, replicas, first.module, optimizer)
             first.random = StageRandom(first.index, first.device, self.replica)
         bodies = backend_of_bodies(board, first.device)
-        with board.run(starts=True):
-            self.links = links = open_links(
-                self._group,
-                first.device,
-                board,
-                bool(self._settings["dynamic_shapes"]),
-                seats,
-                bodies,
-                [seats_of(tie, seats) for tie in ties],
-            )
-            if isinstance(self.norm, DistributedNorm):
-                self.norm.connect(open_host_group(self._group, board))
-        if links.circle is not None and self._averaging is not None:
-            if first.weights is not None:
-                exchange = WeightExchange(links.circle, board)
-                self.averaged = {first.index: Averaged(first, self._averaging, exchange)}
-        elif links.circle is not None:
-            params = [] if first.weights is None else first.weights.params
-            self._total = GradientSum(
-                params, links.circle, board, first.compute, first.weight_gradients
-            )
-        last = seats.stages - 1
+        dynamic = bool(self._settings["dynamic_shapes"])
+        self.links = open_links(self._group, first.device, board, dynamic, replicas, bodies, ties)
+        if isinstance(self.norm, DistributedNorm):
+            self.norm.circle = self.all_ranks()
+        circle, weights = self.links.circle, first.weights
+        if circle is not None and self._averaging is None:
+            params = [] if weights is None else weights.params
+            self._total = GradientSum(params, circle, board, first.compute, first.weight_gradients)
+        elif circle is not None and self._averaging is not None and weights is not None:
+            exchange = weight_exchange(circle, board)
+            self.averaged = {first.index: Averaged(first, self._averaging, exchange)}
+        last = replicas.stages - 1
         if self._share_loss:
-            self._shared = {s.index: SharedLosses(seats.dealt, s.index > 0) for s in stages}
+            self._shared = {s.index: SharedLosses(replicas.dealt, s.index > 0) for s in stages}
             for stage in stages:
                 stage.losses = self._shared[stage.index]
         self._losses = None
@@ -180,87 +150,67 @@ class RankConnections(Connections):
         self._ties_between(ties, copies, method)
         self._join(places, put_off_by(method, places))
 
+    def all_ranks(self) -> Circle:
+        """All of them, for what their hosts tell one another; connected when first asked for."""
+        if self._all_ranks is None:
+            self._all_ranks = open_circle(self._group, self._board)
+        return self._all_ranks
+
     def _join(self, places: list[Place], later: Sequence[int]) -> None:
         self._places, self._later = places, later
-        here = self._by_index
-
-        def inlet(link: Link, what: Traffic) -> Inlet:
-            stage = here[link.stages[1]]
-            depth = self._depth_of(link, what)
-            return Inlet(link, stage.device, stage.compute, depth, self._board)
-
-        def outlet(link: Link, what: Traffic) -> Outlet:
-            depth = self._depth_of(link, what)
-            return Outlet(link, here[link.stages[0]].device, depth, self._board)
-
-        self._inlets = {
-            what: {at: inlet(link, what) for at, link in ends.items()}
-            for what, ends in self.links.into.items()
-        }
-        self._outlets = {
-            what: {at: outlet(link, what) for at, link in ends.items()}
-            for what, ends in self.links.out.items()
-        }
+        board, here = self._board, self._by_index
+        self._receivers: dict[tuple[Traffic, int], RemoteReceiver] = {}
+        self._senders: dict[tuple[Traffic, int], RemoteSender] = {}
+        for link in self.links.edges:
+            sends, depth = link.sender == board.rank, self._depth_of(link)
+            stage = here[link.stages[0 if sends else 1]]
+            if sends:
+                self._senders[link.what, link.at] = RemoteSender(link, stage.device, depth, board)
+            else:
+                made = RemoteReceiver(link, stage.device, stage.compute, depth, board)
+                self._receivers[link.what, link.at] = made
         super()._join(places, later)
 
+    def _depth_of(self, link: Link) -> int:
+        if link.what.tied:
+            return self._depth_of_tie(min(link.stages), max(link.stages))
+        return self._depth(link.what, link.stages[1])
+
     def _remote_ends(self, tie: int) -> tuple[Any, Any]:
-        weights, gradients = Traffic.TIED_WEIGHTS, Traffic.TIED_GRADIENTS
-        if tie in self._outlets[weights]:
-            return self._outlets[weights][tie], self._inlets[gradients].get(tie)
-        return self._inlets[weights][tie], self._outlets[gradients].get(tie)
+        weights, gradients = (Traffic.TIED_WEIGHTS, tie), (Traffic.TIED_GRADIENTS, tie)
+        if weights in self._senders:
+            return self._senders[weights], self._receivers.get(gradients)
+        return self._receivers[weights], self._senders.get(gradients)
 
     def _receiver(self, what: Traffic, a: int | None, b: int) -> Receiver:
         if a is None and self.takes_batches:
             return self._edge(what, a, b)
-        return self._inlets[what][0 if a is None else a]
+        return self._receivers[what, 0 if a is None else a]
 
     def _sender(self, what: Traffic, a: int | None, b: int) -> Sender:
-        outlet = self._outlets[what].get(b)
-        return self._edge(what, a, b) if outlet is None else outlet
-
-    def _depth_of(self, link: Link, what: Traffic) -> int:
-        if what.tied:
-            return self._depth_of_tie(min(link.stages), max(link.stages))
-        return self._depth(what, link.stages[1])
+        return self._senders.get((what, b)) or self._edge(what, a, b)
 
     def _only_forward(self) -> None:
         self._total, self._shared = None, {}
         self.links = self.links.evaluating()
 
-    def _all_inlets(self) -> Iterator[Inlet]:
-        for inlets in self._inlets.values():
-            yield from inlets.values()
-
     def receivers(self) -> Iterable[Receiver]:
-        return (*super().receivers(), *self._all_inlets())
+        return (*super().receivers(), *self._receivers.values())
 
     # What a stage does in a run.
 
     def duties(self, stage: Stage) -> Duties:
         first = self._stages[0]
-        return (
-            super()
-            .duties(stage)
-            ._replace(
-                pulls=stage is first and self._source is not None,
-                blocks=True,
-                sums=self._total is not None,
-                reports=(stage is first and self._losses is None) or stage.index in self._shared,
-            )
+        found = super().duties(stage)
+        return found._replace(
+            pulls=stage is first and self._source is not None,
+            blocks=True,
+            sums=self._total is not None,
+            reports=(stage is first and self._losses is None) or stage.index in self._shared,
         )
 
     def handlers(self, stage: Stage) -> dict[Kind, Handler]:
-        found = super().handlers(stage)
         total, shared = self._total, self._shared.get(stage.index)
-
-        def expect(i: int, j: int) -> None:
-            """The backward that comes next is the minibatch's last one, or is not."""
-            if total is not None and j == len(stage.cursor.shares[i]) - 1:
-                total.expect()
-
-        def sum_up(i: int, j: int) -> None:
-            if total is not None:
-                self._sum_up(total, stage, shared, i)
 
         def report(i: int, j: int) -> None:
             value = nan if shared is None else shared.known.pop(i, nan)
@@ -268,11 +218,19 @@ class RankConnections(Connections):
                 told = None if shared is None else torch.tensor(value, dtype=torch.float64)
                 self.results.append(Result(i, told))
 
-        own = {Kind.EXPECT_SUM: expect, Kind.SUM_GRADIENTS: sum_up, Kind.REPORT: report}
-        return {**found, **own}
+        found = {**super().handlers(stage), Kind.REPORT: report}
+        if total is not None:
+            found[Kind.EXPECT_SUM] = partial(self._expect_last, stage, total)
+            found[Kind.SUM_GRADIENTS] = partial(self._sum_up, stage, total, shared)
+        return found
+
+    def _expect_last(self, stage: Stage, total: GradientSum, i: int, j: int) -> None:
+        """The backward that comes next is the minibatch's last one, or is not."""
+        if j == len(stage.cursor.shares[i]) - 1:
+            total.expect()
 
     def _sum_up(
-        self, total: GradientSum, stage: Stage, shared: SharedLosses | None, i: int
+        self, stage: Stage, total: GradientSum, shared: SharedLosses | None, i: int, j: int
     ) -> None:
         """Add up gradients, and the loss, over the stage's replicas."""
         total.send_rest()
@@ -319,8 +277,8 @@ class RankConnections(Connections):
         return device_order([schedule(place) for place in places], ranks)[self._board.rank]
 
     def begin(self, batches: Iterator[object], keep: Keep | None = None) -> None:
-        for inlet in self._all_inlets():
-            inlet.begin()
+        for receiver in self._receivers.values():
+            receiver.begin()
         for shared in self._shared.values():
             shared.begin()
         if self._total is not None:
@@ -340,37 +298,23 @@ class RankConnections(Connections):
         # From the last stage to the first, as the word goes that all gradients have been sent.
         for stage in reversed(self._stages):
             self._hear_ends(stage.index)
-        for outlets in self._outlets.values():
-            for outlet in outlets.values():
-                outlet.flush()
+        for sender in self._senders.values():
+            sender.flush()
 
     def _hear_ends(self, k: int) -> None:
         """Hear that all has been sent to a stage, and say so to the previous one."""
         heard = self.edges[k].heard_end
-        for what, said in _TOO_MANY.items():
-            for inlet in self._inlets[what].values():
-                mine = inlet.link.stages[1] == k
-                if mine and inlet is not heard and inlet.receive() is not None:
-                    raise RuntimeError(said)
-        for outlet in self._outlets[Traffic.GRADIENTS].values():
-            if outlet.link.stages[0] == k:
-                outlet.end()
+        for receiver in self._receivers.values():
+            link = receiver.link
+            if link.stages[1] != k or link.what is Traffic.INPUTS or receiver is heard:
+                continue
+            if receiver.receive() is not None:
+                raise RuntimeError(f"{link.name}: a message comes that nothing here takes")
+        for sender in self._senders.values():
+            if sender.link.what is Traffic.GRADIENTS and sender.link.stages[0] == k:
+                sender.end()
 
     def end(self) -> None:
         if self._total is not None:
             self._total.end()
         super().end()
-
-
-def _check_cut(found: Sequence[Mapping[str, Any]], seats: Replicas) -> None:
-    """Refuse stages of one cut in another order over the ranks, which have said what they have."""
-    said = [dict(rank["cut"]) for rank in found]
-    for k in range(seats.stages):
-        first, *others = seats.ranks_of(k)
-        for r in others:
-            if said[r][k] != said[first][k]:
-                raise ValueError(
-                    f"stage: ranks {first} and {r} have replicas of stage {k}, but other stages of "
-                    f"a cut, (stage, of how many): {said[first][k]} and {said[r][k]}"
-                )
-    check_order([said[seats.ranks_of(k)[0]][k] for k in range(seats.stages)])

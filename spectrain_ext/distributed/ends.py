@@ -1,4 +1,4 @@
-"""Inlet and Outlet: the receiver's and the sender's end of an edge between two processes.
+"""RemoteReceiver and RemoteSender: the two ends of an edge between processes.
 
 A message is a frame in the host's memory: a header, and as much of the body as both ends have
 agreed on, nothing at first. What does not fit follows apart, as does the layout when it is a new
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spectrain_ext.errors import OrderingError
 from spectrain_ext.transport import Buffer, Event, Slot, Stream, callers_stream, new_stream
-from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, Message
+from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, Message, likeness
 
 from .board import Board
 from .links import Connected, Link
@@ -31,10 +31,7 @@ _Pieces = list[tuple[Tensor, int]]  # what the host sends, with their tags
 
 
 class _Framed(Slot):
-    """A message's ``memory`` on the device, and its ``frame``, which gloo is to fill or has read.
-
-    ``works``: gloo's, None while a thread has yet to give it the frame; ``body``: NCCL's.
-    """
+    """A message's ``memory`` on the device, and its ``frame``, which gloo fills or reads."""
 
     layout: Layout
     nbytes: int
@@ -44,8 +41,8 @@ class _Framed(Slot):
         self.frame = Frame()
         if in_frame:
             self.memory = self.frame
-        self.works: list[dist.Work] | None = []
-        self.body: dist.Work | None = None
+        self.works: list[dist.Work] | None = []  # gloo's; None: a thread has yet to begin them
+        self.body: dist.Work | None = None  # NCCL's
 
 
 class _End:
@@ -54,7 +51,7 @@ class _End:
     def __init__(
         self, link: Link, device: torch.device, depth: int, board: Board, user: Stream | None
     ) -> None:
-        """``user``: the stream that uses what arrives, None where messages are sent."""
+        # user: the stream that uses what arrives, None where messages are sent
         does, self._other = ("receiving", link.sender) if user else ("sending", link.receiver)
         self.link, self.target, self._board = link, device, board
         self.stream = new_stream(f"copy stream of {link.name}", device)
@@ -84,12 +81,7 @@ class _End:
 
         threading.Thread(target=guarded, name=f"spectrain {name}", daemon=True).start()
 
-    def _wait_for(self, done: Callable[[], bool]) -> None:
-        """Wait until the thread has done something.
-
-        Raises:
-            RankError: a rank has failed, or the deadline has passed.
-        """
+    def _wait_for_thread(self, done: Callable[[], bool]) -> None:
         name = self.link.name
         self._board.wait(lambda: done() or self._error is not None, self._other, name)
         if done():
@@ -102,7 +94,7 @@ class _End:
             raise ValueError(f"{name}: {error}") from error
         self._board.lost(self._other, name, error)
 
-    def _fit(self, frame: Frame) -> Tensor:
+    def _whole(self, frame: Frame) -> Tensor:
         """The frame as it travels, with memory for that."""
         frame.fit(self._capacity, pinned=self._pinned)
         return frame.whole[: HEAD + self._capacity]
@@ -117,7 +109,7 @@ class _End:
         return self.link.host.recv([tensor], self._peer, self.link.tags + tag)
 
 
-class Inlet(_End):
+class RemoteReceiver(_End):
     """The receiver's end: messages are received ahead of their use.
 
     gloo moves data beside the rank's own work by threads of its own, but a wait for it can be
@@ -186,7 +178,6 @@ class Inlet(_End):
                     self._post(slot)
 
     def _load(self, slot: _Framed) -> None:
-        """Copy what has landed to the device, and wait for that."""
         copy, nbytes = self.stream, slot.nbytes
         self._thread.writes(slot.staged)
         self._thread.record(self._landed)
@@ -199,7 +190,6 @@ class Inlet(_End):
         self._thread.wait(slot.arrived)
 
     def _next_slot(self) -> _Framed:
-        """The next free slot, with what has been received into its frame."""
         with self._board.changed:
             self._board.changed.wait_for(lambda: len(self._ring) > 0)
             slot = self._ring.popleft()
@@ -217,16 +207,15 @@ class Inlet(_End):
             self._board.changed.notify_all()
 
     def _post(self, slot: _Framed) -> None:
-        slot.works = [self._receive(self._fit(slot.frame), TAG_FRAME)]
+        slot.works = [self._receive(self._whole(slot.frame), TAG_FRAME)]
 
     # The rank's own thread.
 
     def has(self, i: int = 0, j: int = 0) -> bool:
-        """Whether the next message, or the end, has arrived."""
         return bool(self._arrived)
 
     def receive(self) -> Slot | None:
-        self._wait_for(self.has)
+        self._wait_for_thread(self.has)
         slot = self._arrived.popleft()
         if slot is None:
             return None
@@ -265,7 +254,7 @@ class Inlet(_End):
         """Nothing: the buffers have been lent to gloo for the next messages, until it ends."""
 
 
-class Outlet(_End):
+class RemoteSender(_End):
     """The sender's end: packs the tensors of a message and sends them in one piece.
 
     A layout (number of tensors, shapes, strides, dtypes, which want a gradient) is announced once,
@@ -321,13 +310,9 @@ class Outlet(_End):
         return slot.arrived
 
     def _kind_of(self, message: Message) -> tuple[tuple[Layout, int, int], bytes]:
-        """The message's layout, its number, and the body's bytes; and what is to be announced.
-
-        To see that it is like one before takes a third of the time of describing it anew.
-        """
+        """The message's layout, its number, and the body's bytes; and what is to be announced."""
         tensors, *form = message
-        likeness = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
-        looks = (*likeness, *form)
+        looks = (*likeness(tensors), *form)
         kind = self._kinds.get(looks)
         if kind is not None:
             return kind, b""
@@ -337,7 +322,7 @@ class Outlet(_End):
         return kind, text_of(layout)
 
     def _checked_bytes(self, layout: Layout) -> int:
-        """The bytes of the body: always those of the first message, or those of this one."""
+        # always those of the first message, or those of this one
         if self.link.dynamic:
             return layout.places()[1]
         if self._first is None:
@@ -352,9 +337,9 @@ class Outlet(_End):
 
     def end(self) -> None:
         slot = self._next_slot()
-        frame = self._fit(slot.frame)
+        whole = self._whole(slot.frame)
         slot.frame.write(self._sent, None)
-        self._hand_over(slot, [(frame, TAG_FRAME)], last=True)
+        self._hand_over(slot, [(whole, TAG_FRAME)], last=True)
 
     def _next_slot(self) -> _Framed:
         """The next slot; what was sent from it has long arrived, or the window is wrong."""
@@ -364,7 +349,7 @@ class Outlet(_End):
 
     def _wait(self, slot: _Framed) -> None:
         if slot.works is None:
-            self._wait_for(lambda: slot.works is not None)
+            self._wait_for_thread(lambda: slot.works is not None)
         if not slot.works:
             return
         with self._board.blocked(self._other, self.link.name), self._connected:
@@ -376,7 +361,6 @@ class Outlet(_End):
         slot.works, slot.body = [], None
 
     def _hand_over(self, slot: _Framed, pieces: _Pieces, last: bool = False) -> None:
-        """Have gloo send these, of a staged link by the thread; last: of the run."""
         self._sent += 1
         self._ring.rotate(-1)
         if not self.link.staged:
@@ -392,7 +376,6 @@ class Outlet(_End):
             self._jobs = None
 
     def _send_staged(self, jobs: SimpleQueue[tuple[_Framed, _Pieces, bool]]) -> None:
-        """What the thread does until the run ends: send what has been copied, in order."""
         last = False
         while not last:
             slot, pieces, last = jobs.get()

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Watched(Protocol):
-    """Ends all processes where one fails or keeps the others waiting: a ``Board`` or a pipeline."""
+    """A ``Board`` or a pipeline: ends all processes where one fails or keeps the others waiting."""
 
     timeout: float
 
@@ -42,15 +42,13 @@ class Peers:
 
     @property
     def timeout(self) -> timedelta | None:
-        """How long one waits for another, None: as long as torch says."""
+        """None: as long as torch says."""
         return None if self._watch is None else timedelta(seconds=self._watch.timeout)
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """Inside, all do something together, and none waits past the deadline of the watch."""
         return nullcontext() if self._watch is None else self._watch.together(what)
 
     def busy(self, what: str) -> AbstractContextManager[None]:
-        """Inside, within ``together``, this process is at work while the others wait for it."""
         return nullcontext() if self._watch is None else self._watch.busy(what)
 
     def tell(self, value: Any) -> list[Any]:

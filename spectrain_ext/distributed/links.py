@@ -1,4 +1,4 @@
-"""Links: the groups that one rank sends and receives by, which all ranks make in one order."""
+"""Links: the process groups that one rank sends and receives by, which all make in one order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,28 @@ import torch
 import torch.distributed as dist
 
 from spectrain_ext.pipeline.edges import Traffic
+from spectrain_ext.pipeline.ties import Tie
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
 
-from .board import GPUS, Board
+from .board import Board
 from .wire import TAGS
 
 _CPU = torch.device("cpu")
 _Use = Callable[[dist.ProcessGroup, torch.device], None]
+
+
+class Circle(NamedTuple):
+    """Ranks that put something together, and the groups that they do it by.
+
+    ``host``: of gloo, for what their hosts wait for. ``device``: for what goes from device to
+    device; the same one, or one of NCCL. gloo itself sees to it that what lies on a GPU gets
+    through host memory.
+    """
+
+    ranks: Sequence[int]
+    host: dist.ProcessGroup
+    device: dist.ProcessGroup
 
 
 class Link(NamedTuple):
@@ -27,6 +41,9 @@ class Link(NamedTuple):
 
     Attributes:
         name: of the edge, for reports.
+        what: what goes by it.
+        at: the seat at the other process's end; of tied weights and gradients the number of the
+            tie.
         stages: of the sender and of the receiver.
         peer: the other process's rank in the default group.
         host: a gloo group of the two.
@@ -39,6 +56,8 @@ class Link(NamedTuple):
     """
 
     name: str
+    what: Traffic
+    at: int
     stages: tuple[int, int]
     sender: int
     receiver: int
@@ -55,39 +74,10 @@ class Link(NamedTuple):
         return self.device is self.host
 
 
-class Connected:
-    """Inside, a RuntimeError is that of a broken connection to one of these ranks."""
-
-    def __init__(self, board: Board, ranks: Sequence[int], what: str) -> None:
-        self._board, self._ranks, self._what = board, ranks, what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, RuntimeError):
-            self._board.lost_one_of(self._ranks, self._what, error)
-
-
-class Circle(NamedTuple):
-    """The replicas of one stage, as they add up what each of them has, by two groups as a link's.
-
-    gloo itself sees to it that gradients on a GPU get through host memory.
-    """
-
-    ranks: tuple[int, ...]
-    host: dist.ProcessGroup
-    device: dist.ProcessGroup
-
-
 class Links(NamedTuple):
-    """The links of one rank, by what they are for and the seat at their other end.
+    """The links of one rank; ``circle``: the replicas of its stage, None if there is one."""
 
-    Those of tied weights go by the number of the tie. ``circle``: the replicas of this rank's
-    stage; None if it has one.
-    """
-
-    into: _Links
-    out: _Links
+    edges: Sequence[Link]
     circle: Circle | None = None
 
     def evaluating(self) -> Links:
@@ -95,21 +85,28 @@ class Links(NamedTuple):
 
         Tied weights go by them once, before the first forward.
         """
-        return Links(_beside(self.into), _beside(self.out))
+        return Links(
+            [
+                link._replace(dynamic=True, tags=link.tags + TAGS)
+                for link in self.edges
+                if link.what is not Traffic.TIED_GRADIENTS
+            ]
+        )
 
 
-_Links = dict[Traffic, dict[int, Link]]  # of each traffic, be it none
+class Connected:
+    """Inside, a RuntimeError is that of a broken connection to one of these ranks."""
 
+    def __init__(self, board: Board, ranks: Sequence[int], what: str) -> None:
+        others = [rank for rank in ranks if rank != board.rank]
+        self._board, self._what = board, what
+        self._peer = others[0] if len(others) == 1 else None
 
-def _beside(links: _Links) -> _Links:
-    return {
-        what: {
-            at: link._replace(dynamic=True, tags=link.tags + TAGS)
-            for at, link in ends.items()
-            if what is not Traffic.TIED_GRADIENTS
-        }
-        for what, ends in links.items()
-    }
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, RuntimeError):
+            self._board.lost(self._peer, self._what, error)
 
 
 def backend_of_bodies(board: Board, device: torch.device) -> str:
@@ -117,7 +114,7 @@ def backend_of_bodies(board: Board, device: torch.device) -> str:
 
     NCCL refuses two ranks on one GPU. Every rank calls this, and all get the same answer.
     """
-    gpus = board.gathered(GPUS, _gpu(device))
+    gpus = board.gathered("comparing GPUs", _gpu(device))
     return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
@@ -137,7 +134,7 @@ def open_links(
     dynamic: bool,
     replicas: Replicas | None = None,
     bodies: str = "gloo",
-    ties: Sequence[tuple[int, int, bool]] = (),
+    ties: Sequence[Tie] = (),
 ) -> Links:
     """Make the groups of all directed edges that end or begin at this rank, and use each once.
 
@@ -149,78 +146,62 @@ def open_links(
     next one's first use of another edge; here all have the same order. NCCL connects for what is
     done: an edge is used by a message in its direction, replicas by a sum.
 
-    Args:
-        group: the ranks of the pipeline, stage by stage; None: the default group.
-        device: of this rank's stage.
-        board: names a failure, and keeps deadlines.
-        dynamic: whether later messages may be larger than the first.
-        replicas: of every stage; None: one each.
-        bodies: what they go by, the same on all ranks: ``"nccl"``, which leaves them on the GPU, or
-            ``"gloo"``.
-        ties: pairs of seats, of which the second has copies of weights of the first; and whether
-            these get gradients. Two of one rank get no link.
+    Two stages of one rank get no link. ``dynamic``: later messages may be larger than the first.
+    ``bodies`` go by ``"nccl"``, which leaves them on the GPU, or ``"gloo"``, on all ranks alike.
     """
-    ranks = dist.get_process_group_ranks(group)
-    me = dist.get_rank(group)
-    seats = Replicas((1,) * len(ranks)) if replicas is None else replicas
-    found = Links({what: {} for what in Traffic}, {what: {} for what in Traffic})
+    opener = _Opener(dist.get_process_group_ranks(group), board, bodies, device)
+    ranks = opener.ranks
+    replicas = Replicas((1,) * len(ranks)) if replicas is None else replicas
     staged = bodies == "gloo" and device.type == "cuda"
-
-    def meet(name: str, members: Sequence[int], use: _Use) -> Circle | None:
-        """The groups of these ranks; None: this one is no member."""
-        given = name, ranks, members, board
-        host = _group(*given, "gloo", _CPU, use)
-        by_device = _group(*given, bodies, device, use) if bodies != "gloo" else host
-        if host is None or by_device is None:
-            return None
-        return Circle(tuple(members), host, by_device)
+    edges: list[Link] = []
 
     def link(a: int, b: int, what: Traffic, tie: int | None = None) -> None:
-        sender, receiver = a % seats.ranks, b % seats.ranks
+        sender, receiver = a % replicas.ranks, b % replicas.ranks
         if sender == receiver:
             return
 
         def message(made: dist.ProcessGroup, on: torch.device) -> None:
-            if me == sender:
+            if board.rank == sender:
                 dist.send(torch.zeros(1, device=on), ranks[receiver], group=made)
             else:
                 dist.recv(torch.zeros(1, device=on), ranks[sender], group=made)
 
         plain = what in (Traffic.ACTIVATIONS, Traffic.GRADIENTS)
         name = f"edge {a} -> {b}" if plain else f"edge {a} -> {b} of {what.value}"
-        two = meet(name, (sender, receiver), message)
+        two = opener.open(name, (sender, receiver), message)
         if two is None:
             return
-        ends, other = (found.out, b) if sender == me else (found.into, a)
-        stages, peer = (seats.seat(a)[0], seats.seat(b)[0]), ranks[other % seats.ranks]
-        size = dynamic or what.tied
-        ends[what][other if tie is None else tie] = Link(
-            name, stages, sender, receiver, peer, two.host, two.device, size, staged
+        other = b if sender == board.rank else a
+        at, peer = other if tie is None else tie, ranks[other % replicas.ranks]
+        stages, size = (replicas.seat(a)[0], replicas.seat(b)[0]), dynamic or what.tied
+        edges.append(
+            Link(name, what, at, stages, sender, receiver, peer, two.host, two.device, size, staged)
         )
 
-    for a, b in seats.edges():
+    for a, b in replicas.edges():
         link(a, b, Traffic.ACTIVATIONS)
         link(b, a, Traffic.GRADIENTS)
-    for seat in seats.seats_of(0):
+    for seat in replicas.seats_of(0):
         link(0, seat, Traffic.INPUTS)
-    for seat in seats.seats_of(seats.stages - 1):
+    for seat in replicas.seats_of(replicas.stages - 1):
         link(0, seat, Traffic.TARGETS)
-    for n, (a, b, trained) in enumerate(ties):
-        link(a, b, Traffic.TIED_WEIGHTS, n)
-        if trained:
-            link(b, a, Traffic.TIED_GRADIENTS, n)
+    for n, tie in enumerate(ties):
+        home, copies = replicas.runs(tie.home, 0), replicas.runs(tie.copy, 0)
+        link(home, copies, Traffic.TIED_WEIGHTS, n)
+        if tie.trained:
+            link(copies, home, Traffic.TIED_GRADIENTS, n)
     circle = None
-    for k in range(seats.stages):
-        members = seats.ranks_of(k)
+    for k in range(replicas.stages):
+        members = replicas.ranks_of(k)
         if len(members) > 1:
-            circle = meet(f"the replicas of stage {k}", members, _sum) or circle
-    return found._replace(circle=circle)
+            circle = opener.open(f"the replicas of stage {k}", members, _sum) or circle
+    return Links(edges, circle)
 
 
-def open_host_group(group: dist.ProcessGroup | None, board: Board) -> dist.ProcessGroup:
-    """A gloo group of all ranks, for what their hosts tell one another."""
+def open_circle(group: dist.ProcessGroup | None, board: Board) -> Circle:
+    """All ranks, for what their hosts tell one another."""
     ranks = dist.get_process_group_ranks(group)
-    made = _group("all ranks", ranks, range(len(ranks)), board, "gloo", _CPU, _sum)
+    made = _Opener(ranks, board, "gloo", _CPU).open("all ranks", range(len(ranks)), _sum)
     assert made is not None
     return made
 
@@ -229,38 +210,48 @@ def _sum(made: dist.ProcessGroup, on: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=on), group=made)
 
 
-def _group(
-    name: str,
-    ranks: Sequence[int],
-    members: Sequence[int],
-    board: Board,
-    backend: str,
-    device: torch.device,
-    use: _Use,
-) -> dist.ProcessGroup | None:
-    """Make a group of some of these ranks and use it; None: this one is no member."""
-    # gloo's own deadline would break the connection: the board's comes first.
-    longer = timedelta(seconds=max(4 * board.timeout, 60.0))
-    # NCCL then connects at once, and a pair's messages need no second communicator.
-    bound = None if backend == "gloo" else device
-    mine, others = board.rank in members, [r for r in members if r != board.rank]
-    board.doing("opening", name)
-    with board.blocked(others[0] if len(others) == 1 else None, name) if mine else nullcontext():
-        try:
-            with _unbound():
-                chosen = [ranks[r] for r in members]
-                made = dist.new_group(chosen, timeout=longer, backend=backend, device_id=bound)
-            if not mine:
-                return None
-            assert isinstance(made, dist.ProcessGroup)
-            # Not left to a message whose deadline is short, and over before the next one's begins.
-            stream = callers_stream(device)
-            with stream.using():
-                use(made, device)
-            stream.synchronize()
-        except RuntimeError as error:
-            board.lost(None, name, error)
-    return made
+class _Opener(NamedTuple):
+    """Makes groups of some of the pipeline's ranks, and uses them."""
+
+    ranks: list[int]
+    board: Board
+    bodies: str
+    device: torch.device
+
+    def open(self, name: str, members: Sequence[int], use: _Use) -> Circle | None:
+        """Groups of these ranks; None: this one is no member."""
+        host = self.group(name, members, "gloo", _CPU, use)
+        device = host
+        if self.bodies != "gloo":
+            device = self.group(name, members, self.bodies, self.device, use)
+        return None if host is None or device is None else Circle(members, host, device)
+
+    def group(
+        self, name: str, members: Sequence[int], backend: str, device: torch.device, use: _Use
+    ) -> dist.ProcessGroup | None:
+        board, chosen = self.board, [self.ranks[r] for r in members]
+        # gloo's own deadline would break the connection: the board's comes first.
+        longer = timedelta(seconds=max(4 * board.timeout, 60.0))
+        # NCCL then connects at once, and a pair's messages need no second communicator.
+        bound = None if backend == "gloo" else device
+        mine, others = board.rank in members, [r for r in members if r != board.rank]
+        waits_for = others[0] if len(others) == 1 else None
+        board.doing("opening", name)
+        with board.blocked(waits_for, name) if mine else nullcontext():
+            try:
+                with _unbound():
+                    made = dist.new_group(chosen, timeout=longer, backend=backend, device_id=bound)
+                if not mine:
+                    return None
+                assert isinstance(made, dist.ProcessGroup)
+                # Not left to a message whose deadline is short, and over before the next begins.
+                stream = callers_stream(device)
+                with stream.using():
+                    use(made, device)
+                stream.synchronize()
+            except RuntimeError as error:
+                board.lost(None, name, error)
+        return made
 
 
 @contextmanager

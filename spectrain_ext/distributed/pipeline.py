@@ -26,7 +26,6 @@ from spectrain_ext.schedule import Replicas
 from .board import Board
 from .connections import RankConnections
 from .exchange import Peers
-from .links import open_host_group
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -98,6 +97,8 @@ class DistributedPipeline(Pipeline):
     ``load_state_dict`` takes this stage's out of a whole model's.
     """
 
+    _connections: RankConnections
+
     def __init__(
         self,
         stage: nn.Module | Sequence[nn.Module],
@@ -138,43 +139,29 @@ class DistributedPipeline(Pipeline):
         self.ranks = len(members)
         self.timeout = timeout
         self._group = group
-        self._peers: Peers | None = None  # opened when they first tell one another something
         self._averages = averaging is not None
         # All ranks make their pipelines in one order: the count names this one.
         prefix = f"spectrain_ext/{'-'.join(map(str, members))}/{_made[members]}"
         _made[members] += 1
         store = PrefixStore(prefix, _get_default_store())
         self._board = board = Board(store, self.rank, self.ranks, timeout)
-        try:
+        with board.run(starts=True):
             modules = [stage] if isinstance(stage, nn.Module) else list(stage)
-            seats = _seats_of(len(modules), replicas, self.ranks)
+            all_replicas = _replicas_of(len(modules), replicas, self.ranks)
             if averaging is not None:
-                _check_averaging(seats, clip_scope)
+                _check_averaging(all_replicas, clip_scope)
                 check_averaged(find_method(method))
                 clip_scope = "stage"
             self._connections = around = RankConnections(
-                *(group, board, seats, dynamic_shapes, share_loss),
+                *(group, board, all_replicas, dynamic_shapes, share_loss),
                 *(clip_norm, clip_scope, averaging, split_dim),
             )
-            self.replicas, self.replica = seats.counts, around.replica
+            self.replicas, self.replica = all_replicas.counts, around.replica
+            devices = None if device is None else [device] * len(modules)
             super().__init__(
-                modules,
-                optimizer,
-                loss_fn,
-                method,
-                None if device is None else [device] * len(modules),
-                scheduler,
-                microbatches,
-                window,
-                clip_norm,
-                clip_scope,
-                master_dtype,
-                recompute,
-                split_dim,
+                *(modules, optimizer, loss_fn, method, devices, scheduler, microbatches, window),
+                *(clip_norm, clip_scope, master_dtype, recompute, split_dim),
             )
-        except BaseException as error:
-            board.turn_away(error)
-            raise
 
     def run(
         self,
@@ -224,11 +211,9 @@ class DistributedPipeline(Pipeline):
 
     def _tell(self, make: Callable[[], Any], doing: str) -> list[Any]:
         with self.together(doing):
-            if self._peers is None:
-                # not with this pipeline, which would then wait for a garbage collection
-                self._peers = Peers(open_host_group(self._group, self._board), self._board)
-                self._board.doing(doing)
-            return self._peers.gathered(make, doing)
+            hosts = self._connections.all_ranks().host
+            self._board.doing(doing)
+            return Peers(hosts, self._board).gathered(make, doing)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -296,14 +281,14 @@ class DistributedPipeline(Pipeline):
             raise ValueError("value: rank 0 needs the input, got None")
         batch = (nothing if self.rank else value, nothing)
         outputs: list[Any] = []
-        seats = self._executor.connections.replicas
+        all_replicas = self._connections.replicas
         # Replicas deal batches out: each gets this one.
-        batches = minibatches([batch] * lcm(*seats.counts), seats, alone=False)
+        batches = minibatches([batch] * lcm(*all_replicas.counts), all_replicas, alone=False)
         self._forward_all(batches, lambda output, _: outputs.append(output), evaluates=False)
         return outputs[0] if last else None
 
 
-def _seats_of(stages: int, replicas: int | Sequence[int] | None, ranks: int) -> Replicas:
+def _replicas_of(stages: int, replicas: int | Sequence[int] | None, ranks: int) -> Replicas:
     """Who has which stage, where every rank has so many."""
     if stages < 2:
         return Replicas.of(replicas, ranks)
@@ -329,11 +314,11 @@ def _needs_all(what: str, name: str, count: int) -> str:
     )
 
 
-def _check_averaging(seats: Replicas, clip_scope: str) -> None:
-    if len(set(seats.counts)) > 1 or seats.counts[0] == 1:
+def _check_averaging(replicas: Replicas, clip_scope: str) -> None:
+    if len(set(replicas.counts)) > 1 or replicas.counts[0] == 1:
         raise ValueError(
             "averaging: needs the same number of replicas of every stage, at least 2, got "
-            f"{list(seats.counts)}"
+            f"{list(replicas.counts)}"
         )
     if clip_scope == "global":
         raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
-from time import monotonic, sleep
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -68,23 +67,3 @@ def connection(store: Store, patience: float, timeout: float) -> Store:
         store.set_timeout(before)
     made.set_timeout(timedelta(seconds=patience))
     return made
-
-
-def come(store: Store, keys: list[str], seconds: float) -> bool:
-    """Whether somebody sets all of these keys within so many seconds.
-
-    Not ``store.wait``, which may hang for ever once its timeout has passed: seen with torch 2.13
-    where two processes wait at once, after some 20 to 100 waits.
-    """
-    began = monotonic()
-    while not store.check(keys):
-        waited = monotonic() - began
-        if waited > seconds:
-            return False
-        sleep(pause(waited))
-    return True
-
-
-def pause(waited: float) -> float:
-    """Seconds until one looks again for what one has waited for so long."""
-    return min(max(0.0005, waited / 16), 0.2)

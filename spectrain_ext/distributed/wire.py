@@ -88,19 +88,14 @@ def layout_of(text: bytes) -> Layout:
     try:
         read = json.loads(text)
         tensors = tuple(None if t is None else _tensor_layout(*t) for t in read["tensors"])
-        keys = read["keys"]
+        keys = None if read["keys"] is None else tuple(read["keys"])
         if keys is not None:
-            keys = _names(keys, len(tensors))
+            named = all(isinstance(key, str) for key in keys)
+            if not named or len(set(keys)) != len(tensors):
+                raise TypeError(f"{keys!r} are no names of {len(tensors)} tensors")
         return Layout(tensors, bool(read["single"]), keys)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not the layout of a message: {text[:200]!r} ({error})") from None
-
-
-def _names(keys: object, count: int) -> tuple[str, ...]:
-    names = tuple(keys) if isinstance(keys, list) else ()
-    if len(set(names)) != count or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{keys!r} are no names of {count} tensors")
-    return names
 
 
 def _tensor_layout(

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .message import NO_HEADER, FlatMemory, Header, Layout, Message
+from .message import NO_HEADER, FlatMemory, Header, Layout, Likeness, Message, likeness
 from .streams import Buffer, Event, HostEvent, Stream, callers_stream, new_stream
 
 _CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ class Slot:
         self.clear()
 
     def clear(self) -> None:
-        self.likeness: list[tuple[object, ...] | None] = []  # of the message that it last had
+        self.likeness: Likeness = []  # of the message that it last had
         self.views: list[Tensor | None] = []
         self.memory.free()
         self.staging.free()
@@ -123,14 +123,9 @@ class Edge:
         slot = self._ring[self._sent % len(self._ring)]
         assert slot.message is None, f"{slot.buffer.name} is in use"
         given, single, differentiable, keys = message
-        fits = len(given) == len(slot.likeness)
-        for tensor, like in zip(given, slot.likeness, strict=False):
-            if tensor is None:
-                fits = fits and like is None
-            elif like is None or (tensor.shape, tensor.stride(), tensor.dtype) != like:
-                fits = False
-        if not fits:
-            self._fit(slot, message)
+        looks = likeness(given)
+        if looks != slot.likeness:
+            self._fit(slot, message, looks)
         views = slot.views
         if self._immediate and (self._from_stage or not ready):
             for to, tensor in zip(views, given, strict=True):
@@ -152,7 +147,7 @@ class Edge:
         self._sent += 1
         return slot.arrived
 
-    def _fit(self, slot: Slot, message: Message) -> None:
+    def _fit(self, slot: Slot, message: Message, looks: Likeness) -> None:
         """Have the slot's memory be like the message, as it is in a steady state."""
         layout = Layout.of(message)
         slot.likeness = []  # until all of it is so, whatever exception comes in between
@@ -163,8 +158,7 @@ class Edge:
                 self._receiver.writes(slot.buffer)
                 self._receiver.record(slot.free)
         slot.views = slot.memory.views(layout)
-        looks = (None if t is None else (t.shape, t.stride(), t.dtype) for t in message.tensors)
-        slot.likeness = list(looks)
+        slot.likeness = looks
 
     def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """What was given, or copies in pinned memory of what would keep the host.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from math import prod
 from typing import NamedTuple
@@ -23,8 +23,7 @@ _ALIGNMENT = 256
 def as_value(given: object, where: str, note: str = "") -> Value:
     """The value that was given, maybe as a list or as a mapping that is no dict.
 
-    Raises:
-        TypeError: it is none; names ``where``, with the key or the index, and then the note.
+    A TypeError names ``where``, with the key or the index, and then the note.
     """
     if isinstance(given, Tensor):
         return given
@@ -118,6 +117,15 @@ class Message(NamedTuple):
                 t is not None and (t.is_floating_point() or t.is_complex()) for t in self.tensors
             )
         return Message(self.tensors, self.single, differentiable, self.keys)
+
+
+#: What tells that a message is laid out like one before: asking takes a third of the time of
+#: describing it anew.
+Likeness = list[tuple[object, ...] | None]
+
+
+def likeness(tensors: Iterable[Tensor | None]) -> Likeness:
+    return [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
 
 
 class TensorLayout(NamedTuple):
@@ -237,10 +245,9 @@ class FlatMemory:
         self._views: list[Tensor | None] = []
 
     def fit(self, nbytes: int, device: torch.device, pinned: bool = False) -> bool:
-        """Have a body of at least so many bytes; pinned: that a GPU copies beside the host.
+        """Have a body of so many bytes, and say whether it is new.
 
-        Returns:
-            Whether it is new.
+        Pinned: a GPU copies it beside the host.
         """
         size = self._head + nbytes
         if self.whole.numel() >= size and self.whole.device.type == device.type:

@@ -9,7 +9,7 @@ import torch
 from helpers import rank_programs
 from helpers.ranks import Ranks, run_ranks
 
-from spectrain_ext.distributed.watch import Beat, Cause, suspect
+from spectrain_ext.distributed.failures import Beat, Cause, suspect
 from spectrain_ext.distributed.wire import layout_of, text_of
 from spectrain_ext.transport.message import FlatMemory, Layout, Message
 

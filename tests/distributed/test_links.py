@@ -93,17 +93,17 @@ def test_a_group_is_first_used_as_it_will_be(opened, bodies):
         all_opened = opened(counts, bodies)
         last = Replicas(counts).seats_of(len(counts) - 1)
         from_rank_0 = {seat for seat in last if seat}
-        assert set(all_opened[0][0].out[Traffic.TARGETS]) == from_rank_0
-        assert set(all_opened[0][0].out[Traffic.INPUTS]) == set(range(1, counts[0]))
+        firsts = all_opened[0][0].edges
+        assert {e.at for e in firsts if e.what is Traffic.TARGETS} == from_rank_0
+        assert {e.at for e in firsts if e.what is Traffic.INPUTS} == set(range(1, counts[0]))
         for rank, (links, uses) in enumerate(all_opened):
             expected = []
-            for ends in (*links.into.values(), *links.out.values()):
-                for link in ends.values():
-                    assert (link.host is link.device) == (bodies == "gloo")
-                    use = ("send", link.receiver) if link.sender == rank else ("recv", link.sender)
-                    for group in {link.host, link.device}:
-                        assert set(group.ranks) == {link.sender, link.receiver}
-                        expected.append((use[0], group, use[1]))
+            for link in links.edges:
+                assert (link.host is link.device) == (bodies == "gloo")
+                use = ("send", link.receiver) if link.sender == rank else ("recv", link.sender)
+                for group in {link.host, link.device}:
+                    assert set(group.ranks) == {link.sender, link.receiver}
+                    expected.append((use[0], group, use[1]))
             if links.circle is not None:
                 for group in {links.circle.host, links.circle.device}:
                     expected.append(("all_reduce", group))
@@ -117,6 +117,7 @@ def trains(counts, links, rank, minibatches=2):
     replicas = Replicas(counts)
     k, c = replicas.seat(rank)
     microbatches = math.lcm(*counts)
+    of = {(link.what, link.at, link.sender == rank): link.device for link in links.edges}
     places = places_of(find_method("vanilla"), len(counts), microbatches, None, replicas)
     for kind, _, j in bounded(find_generator("1f1b-async")(places[k]), k, minibatches):
         if kind is Kind.UPDATE:
@@ -125,15 +126,14 @@ def trains(counts, links, rank, minibatches=2):
             continue
         j = c + j * counts[k]
         forward = kind is Kind.FORWARD
+        what = Traffic.ACTIVATIONS if forward else Traffic.GRADIENTS
         before, after = (k - 1, k + 1) if forward else (k + 1, k - 1)
         if 0 <= before < len(counts):
-            into = links.into[Traffic.ACTIVATIONS if forward else Traffic.GRADIENTS]
-            group = into[replicas.runs(before, j)].device
+            group = of[what, replicas.runs(before, j), False]
             yield "take", group  # its header, by gloo
             yield "meet", (MESSAGE, group)
         if 0 <= after < len(counts):
-            out = links.out[Traffic.ACTIVATIONS if forward else Traffic.GRADIENTS]
-            group = out[replicas.runs(after, j)].device
+            group = of[what, replicas.runs(after, j), True]
             yield "post", group
             yield "meet", (MESSAGE, group)
 
@@ -212,8 +212,8 @@ def test_the_groups_stand_by_themselves(monkeypatch):
     monkeypatch.setattr(dist, "new_group", new_group)
     for backend in ("gloo", "nccl"):
         with pytest.raises(ArithmeticError):
-            board = unwatched(0)
-            links_module._group("all", [0], [0], board, backend, CPU, links_module._sum)
+            opener = links_module._Opener([0], unwatched(0), backend, CPU)
+            opener.group("all", [0], backend, CPU, links_module._sum)
     assert seen == [("gloo", None, None), ("nccl", CPU, None)]
     assert default.WORLD.bound_device_id == torch.device("cuda", 0)
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
-from threading import Timer
-from time import monotonic
 
 import pytest
 from helpers.cli_programs import listening
 
 from spectrain_ext.distributed.board import Board
-from spectrain_ext.distributed.store import come, connection, store_at
+from spectrain_ext.distributed.store import connection, store_at
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "127.0.0.2"])
@@ -50,21 +48,14 @@ def test_a_connection_is_not_waited_for_as_long_as_the_store_says():
     assert store.timeout == timedelta(minutes=30)
 
 
-def test_keys_that_are_waited_for():
-    kept = store_at("127.0.0.1", 0, listen=True)
-    kept.set("there", "")
-    began = monotonic()
-    assert not come(kept, ["there", "later"], 0.3)
-    assert 0.3 <= monotonic() - began < 5
-    Timer(0.2, kept.clone().set, ("later", "")).start()
-    assert come(kept, ["there", "later"], 10.0)
-    assert 0.5 <= monotonic() - began < 5
-
-
 def test_a_board_of_one_rank():
     kept = store_at("127.0.0.1", 0, listen=True)
     board = Board(kept, 0, 1, timeout=5.0)
-    assert board.meet({"method": "sync"}, {"own": 1}) == [{"method": "sync", "own": 1}]
+    with board.run(starts=True):
+        for n in range(3):
+            assert board.gathered("meeting", {"method": "sync", "own": n}) == [
+                {"method": "sync", "own": n}
+            ]
     for _ in range(3):
         with board.run():
             pass

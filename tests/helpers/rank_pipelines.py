@@ -6,6 +6,7 @@ import re
 from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle
+from time import sleep
 
 import torch
 import torch.distributed as dist
@@ -186,7 +187,7 @@ def scaled_apart(rank, ranks, replicas, method, device):
     )
     losses = [result.loss.item() for result in pipe.run(data(9))]
     links = pipe._executor.connections.links
-    link, *_ = (link for ends in links.into.values() for link in ends.values())
+    link = links.edges[0]
     state = {name: t.cpu() for name, t in next(pipe.children()).state_dict().items()}
     return dist.get_backend(link.device), link.staged, losses, state
 
@@ -279,7 +280,10 @@ def missing(rank, ranks, culprit, late):
         commit("hang")
     if rank == culprit:
         of_all = "-".join(map(str, range(ranks)))
-        _get_default_store().wait([f"spectrain_ext/{of_all}/0/meeting/{rank}"])
+        store = dist.PrefixStore(f"spectrain_ext/{of_all}/0", _get_default_store())
+        store.wait(["failed"])
+        while not store.get("failed"):
+            sleep(0.1)
     small(rank, ranks, timeout=4.0)
 
 

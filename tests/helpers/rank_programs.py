@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from spectrain_ext.distributed import connections
 from spectrain_ext.distributed import links as links_module
 from spectrain_ext.distributed.board import Board
-from spectrain_ext.distributed.ends import Inlet, Outlet
-from spectrain_ext.distributed.links import Links, Traffic, open_links
+from spectrain_ext.distributed.ends import RemoteReceiver, RemoteSender
+from spectrain_ext.distributed.links import Traffic, open_links
 from spectrain_ext.partitioning import partition
 from spectrain_ext.transport import NO_HEADER, Header, Message, callers_stream, checked_streams
 from spectrain_ext.transport.streams import Buffer, CheckedStream
@@ -29,7 +29,8 @@ GRADS = (True, False, True, False, False, True, True)  # of ``tensors``
 def board(rank, ranks, timeout=30.0, grace=5.0):
     store = dist.PrefixStore("test", _get_default_store())
     made = Board(store, rank, ranks, timeout, grace)
-    made.meet({})
+    with made.run(starts=True):
+        pass
     return made
 
 
@@ -42,14 +43,7 @@ def travelling(way):
 
     def staged(*given):
         links = open_links(*given)
-        parts = (
-            {
-                what: {rank: link._replace(staged=True) for rank, link in ends.items()}
-                for what, ends in part.items()
-            }
-            for part in (links.into, links.out)
-        )
-        return Links(*parts, links.circle)
+        return links._replace(edges=[link._replace(staged=True) for link in links.edges])
 
     def new_group(*given, backend, device_id, **more):
         return real(*given, backend="gloo", **more)
@@ -75,16 +69,17 @@ def ends_of(rank, ranks, depth=3, dynamic=False, timeout=30.0, staged=False):
     told = board(rank, ranks, timeout)
     links = open_links(None, CPU, told, dynamic)
     stream = callers_stream(CPU)
-    (link,) = (links.into if rank else links.out)[Traffic.ACTIVATIONS].values()
+    (link,) = (link for link in links.edges if link.name == "edge 0 -> 1")
     link = link._replace(staged=staged)
-    end = Inlet(link, CPU, stream, depth, told) if rank else Outlet(link, CPU, depth, told)
-    return told, end
+    if rank:
+        return told, RemoteReceiver(link, CPU, stream, depth, told)
+    return told, RemoteSender(link, CPU, depth, told)
 
 
-def send(outlet, *tensors, single=False, grads=None, header=NO_HEADER):
+def send(sender, *tensors, single=False, grads=None, header=NO_HEADER):
     event = callers_stream(CPU).event()
     grads = grads or (True,) * len(tensors)
-    outlet.send(Message(tensors, single, grads), Buffer("source"), event, header=header)
+    sender.send(Message(tensors, single, grads), Buffer("source"), event, header=header)
 
 
 def tensors(seed, rows=4):
@@ -190,21 +185,22 @@ def chain(rank, ranks, fault, culprit, timeout, grace):
     """Every rank waits for the one before it, and the culprit does something else."""
     told = board(rank, ranks, timeout, grace)
     links = open_links(None, CPU, told, False)
-    if rank:
-        inlet = Inlet(links.into[Traffic.ACTIVATIONS][rank - 1], CPU, callers_stream(CPU), 3, told)
-        inlet.begin()
-    outlet = (
-        Outlet(links.out[Traffic.ACTIVATIONS][rank + 1], CPU, 3, told) if rank < ranks - 1 else None
-    )
+    receiver = sender = None
+    for link in links.edges:
+        if link.what is Traffic.ACTIVATIONS and link.receiver == rank:
+            receiver = RemoteReceiver(link, CPU, callers_stream(CPU), 3, told)
+            receiver.begin()
+        elif link.what is Traffic.ACTIVATIONS:
+            sender = RemoteSender(link, CPU, 3, told)
     with told.run():
         for n in range(1000000):
             told.doing("F", n)
             if rank == culprit and n == 20:
                 commit(fault)
-            if rank:
-                inlet.free(inlet.receive())
-            if outlet is not None:
-                send(outlet, torch.full((3,), float(n)), single=True)
+            if receiver is not None:
+                receiver.free(receiver.receive())
+            if sender is not None:
+                send(sender, torch.full((3,), float(n)), single=True)
             told.check()
 
 

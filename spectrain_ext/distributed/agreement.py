@@ -1,0 +1,185 @@
+"""Agreement: what all ranks must have alike, or know of each other, before any of them trains."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain_ext.method import Method, factor_of, phases_of, rules_at
+from spectrain_ext.pipeline.arguments import check_order, max_norms_of
+from spectrain_ext.pipeline.names import bare, full_names
+from spectrain_ext.pipeline.ties import Copy, Member, Tie, check_look, look_of, names_of, ties_of
+from spectrain_ext.schedule import Place, Replicas
+
+from .board import Board
+
+_OPTION = "the optimizer's "
+
+# Every rank calls all of these, and all come to the same end.
+
+
+def meet(
+    board: Board, settings: Mapping[str, object], own: Mapping[str, object]
+) -> list[dict[str, Any]]:
+    """What every rank says, by rank: settings, in which all must agree, and its own."""
+    found = board.gathered("meeting", {**settings, **own})
+    mine = found[board.rank]
+    for r, theirs in enumerate(found):
+        for name in settings:
+            if theirs.get(name) != mine[name]:
+                raise ValueError(
+                    f"{name}: rank {board.rank} has {mine[name]!r} and rank {r} has "
+                    f"{theirs.get(name)!r}; all must have the same"
+                )
+    return found
+
+
+def resolved(method: Method, of_phases: Sequence[Sequence[Place]]) -> dict[str, object]:
+    """What a method comes to, in which all ranks must agree; of JSON's types.
+
+    By the field of each phase a value, of a rule one for every stage. Functions are told apart by
+    what they give.
+    """
+    found: dict[str, object] = {}
+    for n, (phase, places) in enumerate(zip(phases_of(method), of_phases, strict=True)):
+        own, then = replace(phase, then=None), phase.then
+        factors = [factor_of([(own, place)]) for place in places]
+        said: dict[str, list[Any]] = {
+            "schedule": [phase.schedule],
+            "otherwise": [phase.otherwise],
+            "clip": [*max_norms_of(phase, places, None)],
+            "rates": [f and f(update) for f in factors for update in (0, 1)],
+            "then": [] if then is None else [then.after, then.gap],
+        }
+        rules = [vars(rules_at(phase, place)) for place in places]
+        for field in rules[0]:
+            values = (rule[field] for rule in rules)
+            said[field] = [(v(1), v(2)) if field == "law" and callable(v) else v for v in values]
+        where = f"{phase.name!r}{f', phase {n}' if n else ''}"
+        for field, each in said.items():
+            found[f"method: {field} of {where}"] = [
+                v if v is None or isinstance(v, (str, int, float)) else _shown(v) for v in each
+            ]
+    return found
+
+
+def check_cut(found: Sequence[Mapping[str, Any]], replicas: Replicas) -> None:
+    """Refuse stages of one cut in another order over the ranks, which have said what they have."""
+    said = [dict(rank["cut"]) for rank in found]
+    for k in range(replicas.stages):
+        first, *others = replicas.ranks_of(k)
+        for r in others:
+            if said[r][k] != said[first][k]:
+                raise ValueError(
+                    f"stage: ranks {first} and {r} have replicas of stage {k}, but other stages of "
+                    f"a cut, (stage, of how many): {said[first][k]} and {said[r][k]}"
+                )
+    check_order([said[replicas.ranks_of(k)[0]][k] for k in range(replicas.stages)])
+
+
+def copies_here(copies: Sequence[Copy]) -> dict[str, object]:
+    """What a rank says of its copies to all others, of JSON's types."""
+    return {"copies": [[*copy.member, look_of(copy.held)] for copy in copies]}
+
+
+def agreed_ties(
+    board: Board,
+    replicas: Replicas,
+    modules: Mapping[int, nn.Module],
+    copies: Sequence[Copy],
+    found: Sequence[Mapping[str, Any]],
+) -> list[Tie]:
+    """The ties of all stages; copies here learn what checkpoints call their homes' parameters.
+
+    A ValueError says that a home has no such parameter, or another kind of, or that one of the two
+    stages has several replicas.
+    """
+    asked = [(Member(*said), look) for rank in found for *said, look in rank["copies"]]
+    if not asked:
+        return []
+    mine: dict[str, dict[str, object]] = {}  # by stage, whose number JSON would make a text as well
+    for k, module in modules.items():
+        known: dict[str, object] = {}
+        for p, names in names_of(module).items():
+            for name in names:
+                found_as = full_names(module, names, f"{k}.")
+                known[bare(name)] = known[name] = look_of(p), [*found_as.values()]
+        wanted = {member.home_name for member, _ in asked if member.home == k}
+        mine[str(k)] = {name: known[name] for name in sorted(wanted & known.keys())}
+    said = board.gathered("comparing ties", mine)
+    own = {(copy.stage, copy.names[0]): copy for copy in copies}
+    for member, look in asked:
+        counts = [replicas.counts[k] for k in (member.home, member.copy)]
+        if max(counts) > 1:
+            raise ValueError(
+                f"replicas: {member}; a stage with tied weights has one replica, these have "
+                f"{counts[0]} and {counts[1]}. Untie them: tie_word_embeddings=False in a Hugging "
+                "Face configuration"
+            )
+        by_name = said[replicas.ranks_of(member.home)[0]][str(member.home)]
+        there = by_name.get(member.home_name, (None, []))
+        check_look(member, look, there[0])
+        if member.copy in modules:
+            own[member.copy, member.name].elsewhere = there[1]
+    return ties_of(member for member, _ in asked)
+
+
+def check_equal_start(
+    board: Board,
+    replicas: Replicas,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Compare the parameters of every stage's replicas, and the options of their optimizers.
+
+    Module buffers may differ: they are each replica's own. A ValueError names the stage, two of its
+    ranks and the first key that differs.
+    """
+    mine = _digests(module, optimizer)
+    whole = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    wholes = board.gathered("comparing weights", whole)
+    for k in range(replicas.stages):
+        first, *others = replicas.ranks_of(k)
+        for other in others:
+            if wholes[other] != wholes[first]:
+                found = board.gathered("comparing keys", mine)
+                raise ValueError(_difference(k, first, other, found[first], found[other]))
+
+
+def _digests(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
+    found = {repr(name): _digest(p) for name, p in module.named_parameters()}
+    for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        for name, value in sorted(group.items()):
+            if name != "params":
+                found[f"{_OPTION}{name!r} of parameter group {g}"] = _shown(value)
+    return found
+
+
+def _shown(value: object) -> str:
+    """A value, or only its type where its text has an address in it, as a function's has."""
+    text = repr(value)
+    return f"a {type(value).__qualname__}" if " at 0x" in text else text
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(flat.numpy().data).hexdigest()}"
+
+
+def _difference(stage: int, first: int, other: int, a: dict[str, str], b: dict[str, str]) -> str:
+    where = f"stage: the replicas of stage {stage} must start from the same weights and options; "
+    for key in [*a, *b]:
+        if key not in a or key not in b:
+            has, has_not = (first, other) if key in a else (other, first)
+            return f"{where}rank {has} has {key}, and rank {has_not} has not"
+        if a[key] != b[key] and key.startswith(_OPTION):
+            return f"{where}{key} is {a[key]} on rank {first} and {b[key]} on rank {other}"
+        if a[key] != b[key]:
+            return f"{where}{key} of rank {first} is not that of rank {other}"
+    return f"{where}rank {first} and rank {other} have their parameters in another order"
