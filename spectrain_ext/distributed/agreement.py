@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from spectrain_ext.method import Method, factor_of, phases_of, rules_at
 from spectrain_ext.pipeline.arguments import check_order, max_norms_of
+from spectrain_ext.pipeline.loops import digest_of
 from spectrain_ext.pipeline.names import bare, full_names
 from spectrain_ext.pipeline.ties import Copy, Member, Tie, check_look, look_of, names_of, ties_of
 from spectrain_ext.schedule import Place, Replicas
@@ -153,7 +154,7 @@ def check_equal_start(
 
 
 def _digests(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
-    found = {repr(name): _digest(p) for name, p in module.named_parameters()}
+    found = {repr(name): digest_of(p) for name, p in module.named_parameters()}
     for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
         for name, value in sorted(group.items()):
             if name != "params":
@@ -165,11 +166,6 @@ def _shown(value: object) -> str:
     """A value, or only its type where its text has an address in it, as a function's has."""
     text = repr(value)
     return f"a {type(value).__qualname__}" if " at 0x" in text else text
-
-
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(flat.numpy().data).hexdigest()}"
 
 
 def _difference(stage: int, first: int, other: int, a: dict[str, str], b: dict[str, str]) -> str:
