@@ -142,7 +142,7 @@ class OptimizerState(Item):
 
     def _check_entry(self, where: str, key: str, value: Any, p: Tensor, body: Json) -> None:
         entries = [body["tensors"][name] for name in tensors_in(value)]
-        whole = isinstance(value, dict) and "$tensor" in value
+        whole = isinstance(value, dict) and isinstance(value.get("$tensor"), str)
         shape = entries[0]["shape"] if whole else None
         if shape is None and self._is_known and key in _ELEMENTWISE:
             raise ValueError(f"{where!r} is no tensor, expected one of shape {list(p.shape)}")
