@@ -84,14 +84,16 @@ def hollow(module: nn.Module, top: bool = True) -> nn.Module:
     held = vars(copied)
     held.update((n, v) for n, v in vars(module).items() if not isinstance(v, Tensor))
     held.update(vars(nn.Module()), training=module.training, gradient_checkpointing=False)
-    held.update(
-        (n, t if t is None else torch.empty_like(t, device="meta")) for n, t in tensors.items()
-    )
+    held.update((n, None if t is None else _valueless(t)) for n, t in tensors.items())
     if top:
         held.update(inner)
     else:
         held["_modules"] = inner  # of a list, say
     return copied
+
+
+def _valueless(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 class DecoderStage(nn.Module):
