@@ -70,8 +70,7 @@ report: $(VENV)/.extra-bench
 lint: $(VENV)/.extra-lint $(VENV)/.package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict spectrain_ext
-	$(BIN)/mypy --strict studies
+	$(BIN)/mypy --strict spectrain_ext studies
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES))
 
 # From inside tests/, so that neither pytest nor a process it starts can import the source tree instead of what was

@@ -60,8 +60,14 @@ def _lists(kind: str, pair: tuple[torch.dtype, torch.dtype], offset: int) -> lis
     return lists
 
 
-@pytest.mark.parametrize(("kind", "offset"), [("normal", 0), ("special", 3)])
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(str(d)[6:] for d in pair))
+@pytest.mark.parametrize(
+    ("kind", "offset", "pair"),
+    [
+        *(("normal", 0, pair) for pair in [(F64, F64), (F32, F16)]),
+        *(("special", 3, pair) for pair in [(F32, F32), (F32, BF16)]),
+    ],
+    ids=lambda of: "-".join(str(d)[6:] for d in of) if isinstance(of, tuple) else str(of),
+)
 @every_correction
 class TestBits:
     """Every element as exact arithmetic says; the stale weights are an output as well."""

@@ -24,16 +24,19 @@ from torch import nn
 
 import spectrain_ext as st
 
-WIDE = (torch.float32, torch.float64)
-NARROW = (torch.bfloat16, torch.float16)
-
 
 def case_id(case: Any) -> str:
-    return case if isinstance(case, str) else ",".join(map(str, case.values()))
+    return ",".join(map(str, case.values())) if isinstance(case, dict) else str(case)
 
 
-@pytest.mark.parametrize("dtype", WIDE, ids=str)
-@pytest.mark.parametrize(("name", "options"), ADAM_CASES, ids=case_id)
+@pytest.mark.parametrize(
+    ("name", "options", "dtype"),
+    [
+        *((*case, torch.float64) for case in ADAM_CASES),
+        *((*case, torch.float32) for case in ADAM_CASES[::5]),
+    ],
+    ids=case_id,
+)
 def test_many_steps_match_torch(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     ours = make_params(dtype)
     theirs, optimizer, reference = pair_of(name, ours, lr=0.02, foreach=False, **options)
@@ -47,8 +50,11 @@ def test_many_steps_match_torch(name: str, options: dict[str, Any], dtype: torch
     assert_same_state(states(optimizer, ours), states(reference, theirs))
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-@pytest.mark.parametrize("momentum_dtype", (None, torch.float32), ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "momentum_dtype"),
+    [(torch.bfloat16, None), (torch.float16, torch.float32)],
+    ids=str,
+)
 @pytest.mark.parametrize(("name", "options"), ADAM_CASES[::3], ids=case_id)
 def test_16_bit_steps_round_exact_ones_once(
     name: str, options: dict[str, Any], momentum_dtype: torch.dtype | None, dtype: torch.dtype
