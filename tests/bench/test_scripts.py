@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import bench_calls
+import bench_checkpoint
 import bench_distributed
 import bench_flush
 import bench_steady
@@ -52,6 +53,21 @@ def test_methods_beside_a_flush(
     said = capsys.readouterr().out
     ratio = sorted(each["auto"] / each["1f1b"] for each in rounds)
     assert f"| auto | {sum(ratio) / 2:.3f} |" in said
+
+
+def test_checkpoints_beside_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "checkpoint.json"
+    small = "--width 8 --rounds 2 --every 2 --directory"
+    arguments = ["bench_checkpoint.py", *small.split(), str(tmp_path), "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    bench_checkpoint.main()
+    rounds = json.loads(path.read_text())["seconds"]
+    assert len(rounds) == 2 and all(each["save"] > 0 for each in rounds)
+    ratios = [each["saved"] / each["not drained"] for each in rounds]
+    assert f"| saved | {sum(ratios) / 2:.2f} |" in capsys.readouterr().out
+    assert [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.processes

@@ -1,0 +1,116 @@
+"""What saving checkpoints costs training: whole runs that drain, save, or save in a thread.
+
+A save needs the pipeline drained, which costs something by itself; so runs of the same minibatches
+take turns, each kind once in every round, and a ratio is of two runs of the same round.
+
+    python bench/bench_checkpoint.py                  # four stages of 4.2 million weights, AdamW
+    python bench/bench_checkpoint.py --every 50 --rounds 15 --json checkpoint.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+from torch import Tensor, nn
+
+import spectrain_ext as st
+from spectrain_ext.checkpoint import CheckpointManager, load, save
+from spectrain_ext.partitioning import cut_at
+
+KINDS = ("drained", "saved", "saved in a thread")
+
+
+def pipeline(options: argparse.Namespace) -> st.Pipeline:
+    """Equal stages of one linear layer each."""
+    torch.manual_seed(0)
+    stages, width = options.stages, options.width
+    return st.Pipeline(
+        cut_at(
+            nn.Sequential(*(nn.Linear(width, width) for _ in range(stages))), range(1, stages + 1)
+        ),
+        optimizer=lambda params: st.optim.AdamW(params, lr=1e-4),
+        loss_fn=nn.functional.mse_loss,
+    )
+
+
+def seconds_of(
+    kind: str, pipe: st.Pipeline, data: tuple[Tensor, Tensor], options: argparse.Namespace
+) -> float:
+    """A whole run, until the last checkpoint is whole."""
+    batches = [data] * options.every
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        asynchronous = kind == "saved in a thread"
+        manager = CheckpointManager(directory, pipe, keep=1, asynchronous=asynchronous)
+        start = time.perf_counter()
+        if kind == "not drained":
+            for _ in pipe.run(batches * options.saves):
+                pass
+        else:
+            for _ in range(options.saves):
+                for _ in manager.run(batches):
+                    pass
+                if kind != "drained":
+                    manager.save()
+        manager.wait()
+        return time.perf_counter() - start
+
+
+def rounds(options: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """The seconds of every kind of run, of a save and of a load, round by round."""
+    pipe = pipeline(options)
+    shape = options.batch, options.width
+    data = torch.randn(shape), torch.randn(shape)
+    for _ in pipe.run([data] * 2 * options.stages):
+        pass
+    for _ in range(options.rounds):
+        found = {kind: seconds_of(kind, pipe, data, options) for kind in ("not drained", *KINDS)}
+        with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+            start = time.perf_counter()
+            save(Path(directory) / "c", pipe)
+            found["save"] = time.perf_counter() - start
+            start = time.perf_counter()
+            load(Path(directory) / "c", pipe)
+            found["load"] = time.perf_counter() - start
+        yield found
+
+
+def report(found: list[dict[str, float]], options: argparse.Namespace) -> None:
+    """The median and the spread of each kind's ratios."""
+    print(
+        f"{options.stages} stages of {options.width * (options.width + 1) / 1e6:.1f} million "
+        f"weights, AdamW: {len(found)} rounds of {options.saves} times {options.every} minibatches"
+    )
+    print("| | time over a run that is not drained | quartiles |")
+    print("|---|---|---|")
+    for kind in KINDS:
+        ratios = sorted(each[kind] / each["not drained"] for each in found)
+        low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        print(f"| {kind} | {median(ratios):.2f} | {low:.2f} to {high:.2f} |")
+    for what in ("save", "load"):
+        print(f"{what}: {median(each[what] for each in found):.3f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for name, value in (("stages", 4), ("width", 2048), ("batch", 16), ("rounds", 7)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--every", type=int, default=20, help="minibatches between two saves")
+    parser.add_argument("--saves", type=int, default=2, help="in each run")
+    parser.add_argument("--directory", help="on the disk that is measured; else a temporary one")
+    parser.add_argument("--json", help="write the seconds of all rounds there")
+    options = parser.parse_args()
+    found = list(rounds(options))
+    report(found, options)
+    if options.json:
+        Path(options.json).write_text(json.dumps({**vars(options), "seconds": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
