@@ -60,7 +60,6 @@ def blocks_of(
     before: Callable[[Any], Any] | None = None,
     after: Callable[[Any], Any] | None = None,
 ) -> dict[str, nn.Module]:
-    """Return the blocks of an ``nn.Sequential``, or of a list of modules, by name."""
     if isinstance(model, nn.Module) and not isinstance(model, (nn.Sequential, nn.ModuleList)):
         raise TypeError(
             f"model: expected an nn.Sequential or a list of modules, got a {type(model).__name__}"

@@ -77,7 +77,6 @@ def inputs_of(plan: Plan, batch: object) -> Inputs:
 
 
 def one_of(plan: Plan, batch: object) -> Tensor:
-    """What a model of one input is given of a batch."""
     given = inputs_of(plan, batch)
     if len(given) > 1:
         got = ", ".join(map(repr, given))
@@ -115,7 +114,6 @@ def is_pretrained(model: object) -> bool:
 
 
 def takes_ids(model: object) -> bool:
-    """Whether a Hugging Face model takes token ids first of all."""
     return getattr(model, "main_input_name", None) == "input_ids"
 
 
@@ -304,5 +302,4 @@ def members_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def hidden_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a block is given of the one before it."""
     return args[0] if args else kwargs.get("hidden_states")

@@ -22,7 +22,6 @@ _MOST = 10**18  # of any number in a profile: sums, products and squares of them
 
 
 def check_number(name: str, value: float, least: int = 0) -> None:
-    """Refuse what is no number of a profile."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {reprlib.repr(value)}")
     if not least <= value <= _MOST:

@@ -340,7 +340,6 @@ def _graphs(module: nn.Module) -> Iterator[fx.GraphModule]:
 
 
 def _enters_autocast(node: fx.Node) -> bool:
-    """Whether a node names a kind of device, first of all."""
     return str(node.target) == "wrap_with_autocast"
 
 
