@@ -42,11 +42,7 @@ def meet(
 
 
 def resolved(method: Method, of_phases: Sequence[Sequence[Place]]) -> dict[str, object]:
-    """What a method comes to, in which all ranks must agree; of JSON's types.
-
-    By the field of each phase a value, of a rule one for every stage. Functions are told apart by
-    what they give.
-    """
+    """What a method comes to, in which all ranks must agree; of JSON's types."""
     found: dict[str, object] = {}
     for n, (phase, places) in enumerate(zip(phases_of(method), of_phases, strict=True)):
         own, then = replace(phase, then=None), phase.then
@@ -55,6 +51,7 @@ def resolved(method: Method, of_phases: Sequence[Sequence[Place]]) -> dict[str, 
             "schedule": [phase.schedule],
             "otherwise": [phase.otherwise],
             "clip": [*max_norms_of(phase, places, None)],
+            # Functions are told apart by what they give.
             "rates": [f and f(update) for f in factors for update in (0, 1)],
             "then": [] if then is None else [then.after, then.gap],
         }
@@ -85,7 +82,6 @@ def check_cut(found: Sequence[Mapping[str, Any]], replicas: Replicas) -> None:
 
 
 def copies_here(copies: Sequence[Copy]) -> dict[str, object]:
-    """What a rank says of its copies to all others, of JSON's types."""
     return {"copies": [[*copy.member, look_of(copy.held)] for copy in copies]}
 
 
@@ -96,11 +92,7 @@ def agreed_ties(
     copies: Sequence[Copy],
     found: Sequence[Mapping[str, Any]],
 ) -> list[Tie]:
-    """The ties of all stages; copies here learn what checkpoints call their homes' parameters.
-
-    A ValueError says that a home has no such parameter, or another kind of, or that one of the two
-    stages has several replicas.
-    """
+    """The ties of all stages; copies here learn what checkpoints call their homes' parameters."""
     asked = [(Member(*said), look) for rank in found for *said, look in rank["copies"]]
     if not asked:
         return []
@@ -137,11 +129,7 @@ def check_equal_start(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """Compare the parameters of every stage's replicas, and the options of their optimizers.
-
-    Module buffers may differ: they are each replica's own. A ValueError names the stage, two of its
-    ranks and the first key that differs.
-    """
+    """Compare the parameters of every stage's replicas, and the options of their optimizers."""
     mine = _digests(module, optimizer)
     whole = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     wholes = board.gathered("comparing weights", whole)
@@ -154,6 +142,7 @@ def check_equal_start(
 
 
 def _digests(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
+    # No module buffers: they are each replica's own.
     found = {repr(name): digest_of(p) for name, p in module.named_parameters()}
     for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
         for name, value in sorted(group.items()):

@@ -36,13 +36,8 @@ FAILED = "failed"  # the first cause, under this key of the store
 class Board:
     """One rank's side of a store that all ranks read and write.
 
-    No wait outlasts ``timeout``, and all ranks agree on the first cause of a failure. Once a rank
-    knows of one its own thread has ``grace`` seconds to raise it; a thread that is stuck elsewhere
-    cannot, and the process is ended from here.
-
-    Raises:
-        RuntimeError: the store still has what this rank said in an earlier start.
-        RankError: the store does not answer.
+    No wait outlasts ``timeout``. Once a rank knows of a failure its own thread has ``grace``
+    seconds to raise it; where that is stuck elsewhere, the process is ended.
     """
 
     def __init__(
@@ -94,19 +89,15 @@ class Board:
 
     @contextmanager
     def run(self, starts: bool = False) -> Iterator[None]:
-        """Take part for the time of a run, or of a pipeline being made (``starts``).
-
-        For the latter links are opened, by means that cannot be interrupted. Over a link that loses
-        packets it takes seconds longer for one than for others: deadlines of runs count from the
-        end of that. An exception inside is the failure of this rank, unless another has failed
-        before.
-        """
+        """Take part for the time of a run, or of a pipeline being made (``starts``)."""
         if self.cause is not None and not starts:
             raise RuntimeError(
                 f"run: an earlier run of this pipeline has failed (rank {self.cause.rank}, "
                 f"{self.cause.reason}), and what was in flight is lost; start the processes again"
             )
         self.doing("meeting" if starts else "beginning a run")
+        # Links are opened by means that cannot be interrupted, and over one that loses packets that
+        # takes seconds longer for one rank than for others: deadlines of runs count from its end.
         self._failure, self._lenient = "", starts
         self._forget()
         threads = [
@@ -138,15 +129,15 @@ class Board:
     def together(self, what: str) -> Iterator[None]:
         """Take part for the time of something that all ranks do together outside of a run.
 
-        Inside, they wait for each other by means that cannot be interrupted: the deadline does not
-        pass while the rank that keeps the others waiting has begun something new within it
-        (``busy``). An exception there is expected on all ranks, as they tell each other theirs, and
-        is no failure of the board; but a ConnectionError says that a rank has gone.
+        An exception inside is expected on all ranks, as they tell each other theirs, and is no
+        failure of the board; but a ConnectionError says that a rank has gone.
         """
         failure: Exception | None = None
         try:
             with self.run():
                 self.doing(what)
+                # They wait for each other by means that cannot be interrupted: the deadline does
+                # not pass while whoever keeps the others waiting begins something new within it.
                 self._lenient = True
                 self.waits = None, what, monotonic()
                 try:
@@ -188,10 +179,7 @@ class Board:
                 self.waits = *waits[:2], monotonic()
 
     def gathered(self, what: str, mine: object) -> list[Any]:
-        """What every rank says, by rank, of JSON's types; within a run that ``starts``.
-
-        All wait for one another, and do ``what`` meanwhile.
-        """
+        """What every rank says, by rank, of JSON's types; within a run that ``starts``."""
         self.doing(what)
         self.check()
         self._say(mine)
@@ -225,11 +213,7 @@ class Board:
             self._raise(self.cause, None, 0.0)
 
     def wait(self, ready: Callable[[], bool], peer: int, what: str | None) -> None:
-        """Wait until ``ready()``, asked again whenever ``changed`` is notified, and with it held.
-
-        Raises:
-            RankError: a rank has failed, or ``peer`` has not done in time what it takes.
-        """
+        """Wait until ``ready()``, asked whenever ``changed`` is notified, and with it held."""
         with self.changed:
             if ready():
                 return
@@ -251,13 +235,11 @@ class Board:
         self.waits = before
 
     def lost(self, peer: int | None, what: str, error: BaseException) -> NoReturn:
-        """Raise RankError: the connection to a peer has broken (None: nobody says to which).
-
-        Who lives is heard of once per interval, and whoever has gone is not.
-        """
+        """Raise RankError: the connection to a peer has broken (None: nobody says to which)."""
         since = self.waits[2] if self.waits is not None else monotonic()
         mine = Cause(self.rank, f"{self.action()}: {described(error)}")
         if peer is None:
+            # Who lives is heard of once per interval, and whoever has gone is not.
             with self.changed:
                 self.changed.wait_for(lambda: self.cause is not None, 4 * self.interval)
             silent_one, silent = most_silent(self.beats, self.rank)
@@ -275,10 +257,7 @@ class Board:
         raise RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited) from error
 
     def _agree(self, mine: Cause) -> Cause:
-        """Put a cause on the board; returns the one that was there first.
-
-        Rank 0 may keep the store: it stays until all that still live know the cause.
-        """
+        """Put a cause on the board; returns the one that was there first."""
         with self.changed:
             if self.cause is None:
                 self._found = mine
@@ -286,7 +265,7 @@ class Board:
                 self.changed.wait_for(lambda: self.cause is not None, self.grace / 2)
             cause = self.cause or self._without_store()  # whose answer takes milliseconds
             self._learn(cause)
-            if self.rank == 0:
+            if self.rank == 0:  # it may keep the store, and stays until all that live know
                 self.changed.wait_for(lambda: self._all_know(cause), self.grace / 2)
         return cause
 
@@ -311,7 +290,6 @@ class Board:
         return Cause(0, f"{self.beats[0]}: the store that it keeps does not answer")
 
     def _overdue(self) -> Cause | None:
-        """Whom this rank has waited for too long."""
         absent = [r for r in self._others if not self.beats[r].text]
         limit = max(self.timeout, SLOW) if absent else self.timeout
         waits = self.waits
@@ -351,7 +329,6 @@ class Board:
         return min(max(0.0002, (monotonic() - since) / 16), 0.2, self.interval)
 
     def _tell(self) -> None:
-        """Say what this rank does."""
         waits = None if self._failure else self.waits
         words, last = self._said
         self._complete = max(self._complete, self._all_have_said())
@@ -407,7 +384,6 @@ class Board:
                 os._exit(1)
 
     def _last_words(self) -> str:
-        """Why this process is ended."""
         cause, waits = self.cause or self._without_store(), self.waits
         what, waited = (None, 0.0) if waits is None else (waits[1], monotonic() - waits[2])
         report = RankError(self.rank, self.action(), cause.rank, cause.reason, what, waited)

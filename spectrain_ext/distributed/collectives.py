@@ -29,18 +29,15 @@ _NORMS = "the norms of all ranks' gradients"
 
 
 class _Collective:
-    """One that is under way; all ranks of a circle begin theirs in one order.
-
-    ``what`` is what this rank then waits for, ``group`` one of the circle's, ``begin`` torch's.
-    """
+    """One that is under way; all ranks of a circle begin theirs in one order."""
 
     def __init__(
         self,
         circle: Circle,
         board: Board,
-        what: str,
-        group: dist.ProcessGroup,
-        begin: Callable[..., dist.Work | None],
+        what: str,  # this rank then waits for
+        group: dist.ProcessGroup,  # the circle's of hosts, or of devices
+        begin: Callable[..., dist.Work | None],  # torch's
         *tensors: object,
     ) -> None:
         self._circle, self._board, self._what = circle, board, what
@@ -94,23 +91,15 @@ class _Bucket:
 
 
 class GradientSum:
-    """Sums a minibatch's gradient, and a number, over the replicas of a stage.
-
-    During a minibatch's last backward a bucket of gradients is sent off as soon as autograd has the
-    last of them, and the ones before it are under way. All replicas send them in one order, that of
-    the last layer first. ``finish`` waits for them; all replicas then have the same bits.
-
-    The stage's trainable parameters are in the same order on all its replicas; backwards, which are
-    issued to ``compute``, write ``gradients``.
-    """
+    """Sums a minibatch's gradient, and a number, over a stage's replicas: all get the same bits."""
 
     def __init__(
         self,
-        params: Sequence[Tensor],
+        params: Sequence[Tensor],  # trainable, in the same order on all replicas
         circle: Circle,
         board: Board,
-        compute: Stream,
-        gradients: Buffer,
+        compute: Stream,  # that backwards are issued to
+        gradients: Buffer,  # which they write
     ) -> None:
         self._params = list(params)
         self._circle, self._board = circle, board
@@ -151,6 +140,7 @@ class GradientSum:
                 "when the first was being added up over the stage's replicas"
             )
         bucket.missing.discard(p)
+        # Sent beside the rest of the backward, by all replicas in one order: the last layer first.
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:
             self._send()
 
@@ -170,13 +160,7 @@ class GradientSum:
                 self._send()
 
     def finish(self, number: float, stream: Stream) -> float:
-        """Put the sums into the gradients, on a stream that follows them; returns the number's.
-
-        A parameter that has no gradient on any replica gets none.
-
-        Raises:
-            RankError: another rank has failed, or the deadline has passed.
-        """
+        """Put the sums into the gradients, on a stream that follows them; returns the number's."""
         own = [number, *(float(p.grad is not None) for p in self._params)]
         tail = torch.tensor(own, dtype=torch.float64)
         # First, so that the rank hears of failures before the stream waits for NCCL.
@@ -188,19 +172,17 @@ class GradientSum:
         for bucket in self._buckets:
             bucket.pending = None
         total, *have = tail.tolist()
+        # What has no gradient on any replica gets none.
         for p, count in zip(self._params, have, strict=True):
             p.grad = self._bucket_of[p].flat.views[p] if count else None
         return float(total)
 
 
 def weight_exchange(circle: Circle, board: Board) -> Exchange:
-    """Sends weights to a stage's other replicas and waits for theirs, when they are asked for.
-
-    Not a sum: its order would be gloo's, and another one with other numbers of replicas. All
-    replicas call it in one order; it, or what it returns, raises RankError if another has failed.
-    """
+    """Sends weights to a stage's other replicas and waits for theirs, when they are asked for."""
 
     def begin(message: Tensor) -> Callable[[], Sequence[Tensor]]:
+        # Not a sum: its order would be gloo's, and another one with other numbers of replicas.
         found = [torch.empty_like(message) for _ in circle.ranks]
         under_way = _Collective(
             circle, board, _WEIGHTS, circle.device, dist.all_gather, found, message
@@ -230,11 +212,7 @@ def _parts(params: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 class DistributedNorm(GlobalNorm):
-    """Every rank gives its stages' norms and hears all others', over gloo: the host waits for it.
-
-    It does so when the last of its stages has given its own; the others' updates wait until then.
-    Replicas have added up their gradients by then and give the same norm, which counts once.
-    """
+    """Every rank gives its stages' norms and hears all others', over gloo: the host waits."""
 
     circle: Circle  # of all ranks
 
@@ -249,7 +227,7 @@ class DistributedNorm(GlobalNorm):
         super().give(i, stage, norm, buffer, stream)
         with stream.using(reads=(buffer,)):
             self._own[stage] = norm.to("cpu", torch.float64)
-        if not self.has(self._mine):
+        if not self.has(self._mine):  # the updates of these wait for the last of them
             return
         circle = self.circle
         found = [torch.empty_like(self._own) for _ in circle.ranks]
@@ -258,5 +236,6 @@ class DistributedNorm(GlobalNorm):
         ).wait()
         for k in range(self._replicas.stages):
             if k not in self._mine:
+                # Replicas have added up their gradients by now: one norm, which counts once.
                 theirs = found[self._replicas.ranks_of(k)[0]][k]
                 super().give(i, k, theirs, Buffer(f"gradient norm of stage {k}"), stream)

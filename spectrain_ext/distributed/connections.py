@@ -44,13 +44,7 @@ from .links import Circle, Link, Links, backend_of_bodies, open_circle, open_lin
 
 
 class RankConnections(Connections):
-    """What one rank's stages are connected to: the ranks around it, their replicas, the caller.
-
-    Rank 0 alone has batches, and decides how long a run is. Where a rank has several stages, they
-    go through the run in an order that all ranks agree on, so that the rank may wait for what comes
-    next. The schedule of a replica counts its own microbatches. Arguments are those of
-    ``DistributedPipeline``.
-    """
+    """What one rank's stages are connected to: the ranks around it, their replicas, the caller."""
 
     links: Links
     _all_ranks: Circle | None = None
@@ -70,7 +64,7 @@ class RankConnections(Connections):
         super().__init__(replicas.stages, split_dim)
         self.replicas = replicas
         self.indices = replicas.stages_on(board.rank)
-        self.takes_batches = board.rank == 0
+        self.takes_batches = board.rank == 0  # and decides how long a run is
         self.own_minibatches = averaging is not None
         self.replica = replicas.seat(board.rank)[1]
         self._group, self._board = group, board
@@ -225,14 +219,12 @@ class RankConnections(Connections):
         return found
 
     def _expect_last(self, stage: Stage, total: GradientSum, i: int, j: int) -> None:
-        """The backward that comes next is the minibatch's last one, or is not."""
         if j == len(stage.cursor.shares[i]) - 1:
             total.expect()
 
     def _sum_up(
         self, stage: Stage, total: GradientSum, shared: SharedLosses | None, i: int, j: int
     ) -> None:
-        """Add up gradients, and the loss, over the stage's replicas."""
         total.send_rest()
         stage.compute.record(stage.computed)
         number, own = nan, None
@@ -258,7 +250,7 @@ class RankConnections(Connections):
         def begins(kind: Kind, i: int, j: int) -> None:
             if board.cause is not None:
                 board.check()
-            microbatch = replica + j * count
+            microbatch = replica + j * count  # the schedule counts the replica's own
             board.doing(before + kind.value, "of minibatch", i, "microbatch", microbatch)
 
         return begins
@@ -273,6 +265,7 @@ class RankConnections(Connections):
     ) -> Iterator[tuple[int, Instruction]] | None:
         if len(self._stages) == 1:
             return None
+        # One that all ranks agree on, so that a rank may wait for what comes next.
         ranks = [place.stage % self.replicas.ranks for place in places]
         return device_order([schedule(place) for place in places], ranks)[self._board.rank]
 

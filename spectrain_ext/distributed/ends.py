@@ -114,8 +114,7 @@ class RemoteReceiver(_End):
 
     gloo moves data beside the rank's own work by threads of its own, but a wait for it can be
     neither polled nor interrupted. So a thread waits here, and the rank's own waits for that
-    thread, with a deadline and an ear for failures. Of a staged link that thread also copies what
-    has arrived to the device, and waits for the copy: then gloo may have the CPU's memory again.
+    thread, with a deadline and an ear for failures.
     """
 
     blocks = True
@@ -187,7 +186,7 @@ class RemoteReceiver(_End):
             slot.memory.fit(nbytes, self.target)
             slot.memory.bytes[:nbytes].copy_(slot.frame.bytes[:nbytes], non_blocking=True)
         copy.record(slot.arrived)
-        self._thread.wait(slot.arrived)
+        self._thread.wait(slot.arrived)  # then gloo may have the host's memory again
 
     def _next_slot(self) -> _Framed:
         with self._board.changed:
@@ -255,14 +254,7 @@ class RemoteReceiver(_End):
 
 
 class RemoteSender(_End):
-    """The sender's end: packs the tensors of a message and sends them in one piece.
-
-    A layout (number of tensors, shapes, strides, dtypes, which want a gradient) is announced once,
-    and later messages must not be larger than the first, unless shapes are dynamic.
-
-    Of a staged link the packed message is copied to the CPU's memory, and a thread waits for that
-    copy and sends it: the rank's own does not wait for the device.
-    """
+    """The sender's end: packs the tensors of a message and sends them in one piece."""
 
     def __init__(self, link: Link, device: torch.device, depth: int, board: Board) -> None:
         super().__init__(link, device, depth, board, None)
@@ -272,7 +264,7 @@ class RemoteSender(_End):
                 slot.memory = packed
         self._jobs: SimpleQueue[tuple[_Framed, _Pieces, bool]] | None = None
         self._sent = 0
-        self._kinds: dict[object, tuple[Layout, int, int]] = {}
+        self._kinds: dict[object, tuple[Layout, int, int]] = {}  # layouts, each announced once
         self._first: Layout | None = None
 
     def send(
@@ -367,6 +359,7 @@ class RemoteSender(_End):
             with self._connected:
                 slot.works = [self._send(*piece) for piece in pieces]
             return
+        # A thread waits for the copy to the host's memory: the rank's own never waits for a device.
         slot.works = None
         if self._jobs is None:
             self._jobs = SimpleQueue()

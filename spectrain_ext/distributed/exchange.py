@@ -26,11 +26,7 @@ class Watched(Protocol):
 
 
 class Peers:
-    """The processes of a group (None: all there are, or this one alone).
-
-    What they tell one another is JSON: torch's object collectives unpickle what arrives, and so
-    execute whatever it says. Without a watch they wait for as long as the group says.
-    """
+    """The processes of a group (None: all there are, or this one alone)."""
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, watch: Watched | None = None
@@ -56,15 +52,13 @@ class Peers:
         if self.size == 1:
             return [value]
         try:
+            # JSON, as torch's object collectives unpickle what arrives: they execute what it says.
             return [json.loads(text) for text in self._texts(json.dumps(value).encode())]
         except RuntimeError as lost:  # as torch has it
             raise ConnectionError(f"the processes have lost one another: {lost}") from lost
 
     def gathered(self, make: Callable[[], T], doing: str) -> list[T]:
-        """What ``make`` returns in every process, by rank.
-
-        Where it raises in one process it raises in all, so that none waits for the others.
-        """
+        """What ``make`` returns, by rank; an error in one process is one in all: none waits."""
         error, found = self._attempted(make, doing)
         if error is not None:
             raise error
@@ -74,12 +68,7 @@ class Peers:
         return [answer["value"] for answer in found]
 
     def settled(self, make: Callable[[], T], doing: str, what: str) -> list[T]:
-        """The same for what has failed in all processes where it has failed in one.
-
-        Raises:
-            CheckpointError: in all processes with the same message: that of the first one, or
-                ``what`` was done, and every process that failed with its reason.
-        """
+        """The same; an error is a CheckpointError in all processes, with one message."""
         error, found = self._attempted(make, doing)
         reasons = {rank: answer for rank, answer in enumerate(found) if "error" in answer}
         if reasons:

@@ -24,48 +24,32 @@ _Use = Callable[[dist.ProcessGroup, torch.device], None]
 
 
 class Circle(NamedTuple):
-    """Ranks that put something together, and the groups that they do it by.
-
-    ``host``: of gloo, for what their hosts wait for. ``device``: for what goes from device to
-    device; the same one, or one of NCCL. gloo itself sees to it that what lies on a GPU gets
-    through host memory.
-    """
+    """Ranks that put something together, and the groups that they do it by."""
 
     ranks: Sequence[int]
-    host: dist.ProcessGroup
+    host: dist.ProcessGroup  # of gloo, for what their hosts wait for
+    # For what goes from device to device: the same one, which itself sees to it that a GPU's data
+    # gets through host memory, or one of NCCL.
     device: dist.ProcessGroup
 
 
 class Link(NamedTuple):
-    """What two processes have in common for one direction; ranks are those of the pipeline.
+    """What two processes have in common for one direction; ranks are those of the pipeline."""
 
-    Attributes:
-        name: of the edge, for reports.
-        what: what goes by it.
-        at: the seat at the other process's end; of tied weights and gradients the number of the
-            tie.
-        stages: of the sender and of the receiver.
-        peer: the other process's rank in the default group.
-        host: a gloo group of the two.
-        device: the group that bodies go by: the same, or one of NCCL.
-        dynamic: whether later messages may be larger than the first.
-        staged: whether the stages are on devices that gloo cannot reach: bodies are copied to the
-            CPU's memory before they are sent, and from there where they arrive.
-        tags: the first of its messages' tags. Two links by one group have others: gloo waits for
-            the next message of a training run beside those of an evaluation.
-    """
-
-    name: str
+    name: str  # of the edge, for reports
     what: Traffic
-    at: int
-    stages: tuple[int, int]
+    at: int  # the seat at the other process's end; of tied weights and gradients the tie's number
+    stages: tuple[int, int]  # of the sender and of the receiver
     sender: int
     receiver: int
-    peer: int
-    host: dist.ProcessGroup
-    device: dist.ProcessGroup
-    dynamic: bool
+    peer: int  # the other process's rank in the default group
+    host: dist.ProcessGroup  # of gloo
+    device: dist.ProcessGroup  # that bodies go by: the same, or one of NCCL
+    dynamic: bool  # whether later messages may be larger than the first
+    # Whether gloo cannot reach the stages' devices: bodies go through the hosts' memory.
     staged: bool = False
+    # The first of its messages' tags. Two links by one group have others: gloo waits for the next
+    # message of a training run beside those of an evaluation.
     tags: int = 0
 
     @property
@@ -81,15 +65,12 @@ class Links(NamedTuple):
     circle: Circle | None = None
 
     def evaluating(self) -> Links:
-        """Links by the same groups for forwards only: messages of any size, beside those here.
-
-        Tied weights go by them once, before the first forward.
-        """
+        """Links by the same groups for forwards only: messages of any size, beside those here."""
         return Links(
             [
                 link._replace(dynamic=True, tags=link.tags + TAGS)
                 for link in self.edges
-                if link.what is not Traffic.TIED_GRADIENTS
+                if link.what is not Traffic.TIED_GRADIENTS  # tied weights go once, first of all
             ]
         )
 
@@ -110,11 +91,9 @@ class Connected:
 
 
 def backend_of_bodies(board: Board, device: torch.device) -> str:
-    """``"nccl"`` if every rank has a GPU of its own and a torch with NCCL, otherwise ``"gloo"``.
-
-    NCCL refuses two ranks on one GPU. Every rank calls this, and all get the same answer.
-    """
+    """``"nccl"`` if every rank has a GPU of its own and a torch with NCCL, otherwise ``"gloo"``."""
     gpus = board.gathered("comparing GPUs", _gpu(device))
+    # NCCL refuses two ranks on one GPU.
     return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
@@ -133,22 +112,17 @@ def open_links(
     board: Board,
     dynamic: bool,
     replicas: Replicas | None = None,
-    bodies: str = "gloo",
+    bodies: str = "gloo",  # or "nccl", which leaves them on the GPU; on all ranks alike
     ties: Sequence[Tie] = (),
 ) -> Links:
-    """Make the groups of all directed edges that end or begin at this rank, and use each once.
-
-    One group per directed edge: the two directions would otherwise wait for each other. All ranks
-    make all groups, in one order, as torch asks of them.
-
-    The first use of a group connects, and by NCCL blocks the hosts of both ranks until the other
-    has come to it too. In training that could be a circle of ranks, each of which waits for the
-    next one's first use of another edge; here all have the same order. NCCL connects for what is
-    done: an edge is used by a message in its direction, replicas by a sum.
-
-    Two stages of one rank get no link. ``dynamic``: later messages may be larger than the first.
-    ``bodies`` go by ``"nccl"``, which leaves them on the GPU, or ``"gloo"``, on all ranks alike.
-    """
+    """Make the groups of all directed edges that end or begin at this rank, and use each once."""
+    # One group per directed edge: the two directions would otherwise wait for each other. All ranks
+    # make all groups, in one order, as torch asks of them.
+    #
+    # The first use of a group connects, and by NCCL blocks the hosts of both ranks until the other
+    # has come to it too. In training that could be a circle of ranks, each of which waits for the
+    # next one's first use of another edge; here all have the same order. NCCL connects for what is
+    # done: an edge is used by a message in its direction, replicas by a sum.
     opener = _Opener(dist.get_process_group_ranks(group), board, bodies, device)
     ranks = opener.ranks
     replicas = Replicas((1,) * len(ranks)) if replicas is None else replicas
@@ -256,11 +230,9 @@ class _Opener(NamedTuple):
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Inside, torch makes new groups without the default group's communicator.
-
-    From one with a ``device_id`` it splits them off, on the ranks that are no members as well: for
-    a group of gloo these would wait for members that do not split anything.
-    """
+    """Inside, torch makes new groups without the default group's communicator."""
+    # From one with a device_id it splits them off, on the ranks that are no members as well: for a
+    # group of gloo these would wait for members that do not split anything.
     default = dist.group.WORLD
     assert default is not None
     bound, default.bound_device_id = default.bound_device_id, None

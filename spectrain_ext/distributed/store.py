@@ -55,10 +55,7 @@ def _listening(address: str, port: int) -> socket.socket:
 
 
 def connection(store: Store, patience: float, timeout: float) -> Store:
-    """A connection of its own to the same store, whose calls wait so many seconds for a key.
-
-    To make it takes ``timeout`` at most, or twice ``SLOW``, whatever the store's own is.
-    """
+    """Another connection to the same store, whose calls wait ``patience`` seconds for a key."""
     before = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=max(timeout / 2, SLOW)))  # torch tries twice
     try:

@@ -53,11 +53,6 @@ class Frame(FlatMemory):
         self._numbers[:] = (sequence, kind, parts, value, number, text, nbytes)
 
     def read(self, sequence: int) -> tuple[Header | None, int, int, int]:
-        """What ``write`` was given.
-
-        Raises:
-            ValueError: it is not the header of this message.
-        """
         found, kind, parts, value, *lengths = self._numbers.tolist()
         if found != sequence or kind not in (_DATA, _END):
             raise ValueError(
@@ -80,11 +75,7 @@ def text_of(layout: Layout) -> bytes:
 
 
 def layout_of(text: bytes) -> Layout:
-    """Read ``text_of``.
-
-    Raises:
-        ValueError: it is not what ``text_of`` writes.
-    """
+    """Read ``text_of``; whatever else a peer sends is a ValueError."""
     try:
         read = json.loads(text)
         tensors = tuple(None if t is None else _tensor_layout(*t) for t in read["tensors"])

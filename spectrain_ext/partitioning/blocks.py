@@ -60,7 +60,6 @@ def blocks_of(
     before: Callable[[Any], Any] | None = None,
     after: Callable[[Any], Any] | None = None,
 ) -> dict[str, nn.Module]:
-    """Return the blocks of an ``nn.Sequential``, or of a list of modules, by name."""
     if isinstance(model, nn.Module) and not isinstance(model, (nn.Sequential, nn.ModuleList)):
         raise TypeError(
             f"model: expected an nn.Sequential or a list of modules, got a {type(model).__name__}"
@@ -100,10 +99,7 @@ def slices_of(blocks: Mapping[str, nn.Module], ends: Sequence[int]) -> list[nn.M
 
 
 def ties_of(blocks: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """Find what several blocks share and stages cannot: modules and module buffers.
-
-    Parameters they can; those of a shared module are shared with it.
-    """
+    """What blocks share and stages cannot: modules and module buffers; parameters they can."""
     owners: dict[object, tuple[int, str]] = {}
     ties: dict[tuple[int, int], Tie] = {}
     for index, block in enumerate(blocks):
@@ -136,16 +132,11 @@ def _dotted(index: int, name: str) -> str:
 def found_in(
     model: nn.Module, example: Value, n_stages: int
 ) -> tuple[Sequence[str], Sequence[TracedStage]]:
-    """Cut a model as finely as may be, before submodules that it calls once.
-
-    These are the innermost with parameters of their own; where torch.export or what is passed
-    between them does not allow that, modules around them.
-
-    Returns:
-        The names of what each block begins with, and the blocks.
-    """
+    """Cut as finely as may be, before submodules called once; return their names, and blocks."""
     why: Exception | None = None
     most = 1
+    # The innermost with parameters of their own first. Where torch.export or what is passed between
+    # them does not allow that, modules around them.
     for names in _levels(model, example):
         if len(names) < n_stages:
             most = max(most, len(names))

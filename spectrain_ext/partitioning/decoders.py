@@ -26,12 +26,9 @@ from .profile import BlockProfile, Profile, Tie, measure
 
 
 class _Hand:
-    """What arrived at a stage, until its first block takes it.
+    """What arrived at a stage, until its first block takes it."""
 
-    ``hidden`` is there while the stage's forward runs.
-    """
-
-    hidden: Tensor | None = None
+    hidden: Tensor | None = None  # given while the stage's forward runs
     taken = False
 
     def take(self) -> Tensor:
@@ -74,10 +71,8 @@ def _refuse(name: str, *args: object, **kwargs: object) -> Any:
 
 
 def hollow(module: nn.Module, top: bool = True) -> nn.Module:
-    """Copy a module with all that a model may ask of it, but for values: its tensors are meta.
-
-    They are no parameters and buffers, nor are modules in it its submodules: no stage has them.
-    """
+    """Copy a module with all that a model may ask of it, but for values: its tensors are meta."""
+    # They are no parameters and buffers, nor are modules in it its submodules: no stage has them.
     copied: nn.Module = object.__new__(type(module))
     tensors = {**module._parameters, **module._buffers}
     inner = {n: hollow(m, False) for n, m in module._modules.items() if m is not None}
@@ -97,21 +92,10 @@ def _valueless(tensor: Tensor) -> Tensor:
 
 
 class DecoderStage(nn.Module):
-    """Blocks of a model: 0 is all before its list, and the last one all after it.
+    """Blocks of a model, with its parameters: 0 is all before its list, the last one all after.
 
-    Args:
-        model: shares its modules and parameters.
-        plan: how it is built.
-        hollows: what stands for its modules, by name.
-        start: index of the first.
-        end: after the last.
-
-    The first stage takes a batch: token ids, or a mapping of the model's arguments; labels in it
-    are left to the loss. Between stages go the hidden state, and with it what else the batch has,
-    in a tuple then: attention mask, position ids. The last stage returns what the model does.
-
-    Parameters keep the names they have in the model. Which modules are checkpointed
-    (``gradient_checkpointing_enable``) is as it was when the stage was made.
+    Which modules are checkpointed (``gradient_checkpointing_enable``) is as it was when the stage
+    was made.
     """
 
     def __init__(
@@ -120,7 +104,7 @@ class DecoderStage(nn.Module):
         plan: Plan,
         hollows: Mapping[str, nn.Module],
         start: int,
-        end: int,
+        end: int,  # after the last block
     ) -> None:
         super().__init__()
         self._plan = plan
@@ -144,7 +128,6 @@ class DecoderStage(nn.Module):
     def _stand_ins(
         self, model: nn.Module, hollows: Mapping[str, nn.Module], start: int, end: int
     ) -> Iterator[tuple[str, nn.Module]]:
-        """What the model's modules are replaced by, by name."""
         plan, hand = self._plan, self._hand
 
         def stand_in(name: str, forward: Callable[..., Any]) -> nn.Module:
@@ -284,10 +267,7 @@ def shadow(module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = "
 
 
 class Decoder:
-    """A model that is cut between its blocks, proved on an example.
-
-    Without an example token ids are made up for its config. ``blocks`` has a stage for each.
-    """
+    """A model that is cut between its blocks, proved on an example."""
 
     def __init__(self, model: nn.Module, example: Value | None = None) -> None:
         self.model = model

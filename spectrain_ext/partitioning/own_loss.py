@@ -17,17 +17,12 @@ from .profile import untouched
 
 
 class OwnLoss:
-    """``loss_fn(output, batch)``: what the model returns as ``loss`` if it is given the labels.
-
-    Args:
-        function: the model's loss function.
-        args, kwargs: what the model calls it with; a ``_Place`` says where a tensor comes from.
-        labels: their names.
-    """
+    """``loss_fn(output, batch)``: what the model returns as ``loss`` if it is given the labels."""
 
     def __init__(
         self,
         function: Callable[..., Tensor],
+        # What the model calls the function with; a _Place says where a tensor comes from.
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         labels: tuple[str, ...],
@@ -38,11 +33,6 @@ class OwnLoss:
         self._labels = labels
 
     def __call__(self, output: Any, batch: Any) -> Tensor:
-        """Return the loss of a batch, a mapping that has the labels, or these themselves.
-
-        Raises:
-            TypeError: the batch has no labels.
-        """
         if isinstance(batch, Tensor) and len(self._labels) == 1:
             batch = {self._labels[0]: batch}
         if not isinstance(batch, Mapping) or any(name not in batch for name in self._labels):

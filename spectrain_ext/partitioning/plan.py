@@ -24,42 +24,27 @@ _NEVER = ("inputs_embeds", "past_key_values", "cache_position", "cache_params")
 
 @dataclass(frozen=True)
 class Unit:
-    """A module beside the blocks.
-
-    Attributes:
-        before: whether it is called before the first of them.
-        between: whether within them.
-        after: whether after the last one.
-        shape: of what it returns, if it has parameters and is called before them; ``~i`` stands
-            for the hidden state's i-th size.
-    """
+    """A module beside the blocks, and whether it is called before, between or after them."""
 
     before: bool
     between: bool
     after: bool
+    # Of what it returns, if it has parameters and is called before the blocks; ~i stands for the
+    # hidden state's i-th size.
     shape: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is built around its blocks.
+    """How a model is built around its blocks."""
 
-    Attributes:
-        path: of the list of blocks.
-        members: per block the length of the tuple that it returns, 0 for a tensor.
-        units: by name, what lies beside them.
-        takes, labels: names of what the forward takes, and of what it takes for its loss.
-        fixed: further arguments of every call.
-        ids: whether later stages need the token ids.
-    """
-
-    path: str
-    members: tuple[int, ...]
+    path: str  # of the list of blocks
+    members: tuple[int, ...]  # per block the length of the tuple that it returns; 0: a tensor
     units: Mapping[str, Unit]
-    takes: tuple[str, ...]
-    labels: tuple[str, ...]
-    fixed: Mapping[str, Any]
-    ids: bool = False
+    takes: tuple[str, ...]  # names of the forward's arguments
+    labels: tuple[str, ...]  # of those for its loss
+    fixed: Mapping[str, Any]  # further arguments of every call
+    ids: bool = False  # whether later stages need the token ids
 
     @property
     def blocks(self) -> int:
@@ -92,7 +77,6 @@ def inputs_of(plan: Plan, batch: object) -> Inputs:
 
 
 def one_of(plan: Plan, batch: object) -> Tensor:
-    """What a model of one input is given of a batch."""
     given = inputs_of(plan, batch)
     if len(given) > 1:
         got = ", ".join(map(repr, given))
@@ -130,7 +114,6 @@ def is_pretrained(model: object) -> bool:
 
 
 def takes_ids(model: object) -> bool:
-    """Whether a Hugging Face model takes token ids first of all."""
     return getattr(model, "main_input_name", None) == "input_ids"
 
 
@@ -319,5 +302,4 @@ def members_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def hidden_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a block is given of the one before it."""
     return args[0] if args else kwargs.get("hidden_states")

@@ -20,18 +20,11 @@ _SIZES = ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A tensor that enters or leaves a stage.
-
-    Attributes:
-        name: the graph's name of it.
-        source: the module that made it, and the operation.
-        shape: its sizes; None where any will do.
-        dtype: its own.
-    """
+    """A tensor that enters or leaves a stage."""
 
     name: str
-    source: tuple[str, str]
-    shape: tuple[int | None, ...]
+    source: tuple[str, str]  # the module that made it, and the operation
+    shape: tuple[int | None, ...]  # None: any size will do
     dtype: torch.dtype
 
     @classmethod
@@ -53,28 +46,17 @@ class Port:
 
 
 class Program:
-    """What one stage computes, in one mode of the model.
-
-    Args:
-        module: takes the inputs, then the state; holds no tensors.
-        state: the parameters and module buffers that it takes, by what the model calls them, as
-            they were when it was traced.
-        given: what it was traced with.
-        inputs: what enters.
-        form: makes what is returned of the outputs.
-        guards: raises AssertionError where other sizes than those traced would have taken another
-            way through the model's Python; None where nothing depends on that.
-
-    A program never changes; copies of a stage share it.
-    """
+    """What one stage computes, in one mode of the model; it never changes, and copies share it."""
 
     def __init__(
         self,
-        module: fx.GraphModule,
-        state: dict[str, Tensor],
-        given: Sequence[Tensor],
+        module: fx.GraphModule,  # takes the inputs, then the state; holds no tensors
+        state: dict[str, Tensor],  # by the model's names, as it was when traced
+        given: Sequence[Tensor],  # what it was traced with
         inputs: tuple[Port, ...],
-        form: Callable[[tuple[Tensor, ...]], Any],
+        form: Callable[[tuple[Tensor, ...]], Any],  # of the outputs
+        # Raises AssertionError where other sizes would have taken another way through the model's
+        # Python; None where nothing depends on that.
         guards: nn.Module | None,
     ) -> None:
         tensors = list(state.values()) or given
@@ -131,7 +113,6 @@ class Program:
         return None
 
     def __call__(self, given: Sequence[Tensor], state: Sequence[Tensor]) -> Any:
-        """Compute the outputs."""
         why = self.misfit(given) or self.detour(given)
         if why is not None:
             raise ValueError(why)
@@ -359,7 +340,6 @@ def _graphs(module: nn.Module) -> Iterator[fx.GraphModule]:
 
 
 def _enters_autocast(node: fx.Node) -> bool:
-    """Whether a node names a kind of device, first of all."""
     return str(node.target) == "wrap_with_autocast"
 
 

@@ -248,20 +248,13 @@ def profile_of(
 
 @dataclass(frozen=True)
 class _Source:
-    """A model that can be cut.
+    """A model that can be cut."""
 
-    Attributes:
-        blocks: what lies between all places to cut.
-        make: the stages that end before these blocks.
-        measure: the profile of the blocks.
-        narrow: ties that leave only places where one tensor passes.
-        finish: checks the stages, and finds the model's own loss, or why there is none.
-    """
-
-    blocks: Sequence[nn.Module]
-    make: Callable[[Sequence[int]], list[nn.Module]]
+    blocks: Sequence[nn.Module]  # what lies between all places to cut
+    make: Callable[[Sequence[int]], list[nn.Module]]  # the stages that end before these blocks
     measure: Callable[..., Profile]
-    narrow: tuple[Tie, ...] = ()
+    narrow: tuple[Tie, ...] = ()  # they leave only places where one tensor passes
+    # Checks the stages, and finds the model's own loss, or why there is none.
     finish: Callable[[list[nn.Module]], OwnLoss | str] = lambda _: _NO_LOSS
 
 

@@ -20,13 +20,9 @@ if TYPE_CHECKING:
 
 
 class State(nn.Module):
-    """Parameters and module buffers under the names that they have in the model.
-
-    The code that used them is in the stage's graphs; so is the mode.
-    """
+    """Parameters and module buffers by the model's names; their code is in the stage's graphs."""
 
     def train(self, mode: bool = True) -> State:
-        """Not of a part of a stage."""
         raise RuntimeError(
             f"{'train' if mode else 'eval'}: the modules inside a traced stage have no mode of "
             "their own; set it before the model is cut, or set the stage's"
@@ -128,15 +124,9 @@ def split(
     model: nn.Module,
     example_input: Value,
     split_points: Mapping[str, SplitPoint] | Sequence[str],
-    once: bool = False,
+    once: bool = False,  # run them as the model is now, on inputs of these sizes, and no more
 ) -> list[TracedStage]:
-    """Trace a model and cut it before (or after) the named submodules; it is left as it was.
-
-    Args:
-        example_input: its arguments, of the size of a microbatch. Other sizes will do wherever the
-            model does the same with them.
-        once: the stages are to be run as the model is now, on inputs of these sizes, and no more.
-    """
+    """Trace a model and cut it before (or after) the named submodules; it is left as it was."""
     # Not above: it doubles the time that importing this package takes.
     from torch.distributed.pipelining import SplitPoint
 
@@ -223,11 +213,9 @@ class _Assembly:
         return TracedStage(part, kept, self._model.training, (None, True) not in kept)
 
     def _names_at(self, k: int, number: int) -> list[str]:
-        """What a tensor is called on one of its stages; each of its names is used.
-
-        The graph has one name for all: which of them a stage means nobody knows. The first stage
-        has the first one, and so on, the last stage all that are left.
-        """
+        """What a tensor is called on one of its stages; each of its names is used."""
+        # The graph has one name for all: which of them a stage means nobody knows. The first stage
+        # has the first one, and so on, the last stage all that are left.
         names, users = self._names[number], sorted(self._users[number])
         if len(users) == 1 or not isinstance(self._tensors[number], nn.Parameter):
             return names

@@ -22,31 +22,21 @@ MODES = (True, False)
 
 
 class Trace(list[tuple[Program, dict[str, Tensor]]]):
-    """The stages of a model in one mode, each with the state that it takes.
+    """The stages of a model in one mode, each with the state that it takes."""
 
-    Attributes:
-        mode: in words.
-    """
-
-    mode = ""
+    mode = ""  # in words
 
 
 def traces(
     model: nn.Module,
     arguments: tuple[Tensor, ...],
-    before: set[nn.Module],
-    after: set[nn.Module],
-    once: bool = False,
+    before: set[nn.Module],  # each begins a stage
+    after: set[nn.Module],  # each ends one
+    once: bool = False,  # as it is only, with gradients, and for these arguments' sizes
 ) -> dict[Mode, list[Trace] | str]:
-    """Trace a model as it is, in training and in evaluation.
+    """Trace a model as it is, which comes first, in training and in evaluation.
 
-    Args:
-        before, after: modules that a new stage begins with, and those that one ends with.
-        once: as it is only, with gradients, and for these arguments' sizes.
-
-    Returns:
-        The model as it is comes first. Per mode the graphs, of which the first that fits is to be
-        used; or why there are none.
+    Per mode the graphs, of which the first that fits is to be used; or why there are none.
     """
     for index, argument in enumerate(arguments):
         if not isinstance(argument, Tensor):
@@ -98,13 +88,10 @@ def _traced(
 
 
 def _sized(model: nn.Module, arguments: tuple[Tensor, ...], name: str) -> list[Trace]:
-    """Trace a model for all sizes that it treats alike, and for a single sample apart if need be.
-
-    Broadcasting and strides are special where a size is one.
-    """
+    """Trace a model for all sizes that it treats alike; for a single sample apart if need be."""
     trace = _exported(model, arguments, name, True)
     size = arguments[0].shape[0] if arguments and arguments[0].dim() else 1
-    if size > 1:
+    if size > 1:  # broadcasting and strides are special where a size is one
         single = tuple(a[:1] if a.dim() and a.shape[0] == size else a for a in arguments)
         program = trace[0][0]
         if program.misfit(single) is None and program.detour(single) is not None:
@@ -263,15 +250,13 @@ _patching = threading.RLock()  # whoever has it may change what torch calls
 
 @contextmanager
 def _asking() -> Iterator[list[str]]:
-    """Learn which modules, other than torch's, ask whether gradients are enabled.
-
-    torch's own ask in order to choose between two ways to the same values.
-    """
+    """Learn which modules, other than torch's, ask whether gradients are enabled."""
     asked: list[str] = []
     real = torch.is_grad_enabled
 
     def is_grad_enabled() -> bool:
         name = sys._getframe(1).f_globals.get("__name__", "")
+        # torch's own ask in order to choose between two ways to the same values.
         if name != "torch" and not name.startswith("torch."):
             asked.append(name)
         return real()
@@ -282,10 +267,7 @@ def _asking() -> Iterator[list[str]]:
 
 @contextmanager
 def _derivatives() -> Iterator[set[str]]:
-    """Learn what of the model's backward torch.export loses, without a word: it has forwards only.
-
-    torch's own functions are their operations' derivatives, but for a module's backward hooks.
-    """
+    """What of the model's backward torch.export loses without a word, as it has forwards only."""
     own: set[str] = set()
     thread = threading.get_ident()
     apply: Any = vars(torch.autograd.Function)["apply"]
@@ -294,6 +276,7 @@ def _derivatives() -> Iterator[set[str]]:
 
     def applied(cls: type, *given: Any, **more: Any) -> Any:
         if torch.is_grad_enabled() and threading.get_ident() == thread:
+            # torch's own are their operations' derivatives, but for a module's backward hooks.
             if cls.__name__ == "BackwardHookFunction":
                 own.add("a module's backward hook")
             elif not cls.__module__.startswith("torch."):
@@ -320,11 +303,7 @@ def _derivatives() -> Iterator[set[str]]:
 
 
 class _Modes:
-    """The modes of a model's modules; on leaving they are as before.
-
-    A module's own ``train`` may do more than to set a mode: some merge weights. What a graph of the
-    other mode would then compute with is not what the stages have, so that is refused.
-    """
+    """The modes of a model's modules; on leaving they are as before."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -366,11 +345,12 @@ class _Modes:
         return [module.training for module in self._flags]
 
     def set(self, mode: bool) -> None:
-        """Set them as a user would."""
         if mode:
             self._model.train()
         else:
             self._model.eval()
+        # A module's own train() may do more than to set a mode: some merge weights. What a graph of
+        # the other mode would then compute with is not what the stages have, so that is refused.
         there = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
         for tensor, (name, before, learns) in self._kept.items():
             if (

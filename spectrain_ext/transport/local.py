@@ -18,11 +18,7 @@ TAKEN_AT_ONCE = 2**16
 
 
 class Slot:
-    """A receive buffer; ``arrived``: the copy into it, ``free``: the receiver has done with it.
-
-    What lies in ``staging``, memory of the host, goes from there to ``memory``, on the receiver's
-    device. ``staged`` stands for it.
-    """
+    """A receive buffer; ``arrived``: the copy into it, ``free``: the receiver has done with it."""
 
     header: Header
 
@@ -31,8 +27,9 @@ class Slot:
         self.arrived = copy.event()
         self.free = receiver.event()
         self.message: Message | None = None
-        self.memory, self.staging = FlatMemory(), FlatMemory()
-        self.staged = Buffer(f"host memory of {name}")
+        self.memory = FlatMemory()  # on the receiver's device
+        self.staging = FlatMemory()  # of the host, on the way there
+        self.staged = Buffer(f"host memory of {name}")  # stands for it
         self.clear()
 
     def clear(self) -> None:
@@ -81,29 +78,17 @@ class Receiver(Protocol):
 
 
 class Edge:
-    """A directed edge with a copy stream and a ring of buffers that live on the receiver's device.
-
-    The sender's tensors are copied even on the same device: an in-place first layer of the receiver
-    must not reach what the sender saved for its backward, and a caller may refill its batch.
-    Messages are received in the order in which they were sent.
-
-    Args:
-        source: the sender's device, None where it may differ from message to message.
-        target: the receiver's device.
-        receiver: the stream that uses what arrives.
-        depth: messages that may be under way or in use at once. A sender has no more microbatches
-            in flight than its window.
-    """
+    """A directed edge: a copy stream, and a ring of buffers on the receiver's device."""
 
     blocks = False
 
     def __init__(
         self,
         name: str,
-        source: torch.device | None,
+        source: torch.device | None,  # None: it may differ from message to message
         target: torch.device,
         receiver: Stream,
-        depth: int,
+        depth: int,  # messages under way or in use at once: a sender's window, at most
     ) -> None:
         self.target = target
         self._receiver = receiver
@@ -126,6 +111,8 @@ class Edge:
         looks = likeness(given)
         if looks != slot.likeness:
             self._fit(slot, message, looks)
+        # Copied even on the same device: an in-place first layer of the receiver must not reach
+        # what the sender saved for its backward, and a caller may refill its batch.
         views = slot.views
         if self._immediate and (self._from_stage or not ready):
             for to, tensor in zip(views, given, strict=True):
@@ -161,14 +148,12 @@ class Edge:
         slot.likeness = looks
 
     def _staged(self, slot: Slot, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """What was given, or copies in pinned memory of what would keep the host.
-
-        The host is then ahead of the device by as many messages as there are slots, at most.
-        """
+        """What was given, or copies in pinned memory of what would keep the host."""
         large = tuple(tensor if _keeps_the_host(tensor) else None for tensor in given)
         if all(tensor is None for tensor in large):
             return given
-        slot.arrived.synchronize()  # the last copy from there
+        # The last copy from there: the host is ahead of the device by no more than all slots.
+        slot.arrived.synchronize()
         host = callers_stream(_CPU)
         with host.using(writes=(slot.staged,)):
             layout = Layout.of(Message(large))
@@ -227,14 +212,13 @@ def _keeps_the_host(tensor: Tensor | None) -> bool:
 
 
 class Transit:
-    """Tensors of one stream that another still reads: freed when their own has waited for that.
-
-    Memory freed earlier could be handed out again, and written, while the other stream reads it.
-    """
+    """Tensors of one stream that another still reads: freed when their own has waited for that."""
 
     def __init__(self, owner: Stream, depth: int) -> None:
         self._owner = owner
         self._depth = depth
+        # Freed earlier, this memory could be handed out again, and written, while another stream
+        # reads it.
         self._held: deque[tuple[Event, Buffer, object]] = deque()
 
     def hold(self, read: Event, buffer: Buffer, tensors: object) -> None:

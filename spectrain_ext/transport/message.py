@@ -21,10 +21,7 @@ _ALIGNMENT = 256
 
 
 def as_value(given: object, where: str, note: str = "") -> Value:
-    """The value that was given, maybe as a list or as a mapping that is no dict.
-
-    A TypeError names ``where``, with the key or the index, and then the note.
-    """
+    """The value that was given, maybe as a list or as a mapping that is no dict."""
     if isinstance(given, Tensor):
         return given
     if isinstance(given, Mapping) and given:
@@ -48,14 +45,12 @@ def _tensor(given: object, where: str) -> Tensor:
 
 
 def tensors_of(value: Value) -> tuple[Tensor, ...]:
-    """The tensors of a value, in its order."""
     if isinstance(value, Tensor):
         return (value,)
     return value if isinstance(value, tuple) else tuple(value.values())
 
 
 def each(value: Value, apply: Callable[[Tensor], Tensor]) -> Value:
-    """The value with each of its tensors replaced."""
     if isinstance(value, Tensor):
         return apply(value)
     if isinstance(value, Mapping):
@@ -79,15 +74,11 @@ def tensors_in(anything: object) -> Iterator[Tensor]:
 
 
 class Header(NamedTuple):
-    """What travels with a message.
+    """What travels with a message."""
 
-    Attributes:
-        parts: microbatches of its minibatch.
-        value: with an input, the samples of the minibatch, 0 where it is not cut; with a gradient,
-            the loss as far as it is known, or nan.
-    """
-
-    parts: int = 1
+    parts: int = 1  # microbatches of its minibatch
+    # With an input, the samples of the minibatch, 0 where it is not cut; with a gradient, the loss
+    # as far as it is known, or nan.
     value: float = 0.0
 
 
@@ -95,19 +86,12 @@ NO_HEADER = Header()
 
 
 class Message(NamedTuple):
-    """Tensors on their way.
+    """Tensors on their way."""
 
-    Attributes:
-        tensors: detached; None stands for the gradient of something that nothing depends on.
-        single: whether the stage's value is the one tensor itself, not a tuple or a dict.
-        differentiable: which of the tensors a gradient is wanted for.
-        keys: their names, where the value is a dict.
-    """
-
-    tensors: tuple[Tensor | None, ...]
-    single: bool = True
-    differentiable: tuple[bool, ...] = ()
-    keys: tuple[str, ...] | None = None
+    tensors: tuple[Tensor | None, ...]  # detached; None: the gradient of what nothing depends on
+    single: bool = True  # whether the stage's value is the tensor itself, not a tuple or a dict
+    differentiable: tuple[bool, ...] = ()  # whether a gradient of each is wanted
+    keys: tuple[str, ...] | None = None  # where the value is a dict
 
     def with_gradient(self, wanted: bool) -> Message:
         """The same, of which gradients are wanted for all that can have one, or for none."""
@@ -181,12 +165,10 @@ class Layout(NamedTuple):
         return places, begin
 
     def views(self, memory: Tensor) -> list[Tensor | None]:
-        """The tensors in a flat uint8 tensor that has room for them.
-
-        By ``data`` each has a version counter of its own: an in-place layer may change one of them
-        while autograd keeps another.
-        """
+        """The tensors in a flat uint8 tensor that has room for them."""
         places, _ = self.places()
+        # By data each has a version counter of its own: an in-place layer may change one of them
+        # while autograd keeps another.
         return [
             None
             if tensor is None
@@ -228,12 +210,7 @@ def _dense(tensor: Tensor) -> tuple[int, ...]:
 
 
 class FlatMemory:
-    """A flat piece of memory for a message, and the tensors of the layout that it last had.
-
-    Attributes:
-        whole: all of it: room for a head, then the body.
-        bytes: the body.
-    """
+    """Flat memory for a message: a head, then the body (``bytes``), both together ``whole``."""
 
     def __init__(self, head: int = 0) -> None:
         self._head = head
@@ -241,14 +218,11 @@ class FlatMemory:
 
     def free(self) -> None:
         self.whole = self.bytes = torch.empty(0, dtype=torch.uint8)
-        self._layout: Layout | None = None
+        self._layout: Layout | None = None  # that it last had
         self._views: list[Tensor | None] = []
 
     def fit(self, nbytes: int, device: torch.device, pinned: bool = False) -> bool:
-        """Have a body of so many bytes, and say whether it is new.
-
-        Pinned: a GPU copies it beside the host.
-        """
+        """Have a body of so many bytes, maybe pinned for copies beside the host. Is it new?"""
         size = self._head + nbytes
         if self.whole.numel() >= size and self.whole.device.type == device.type:
             return False
@@ -259,7 +233,6 @@ class FlatMemory:
         return True
 
     def views(self, layout: Layout) -> list[Tensor | None]:
-        """The tensors of a layout in the body."""
         if self._layout != layout:
             with torch.inference_mode(False):
                 self._layout, self._views = layout, layout.views(self.bytes)

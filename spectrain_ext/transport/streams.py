@@ -113,11 +113,7 @@ class CheckedEvent:
 
 
 class CheckedStream(Stream):
-    """The CPU as a stream that knows no other order than that of its events (vector clocks).
-
-    A use of a buffer that events do not order after the conflicting use of it on another stream
-    raises OrderingError, although on the CPU it would have gone well.
-    """
+    """The CPU as a stream that knows no other order than that of its events (vector clocks)."""
 
     def __init__(self, name: str, done: _Clock) -> None:
         self.name = name
@@ -183,6 +179,7 @@ class CheckedStream(Stream):
             return
         stream, time = use
         if max(self._seen.get(stream, 0), self.done.get(stream, 0)) < time:
+            # On the CPU it would have gone well, without events between the two uses.
             raise OrderingError(
                 f"{self.name} {verb} {buffer.name} without waiting for {stream.name}, "
                 f"which has {earlier} it"
@@ -198,13 +195,11 @@ def _merge(clock: _Clock, other: _Clock) -> None:
 
 
 class CudaStream(Stream):
-    """Streams of one or two CUDA devices that act as one.
-
-    A copy between two devices runs on the source's current stream and waits for the target's, so
-    both must be the copy's own: otherwise it waits for whatever else those devices do.
-    """
+    """Streams of one or two CUDA devices that act as one."""
 
     def __init__(self, streams: list[torch.cuda.Stream]) -> None:
+        # A copy between two devices runs on the source's current stream and waits for the target's,
+        # so both must be the copy's own: otherwise it waits for whatever else those devices do.
         self._streams = streams
         self._entered = ExitStack()
 
@@ -248,10 +243,7 @@ _current = threading.local()  # the checked stream whose ``using`` this thread i
 
 @contextmanager
 def checked_streams() -> Iterator[None]:
-    """Inside, CPU streams raise OrderingError where a wait is missing.
-
-    A pipeline made inside must be run inside.
-    """
+    """Inside, CPU streams raise OrderingError for a missing wait. Run inside what is made there."""
     global _checked
     outer, _checked = _checked, CheckedStream("the caller's stream", {})
     try:
