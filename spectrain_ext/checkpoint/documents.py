@@ -34,16 +34,8 @@ def encode(
 ) -> Any:
     """Return ``value`` in JSON's types; tuples, counters and the like are objects with one "$" key.
 
-    Args:
-        value: numbers, strings, None, and containers of them.
-        where: it is, for errors.
-        keep: takes the tensors; None: a tensor is a number.
-        key: what ``value`` is called, if it is a tensor; the members of containers append theirs.
-        depth: containers in one another, at most.
-
-    Raises:
-        TypeError: something that only pickle could hold, or more than 100 containers in one
-            another; the message says where.
+    ``keep`` takes tensors, under ``key`` and what their containers call them; without it a tensor
+    is a number.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -79,15 +71,9 @@ def encode(
 
 
 def decode(value: Any, tensors: Mapping[str, object] | None = None, depth: int = _DEEPEST) -> Any:
-    """Return what ``encode`` was given. Nothing but plain containers and numbers comes out.
+    """Return what ``encode`` was given; ValueError for what it never returns.
 
-    Args:
-        value: in JSON's types.
-        tensors: what stands for the tensors, by their names; None: there are none.
-        depth: containers in one another, at most.
-
-    Raises:
-        ValueError: what ``encode`` never returns.
+    Nothing but plain containers and numbers comes out, and the given ``tensors``.
     """
     if not isinstance(value, (list, dict)):
         return value
@@ -167,11 +153,7 @@ def tensors_in(encoded: Any) -> Iterator[str]:
 
 
 def written(body: Json) -> bytes:
-    """Return the file's content: the body and its digest.
-
-    Raises:
-        CheckpointError: it is larger than what ``read`` takes.
-    """
+    """Return the file's content: the body and its digest."""
     body = {"format": FORMAT, "version": VERSION, **body}
     text = json.dumps({"sha256": digest(body), "checkpoint": body}, indent=1, sort_keys=True)
     if len(text) >= _LARGEST:
@@ -182,11 +164,7 @@ def written(body: Json) -> bytes:
 
 
 def read(directory: Path) -> Json:
-    """Return the body of a checkpoint's document, of which the digest and the form are right.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, of another format, or of another version.
-    """
+    """Return the body of a checkpoint's document, of which the digest and the form are right."""
     path = directory / NAME
     try:
         text = read_bounded(path, _LARGEST)

@@ -165,11 +165,7 @@ def _load(
 
 
 def _own(body: Json, part: Part) -> Json:
-    """The document as it is for a replica that is averaged, and goes on from its own.
-
-    It does where the stage has the parameters that it had, and as many replicas; elsewhere it takes
-    what is there for all.
-    """
+    """The document for a part: an averaged replica goes on from its own state where that fits."""
     stage = next((s for s in body["stages"] if s["stage"] == part.stage), None)
     every = [r for r in body["replicas"] if r["stage"] == part.stage and "averaging" in r]
     own = [replica for replica in every if replica["replica"] == part.replica]

@@ -32,15 +32,10 @@ class Stateful(Protocol):
 
 
 class Item:
-    """Some of the state that a checkpoint holds, in both directions.
+    """Some of the state that a checkpoint holds, in both directions."""
 
-    Attributes:
-        what: says what it is, in errors.
-        key: what its tensors are called, before what they are called in it; "": it has none.
-    """
-
-    what: str
-    key = ""
+    what: str  # in errors
+    key = ""  # what the names of its tensors begin with; "": it has none
 
     def state(self) -> Any:
         """Return the state of now: tensors, numbers, and containers of them."""
@@ -52,11 +47,7 @@ class Item:
         return encode(self.state(), where, keep if self.key else None, self.key)
 
     def match(self, body: Json) -> Any:
-        """Return what belongs here of a document, once it is found to fit; nothing is changed.
-
-        Raises:
-            ValueError: it does not fit.
-        """
+        """Return what belongs here of a document, ValueError unless it fits; nothing is changed."""
         raise NotImplementedError
 
     def put(self, state: Any) -> None:
@@ -70,40 +61,24 @@ class Item:
 
 @dataclass(frozen=True)
 class Part:
-    """One stage, or a whole model that is not cut.
-
-    Attributes:
-        stage: its index in the pipeline.
-        module: holds parameters and module buffers.
-        names: what the whole model calls each key of the module's ``state_dict``.
-        optimizer: of the module's trainable parameters.
-        scheduler: of the optimizer.
-        random: the stage's generators; None: it uses the process's.
-        masters: wider weights of narrow parameters, which an optimizer updates instead.
-        replica: which replica of the stage this is; the first one speaks for all.
-        replicas: how many there are.
-        averaged: what averages its weights with the other replicas'; None: nothing does.
-        tied: of parameters that an earlier stage trains, the names here and what they are there.
-    """
+    """One stage, or a whole model that is not cut."""
 
     stage: int
     module: nn.Module
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # what the whole model calls each key of the module's ``state_dict``
     optimizer: torch.optim.Optimizer | None
     scheduler: Stateful | None
-    random: StageRandom | None
+    random: StageRandom | None  # None: it uses the process's generators
+    # Wider weights of narrow parameters, which an optimizer updates instead.
     masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
-    replica: int = 0
+    replica: int = 0  # the first one speaks for all
     replicas: int = 1
-    averaged: Averaged | None = None
+    averaged: Averaged | None = None  # what averages its weights with the other replicas'
+    # Of parameters that an earlier stage trains, the names here and what they are there.
     tied: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and persistent buffers under the model's names.
-
-        Raises:
-            TypeError: an extra state of a module that is no tensor.
-        """
+        """Yield parameters and persistent buffers under the model's names."""
         for key, value in self.module.state_dict().items():
             if not isinstance(value, Tensor):
                 raise TypeError(
@@ -122,12 +97,9 @@ def parts_of(
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Stateful | None = None,
     first_stage: int | None = None,
-    bind: bool = False,
+    bind: bool = False,  # masters that were given up are there again
 ) -> list[Part]:
-    """Return the stages of a pipeline, or a model as the only one.
-
-    With ``bind``, masters that were given up are there again.
-    """
+    """Return the stages of a pipeline, or a model as the only one."""
     if not isinstance(target, Pipeline):
         names = _names(target, "")
         return [Part(first_stage or 0, target, names, optimizer, scheduler, None)]

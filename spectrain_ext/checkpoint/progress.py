@@ -148,20 +148,17 @@ _PACED = ("paced_updates", "paced_from")
 
 
 def _check_keys(where: str, state: Any, now: Any, kind: str, exactly: bool) -> None:
-    """Refuse dicts that lack what those of a scheduler here have, in whatever it has them.
-
-    Torch's own (``exactly``) have no more than now; others may, once they have made a step. Keys
-    with an underscore come and go with versions of torch.
-    """
+    """Refuse dicts that lack what those of a scheduler here have, in whatever it has them."""
     if isinstance(state, (list, tuple)) and isinstance(now, (list, tuple)) and now:
         for k, member in enumerate(state):
             _check_keys(f"{where}[{k}]", member, now[min(k, len(now) - 1)], kind, exactly)
     if not (isinstance(state, dict) and isinstance(now, dict)):
         return
-    fixed = [
+    fixed = [  # keys with an underscore come and go with versions of torch
         {key for key in keys if isinstance(key, str) and key[:1] != "_" and key not in _PACED}
         for keys in (state, now)
     ]
+    # Torch's own have no more than now; others may, once they have made a step.
     missing, more = fixed[1] - fixed[0], fixed[0] - fixed[1] if exactly else set()
     said = [f"has no {_listed(missing)}, which {kind} has"] if missing else []
     said += [f"has {_listed(more)}, which {kind} has not"] if more else []

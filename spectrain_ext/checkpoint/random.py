@@ -18,14 +18,7 @@ _DEVICE = re.compile(r"cpu|cuda[0-9]{1,4}")
 
 
 class Generators(Item):
-    """Those of a process's stages, and its own.
-
-    A stage's numbers mean nothing to a stage that computes something else, and a process's nothing
-    to one of another number of processes. Stages with generators of their own need no other.
-
-    Attributes:
-        all_found: after ``match``, whether everything that is random here goes on.
-    """
+    """Those of a process's stages, and its own."""
 
     what = "the generators of random numbers"
 
@@ -33,7 +26,7 @@ class Generators(Item):
         self._parts = parts
         self._size = size
         self._rank = rank
-        self.all_found = False
+        self.all_found = False  # after ``match``: whether everything that is random here goes on
 
     def state(self) -> dict[str, Any]:
         stages = [stage_states(part) for part in self._parts]
@@ -51,6 +44,7 @@ class Generators(Item):
         if len(stages) < len(found) or not _are_states(stages, body):
             return {}
         process: Json = {}
+        # Generators of a process mean nothing to one of another number of processes.
         same_processes = len(body["processes"]) == self._size
         if same_processes:
             process = body["processes"][self._rank]["random"]
@@ -63,6 +57,7 @@ class Generators(Item):
     @staticmethod
     def _of_stage(part: Part, body: Json) -> list[Json] | None:
         """What is there for a stage that has the parameters and the replicas that it had."""
+        # A stage's numbers mean nothing to a stage that computes something else.
         stage = next((s for s in body["stages"] if s["stage"] == part.stage), None)
         if stage is None or stage["parameters"] != list(part.parameter_names().values()):
             return None

@@ -93,10 +93,7 @@ def peers_of(target: nn.Module, group: dist.ProcessGroup | None) -> Peers:
 
 
 class Prepared:
-    """All that a checkpoint will hold; the tensors are still those that training goes on with.
-
-    ``committed`` is called when it has its name; the other arguments are those of ``save``.
-    """
+    """All that a checkpoint will hold; the tensors are still those that training goes on with."""
 
     def __init__(
         self,
@@ -111,7 +108,7 @@ class Prepared:
         extra: object = None,
         overwrite: bool = False,
         first_stage: int | None = None,
-        committed: Callable[[], None] = lambda: None,
+        committed: Callable[[], None] = lambda: None,  # called when the checkpoint has its name
     ) -> None:
         self._path = Path(path).absolute()
         self._peers = peers
@@ -196,11 +193,7 @@ def items_of(part: Part) -> dict[str, Item]:
 def _collected(
     parts: list[Part], sampler: Stateful | None, peers: Peers, tensors: dict[str, Tensor]
 ) -> Json:
-    """Return what a process has to say of its stages, and take their tensors.
-
-    Of replicas the first one speaks for all, but for random numbers. Replicas that are averaged go
-    on from weights and state of their own, and what there is for all is the average.
-    """
+    """Return what a process has to say of its stages, and take their tensors."""
     keep = _keeper(tensors)
     # before anything that fails here and not in the other replicas, which wait
     averages = [_averages(part, keep) for part in parts]
@@ -213,11 +206,12 @@ def _collected(
             "stage": part.stage,
             "random": [keep(f"random.{owner}.{k}", state) for k, state in states],
         }
+        # The first replica speaks for all, but for random numbers.
         if average is None and part.replica == 0:
             stages.append(said | _of_stage(part, keep))
             continue
         said["replica"] = part.replica
-        if average is not None:
+        if average is not None:  # that is for all; each goes on from weights and state of its own
             said |= _of_stage(part, _keeper(tensors, f"replica{part.replica}."))
             if part.replica == 0:
                 stages.append({k: v for k, v in (said | average).items() if k != "averaging"})

@@ -72,13 +72,7 @@ def discard(path: Path) -> None:
 
 
 def commit(path: Path, body: Json, tensors: Json) -> None:
-    """Write the document of what every process has written, and give the directory its name.
-
-    Args:
-        path: the final directory, in place of what has its name.
-        body: the document, but for tensors and files.
-        tensors: the entries that ``write_tensors`` returned.
-    """
+    """Write the document of what every process has written, and give the directory its name."""
     directory = partial(path)
     files = {name: (directory / name).stat().st_size for name in _files(tensors)}
     weights = {key: entry for key, entry in tensors.items() if key.startswith(WEIGHTS)}
@@ -124,15 +118,10 @@ def file_name(kind: str, owners: Sequence[int], rank: int) -> str:
 
 
 def write_tensors(path: Path, name: str, tensors: Mapping[str, Tensor]) -> Json:
-    """Write a file of tensors; returns each one's entry in the document.
-
-    Memory on the host is taken for those that are elsewhere, or not contiguous, all at once.
-
-    Raises:
-        OSError, SafetensorError: it could not be written.
-    """
+    """Write a file of tensors; returns each one's entry in the document."""
     file = partial(path) / name
     entries: Json = {}
+    # Takes memory of the host for all that are elsewhere, or not contiguous, at once.
     content: dict[str, Tensor] = {}
     places: set[int] = set()
     for key, tensor in tensors.items():
@@ -169,14 +158,9 @@ def _sha256(tensor: Tensor) -> str:
 
 
 def read(path: Path) -> Json:
-    """Return the document of a checkpoint whose files are there, with the sizes that it says.
-
-    That costs nothing, and names a truncated file before anything is read.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
+    """Return the document of a checkpoint whose files are there, with the sizes that it says."""
     body = documents.read(path)
+    # This costs nothing, and names a truncated file before any tensor is read.
     for name, size in body["files"].items():
         file = path / name
         try:
@@ -191,11 +175,7 @@ def read(path: Path) -> Json:
 
 
 def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> dict[str, Tensor]:
-    """Return tensors whose bytes are those that were saved, on the CPU.
-
-    Raises:
-        CheckpointError: they are not, or are those of something else.
-    """
+    """Return tensors whose bytes are those that were saved, on the CPU."""
     by_file: dict[str, list[str]] = {}
     for key in keys:
         by_file.setdefault(body["tensors"][key]["file"], []).append(key)

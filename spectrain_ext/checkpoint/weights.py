@@ -16,10 +16,7 @@ _MASTERS = "master."
 
 
 class Weights(Item):
-    """Those of one stage.
-
-    What is loaded is a ``state_dict`` of the module, and masters by parameter.
-    """
+    """Those of one stage."""
 
     def __init__(self, part: Part) -> None:
         self.what = f"stage {part.stage}"

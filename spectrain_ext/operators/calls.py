@@ -46,11 +46,9 @@ _DLPACK_CUDA = 2  # kDLCUDA
 
 
 class StepOptions(TypedDict, total=False):
-    """What a step is told beside its numbers, see `sgd_step_`; None is as good as absent.
+    """What a step is told beside its numbers, see `sgd_step_`; None is as good as absent."""
 
-    The native half reads it by these names (csrc/bindings/options.cpp).
-    """
-
+    # csrc/bindings/options.cpp reads them by these names.
     grad_scale: Array | None
     found_inf: Array | None
     clip_factor: Array | None
@@ -132,25 +130,19 @@ class Lists:
         return arrays
 
     def bump(self, untouched: Role | None = None) -> None:
-        """Tell autograd what was written: in a step, but for its outs, only where a gradient is.
-
-        An `untouched` list was checked as one to be written, and was left alone.
-        """
+        """Tell autograd what was written; an `untouched` list was to be, and was left alone."""
         written: list[object] = []
         for role, _, writes, arrays in self._lists:
             if not writes or role is untouched:
                 continue
             if self._stepped is None or role is Role.OUT:
                 written += arrays
-            else:
+            else:  # a step leaves alone what has no gradient
                 written += compress(arrays, self._stepped)
         bump_versions(written)
 
     def new_like_params(self, stream: Any) -> list[Any]:
-        """New arrays with the layouts of the first argument, each of its own framework.
-
-        On CUDA their memory is free for work on the call's stream.
-        """
+        """New arrays like the first argument's, whose memory is free for work on the stream."""
         with torch.no_grad():
             return [self._like(i, array, stream) for i, array in enumerate(self.params)]
 
@@ -196,10 +188,7 @@ class Lists:
 
 
 def current(stream: Any, device: torch.device | None) -> AbstractContextManager[object]:
-    """Inside, a call's CUDA stream is torch's current one.
-
-    What is allocated elsewhere may still be in use when that stream writes it.
-    """
+    # What torch allocates for another stream may still be in use when the call's writes it.
     if stream is None or device is None or device.type != "cuda":
         return nullcontext()
     handle = _C.stream_handle(stream)

@@ -25,16 +25,11 @@ Coefficients: TypeAlias = tuple[float, float, float, float]
 
 
 class Correction:
-    """A correction of a step's gradient, as a value.
-
-    Attributes:
-        reads_stale: whether it reads the weights that the gradient was computed with.
-        buffers: keys of state that it has beside the optimizer's, shaped like the parameters.
-    """
+    """A correction of a step's gradient, as a value."""
 
     __slots__ = ()
-    reads_stale: ClassVar[bool] = False
-    buffers: ClassVar[tuple[str, ...]] = ()
+    reads_stale: ClassVar[bool] = False  # the weights that the gradient was computed with
+    buffers: ClassVar[tuple[str, ...]] = ()  # keys of its own state, shaped like the parameters
 
 
 class StaleCorrection(Correction):
@@ -43,12 +38,12 @@ class StaleCorrection(Correction):
     __slots__ = ()
     reads_stale: ClassVar[bool] = True
 
-    def coefficients(self, numbers: Sgd | Adam, largest_lr: float, averaged: int) -> Coefficients:
-        """What the kernel takes.
-
-        `largest_lr` is the largest learning rate that the weights have been updated with, this
-        step's included; `averaged` the updates whose squares are in the buffer.
-        """
+    def coefficients(
+        self,
+        numbers: Sgd | Adam,
+        largest_lr: float,  # that the weights have been updated with, this step's included
+        averaged: int,  # updates whose squares are in the buffer
+    ) -> Coefficients:
         raise NotImplementedError
 
 
@@ -113,13 +108,10 @@ def stale_correction(correction: object) -> StaleCorrection:
 def coefficients_of(
     correction: object,
     groups: Sequence[Sgd] | Sequence[Adam],
-    largest_lr: float | None,
-    averaged: int,
+    largest_lr: float | None,  # of all groups; None: the step's own
+    averaged: int,  # of all groups
 ) -> tuple[bool, list[Coefficients]] | None:
-    """What the native step takes of every group: whether there is an average, and coefficients.
-
-    `largest_lr` (None: the step's own) and `averaged` are those of all groups.
-    """
+    """What the native step takes of every group: whether there is an average, and coefficients."""
     if correction is None:
         return None
     stale = stale_correction(correction)

@@ -55,12 +55,9 @@ def _record(operation: Opcode, a: Expression | float, b: Expression | float) -> 
 
 
 class Expression:
-    """A number that is not known on the host, in its place in a formula.
+    """A number that is not known on the host, in its place in a formula."""
 
-    It takes part in arithmetic with floats. It is true, and unequal to every float: a formula
-    treats it as any number that is not special. What asks for its order or its value is an error.
-    """
-
+    # It is true, and unequal to every float: a formula treats it as any that is not special.
     __slots__ = ("operands", "operation")
 
     def __init__(self, operation: Opcode | None, *operands: Expression | float) -> None:
@@ -220,12 +217,7 @@ T = TypeVar("T")
 
 
 def lower(numbers: T) -> tuple[T, Program | None]:
-    """Replace all expressions in nested lists and tuples by what stands for them.
-
-    Returns:
-        The same structure, of floats, and the program that computes those; None where there is no
-        expression.
-    """
+    """Put placeholders for all expressions in nested lists and tuples, and make their program."""
     if _C.all_plain(numbers):  # in most calls all are: this is the quick way to know
         return numbers, None
     lowering = _Lowering()

@@ -238,15 +238,12 @@ def _kernel(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bumping(overload: Any) -> Callable[..., None]:
-    """Bump what the schema marks while a graph is traced, whose kernels do not run then.
-
-    Autograd then refuses a graph whose backward needs what an operator overwrites in it, as it
-    does where the operators run.
-    """
+    """Bump what the schema marks while a graph is traced, whose kernels do not run then."""
     arguments = overload._schema.arguments
     written = [(i, argument.name) for i, argument in enumerate(arguments) if argument.is_write]
     tracing = torch._C._TorchDispatchModeKey.FUNCTIONAL
 
+    # So autograd refuses a graph whose backward needs what is overwritten, as in eager calls.
     def bump(keys: Any, *args: Any, **kwargs: Any) -> None:
         if torch._C._get_dispatch_mode(tracing) is not None:
             for i, name in written:
@@ -293,10 +290,7 @@ def _register(schema: str, kernel: Callable[..., Any]) -> None:
 
 
 def traceable(function: Function) -> Function:
-    """Register an operator by its name, and let torch.compile put it into its graphs.
-
-    The eager call stays as direct as it is.
-    """
+    """Register an operator by its name, and let torch.compile put it into its graphs."""
     name = function.__name__.removeprefix("_")
     for schema in SCHEMAS:
         if schema.startswith((f"{name}(", f"{name}.")):

@@ -102,12 +102,9 @@ class Corrected(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sgd:
-    """SGD with momentum as torch.optim.SGD has it, or with an averaged (EMA) momentum.
+    """SGD with momentum as torch.optim.SGD has it, or with an averaged (EMA) momentum."""
 
-    The fields are arguments of `spectrain_ext.sgd_step_`, which says what they are. A correction
-    here gives the step otherwise.
-    """
-
+    # Arguments of `spectrain_ext.sgd_step_`, which says what they are.
     lr: float
     momentum: float
     dampening: float = 0.0
@@ -116,7 +113,7 @@ class Sgd:
     maximize: bool = False
     decoupled_weight_decay: bool = False
     ema: bool = False
-    correction: Corrected | None = None
+    correction: Corrected | None = None  # gives the step otherwise
 
     def __post_init__(self) -> None:
         _make_non_negative(self, ("lr", "momentum", "weight_decay"))
@@ -163,25 +160,22 @@ class Sgd:
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """Adam, AdamW or NAdam as torch.optim has them.
-
-    The fields are arguments of `spectrain_ext.adam_step_`, which says what they are. `step` is the
-    update that is made now, or (for a prediction alone) the last one made. A correction here gives
-    the step otherwise.
-    """
+    """Adam, AdamW or NAdam as torch.optim has them."""
 
     has_momentum: ClassVar[bool] = True
 
+    # Arguments of `spectrain_ext.adam_step_`, which says what they are.
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    # The update that is made now, or (for a prediction alone) the last one made.
     step: int = 0  # which no update has: it has to be given
     decoupled_weight_decay: bool = False
     maximize: bool = False
     momentum_decay: float | None = None
     mu_product: float = 1.0
-    correction: Corrected | None = None
+    correction: Corrected | None = None  # gives the step otherwise
 
     def __post_init__(self) -> None:
         _make_non_negative(self, ("lr", "eps", "weight_decay"))

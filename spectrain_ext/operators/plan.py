@@ -37,13 +37,10 @@ _NO_NUMBERS: SgdRow = None, None, 0.0, 0.0, False, False, False, False  # `sgd_s
 
 
 def _out_of_graphs(cls: type[Kind]) -> type[Kind]:
-    """Have torch.compile break its graph at the methods, and where it may not, say what to do.
-
-    This is what torch.compiler.disable tells it. The wrapper that goes with that takes as long as a
-    call of a plan.
-    """
+    """Have torch.compile break its graph at the methods, and where it may not, say what to do."""
     for name, method in vars(cls).items():
         if isinstance(method, FunctionType) and not name.startswith("_"):
+            # What torch.compiler.disable sets; its wrapper takes as long as a call of a plan.
             vars(method)["_torchdynamo_disable"] = True
             vars(method)["_torchdynamo_disable_msg"] = (
                 f"a {cls.__name__} holds addresses, which no graph can. With fullgraph=True call "

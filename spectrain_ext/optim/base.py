@@ -43,10 +43,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a step in torch's hooks, and in its profiler range only while somebody profiles.
-
-    The range costs as much as the rest of a small step.
-    """
+    """Wrap a step in torch's hooks, and in its profiler range only while somebody profiles."""
+    # The range costs as much as the rest of a small step.
     plain: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(func)
 
     @wraps(func)
@@ -65,10 +63,7 @@ def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exclusive(method: F) -> F:
-    """Let one thread at a time into methods that read or change weights, state or what is resolved.
-
-    A Ctrl-C waits for their end.
-    """
+    """Let one thread at a time into methods that read or change anything; Ctrl-C waits for them."""
 
     @wraps(method)
     def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -308,10 +303,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         return self._launches.of(self.param_groups, self.state, outs, stash=stash)
 
     def _correcting(self, correction: Correction) -> Correcting | None:
-        """What reads stale weights, with the largest learning rate so far of every group.
-
-        A group keeps that: it is state.
-        """
+        """What reads stale weights, with the largest learning rate so far of every group."""
         if not correction.reads_stale:
             return None
         by = stale_correction(correction)
@@ -325,7 +317,7 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
                 raise ValueError(f"parameter group {index}: {by}: {error}") from error
             rates.append(max(now, group.get("gap_rate", 0.0)))
             if group.get("gap_rate") != rates[-1]:
-                group["gap_rate"] = rates[-1]
+                group["gap_rate"] = rates[-1]  # the group keeps it: it is state
         return by, rates
 
     # Prediction in place.

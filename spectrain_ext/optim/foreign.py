@@ -30,20 +30,14 @@ from .state import Ordered, laid_out_as
 class Foreign(Ordered):
     """A user's optimizer as an ``Updater``: its state stays where it puts it, it predicts nothing.
 
-    The methods are those of ``PredictingOptimizer``.
-
-    With a master of a wider dtype a parameter is of that dtype for the length of a step, and its
-    gradient as well. State is then made in that dtype; ``load_state_dict`` keeps it there while the
-    optimizer is bound, and ``unbind`` converts it to the parameter's own. While it is bound
-    ``state_dict`` has copies, as that of the package's optimizers.
-
-    Args:
-        optimizer: reads its parameters and their gradients anew in each step, and changes them in
-            place, or gives a parameter other data of the same shape.
+    With a master of a wider dtype a parameter and its gradient are of that dtype for the length of
+    a step, and state is until ``unbind``, whatever is loaded.
     """
 
     buffer_keys = ()
 
+    # The optimizer must read its parameters and their gradients anew in each step, and change them
+    # in place, or give a parameter other data of the same shape.
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._forget()
@@ -101,11 +95,7 @@ class Foreign(Ordered):
     # The step.
 
     def step(self) -> None:
-        """Make a step of the optimizer on the true weights.
-
-        What comes out of it has a note that its step may have been made in part. RuntimeError where
-        it gave a parameter data of another shape.
-        """
+        """Make a step of the optimizer on the true weights."""
         # A parameter may be in any of several buffers, and its true weights as well.
         at = id(self._master), self._params[0].data_ptr() if self._params else 0
         if at not in self._known:

@@ -44,49 +44,31 @@ class Cohort(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A native call, and what it was prepared from, beside the cohorts and the plan of a Launch.
+    """A native call, and what it was prepared from, beside the cohorts and the plan of a Launch."""
 
-    A training loop makes the same call at nearly every step: preparing it took a third of a small
-    step of SGD.
-
-    Attributes:
-        templates: in the very same list for as long as no number is read anew.
-        lasts: whether it serves once more: no step counts, and no law reads what may change.
-        after: the scalar state of every cohort after a step.
-    """
-
-    templates: Sequence[Any]
+    # A training loop makes the same call at nearly every step: preparing it took a third of a small
+    # step of SGD.
+    templates: Sequence[Any]  # the very same list for as long as no number is read anew
     laws: tuple[Law, ...] | None
-    lasts: bool
+    lasts: bool  # it serves once more: no step counts, and no law reads what may change
     call: Callable[[], None]
-    after: Sequence[Scalars] = ()
+    after: Sequence[Scalars] = ()  # the scalar state of every cohort after a step
 
     def serves(self, templates: Sequence[Any], laws: tuple[Law, ...] | None) -> bool:
         return self.lasts and self.templates is templates and self.laws == laws
 
 
 class Launch:
-    """The tensors of a few parameters of one device, resolved once, and what is done with them.
-
-    A plan keeps raw addresses, and a parameter can get another storage at any time
-    (``p.data = ...``, ``module.to()``), as its state can get another buffer. So ``Launches`` asks
-    ``in_place`` before every use. The plan holds detached aliases, which keep its storage alive.
-
-    Args:
-        positions: of the parameters, ascending.
-        with_buffers: whether the rule's numbers need the buffers.
-        outs: where predictions are written.
-        stash: whether weights are kept while they are predicted.
-    """
+    """The tensors of a few parameters of one device, resolved once, and what is done with them."""
 
     def __init__(
         self,
         parameters: Parameters,
-        positions: Sequence[int],
-        with_buffers: bool,
-        outs: Views | None = None,
+        positions: Sequence[int],  # ascending
+        with_buffers: bool,  # the rule's numbers need them
+        outs: Views | None = None,  # where predictions are written
         *,
-        stash: bool = False,
+        stash: bool = False,  # weights are kept while they are predicted
     ) -> None:
         self.parameters = parameters
         self.params = params = [parameters.params[i] for i in positions]
@@ -95,11 +77,14 @@ class Launch:
         self._outs = outs
         binding = parameters.binding
         weights = params if binding is None else [binding.weights[p] for p in params]
-        self._weights = [w.detach() for w in weights]
+        self._weights = [w.detach() for w in weights]  # aliases: they keep the storage alive
         self._buffers: list[tuple[Tensor, ...]] | None = None
         if with_buffers:
             self._buffers = list(zip(*map(parameters.buffers_of, positions), strict=True))
         self._stashed = [empty_like(p, p.dtype) for p in params] if stash else None
+        # The plan has raw addresses, and a parameter can get another storage at any time
+        # (``p.data = ...``, ``module.to()``), as its state can get another buffer: so ``Launches``
+        # asks this before every use.
         self.in_place = _C.Watch((*weights, *chain.from_iterable(self._buffers or ()))).in_place
 
         keys = [parameters.cohort(i) for i in positions]
@@ -131,15 +116,12 @@ class Launch:
     # Gradients.
 
     def read_gradients(self) -> None:
-        """Hand the parameters' gradients to the plan, and note which rows have one.
-
-        A gradient of another layout than its parameter, as a hook or a caller may leave it, is
-        copied; what cannot be one raises and leaves the plan's gradients as they were.
-        """
+        """Hand the parameters' gradients to the plan, and note which rows have one."""
         grads = tuple(map(_gradient, self.params))
         try:
             self._all_active = self.native.set_gradients(grads, False)
         except (TypeError, ValueError, RuntimeError):
+            # A hook or a caller may leave one of another layout than its parameter: that is copied.
             fitted = tuple(map(self._fitted, range(len(grads)), grads))
             if all(map(is_, fitted, grads)):
                 raise
@@ -177,15 +159,11 @@ class Launch:
     def prepare_step(
         self,
         templates: Sequence[Any],
-        laws: tuple[Law, ...] | None,
+        laws: tuple[Law, ...] | None,  # of every group, by which outs are written; None: none are
         options: StepOptions,
-        correcting: Correcting | None,
+        correcting: Correcting | None,  # the same for as long as there is this launch
     ) -> None:
-        """Prepare what updates the rows that have a gradient; all errors come from here.
-
-        With laws, one for each group, it writes the outs as well. What corrects the step is the
-        same for as long as there is this launch.
-        """
+        """Prepare what updates the rows that have a gradient; all errors come from here."""
         if not options and self._step is not None and self._step.serves(templates, laws):
             return
         rule = self.parameters.rule
@@ -303,15 +281,12 @@ class Launch:
         return prediction(numbers, own)
 
     def restore(self) -> bool:
-        """Write the stashed weights back, wherever the parameters' storage is by now.
-
-        Returns whether they had been replaced.
-        """
+        """Write the stashed weights back; returns whether they had been replaced."""
         if not self._replaced:
             return False
         if self.in_place():
             self.native.restore_(None)
-        else:
+        else:  # the parameters have another storage by now
             for param, kept in zip(self.params, self._stashed or (), strict=True):
                 param.detach().copy_(kept)
         self._replaced = False
@@ -353,12 +328,8 @@ class Launches:
         *,
         stash: bool = False,
     ) -> list[Launch]:
-        """The launches of a step: of parameters that have a gradient, state, or need none.
-
-        Those of a prediction in place, which have a stash, are of parameters with state; those of a
-        bound optimizer, of all: they may write outs. They are resolved on first use: until then the
-        owner may still move the parameters into a buffer. RuntimeError for one that moved later.
-        """
+        """The launches of a step, or of a prediction in place, which has a stash."""
+        # Resolved on first use: until then the owner may still move the parameters into a buffer.
         parameters = self.parameters
         kinds, binding = parameters.kinds, parameters.binding
         version = parameters.look(groups, state)
@@ -393,6 +364,7 @@ class Launches:
         for i, p in enumerate(parameters.params):
             kind = kinds[parameters.groups[i]]
             steps = not stash and (p.grad is not None or not kind)
+            # Of a bound optimizer all have a launch: it may write their outs.
             if parameters.binding is not None or steps or parameters.buffers[i] is not None:
                 found.setdefault((p.device, kind), []).append(i)
             else:

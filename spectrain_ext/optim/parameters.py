@@ -34,22 +34,17 @@ _IMMUTABLE = (float, int, str, type(None))
 
 
 class Binding:
-    """Which tensors hold each parameter's true weights and its state, as ``bind`` was given them.
-
-    Attributes:
-        given: a mapping of buffers for each key of the state, or for the only one.
-        stale: what a correction reads; None: nothing.
-    """
+    """Which tensors hold each parameter's true weights and its state, as given to ``bind``."""
 
     def __init__(
         self,
         groups: Sequence[Group],
         master: Views | None,
-        given: Views | Mapping[str, Views],
+        given: Views | Mapping[str, Views],  # buffers for each key of the state, or the only one's
         keys: Sequence[str],
     ) -> None:
         self.given = given
-        self.stale: Views | None = None
+        self.stale: Views | None = None  # what a correction reads
         self._checked: dict[int, Views] = {}  # by address; kept, so that no other can lie there
         self.update_in(groups, master, "master")
         self.buffers = self.buffers_for(groups, keys)
@@ -115,18 +110,9 @@ class PredictionSink:
 
 
 class Parameters:
-    """Every parameter of an optimizer under one number, its position, with its state; its groups.
+    """Every parameter of an optimizer by a number, its position, with its state; and the groups."""
 
-    Torch keeps state in dicts that anybody may change at any time: so each use asks ``look`` first,
-    which costs some comparisons while nothing has changed. Scalar state (a step count) lives in one
-    tensor for all parameters, whose elements ``state[p]`` holds: counting a step of all of them is
-    one operation. There is no reference to the optimizer: in a cycle its memory would outlive it.
-
-    Attributes:
-        correction: what every step has otherwise; None: nothing.
-        kinds: of every group, whether its rule uses the buffers, as the numbers were read last.
-    """
-
+    # Without a reference to the optimizer: in a cycle its memory would outlive it.
     def __init__(
         self,
         rule: Rule,
@@ -142,12 +128,14 @@ class Parameters:
         self.places: list[str] = []  # for errors
         self.groups: list[int] = []
         self.buffers: list[tuple[Tensor, ...] | None] = []  # None: never updated
-        self._counts: Tensor | None = None  # a row for each kind of scalar
-        self._rows: tuple[Tensor, ...] = ()  # these
+        # A row for each kind of scalar; ``state[p]`` holds its elements, so that counting a step of
+        # all parameters is one operation.
+        self._counts: Tensor | None = None
+        self._rows: tuple[Tensor, ...] = ()  # of the counts
         self._values: list[list[float]] = []  # what they were last
         self._version = 0
         self.forget()
-        self.kinds: Kinds = ()
+        self.kinds: Kinds = ()  # of every group, whether its rule uses the buffers, as read last
         self._numbers: list[Any] = []
         self._numbers_of: tuple[tuple[Any, ...], ...] | None = None  # these values of groups
         self._good: list[tuple[tuple[Law, ...], bool]] = []
@@ -155,11 +143,7 @@ class Parameters:
     # The numbers of the groups.
 
     def numbers(self, groups: Sequence[Group]) -> list[Any]:
-        """Those of every group as the rule reads them, the same list while nothing has changed.
-
-        Then that costs a comparison. A value that may change in place, such as a learning rate in a
-        tensor, is read every time.
-        """
+        """Those of every group as the rule reads them, the same list while nothing has changed."""
         if self._numbers_of is None or not _C.same(groups, self._numbers_of):
             self._numbers_of = None
             self._numbers = [self.rule.read(index, group) for index, group in enumerate(groups)]
@@ -169,7 +153,7 @@ class Parameters:
             self.kinds = tuple([numbers.has_momentum for numbers in self._numbers])
             if self.correction is not None and self.correction.buffers:
                 self.check_momentum(groups, f"{self.correction} averages the momentum")
-            if all(map(_stays, groups)):
+            if all(map(_stays, groups)):  # no learning rate in a tensor, or the like
                 self._numbers_of = tuple(tuple(group.values()) for group in groups)
         return self._numbers
 
@@ -221,10 +205,8 @@ class Parameters:
         self._seen: tuple[Any, ...] | None = None
 
     def look(self, groups: Sequence[Group], state: State) -> int:
-        """Make sure that all of this is true now; return a number that changes with it.
-
-        Raises ValueError or TypeError for a state that does not fit its parameter.
-        """
+        """Make sure that all of this is true now; return a number that changes with it."""
+        # Each use asks: torch keeps state in dicts that anybody may change at any time.
         if (
             self._seen is None
             or not _C.same((groups, state), self._seen)

@@ -18,22 +18,15 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """An update rule.
+    """An update rule."""
 
-    Attributes:
-        numbers: those of a parameter group, before its first step where that matters.
-        buffers: keys of the state that is shaped like the parameter, as torch.optim names them.
-        columns: what ``Plan`` calls the lists of those buffers.
-        scalars: the state that is one number per parameter, and its value before the first step:
-            ``step`` before ``mu_product``, and ``gap_step``, the steps that an average has taken.
-        refused: flags of torch's that are not supported, and why.
-    """
-
-    numbers: Callable[[Group], Numbers]
-    buffers: tuple[str, ...]
-    columns: tuple[str, ...]
+    numbers: Callable[[Group], Numbers]  # before the first step where that matters
+    buffers: tuple[str, ...]  # keys of the state shaped like the parameter, as in torch.optim
+    columns: tuple[str, ...]  # what ``Plan`` calls the lists of those buffers
+    # The state that is one number per parameter, and its value before the first step: ``step``
+    # before ``mu_product``, and ``gap_step``, the steps that an average has taken.
     scalars: Mapping[str, float]
-    refused: Mapping[str, str]
+    refused: Mapping[str, str]  # flags of torch's that are not supported, and why
 
     @property
     def keys(self) -> tuple[str, ...]:

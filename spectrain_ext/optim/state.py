@@ -67,10 +67,8 @@ def converted(weight: Tensor, buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def laid_out_as(weight: Tensor, state: Any) -> Any:
-    """State of a parameter's shape with its strides; anything else as it is.
-
-    Fused kernels of torch's walk memory, whatever the strides.
-    """
+    """State of a parameter's shape with its strides; anything else as it is."""
+    # Fused kernels of torch's walk memory, whatever the strides.
     if not isinstance(state, Tensor) or state.shape != weight.shape or state.is_sparse:
         return state
     strides = torch.empty_like(weight, device="meta").stride()
@@ -92,10 +90,7 @@ def named(groups: Sequence[Group]) -> list[tuple[str, Tensor]]:
 def read_entry(
     where: str, rule: Rule, p: Tensor, entry: Mapping[str, Any]
 ) -> tuple[tuple[Tensor, ...], Scalars] | None:
-    """The buffers and scalars that ``entry`` holds, None if the parameter was never updated.
-
-    ValueError or TypeError for half a state, or one that does not fit the parameter.
-    """
+    """The buffers and scalars that ``entry`` holds, None if the parameter was never updated."""
     missing = [key for key in rule.keys if entry.get(key) is None]
     if len(missing) == len(rule.keys):
         return None
