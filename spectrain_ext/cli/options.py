@@ -70,12 +70,9 @@ def is_imported(name: str) -> bool:
     return ":" in name
 
 
-@lru_cache
+@lru_cache  # what makes one is called once
 def method_of(name: str) -> Method:
-    """A method by its name, or, as ``module:NAME``, what a module has: a Method or what makes one.
-
-    What is called is called without arguments, once. A ValueError says why there is none.
-    """
+    """A method by its name, or, as ``module:NAME``, what a module has: a Method or what makes one."""
     if not is_imported(name):
         return find_method(name)
     found = imported(name)
@@ -105,13 +102,10 @@ def method_of(name: str) -> Method:
 
 
 def imported(name: str) -> Any:
-    """What a module has of a name, both as ``module:NAME``; a ValueError says why not.
-
-    The working directory comes first where modules are looked for, as for ``python -m``.
-    """
+    """What a module has of a name, both as ``module:NAME``; a ValueError says why not."""
     module, _, attribute = name.partition(":")
     here = os.getcwd()
-    if here not in sys.path:
+    if here not in sys.path:  # first, as for ``python -m``
         sys.path.insert(0, here)
     try:
         found: object = importlib.import_module(module)
