@@ -186,7 +186,6 @@ class Reader(ABC, Generic[W]):
         """What stands for a version, predicted so far ahead: ``by_step``, or by anybody."""
 
     def for_forward(self, i: int, j: int) -> W:
-        """What the forward of a microbatch computes with, now."""
         if self.rules.once:
             weights = self._for_minibatch(i, j)
         elif self._reads_newest:
