@@ -58,9 +58,9 @@ class Search:
 
     def best(self, method: Method, price: Callable[[Costs], float]) -> Costs | None:
         """The way of a method whose period times its price is least; None: there is none."""
-        # Ways are simulated in the order of their bounds, until the next one's exceeds the best that
-        # was found, which is then the least of all, or until there have been so many. A way that is
-        # not wanted has an infinite price.
+        # Ways are simulated in the order of their bounds, until the next one's exceeds the best so
+        # far, which is then the least of all, or until there have been so many. A way that is not
+        # wanted has an infinite price.
         found, least, left = None, math.inf, _MOST
         ways = [(costs.bound * price(costs), costs) for costs in self._by_method[method.name]]
         for bound, costs in sorted(ways, key=lambda way: way[0]):
