@@ -45,7 +45,7 @@ class Probe:
         self._stage, self._weights = stage, stage.weights
         horizon = rules.forward_horizon
         self._predicts = horizon != 0
-        # What predicts nothing stands for the weights that the minibatch's own backward meets.
+        # A method that predicts nothing is held against what the minibatch's own backward meets.
         self._ahead = delay if horizon == "counted" or not horizon else horizon
         self._every = every
         self._kept: _Kept | None = None
@@ -109,7 +109,7 @@ class Window:
 
 
 class Meter:
-    """What one stage does, in windows of ``every`` minibatches; ``start`` of them were done before."""
+    """What one stage does, in windows of ``every`` minibatches, after ``start`` others."""
 
     def __init__(
         self, stage: Stage, every: int, start: int, ended: Callable[[Meter], None]

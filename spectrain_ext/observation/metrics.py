@@ -170,7 +170,7 @@ def _of_rank(path: Path, rank: int | None) -> Path:
 
 
 class JsonLines:
-    """Appends to a file, one JSON object per line; a process that is killed leaves whole lines."""
+    """Appends to a file, one JSON object per line, each in one call: killed, it leaves whole ones."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,6 @@ class JsonLines:
                 self._file.write(b"\n")
 
     def write(self, record: Record) -> None:
-        # In one call: unbuffered, so that no part of a line waits.
         self._file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:

@@ -185,7 +185,7 @@ def _mark(stream: Stream) -> Mark:
 
 
 def seconds_between(marks: Sequence[tuple[Mark, Mark]]) -> float:
-    """The sum of the times between pairs of marks in order; waits until the last has been passed."""
+    """The sum of the times between pairs of marks in order; waits until the last is passed."""
     total = 0.0
     before: torch.cuda.Event | None = None
     for start, end in marks:
