@@ -12,7 +12,6 @@ from spectrain_ext.schedule import FLUSHING, Generator, Place, Rules, count_stag
 
 
 def none(place: Place) -> int:
-    """No update."""
     return 0
 
 
