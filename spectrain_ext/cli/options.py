@@ -66,13 +66,12 @@ def printable(text: str) -> str:
 
 
 def is_imported(name: str) -> bool:
-    """Whether it names a method by its module."""
     return ":" in name
 
 
 @lru_cache  # what makes one is called once
 def method_of(name: str) -> Method:
-    """A method by its name, or, as ``module:NAME``, what a module has: a Method or what makes one."""
+    """A method by its name, or, as ``module:NAME``, a module's Method or what makes one."""
     if not is_imported(name):
         return find_method(name)
     found = imported(name)
