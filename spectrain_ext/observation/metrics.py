@@ -170,7 +170,7 @@ def _of_rank(path: Path, rank: int | None) -> Path:
 
 
 class JsonLines:
-    """Appends to a file, one JSON object per line, each in one call: killed, it leaves whole ones."""
+    """Appends lines of JSON to a file, each in one call: a killed process leaves whole ones."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ class Setting:
         self, layers: Layers, link: Link, batch: int, cores: int | None = None, state: int = 1
     ) -> None:
         self.layers, self.link, self.batch = layers, link, batch
-        self.cores = cores  # that processes of one machine share; None: each has its own
+        self.cores = cores  # shared by processes of one machine; None: each device has its own
         self.state = state  # bytes per byte of parameters: 1 is SGD's momentum, 2 Adam's
         #: the model's blocks, for one of so many microbatches
         self.profile = cache(lambda microbatches: layers.at(batch / microbatches))
