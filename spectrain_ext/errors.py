@@ -112,12 +112,10 @@ def placed(where: str) -> Iterator[None]:
 
 @contextmanager
 def noted_on(cause: BaseException) -> Iterator[None]:
-    """What goes wrong inside, after ``cause`` has been raised, becomes a note on it.
-
-    A device that has failed fails every call: the last one says nothing of why.
-    """
+    """What goes wrong inside, after ``cause`` has been raised, becomes a note on it."""
     try:
         yield
     except Exception as error:
+        # A device that has failed fails every call: the last one says nothing of why.
         if error is not cause and hasattr(cause, "add_note"):  # Python 3.11
             cause.add_note(f"and then, at the end of the run: {type(error).__name__}: {error}")

@@ -14,10 +14,7 @@ from typing import Any, BinaryIO
 
 
 def read_bounded(path: str | os.PathLike[str], largest: int) -> bytes:
-    """Return a file's content; a pipe or a device is not waited for.
-
-    OSError where it cannot be read, ValueError where it is no plain file of so many bytes at most.
-    """
+    """Return a file's content; a pipe or a device is not waited for."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)
@@ -35,7 +32,6 @@ def read_bounded(path: str | os.PathLike[str], largest: int) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], largest: int) -> str:
-    """Return the text of a file of at most ``largest`` bytes; raises as `read_bounded`."""
     try:
         return read_bounded(path, largest).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -43,7 +39,6 @@ def read_text(path: str | os.PathLike[str], largest: int) -> str:
 
 
 def read_json(path: str | os.PathLike[str], largest: int) -> Any:
-    """Return what a JSON file of at most ``largest`` bytes holds; raises as `read_bounded`."""
     content = read_bounded(path, largest)
     try:
         return json.loads(content)
@@ -67,10 +62,8 @@ def partial(path: Path) -> Path:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, and read again, which is on the disk at the end of the block.
-
-    FileExistsError where there is anything by its name; nothing is written through a link.
-    """
+    """A file to write, and read again, which is on the disk at the end of the block."""
+    # Never what is there already, or what a link leads to.
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     with open(handle, "w+b") as file:
         yield file

@@ -19,28 +19,20 @@ from typing import Any
 
 
 class _State:
-    """What there is once for a process.
-
-    Attributes:
-        pending: the signal that waits.
-        depth: how many contexts are entered, one inside another.
-        waits: whether this process waits for others.
-        before: the caller's handler, of when this one was last installed.
-
-    An exception out of a second Ctrl-C may leave its handler installed. Where no context is entered
-    it hands every signal on.
-    """
+    """What there is once for a process."""
 
     def __init__(self) -> None:
-        self.pending: tuple[int, FrameType | None] | None = None
-        self.depth = 0
-        self.waits = False
-        self.before: Any = None
+        self.pending: tuple[int, FrameType | None] | None = None  # the signal that waits
+        self.depth = 0  # contexts that are entered, one inside another
+        self.waits = False  # for other processes
+        self.before: Any = None  # the caller's handler, of when this one was last installed
 
     def note(self, number: int, frame: FrameType | None) -> None:
         if self.depth and self.pending is None and not self.waits:
             self.pending = number, frame
         else:
+            # Also outside of any context, where an exception out of a second Ctrl-C left this
+            # handler installed.
             self.pending = None
             self.before(number, frame)
 

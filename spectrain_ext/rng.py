@@ -24,18 +24,8 @@ os.register_at_fork(
 class StageRandom:
     """Inside ``with RNG_LOCK, random`` the default generators go on with this stage's numbers.
 
-    After it with the caller's.
-
     A stage runs its forwards in the order of minibatches under every schedule, so every schedule
     gives a minibatch the same dropout masks.
-
-    Args:
-        stage: index of the stage.
-        device: the stage's device. On CUDA both its generator and the CPU's are the stage's own.
-        replica: which of the stage's replicas; the first has the numbers of a stage without.
-
-    The state is seeded from ``torch.initial_seed()`` and the stage's index; the caller's generator
-    is not advanced.
 
     Stages that are run by several threads take turns, so that each draws what it would alone. Torch
     has no generator per thread, so any other thread that meanwhile draws from a default generator,
@@ -48,8 +38,9 @@ class StageRandom:
             torch.cuda.init()
             self._generators.append(torch.cuda.default_generators[device.index])
         with RNG_LOCK:  # elsewhere a stage's seed may be there
+            # which advances no generator of the caller's
             seed = mixed_seed(torch.initial_seed(), stage)
-        if replica:
+        if replica:  # the first has the numbers of a stage without replicas
             seed = mixed_seed(seed, replica)
         own = [torch.Generator(g.device).manual_seed(seed) for g in self._generators]
         self._own = [generator.get_state() for generator in own]

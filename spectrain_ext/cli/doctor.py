@@ -104,18 +104,17 @@ def problems(build: BuildInfo) -> list[tuple[str, str]]:
 
 
 def covers(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Return whether code built for ``architectures`` runs on a GPU of ``capability``.
-
-    ``sm_86`` runs on its own and later minor versions of its major one, but not from a discrete GPU
-    to an integrated one; ``compute_86`` (PTX, which the driver compiles) on everything later.
-    """
+    """Return whether code built for ``architectures`` runs on a GPU of ``capability``."""
     integrated = capability in ((8, 7), (11, 0))
     for architecture in architectures:
         kind, _, digits = architecture.partition("_")
         number = int("".join(filter(str.isdigit, digits)))
         built = divmod(number, 10)
+        # compute_86 is PTX, which the driver compiles: it runs on everything later.
         if built == capability or (built < capability and kind == "compute"):
             return True
+        # sm_86 runs on later minor versions of its major one, but what is built for a discrete GPU
+        # does not run on an integrated one.
         if built < capability and built[0] == capability[0] and not integrated:
             return True
     return False

@@ -38,17 +38,7 @@ _WIDTH, _LAYERS, _ROWS = 192, 12, 256  # of stages that compute something, and t
 
 
 def measured_link(processes: int = 2) -> Link:
-    """The link of processes of this machine, over gloo and the loopback device.
-
-    Latency and bandwidth are those of a message to another process and back. What a byte keeps
-    either process busy is its CPU time, in all its threads, in a pipeline whose stages compute next
-    to nothing. What a message does besides is the CPU time of a pipeline with so many stages that
-    compute for some milliseconds, less what a plan says of it without: it has the engine's own
-    work, and that of caches where processes take turns on a core, which no layer's time has.
-
-    Raises:
-        RuntimeError: a process has failed.
-    """
+    """The link of processes of this machine, over gloo and the loopback device."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "link.json"
         store: Any = store_at("127.0.0.1", 0, listen=True)
@@ -84,8 +74,12 @@ def _rank(rank: int, ranks: int, port: int, path: str) -> None:
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=2)
     )
     latency, per_byte = _line(lambda size: _sent(rank, size))
+    # Of a byte: CPU time in a pipeline whose stages compute next to nothing.
     busy, busy_per_byte = _line(lambda size: _handled(ranks, size))
     link = Link("", 1 / per_byte, latency, busy, 1 / busy_per_byte)
+    # Of a message besides: CPU time in a pipeline whose stages compute for some milliseconds, less
+    # what a plan says of it without. It has the engine's own work, and that of caches where
+    # processes take turns on a core, which no layer's time has.
     busy = max(0.0, _besides(rank, ranks, replace(link, busy=0.0)))
     if rank == 0:
         found = {"bandwidth": link.bandwidth, "latency": latency}
@@ -103,7 +97,7 @@ def _line(seconds: Callable[[int], float]) -> tuple[float, float]:
 
 
 def _sent(rank: int, size: int) -> float:
-    message, taken = torch.zeros(size // 4), []
+    message, taken = torch.zeros(size // 4), []  # there and back, halved
     for _ in range(_TIMES if rank < 2 else 0):
         began = time.perf_counter()
         for sender in range(2):

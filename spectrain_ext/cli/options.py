@@ -66,16 +66,12 @@ def printable(text: str) -> str:
 
 
 def is_imported(name: str) -> bool:
-    """Whether it names a method by its module."""
     return ":" in name
 
 
-@lru_cache
+@lru_cache  # what makes one is called once
 def method_of(name: str) -> Method:
-    """A method by its name, or, as ``module:NAME``, what a module has: a Method or what makes one.
-
-    What is called is called without arguments, once. A ValueError says why there is none.
-    """
+    """A method by its name, or, as ``module:NAME``, a module's Method or what makes one."""
     if not is_imported(name):
         return find_method(name)
     found = imported(name)
@@ -105,13 +101,10 @@ def method_of(name: str) -> Method:
 
 
 def imported(name: str) -> Any:
-    """What a module has of a name, both as ``module:NAME``; a ValueError says why not.
-
-    The working directory comes first where modules are looked for, as for ``python -m``.
-    """
+    """What a module has of a name, both as ``module:NAME``; a ValueError says why not."""
     module, _, attribute = name.partition(":")
     here = os.getcwd()
-    if here not in sys.path:
+    if here not in sys.path:  # first, as for ``python -m``
         sys.path.insert(0, here)
     try:
         found: object = importlib.import_module(module)

@@ -22,21 +22,17 @@ def delay(place: Place) -> int:
 
 
 def delay_under(schedule: str | Generator, place: Place) -> int:
-    """Updates between a forward and its own backward, at most, under this schedule.
-
-    Those without a flush by name are ``asynchronous``, and it is ``delay``; any other is counted.
-    """
+    """Updates between a forward and its own backward, at most, under this schedule."""
     if isinstance(schedule, str):
+        # Those by name without a flush are as late as ``asynchronous``.
         return 0 if schedule in FLUSHING else delay(place)
     count = _counted if isinstance(schedule, Hashable) else _counted.__wrapped__
     return count(schedule, place)
 
 
 def as_late(schedule: str | Generator, place: Place) -> Place:
-    """The place with the window by which 1F1B without a flush is as late as this schedule.
-
-    What follows from a delay is written for that, and asks ``delay``.
-    """
+    """The place with the window by which 1F1B without a flush is as late as this schedule."""
+    # Rules by a delay are written for that schedule, and ask ``delay``.
     late = delay_under(schedule, place)
     if late == delay(place):
         return place

@@ -42,11 +42,7 @@ def places_of(
     window: Window = None,
     replicas: Replicas | None = None,
 ) -> list[Place]:
-    """The place of every stage, or of each of its replicas, which all have the same; or refuse.
-
-    A replica of stage k has 1/r_k of a minibatch's microbatches. Its window is that of a stage 0 of
-    so many stages as there are ranks from stage k on for each of its replicas, rounded up.
-    """
+    """The place of every stage, or of each of its replicas, which all have the same; or refuse."""
     if replicas is None:
         replicas = Replicas((1,) * stages)
     if replicas.stages != stages:
@@ -71,7 +67,8 @@ def places_of(
             f"the same number everywhere, got {list(replicas.counts)}"
         )
     parts = [microbatches // count for count in replicas.counts]
-    # With replicas a stage is one of a pipeline of as many stages as it has ranks for each.
+    # With replicas the window of stage k is that of a stage 0 of so many stages as there are ranks
+    # from stage k on for each of its replicas.
     asked = [(k, k + replicas.depth(k), parts[k]) for k in range(stages)]
     if window is not None:
         windows = _given_windows(method, asked, window)

@@ -370,14 +370,7 @@ def is_hybrid(name: str) -> bool:
 
 
 def find_method(method: str | Method) -> Method:
-    """The method of that name; a ``Method`` is returned as it is.
-
-    ``"pipedream+sync@1000"`` is ``hybrid("pipedream", "sync", after=1000)``.
-
-    Raises:
-        ValueError: there is no method of that name; the message lists those that exist.
-        TypeError: ``method`` is neither a name nor a Method.
-    """
+    """The method of that name, as ``"pipedream+sync@1000"``; a ``Method`` is returned as it is."""
     if isinstance(method, Method):
         return method
     if not isinstance(method, str):

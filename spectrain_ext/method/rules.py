@@ -119,12 +119,7 @@ def _family_of(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def rules_at(method: Method, place: Place, optimizer: torch.optim.Optimizer | None = None) -> Rules:
-    """The method at one place, with an optimizer like the one there, if that is known.
-
-    Raises:
-        ValueError: a value that a field cannot have, fields that contradict one another, or a place
-            that the method is not defined for; the message names the method, the stage, the field.
-    """
+    """The method at one place, checked, with an optimizer like the one there, if that is known."""
     for field, annotation in (("forward_reads", Reads), ("backward", Backward)):
         _one_of(method, field, getattr(method, field), get_args(annotation))
     if callable(method.law):

@@ -148,10 +148,7 @@ def chunks_of(method: Method) -> int:
 
 
 def factor_of(phases: Sequence[tuple[Method, Place]]) -> Callable[[int], float] | None:
-    """What learning rates are multiplied by at an update of training; None: by nothing.
-
-    Of all phases, each with the stage's place in it: ``rates`` count from the phase's first update.
-    """
+    """What learning rates are multiplied by at an update of training; None: by nothing."""
     if all(method.rates is None for method, _ in phases):
         return None
 

@@ -36,10 +36,8 @@ class _Kept(NamedTuple):
 class Probe:
     """Looks at one forward in so many, and again once the updates it looked ahead by are made.
 
-    It stands for the weights after as many updates as it predicts ahead; a method that predicts
-    nothing, for those that the minibatch's own backward meets. Looking costs two copies of the
-    stage's weights, until then, and a pass over them each time; the stage's prediction stream is
-    waited for. ``delay`` has the updates by which the stage's forwards are late.
+    That costs two copies of the stage's weights until then, and a pass over them each time; the
+    stage's prediction stream is waited for.
     """
 
     def __init__(self, stage: Stage, rules: Rules, delay: int, every: int) -> None:
@@ -47,6 +45,7 @@ class Probe:
         self._stage, self._weights = stage, stage.weights
         horizon = rules.forward_horizon
         self._predicts = horizon != 0
+        # A method that predicts nothing is held against what the minibatch's own backward meets.
         self._ahead = delay if horizon == "counted" or not horizon else horizon
         self._every = every
         self._kept: _Kept | None = None
@@ -110,17 +109,13 @@ class Window:
 
 
 class Meter:
-    """What one stage does, in windows of ``every`` minibatches; ``start`` of them were done before.
-
-    Attributes:
-        full: windows that have ended and not been taken.
-    """
+    """What one stage does, in windows of ``every`` minibatches, after ``start`` others."""
 
     def __init__(
         self, stage: Stage, every: int, start: int, ended: Callable[[Meter], None]
     ) -> None:
         self.stage = stage
-        self.full: list[Window] = []
+        self.full: list[Window] = []  # that have ended and not been taken
         self._every = every
         self._done = start
         self._ended = ended

@@ -170,17 +170,14 @@ def _of_rank(path: Path, rank: int | None) -> Path:
 
 
 class JsonLines:
-    """Appends to a file, one JSON object per line, each in one call.
-
-    A process that is killed leaves whole lines; what a stopped machine left of one is ended first.
-    """
+    """Appends lines of JSON to a file, each in one call: a killed process leaves whole ones."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  # closed by close
         if self._file.seek(0, os.SEEK_END):
             self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":
+            if self._file.read(1) != b"\n":  # what a stopped machine left of a line
                 self._file.write(b"\n")
 
     def write(self, record: Record) -> None:
@@ -191,10 +188,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes the numbers of every record as scalars ``stage<k>/<name>``, by minibatch.
-
-    Labels are the same in every record, and no curves.
-    """
+    """Writes the numbers of every record as scalars ``stage<k>/<name>``, by minibatch."""
 
     def __init__(self, folder: Path, labels: Iterable[str] = ()) -> None:
         self._no_curves = _NO_CURVES.union(labels)

@@ -48,15 +48,12 @@ WORK: dict[Kind, tuple[Lane, str]] = {
 
 @dataclass
 class _Phase:
-    """A part of a run, in which all minibatches are trained on by the same rules.
-
-    Its records count minibatches from its begin; of each stage that has weights ``entry`` makes the
-    actions of stage 0.
-    """
+    """A part of a run, in which all minibatches are trained on by the same rules."""
 
     rules: Sequence[Rules]
     before: int = 0  # minibatches of the run
-    records: list[Record] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)  # which count minibatches from its begin
+    # Of each stage here: what makes the actions of stage 0; None: it has no weights.
     entry: dict[int, Callable[[], Iterator[Instruction]] | None] = field(default_factory=dict)
 
     def ledgers(self) -> dict[int, Ledger]:
@@ -188,10 +185,7 @@ def _mark(stream: Stream) -> Mark:
 
 
 def seconds_between(marks: Sequence[tuple[Mark, Mark]]) -> float:
-    """The sum of the times between pairs of marks in order; waits until the last has been passed.
-
-    An event on an idle stream happens at once: of what overlaps there, the later part counts.
-    """
+    """The sum of the times between pairs of marks in order; waits until the last is passed."""
     total = 0.0
     before: torch.cuda.Event | None = None
     for start, end in marks:
@@ -201,6 +195,7 @@ def seconds_between(marks: Sequence[tuple[Mark, Mark]]) -> float:
             continue
         end.synchronize()
         taken = float(start.elapsed_time(end))
+        # An event on an idle stream happens at once: of what overlaps there, the later part counts.
         if before is not None:
             taken = min(taken, float(before.elapsed_time(end)))
         total += max(0.0, taken) / 1000.0

@@ -47,17 +47,14 @@ _FLOAT = 4
 
 
 class Setting:
-    """What a plan is for: a model, and a minibatch of so many samples over all devices.
-
-    Processes of one machine share its ``cores``; None: each device computes alone. ``state`` is
-    bytes of the optimizer's state per byte of parameters: 1 is SGD's momentum, 2 Adam's.
-    """
+    """What a plan is for: a model, and a minibatch of so many samples over all devices."""
 
     def __init__(
         self, layers: Layers, link: Link, batch: int, cores: int | None = None, state: int = 1
     ) -> None:
         self.layers, self.link, self.batch = layers, link, batch
-        self.cores, self.state = cores, state
+        self.cores = cores  # shared by processes of one machine; None: each device has its own
+        self.state = state  # bytes per byte of parameters: 1 is SGD's momentum, 2 Adam's
         #: the model's blocks, for one of so many microbatches
         self.profile = cache(lambda microbatches: layers.at(batch / microbatches))
 
@@ -141,15 +138,12 @@ class Costs:
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
-        """Bytes of a device of every stage: weights, gradients, state, activations, messages.
-
-        Weights are counted in buffers by the schedule's ledger, activations as what autograd keeps
-        of the microbatches in flight. A stage with replicas has a copy of its gradients to sum.
-        """
+        """Bytes of a device of every stage: weights, gradients, state, activations, messages."""
         found = []
         before = 0  # bytes of a stage's input
         for stage, r, place in zip(self._stages, self.way.replicas, self.places, strict=True):
             count = _count(self.way.method, self.places[0], place)
+            # The gradient, and of a stage with replicas the copy of it that is summed.
             copies = count.versions + 1 + (r > 1) + self.setting.state
             rings = (place.window + 1) * before + stage.outputs
             found.append(copies * stage.parameters + count.in_flight * stage.saved + rings)
@@ -158,10 +152,8 @@ class Costs:
 
     @cached_property
     def bound(self) -> float:
-        """Seconds that a minibatch takes at least, in the long run of any simulation.
-
-        Without what it takes to have the weights, which only a count of the schedule tells.
-        """
+        """Seconds that a minibatch takes at least, in the long run of any simulation."""
+        # Without what it takes to have the weights, which only a count of the schedule tells.
         stages, sent = self._stages, self._sent
         step = STEP * self.setting.layers.byte_seconds / _FLOAT
         parts = [place.microbatches for place in self.places]
@@ -253,17 +245,11 @@ def _count(method: Method, entry: Place, place: Place) -> Count:
 
 
 class Passes(NamedTuple):
-    """Bytes read and written per float32 parameter, the mean over a run's steady state.
+    """Bytes read and written per float32 parameter, the mean over a run's steady state."""
 
-    Attributes:
-        forward: to have the weights of a microbatch's forward.
-        backward: of its backward.
-        update: of a minibatch's step, with the prediction that it may write.
-    """
-
-    forward: float
-    backward: float
-    update: float
+    forward: float  # to have the weights of a microbatch's forward
+    backward: float  # of its backward
+    update: float  # of a minibatch's step, with the prediction that it may write
 
 
 class _Buffer:
@@ -291,10 +277,7 @@ class _Books:
 
 @lru_cache(maxsize=1 << 14)
 def passes_of(method: str | Method, entry: Place, place: Place) -> Passes:
-    """Count what a stage does to have its weights, by the engine's own books.
-
-    ``entry`` is the place of stage 0.
-    """
+    """Counts by the engine's own books; ``entry`` is the place of stage 0."""
     method = find_method(method)
     rules, parts = _rules_at(method, place), place.microbatches
     generate = find_generator(method.schedule)

@@ -51,22 +51,17 @@ SYNCHRONOUS = Quality(0.0, 0.0, (), 1.0)
 
 @lru_cache
 def measurements() -> tuple[dict[str, Any], ...]:
-    """The rows of ``quality.json``: one per workload, method, stages and microbatches.
-
-    It is made of a study's results: see docs/frontier.md for what was trained and how.
-    """
+    """The rows of ``quality.json``: one per workload, method, stages and microbatches."""
+    # Made of a study's results: docs/frontier.md says what was trained and how.
     text = (files(__package__) / "quality.json").read_text(encoding="utf-8")
     return tuple(json.loads(text)["rows"])
 
 
 def expected(method: Method, stages: int, delay: int) -> Quality | None:
-    """What is known of a method with this delay; None: it was not measured.
-
-    Of every workload the row with the most similar number of stages counts.
-    """
+    """What is known of a method with this delay; None: it was not measured."""
     if flushes(method.schedule) or delay == 0:
         return SYNCHRONOUS
-    nearest: dict[str, dict[str, Any]] = {}
+    nearest: dict[str, dict[str, Any]] = {}  # of each workload, by the number of stages
     for row in measurements():
         if row["method"] == method.name and row["delay"] == delay:
             known = nearest.get(row["workload"])

@@ -27,13 +27,7 @@ _MOST = 8
 
 
 class Search:
-    """All ways of some methods on all of the devices, by what they cost.
-
-    Attributes:
-        tried: the ways that were looked at.
-        simulated: of these, those whose period was simulated.
-        refusal: of the first way that its method is not defined for; None: there was none.
-    """
+    """All ways of some methods on all of the devices, by what they cost."""
 
     def __init__(
         self,
@@ -44,9 +38,9 @@ class Search:
     ) -> None:
         self._setting, self._devices, self._methods = setting, devices, methods
         self._memory = math.inf if memory is None else memory
-        self.simulated = 0
-        self.refusal: ValueError | None = None
-        self._too_large: dict[int, int] = {}
+        self.simulated = 0  # of the ways tried
+        self.refusal: ValueError | None = None  # of the first way that its method refused
+        self._too_large: dict[int, int] = {}  # bytes, by the id of the ``Costs``
         self._by_method: dict[str, list[Costs]] = {method.name: [] for method in methods}
         for costs in self._all():
             self._by_method[costs.way.method.name].append(costs)
@@ -63,12 +57,10 @@ class Search:
         return min(self._too_large.values(), default=math.inf)
 
     def best(self, method: Method, price: Callable[[Costs], float]) -> Costs | None:
-        """The way of a method whose period times its price is least; None: there is none.
-
-        Ways are simulated in the order of their bounds, until the next one's exceeds the best that
-        was found: the result is then the least of all, and else of the first so many. An infinite
-        price is that of ways that are not wanted.
-        """
+        """The way of a method whose period times its price is least; None: there is none."""
+        # Ways are simulated in the order of their bounds, until the next one's exceeds the best so
+        # far, which is then the least of all, or until there have been so many. A way that is not
+        # wanted has an infinite price.
         found, least, left = None, math.inf, _MOST
         ways = [(costs.bound * price(costs), costs) for costs in self._by_method[method.name]]
         for bound, costs in sorted(ways, key=lambda way: way[0]):

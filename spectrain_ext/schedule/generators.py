@@ -1,8 +1,4 @@
-"""The schedules: what a stage computes, without an end, made as it is asked for.
-
-Those for several stages per device are values: of N stages, v to a device, stage k lies on device
-k mod ceil(N/v).
-"""
+"""The schedules: what a stage computes, without an end, made as it is asked for."""
 
 from __future__ import annotations
 
@@ -39,9 +35,7 @@ def asynchronous(place: Place) -> Iterator[Instruction]:
 
     The figures count microbatches, those of all minibatches in one row: q = i*M + j. The forward of
     q follows the backward of q - window, and a minibatch's update the backward of its last
-    microbatch. Every stage follows its own stream; what it has to wait for is the arrival of its
-    inputs. A run of finite length is the stream without the instructions of minibatches that do not
-    exist, which gives warm-up and drain without a word about them.
+    microbatch.
     """
     return chain.from_iterable(_rounds(place))
 
@@ -60,11 +54,7 @@ def _rounds(place: Place) -> Iterator[tuple[Instruction, ...]]:
 
 
 def flushing(place: Place) -> Iterator[Instruction]:
-    """1F1B that finishes every minibatch before it begins the next.
-
-    As ``asynchronous`` within a minibatch, with its window or all microbatches, whichever is less
-    (DAPPLE, PipeDream-Flush, Megatron-LM).
-    """
+    """1F1B that ends a minibatch before the next begins (DAPPLE, PipeDream-Flush, Megatron-LM)."""
     parts = place.microbatches
     window = min(parts, place.window)
     for i in count():
@@ -76,14 +66,7 @@ def flushing(place: Place) -> Iterator[Instruction]:
 
 
 def gpipe(place: Place) -> Iterator[Instruction]:
-    """All forwards of a minibatch, all its backwards, one update (Huang et al., 2019).
-
-    Three microbatches on every stage, ``u`` the update:
-
-        F0 F1 F2 b0 b1 b2 u   F0 F1 F2 b0 b1 b2 u
-
-    The window is the number of microbatches, whatever the place says.
-    """
+    """All forwards of a minibatch, all its backwards, one update (Huang et al., 2019)."""
     return flushing(place._replace(window=place.microbatches))
 
 
@@ -117,15 +100,15 @@ def zero_bubble(place: Place) -> Iterator[Instruction]:
 def asynchronous_halves(place: Place) -> Iterator[Instruction]:
     """As ``asynchronous``, with backwards in two halves: the gradient is sent between them.
 
-    Without a flush there is no time to fill, and a ``w`` that is put off would only make the
-    weights of later forwards older: so it follows its ``b`` at once. What is won is that a gradient
-    arrives that much earlier. With forwards and halves of equal length that hides messages of half
-    a forward each, for which ``asynchronous`` needs wider windows.
+    With forwards and halves of equal length that hides messages of half a forward each, for which
+    ``asynchronous`` needs wider windows.
     """
     for instruction in asynchronous(place):
         kind, i, j = instruction
         if kind is Kind.BACKWARD:
             yield from backward_input(place, i, j)
+            # At once: without a flush there is no time to fill, and if it were put off the weights
+            # of later forwards would only be older.
             yield Instruction(Kind.BACKWARD_WEIGHTS, i, j)
         else:
             yield instruction
@@ -259,17 +242,14 @@ def name_of(schedule: str | Generator) -> str:
 
 
 def flushes(schedule: str | Generator) -> bool:
-    """Whether it finishes a minibatch before the next one begins: of a generator, on stage 0 of 3.
-
-    Of three microbatches that may be in flight the third is the next minibatch's. A generator that
-    has an attribute ``flushes`` says it itself.
-    """
+    """Whether a minibatch is finished before the next begins: of a generator, on stage 0 of 3."""
     if isinstance(schedule, str):
         return schedule in FLUSHING
     said = getattr(schedule, "flushes", None)
     if isinstance(said, bool):
         return said
     try:
+        # Of three microbatches that may be in flight the third is the next minibatch's.
         first = next(a for a in schedule(Place(0, 3, 3, 2)) if a.minibatch or a.kind is Kind.UPDATE)
     except Exception:  # one that is made for other numbers of stages, or is no schedule at all
         return False
@@ -322,11 +302,7 @@ _BEYOND = 200_000
 def bounded(
     instructions: Iterable[Instruction], stage: int, minibatches: int | None = None
 ) -> Iterator[Instruction]:
-    """The instructions of a stage's schedule in a run of some minibatches, lazily.
-
-    Those of later minibatches are left out, and nothing is read after the last update; None: all
-    that there are. A ScheduleError is what is no computation, as a receive, and a run without end.
-    """
+    """A stage's instructions in a run of some minibatches, lazily; None: all that there are."""
     end = -1 if minibatches is None else minibatches
     beyond = 0
     if not end:

@@ -16,22 +16,16 @@ from .reading import Entries, Reader, Rules
 
 @dataclass
 class Count:
-    """What a stage's actions come to.
-
-    Attributes:
-        updates: their number.
-        in_flight: the most microbatches that have begun their forward and not ended their backward,
-            both halves of it, at one time; of each the activations are kept.
-        versions: the buffers of weights that it takes: the one that is computed with, those kept
-            for later, and, where weights are predicted, the true ones and what they are predicted
-            from.
-        delays: counted staleness, as {updates between the version that a microbatch's forward read
-            and the one current at its backward: number of such microbatches}.
-    """
+    """What a stage's actions come to."""
 
     updates: int = 0
+    # The most microbatches at one time between the begin of their forward and the end of their
+    # backward, both halves of it; of each the activations are kept.
     in_flight: int = 0
+    # Buffers of weights: the one that is computed with, those kept for later, and, where weights
+    # are predicted, the true ones and what they are predicted from.
     versions: int = 1
+    # {updates between what a microbatch's forward read and its backward: such microbatches}
     delays: dict[int, int] = field(default_factory=dict)
 
 
@@ -293,10 +287,7 @@ def open_ledgers(
 def count_stage(
     schedule: str | Generator, entry: Place, place: Place, rules: Rules, master: bool
 ) -> Count:
-    """What the stage at a place comes to in a long run of a schedule, as a ``Ledger`` counts it.
-
-    ``entry`` is the place of stage 0.
-    """
+    """What the stage at ``place`` comes to in a long run; ``entry`` is the place of stage 0."""
     generate = find_generator(schedule)
     parts = place.microbatches
     entries = Entries(generate(entry))

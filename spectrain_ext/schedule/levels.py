@@ -19,6 +19,7 @@ from .simulation import Durations, Summary, period_of
 
 _Turns: TypeAlias = NDArray[np.int64]
 _UNKNOWN = np.inf
+# A turn is 8*part, + one of these, + 4 where an update follows it.
 _CODES = {
     Kind.FORWARD: 0,
     Kind.BACKWARD: 1,
@@ -79,11 +80,7 @@ def simulate_repeating(
 
 
 def _cycle(actions: Iterator[Instruction], k: int, microbatches: int) -> tuple[_Turns, _Turns]:
-    """What a stage does up to its first update, and between any two later ones, as of minibatch 0.
-
-    A turn is 8*part, + 0 for a forward, 1 for a backward, 2 for the weights' half of one, 3 for the
-    input's; + 4 for one that an update follows.
-    """
+    """What a stage does up to its first update, and between two later ones, as of minibatch 0."""
     found = bounded(actions, k)
     first, second, third = (_until_update(found, i, microbatches) for i in range(3))
     later = second - 8 * microbatches

@@ -1,15 +1,5 @@
 """Lowering: what else a stage does around the instructions of its schedule, in which order.
 
-A schedule says what a stage computes. The rest follows from where the stage is, and from what it
-does beside that (``Duties``): ``tables`` say what an instruction of the schedule becomes, in the
-order in which the stage does it.
-
-Where a receive blocks, as between processes, loads come before it, which hides the time that they
-take. Stage 0 pulls a minibatch before its first microbatch, and sends no gradient; the last stage
-computes the loss instead of sending an activation, and receives no gradient. In an evaluation
-forwards are all that is computed; where a backward would be, the word that a microbatch is through
-goes from stage to stage.
-
 ``spectrain timeline --instructions`` prints what comes of it.
 """
 
@@ -26,33 +16,19 @@ Table = Mapping[Kind, tuple[Kind, ...]]
 
 
 class Duties(NamedTuple):
-    """What a stage does beside its schedule.
+    """What a stage does beside its schedule."""
 
-    Attributes:
-        pulls: whether the caller's batches come in here; None: they do at stage 0.
-        blocks: whether it has to wait at a receive.
-        evaluates: whether it only goes forward.
-        recomputes: whether a backward first runs its forward again.
-        lends: whether later stages have copies of its weights.
-        borrows: whether it has copies of the weights of earlier ones.
-        sums: whether it adds up gradients with its replicas.
-        clips: whether it clips its gradient.
-        tells_norm: whether the other stages need its norm for that.
-        averages: whether its weights are averaged with those of its replicas.
-        reports: whether the caller hears from here that a minibatch is done with.
-    """
-
-    pulls: bool | None = None
-    blocks: bool = False
-    evaluates: bool = False
-    recomputes: bool = False
-    lends: bool = False
-    borrows: bool = False
-    sums: bool = False
+    pulls: bool | None = None  # the caller's batches come in here; None: at stage 0
+    blocks: bool = False  # at a receive
+    evaluates: bool = False  # goes forward only
+    recomputes: bool = False  # the forward, before a backward
+    lends: bool = False  # later stages have copies of its weights
+    borrows: bool = False  # it has copies of the weights of earlier stages
+    sums: bool = False  # gradients, with its replicas
     clips: bool = False
-    tells_norm: bool = False
-    averages: bool = False
-    reports: bool = False
+    tells_norm: bool = False  # which other stages need to clip by
+    averages: bool = False  # weights, with its replicas
+    reports: bool = False  # the caller hears from here that a minibatch is done with
 
 
 def lower(instructions: Iterable[Instruction], place: Place) -> Iterator[Instruction]:
@@ -77,6 +53,7 @@ def _training(place: Place, does: Duties) -> Table:
     send_gradient = _if(place.stage > 0, Kind.SEND_GRADIENT)
 
     def begin(load: Kind, receive: Sequence[Kind]) -> tuple[Kind, ...]:
+        # Where a receive blocks, a load before it takes time in which the stage would wait.
         return (load, *receive) if does.blocks else (*receive, load)
 
     return {
@@ -133,7 +110,7 @@ def _evaluation(place: Place) -> Table:
             Kind.FORWARD,
             Kind.MEASURE if is_last else Kind.SEND_ACTIVATION,
         ),
-        Kind.BACKWARD: (
+        Kind.BACKWARD: (  # the word that a microbatch is through goes from stage to stage
             *_if(not is_last, Kind.RECEIVE_WORD),
             *_if(place.stage > 0, Kind.SEND_WORD),
         ),

@@ -34,16 +34,11 @@ class _Stage:
 def interleave(
     schedules: Sequence[Iterable[Instruction]], minibatches: int | None = None
 ) -> Iterator[tuple[int, list[Instruction]]]:
-    """The instructions of all stages in an order in which they can run, as (stage, some of them).
-
-    A forward or a backward waits for that of the neighbour that it gets its input from; nobody
-    waits for a send. What can run does not depend on the order that is chosen, so that a schedule
-    which ends here ends on any machine; one that does not is a ScheduleError. Read lazily: no more
-    is kept than what is on its way from one stage to the next.
-    """
+    """All stages' instructions in an order in which they can run, as (stage, some of them)."""
     n = len(schedules)
     stages = [_Stage(bounded(schedules[k], k, minibatches), k == n - 1, k == 0) for k in range(n)]
     # Down and up again: activations travel the whole way in one sweep, and so do gradients.
+    # What can run does not depend on this order: a schedule that ends here ends on any machine.
     sweep = [*range(n), *range(n - 2, 0, -1)]
     progress = True
     while progress:
@@ -260,10 +255,7 @@ def follow(
     minibatches: int | None = None,
     devices: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, list[Instruction], list[Pair]]]:
-    """Some turns of a stage with what they compute with, of one stage after another as they run.
-
-    Where devices have several stages each, they run in ``device_order``.
-    """
+    """Some turns of a stage with what they compute with, of one stage after another as they run."""
     if devices is None:
         order = interleave(actions, minibatches)
     else:
@@ -312,14 +304,9 @@ def validate(
 
 
 def check_generator(generate: Generator, places: Sequence[Place]) -> None:
-    """Raise unless a generator's actions can be run, and every update is of one minibatch alone.
-
-    Some minibatches are looked at, enough for any window to be full and for its steady state. Both
-    halves of a backward have the update before and after them in common: so they meet one version,
-    and the first may add gradients as well (of what cannot be put off). A ScheduleError, or a
-    TypeError where it gives something else than actions.
-    """
+    """Raise unless a generator's actions can be run, and every update is of one minibatch alone."""
     microbatches = places[0].microbatches
+    # Enough for any window to be full, and for the steady state.
     minibatches = max(place.window for place in places) // microbatches + 6
     for place in places:
         action = next(iter(generate(place)), None)
@@ -331,6 +318,8 @@ def check_generator(generate: Generator, places: Sequence[Place]) -> None:
     windows = [place.window for place in places]
     made = [generate(place) for place in places]
     validate(made, minibatches=minibatches, microbatches=microbatches, windows=windows)
+    # Both halves of a backward are between the same updates: so they meet one version, and the
+    # first may add gradients as well, of what cannot be put off.
     for place in places:
         updates = 0
         for turn in bounded(generate(place), place.stage, minibatches):

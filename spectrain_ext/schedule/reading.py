@@ -108,13 +108,11 @@ class Reading(NamedTuple):
 
 
 class Entries:
-    """The version that stage 0 has when each microbatch enters, for the forwards of one stage.
-
-    Its actions are read as far as they are needed; without any, stage 0 tells by ``note``.
-    """
+    """The version that stage 0 has when each microbatch enters, for the forwards of one stage."""
 
     def __init__(self, actions: Iterable[Instruction] = ()) -> None:
         self.following = 0  # that of the forward after the last, or, while it is not known, of this
+        # Read as far as they are needed; without any, stage 0 tells by ``note``.
         self._actions = iter(actions)
         self._updates = 0
         self._known: deque[tuple[int, int, int]] = deque()
@@ -152,24 +150,19 @@ W = TypeVar("W", bound=tuple[Any, ...])
 class Reader(ABC, Generic[W]):
     """Says what ``Rules`` mean: which weights a turn computes with, and which are read again.
 
-    A ``Ledger`` counts with it, and the engine's weights are loaded by it: what stands for weights
-    is theirs to say. Without ``microbatches`` a minibatch may have any number.
-
-    Attributes:
-        version: updates made in this run.
-        retains: whether what the newest version's last forward and last backward had stays, to be
-            found by the next ones.
-        written: what the last step wrote and nothing can write again, while forwards to come may
-            read it.
+    A ``Ledger`` counts with it, and the engine's weights are loaded by it.
     """
 
     def __init__(
         self, rules: Rules, microbatches: int | None = None, entries: Entries | None = None
     ) -> None:
         self.rules = rules
-        self.version = 0
+        self.version = 0  # updates made in this run
+        # Whether what the newest version's last forward and last backward had stays for the next.
         self.retains = rules.retains(microbatches)
+        # What the last step wrote and nothing can write again, while forwards may read it.
         self.written: W | None = None
+        # None: a minibatch may have any number.
         self._last = -1 if microbatches is None else microbatches - 1
         self._entries = Entries() if entries is None else entries
         self._reads_newest = rules.forward_reads == "newest"
@@ -193,7 +186,6 @@ class Reader(ABC, Generic[W]):
         """What stands for a version, predicted so far ahead: ``by_step``, or by anybody."""
 
     def for_forward(self, i: int, j: int) -> W:
-        """What the forward of a microbatch computes with, now."""
         if self.rules.once:
             weights = self._for_minibatch(i, j)
         elif self._reads_newest:

@@ -289,15 +289,10 @@ def period_of(updates: Sequence[float]) -> float:
 
 
 class Horizons(NamedTuple):
-    """Updates that a stage makes for other minibatches before a minibatch is done on all stages.
+    """Updates that a stage makes for other minibatches before a minibatch is done on all stages."""
 
-    Attributes:
-        forward: counted from the version that the minibatch's first forward read.
-        backward: counted from the version current at its backward.
-    """
-
-    forward: int
-    backward: int
+    forward: int  # counted from the version that the minibatch's first forward read
+    backward: int  # counted from the version current at its backward
 
 
 def count_horizons(

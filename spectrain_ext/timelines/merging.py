@@ -86,7 +86,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Merge the files named on the command line; returns the exit status."""
     if len(arguments) < 2:
         print(__doc__, file=sys.stderr)
         return 2

@@ -177,15 +177,13 @@ def instructions_of(
     microbatches: int | Literal["auto"] = "auto",
     window: Window = None,
 ) -> Iterator[str]:
-    """The instructions of a stage in a run, a line each, with the weights that they load.
-
-    Of a method that changes, in its first phase. ValueError as by ``simulate_method``.
-    """
+    """The instructions of a stage in a run, a line each, with the weights that they load."""
     method = find_method(method)
     if not 0 <= stage < stages:
         raise ValueError(f"stage: expected one of 0 to {stages - 1}, got {stage}")
     parts = microbatches_of(method, stages) if microbatches == "auto" else microbatches
     places = places_of(method, stages, parts, window)
+    # Of a method that changes: in its first phase.
     place, generate = places[stage], find_generator(method.schedule)
     ledger = Ledger(
         stage,
