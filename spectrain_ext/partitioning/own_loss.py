@@ -33,6 +33,7 @@ class OwnLoss:
         self._labels = labels
 
     def __call__(self, output: Any, batch: Any) -> Tensor:
+        """The loss; TypeError of a batch that is neither the labels nor a mapping with them."""
         if isinstance(batch, Tensor) and len(self._labels) == 1:
             batch = {self._labels[0]: batch}
         if not isinstance(batch, Mapping) or any(name not in batch for name in self._labels):
