@@ -5,7 +5,7 @@ checks what it is given; ``executor`` interprets the stages' instructions one af
 ``connections`` join the stages to one another and to the caller by ``edges``, where minibatches are
 cut into microbatches by ``batch``; ``loads`` say which weights a ``stage`` computes with, which
 keeps a ``tape`` until the backward; ``losses`` go out again. An ``observer`` may look on. ``loops``
-make whole trainings of runs, and measure the model between them, by an ``evaluation``.
+make whole trainings of runs, and measure the model between them.
 """
 
 from .losses import Result

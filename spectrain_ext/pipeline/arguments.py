@@ -76,13 +76,7 @@ def cut_place(module: nn.Module) -> CutPlace:
 
 
 def check_order(places: Sequence[CutPlace]) -> None:
-    """Refuse stages of one cut in another order, twice, or with some left out.
-
-    Modules of one's own may stand before, between and after them, and in the place of some.
-
-    Args:
-        places: of all stages of a pipeline, in order.
-    """
+    """Refuse stages of one cut in another order, twice, or with some left out."""
     remedy = "give all stages of a cut in their order, and a module in the place of one left out"
     at, previous = -1, None
     for index, place in enumerate(places):
@@ -90,7 +84,7 @@ def check_order(places: Sequence[CutPlace]) -> None:
             continue
         k, n = place
         what = f"stages[{index}]: it is stage {k} of the {n} that a model was cut into"
-        own = index - at > 1  # there are others between
+        own = index - at > 1  # modules of one's own stand between
         if previous is None or (previous[0] == previous[1] - 1 and k == 0):
             if k > 0 and not own:
                 raise ValueError(f"{what}, and stage {k - 1} is not before it; {remedy}")

@@ -27,18 +27,15 @@ def check_averaged(method: Method, tied: bool = False) -> None:
 
 
 class Averaged:
-    """What averages the true weights of a stage with those of its other replicas.
-
-    It begins with the first run, from the weights that are there then. ``exchange`` is never called
-    while the thread may draw random numbers: another replica may be a thread that waits for its
-    turn.
-    """
+    """What averages the true weights of a stage with those of its other replicas."""
 
     def __init__(self, stage: Stage, asked: Averaging, exchange: Exchange) -> None:
         assert stage.weights is not None
         self._stage, self._weights = stage, stage.weights
+        # ``exchange`` is never called while the thread may draw random numbers: another replica may
+        # be a thread that waits for its turn.
         self._asked, self._exchange = asked, exchange
-        self._kept: Averager | None = None
+        self._kept: Averager | None = None  # from the first run on
         self._weights.moves = True
 
     def _row(self) -> Tensor:

@@ -41,16 +41,7 @@ class Microbatch(NamedTuple):
 def split(
     batch: object, minibatch: int, microbatches: int, split_dim: SplitDim = 0
 ) -> list[Microbatch]:
-    """Check a batch and cut it into parts whose sizes differ by at most one.
-
-    A minibatch with fewer samples than microbatches is cut into as many parts as it has samples.
-    One that is a mapping is input and target.
-
-    Raises:
-        TypeError: the batch is neither a pair nor a mapping, or a member is no value.
-        ValueError: it is to be cut, and its tensors do not have the same size in the dimensions
-            that they are cut along; or ``split_dim`` is not made as the batch is.
-    """
+    """Check a batch and cut it into parts whose sizes differ by at most one."""
     where = f"batches[{minibatch}]"
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         value = as_value(batch[0], f"{where}[0]", " (input)")
@@ -90,11 +81,7 @@ def split(
 
 
 def sides_of(split_dim: SplitDim) -> tuple[Any, Any]:
-    """What it says of the input, and of the target, which a mapping is both.
-
-    Raises:
-        ValueError: it is neither an int, nor a pair, nor a mapping of names to ints.
-    """
+    """What it says of the input, and of the target; a mapping is both."""
     if isinstance(split_dim, (tuple, list)) and len(split_dim) == 2:
         return split_dim[0], split_dim[1]
     if isinstance(split_dim, (int, Mapping)) and not isinstance(split_dim, bool):

@@ -30,23 +30,12 @@ class Connections:
     """The edges between stages, what stages put together, and the results for the caller.
 
     Here all stages of a pipeline are in one process. A rank of several says which of its edges lead
-    to other ranks, and what else it does with these. An edge is between two runs of a stage, each
-    one of its replicas, or from the caller's batches (None).
-
-    Attributes:
-        indices: of the stages of this process.
-        replicas: of all stages; ``replica``: which of them this process has.
-        norm: where stages put their gradients' norms together in phases that clip by all stages'
-            norm; None: there is no such phase.
-        results: that wait for the caller.
-        averaged: what averages the weights of stages of this process with those of replicas.
-        edges: of every stage, for training.
-        measure: takes the output and the target of every batch of the evaluation that goes on.
+    to other ranks, and what else it does with these.
     """
 
     loss_fn: LossFn
-    edges: dict[int, StageEdges]
-    measure: Callable[[Any, Any], object]
+    edges: dict[int, StageEdges]  # by stage
+    measure: Callable[[Any, Any], object]  # takes the output and the target of every batch
     takes_batches = True  # whether the caller's batches come in here
     own_minibatches = False  # whether each replica trains on one of its own
     _source: Source | None
@@ -56,26 +45,23 @@ class Connections:
     _tied: tuple[Sequence[Tie], Sequence[Copy]]
 
     def __init__(self, stages: int, split_dim: SplitDim = 0) -> None:
-        self.indices: Sequence[int] = range(stages)
-        self.replicas, self.replica = Replicas((1,) * stages), 0
+        self.indices: Sequence[int] = range(stages)  # of the stages of this process
+        self.replicas, self.replica = Replicas((1,) * stages), 0  # of all stages; the one here
         self.split_dim = split_dim
-        self.averaged: Mapping[int, Averaged] = {}
-        self.norm: GlobalNorm | None = GlobalNorm(stages)
-        self.results: deque[Result] = deque()
+        self.averaged: Mapping[int, Averaged] = {}  # by stage
+        self.norm: GlobalNorm | None = GlobalNorm(stages)  # None: no phase clips globally
+        self.results: deque[Result] = deque()  # that wait for the caller
         self.mode = Mode.TRAIN
 
     def connect(
         self,
         stages: list[Stage],
-        of_phases: Sequence[list[Place]],
+        of_phases: Sequence[list[Place]],  # of all stages, in each phase of the method
         method: Method,
         loss_fn: LossFn,
-        copies: Sequence[Copy],
+        copies: Sequence[Copy],  # of others' weights, that these stages have
     ) -> None:
-        """Give the stages of this process, which have these copies of others' weights, their edges.
-
-        The places are those of all stages, in each phase of the method.
-        """
+        """Give the stages of this process their edges."""
         self._stages, self.loss_fn, places = stages, loss_fn, widest(of_phases)
         self._losses = Losses(stages[-1], loss_fn, self.results)
         self._ties_between(ties_of(each.member for each in copies), copies, method)
@@ -92,12 +78,10 @@ class Connections:
         self._counted = any(phase.forward_horizon == "counted" for phase in phases_of(method))
 
     def _join(self, places: list[Place], later: Sequence[int]) -> None:
-        """Make all edges of the stages here, and those of the caller's batches.
-
-        ``later``: by how many microbatches every stage puts backwards off (``put_off_by``).
-        """
-        self._places, self._later = places, later
+        """Make all edges of the stages here, and those of the caller's batches."""
+        self._places, self._later = places, later  # see put_off_by
         self._ties = Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
+        # By the seats at both ends; None: the caller's batches.
         self._local: dict[tuple[Traffic, int | None, int], Edge] = {}
         self.edges = {stage.index: self._edges_of(stage.index) for stage in self._stages}
         self._source = None
@@ -191,16 +175,13 @@ class Connections:
         self._phase = method, places
 
     def evaluating(self, places: list[Place]) -> Connections:
-        """What joins the same stages in evaluations: edges of their own, for batches of any size.
-
-        The parts of a minibatch are whole batches at these places.
-        """
+        """What joins the same stages in evaluations: edges of their own."""
         made = copy(self)
         made.mode, made.own_minibatches = Mode.EVALUATE, False
         made.norm, made.averaged = None, {}
         made._losses, made.results = None, deque()
         made._only_forward()
-        made._join(places, [1] * len(places))
+        made._join(places, [1] * len(places))  # parts are whole batches of any size
         return made
 
     def _only_forward(self) -> None:
@@ -268,10 +249,7 @@ class Connections:
     def order(
         self, schedule: Generator, places: list[Place]
     ) -> Iterator[tuple[int, Instruction]] | None:
-        """Which stage computes what in a run, one after another, without an end.
-
-        None: the stages take turns, each as far as what it waits for has come.
-        """
+        """Which stage computes what, one after another, without an end; None: they take turns."""
         return None
 
     def begin(self, batches: Iterator[object], keep: Keep | None = None) -> None:

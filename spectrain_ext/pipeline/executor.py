@@ -1,7 +1,4 @@
-"""Executor: runs the instructions of all stages of a process, in one thread.
-
-They run as their inputs arrive, or in an order in which each may wait for its own.
-"""
+"""Executor: runs the instructions of all stages of a process, in one thread."""
 
 from __future__ import annotations
 
@@ -58,11 +55,7 @@ class _Program:
 
 
 class Executor:
-    """The stages of this process, and the loop that drives them.
-
-    Whatever exception ends a run, the true weights are put back: at once, or, if the end did not
-    come to its end, by the next ``mend``. All that an end does may be repeated.
-    """
+    """The stages of this process, and the loop that drives them."""
 
     places: list[Place]  # of all stages of the pipeline
     _schedule: Schedule
@@ -86,10 +79,7 @@ class Executor:
         observers: Sequence[Observer] = (),
         keep: Keep | None = None,
     ) -> Generator[Result, None, None]:
-        """Train on every batch; yields results in order, each as soon as its loss has been issued.
-
-        Closing the generator finishes the minibatches in flight and takes no further batch.
-        """
+        """Train on every batch; yield results in order, each once its loss has been issued."""
         self._counts = None
         run = self._results_of(batches, observers, keep)
         self._run = ref(run)
@@ -132,10 +122,8 @@ class Executor:
 
     @property
     def running(self) -> bool:
-        """Whether a run has begun and not ended: its generator can go on.
-
-        No exception can keep that from being true, as it could an attribute.
-        """
+        """Whether a run has begun and not ended: its generator can go on."""
+        # No exception can keep that from being true, as it could an attribute.
         run = None if self._run is None else self._run()
         return run is not None and getgeneratorstate(run) in (GEN_RUNNING, GEN_SUSPENDED)
 
@@ -171,23 +159,21 @@ class Executor:
                 self._check()
 
     def _end(self) -> None:
-        """Put the true weights back, and let the caller's work follow all of this."""
+        """Put the true weights back, and let the caller follow; all of it may be repeated."""
         ends = [stage.end for stage in self.stages]
         make_all((*ends, self.connections.end, self.let_caller_follow))
         self._ended = True
 
     def _drop(self) -> None:
-        """After a failure: wait until no stream works any more, and forget what was in flight.
-
-        What comes follows the caller, who may have used the weights since. All of this is tried,
-        as a device that has failed lets none of it succeed.
-        """
+        """After a failure: wait until no stream works any more, and forget what was in flight."""
         streams = list(self._streams())
         for stream in streams:
             stream.leave()
         waits = (stream.synchronize for stream in streams)
         forgets = (stage.forget for stage in self.stages)
         resets = (edge.reset for edge in self.connections.receivers())
+        # All is tried: a device that has failed lets none of it succeed. What comes follows the
+        # caller, who may have used the weights since.
         make_all((*waits, *forgets, *resets, self.follow_caller))
 
     def free_rings(self) -> None:
@@ -320,12 +306,9 @@ class Executor:
     def _in_order(
         self, order: Iterator[tuple[int, Instruction]], programs: Sequence[_Program]
     ) -> Iterator[Result]:
-        """Run instructions in an order, which goes on after the end of the run.
-
-        Updates may have to wait for what comes after them: for the norm of another stage's
-        gradients. They are late, and keep only their own stage.
-        """
+        """Run instructions in an order, which goes on after the end of the run."""
         results, of = self.connections.results, {p.stage.index: p for p in programs}
+        # Their updates wait for what comes after them, the norm of another stage's gradients.
         late: list[_Program] = []
         while any(p.stage.cursor.current or p.stage.cursor.peek() for p in programs):
             k, instruction = next(order)

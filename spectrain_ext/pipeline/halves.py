@@ -85,11 +85,7 @@ def differentiate_inputs(
 def _differentiate_rest(
     pairs: Pairs, leaves: Sequence[Tensor], layers: Sequence[tuple[Node, _Caught, Sequence[Tensor]]]
 ) -> None:
-    """Add what the first half has left.
-
-    That is the gradients of leaves that only outputs without a part of the inputs lead to, and, of
-    every node where weights meet what inputs have a part in, those of leaves below it alone.
-    """
+    """Add what the first half has left: beside the inputs' way, and where weights meet it."""
     differentiate(pairs, leaves)
     for node, caught, alone in layers:
         found = enumerate(caught.gradients or ())

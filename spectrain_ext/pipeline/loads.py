@@ -29,15 +29,9 @@ class Loads:
 
     Computation is issued to one stream, whatever writes weights (loads and updates) to another,
     and events order the two.
-
-    Attributes:
-        index: of the stage, counted from 0.
-        cursor: where the stage stands in a run.
-        guard: has whoever saves a module in a run hear of it.
-        immediate: whether what has been issued to both streams has been done, as on the CPU alone.
     """
 
-    cursor: Cursor
+    cursor: Cursor  # where the stage stands in a run
     weights: StageWeights | None = None  # None: there are no trainable parameters
     max_norm: float | None = None  # what the gradient is clipped to; None: not at all
     global_norm: GlobalNorm | None = None  # whose norm that is; None: the stage's own
@@ -155,10 +149,8 @@ class Loads:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Inside, an observer reads the weights, ordered with all that writes them.
-
-        On the stream that does: no other stage and no communication is waited for.
-        """
+        """Inside, an observer reads the weights, ordered with all that writes them."""
+        # On the stream that does: no other stage and no communication is waited for.
         with self.predict.using(reads=self.memory), torch.no_grad():
             yield
 

@@ -100,11 +100,7 @@ class Loops(nn.Module):
         return means_of(chosen, told)
 
     def _one_replica_works(self, stateful: bool, what: str) -> bool:
-        """Whether the first replica of every stage evaluates alone.
-
-        It does where a metric with a state has to see all batches, and where replicas have other
-        module buffers than it has, such as running statistics: its own are the model's.
-        """
+        """Whether the first replica of every stage evaluates alone."""
         stages, replicas = self._executor.stages, self._executor.connections.replicas
         if not replicas.dealt:
             return False
@@ -113,7 +109,9 @@ class Loops(nn.Module):
             return [stateful, [(stage.index, _buffers_of(stage.module)) for stage in stages]]
 
         told = self._tell(state, what)
+        # The first replica's module buffers, such as running statistics, are the model's.
         differ = len({tuple(pair) for _, pairs in told for pair in pairs}) > replicas.stages
+        # A metric with a state has to see all batches.
         return differ or (replicas.counts[-1] > 1 and any(one for one, _ in told))
 
     def _forward_all(
@@ -212,15 +210,12 @@ class Loops(nn.Module):
 
 
 def _evaluator_of(executor: Executor) -> Executor:
-    """What goes forward with the stages of a pipeline: by edges of their own, on their streams.
-
-    No stage gets ahead of the last one by more than its window: what comes back is the word that a
-    batch is through, with memory for as many messages.
-    """
+    """What goes forward with the stages of a pipeline: by edges of their own, on their streams."""
     replicas = executor.connections.replicas
     parts = [lcm(*replicas.counts) // count for count in replicas.counts]
-    # Two minibatches more than the next stage has, which hides the way there and back; a replica
-    # without a part in the last one hears of that before anybody misses its word.
+    # No stage gets ahead of the last one by more than its window: what comes back is the word that
+    # a batch is through. Two minibatches more than the next stage has hide the way there and
+    # back; a replica without a part in the last one hears of that before anybody misses its word.
     places = [
         Place(k, replicas.stages, (2 * (replicas.stages - k) - 1) * part, part)
         for k, part in enumerate(parts)
@@ -231,10 +226,7 @@ def _evaluator_of(executor: Executor) -> Executor:
 
 
 def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> Iterator[object]:
-    """What an evaluation takes for minibatches: tuples of the caller's batches.
-
-    Each has as many as replicas deal out, or, where the first ones are ``alone``, one.
-    """
+    """What an evaluation takes for minibatches: tuples of the caller's batches."""
     given, each = iter(batches), 1 if alone else lcm(*replicas.counts)
     return iter(lambda: tuple(islice(given, each)), ())
 
@@ -272,10 +264,8 @@ def _epochs(batches: Iterable[object], lengths: list[int], epochs: int) -> Itera
 
 
 def share_of(batches: object) -> tuple[str, str, int] | None:
-    """What gives this process a part of the samples: its class, and the number of parts by name.
-
-    Torch's DistributedSampler, Accelerate's shards and its dispatcher, and what is like them.
-    """
+    """What gives this process a part of the samples: its class, and the number of parts by name."""
+    # Torch's DistributedSampler, Accelerate's shards and its dispatcher, and what is like them.
     there = _within(batches, "sampler", "batch_sampler", "dataset", "base_dataloader")
     dispatcher = getattr(batches, "state", None)  # of Accelerate's processes
     for one in (*there, dispatcher):

@@ -70,12 +70,7 @@ class Result:
 
 
 class Losses:
-    """What the last stage computes the losses with, and the results that wait for the caller.
-
-    Attributes:
-        own: minibatch -> this replica's loss, where these wait for those of the stage's other
-            replicas; and what its result will carry.
-    """
+    """What the last stage computes the losses with, and the results that wait for the caller."""
 
     _sum: Tensor  # of the minibatch's parts so far
 
@@ -89,6 +84,7 @@ class Losses:
     ) -> None:
         self._last, self._loss_fn, self._results = last, loss_fn, results
         self._shared, self._held = shared, held
+        # By minibatch this replica's loss, which waits for those of the others, and what is kept.
         self.own: dict[int, tuple[Tensor, Any]] = {}
         self.begin()
 
@@ -247,10 +243,7 @@ def _number(value: object) -> Tensor | float:
 
 
 def means_of(names: Iterable[str], told: Sequence[Measured]) -> dict[str, float]:
-    """The metrics of all batches, whichever processes have measured them.
-
-    Means are weighted by samples, and summed without rounding: in any order the same.
-    """
+    """The metrics of all batches, whichever processes have measured them."""
     total = sum(samples for samples, _, _ in told)
     if not total:
         raise ValueError("batches: expected at least one to evaluate, got none")
@@ -264,6 +257,6 @@ def means_of(names: Iterable[str], told: Sequence[Measured]) -> dict[str, float]
 
 def _sum(terms: Sequence[float]) -> float:
     try:
-        return fsum(terms)
+        return fsum(terms)  # without rounding: in any order the same
     except (OverflowError, ValueError):  # infinities of both signs
         return sum(terms)

@@ -23,21 +23,13 @@ def found_as(name: str, names: Container[str]) -> str:
 
 
 def full_names(stage: nn.Module, keys: Iterable[str], prefix: str) -> dict[str, str]:
-    """What the model calls what a stage calls ``keys``.
-
-    Stages of ``partition`` know that, by their ``full_name``; before the keys of any other comes
-    the prefix.
-    """
+    """What the model calls what a stage calls ``keys``; stages of ``partition`` know that."""
     full_name = getattr(stage, "full_name", None)
     return {key: full_name(bare(key)) if callable(full_name) else prefix + key for key in keys}
 
 
 def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The keys of a pipeline's state dict, from those of a module of these stages.
-
-    They are the model's if every stage knows them, and no two have different tensors under one;
-    else those of ``nn.Sequential(*stages)``.
-    """
+    """The keys of a pipeline's state dict, from those of a module of these stages."""
     found: dict[str, str] = {}
     homes: dict[str, str] = {}  # the same, as ties call them
     held: dict[str, Any] = {}
@@ -50,16 +42,12 @@ def model_names(stages: Mapping[str, nn.Module]) -> dict[str, str]:
             home, name = tied.get(bare(key), (k, key))
             copied = home != k and homes.get(f"{home}.{name}") == full
             known = known and (copied or held.setdefault(full, state[key]) is state[key])
+    # Else those of nn.Sequential: a stage does not know its own, or two tensors would have one.
     return found if known else {key: key for key in found}
 
 
 def use_model_names(pipe: nn.Module, whole: bool) -> None:
-    """Have a module of stages save and load its state under the model's names.
-
-    Args:
-        pipe: its children are the stages, by their indices.
-        whole: whether they are all of the model; else other processes may have what is left over.
-    """
+    """Have a module of stages save and load its state under the model's names."""
     ends: list[Callable[[list[str]], None]] = []
 
     def save(pipe: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
@@ -87,7 +75,7 @@ def use_model_names(pipe: nn.Module, whole: bool) -> None:
         given = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
         for name, value in given.items():
             state.update(dict.fromkeys(keys.get(name, ()), value))
-            if name not in keys and whole:
+            if name not in keys and whole:  # else other processes may have it
                 unexpected.append(name)
         before = len(errors)
 

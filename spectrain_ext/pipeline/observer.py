@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .losses import Result
 from .stage import Stage
 
+#: Of torch.profiler: "F17", of microbatch 1 "F17.1". On CUDA these are the host's, and kernels in
+#: them the device's.
 _RANGES: dict[Kind, str] = {
     Kind.LOAD_FORWARD: "predict",
     Kind.RECEIVE_ACTIVATION: "recv",
@@ -112,13 +114,7 @@ def looking_on(
 def watched(
     observers: Sequence[Observer], stage: Stage, handlers: dict[Kind, Handler]
 ) -> dict[Kind, Handler]:
-    """The handlers of a stage's actions, as they are unless somebody watches the run.
-
-    Where it is traced, or a profiler is active when the run begins, every action is a range of
-    ``torch.profiler``: "F17" and "B17" (of microbatch 1 "F17.1"; of a backward in halves "B17" and
-    "W17"), "predict", "send", "recv", "loss" and "update". A range on CUDA is the host's; the
-    kernels in it are the device's.
-    """
+    """The handlers of a stage's actions, as they are unless somebody watches the run."""
     for observer in observers:
         handlers = observer.watch(stage, handlers)
     if not (profiler._is_profiler_enabled or any(observer.ranges for observer in observers)):

@@ -48,19 +48,15 @@ class TrainingPhase(NamedTuple):
 def training_phases(
     method: Method,
     of_phases: Sequence[list[Place]],
-    modules: Mapping[int, nn.Module],
-    copies: Callable[[int], Mapping[Tensor, object]],
+    modules: Mapping[int, nn.Module],  # the stages of this process, by their indices
+    copies: Callable[[int], Mapping[Tensor, object]],  # of a stage: what another one trains
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     scheduler: Callable[[Any], LRScheduler] | None,
     clip_norm: float | None,
     clip_scope: str,
     master_dtype: torch.dtype | None,
 ) -> list[TrainingPhase]:
-    """What each phase of a method makes of the stages; every optimizer is made once.
-
-    ``modules`` are the stages of this process, by their indices; ``copies`` tell of a stage the
-    parameters that another one trains.
-    """
+    """What each phase of a method makes of the stages; every optimizer is made once."""
     phases = [*zip(phases_of(method), of_phases, strict=True)]
     for phase, places in phases:  # before anything is made
         for k in modules:
@@ -121,21 +117,15 @@ class Until(Observer):
     """Batches until a phase comes.
 
     Where it comes by stage 0's gap this looks on: how far its weights move from a minibatch's
-    forward to its own update, by the norm of the weights before that update. One minibatch at a
-    time is looked at, as that takes a copy of the weights, and a pass over them; the stage's
-    prediction stream is waited for.
-
-    Args:
-        batches: the caller's.
-        phase: that comes.
-        minibatches: of training so far.
+    forward to its own update, by the norm of the weights before that update.
     """
 
     def __init__(self, batches: Iterator[object], phase: Phase, minibatches: int) -> None:
         self._batches, self._phase, self._minibatches = batches, phase, minibatches
         self._cut = False  # no more was asked for, because it has come
         self._largest = 0.0  # gap; stays so where stage 0 is in another process
-        self._read: tuple[int, list[Tensor]] | None = None  # by the forward of which minibatch
+        # By the forward of which minibatch; of one at a time, as it takes a copy of the weights.
+        self._read: tuple[int, list[Tensor]] | None = None
 
     def _over(self) -> bool:
         after, most = self._phase.after, self._phase.gap

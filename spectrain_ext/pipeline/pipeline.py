@@ -350,10 +350,7 @@ class Pipeline(Loops):
     def _all_phases(
         self, batches: Iterator[object], observers: Sequence[Observer], keep: Keep | None
     ) -> Iterator[Result]:
-        """Run by one phase of the method after another, as training comes to them.
-
-        The first process says where one ends: it is the one that ends a run.
-        """
+        """Run by one phase of the method after another, as training comes to them."""
         done, left = 0, False
         while True:
             coming = self._entered.method.then
@@ -373,6 +370,7 @@ class Pipeline(Loops):
                 self.minibatches += self._executor.begun
             if until is None:
                 return
+            # The first process says where a phase ends: it is the one that ends a run.
             over, more = self._tell(partial(until.said, left), "ending a phase")[0]
             self.phase += over
             if not more:
@@ -457,19 +455,13 @@ class Pipeline(Loops):
             return super().state_dict(*args, **kwargs)
 
     def _mend(self, changed: bool = False) -> None:
-        """Finish the end of a run, if an exception has cut that short.
-
-        Whatever the caller's stream is now, it may then use what the pipeline holds.
-
-        Args:
-            changed: whether copies follow weights that may have been changed by ``.data``, which
-                nobody sees: that takes as long as to copy them.
-        """
+        """Finish the end of a run, if an exception has cut that short."""
         executors = [each for each in (self._executor, self._evaluator) if each is not None]
         for executor in executors:
             executor.mend()
         if not any(executor.running for executor in executors):
             self._executor.let_caller_follow()
+            # Changes by ``.data`` nobody sees: to follow them takes as long as to copy the weights.
             for copy in self._copies:
                 copy.follow(changed)
 
@@ -606,11 +598,6 @@ class Pipeline(Loops):
             self._executor.follow_caller()
 
     def __reduce__(self) -> NoReturn:
-        """Not to be copied or pickled.
-
-        Raises:
-            TypeError: always.
-        """
         raise TypeError(
             f"a {type(self).__name__} holds streams and buffers, and cannot be pickled or copied; "
             "save its state_dict() and those of its optimizers, or use spectrain_ext.checkpoint; "

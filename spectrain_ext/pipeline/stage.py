@@ -53,16 +53,10 @@ class Stage(Loads):
     gradient is then one of the backward's weights, activations included. Buffers, such as a
     spectral norm's vectors or running statistics, are what the first forward found, and updated by
     that one only; so are those of a loss that is a module.
-
-    Attributes:
-        split_dim: the dimension of the samples, of the input's first tensor.
-        peak: the most microbatches that were in flight here at once.
-        edges: of the run.
-        losses: what goes back with gradients, where losses are shared; None: nothing.
     """
 
     edges: StageEdges
-    losses: SharedLosses | None = None
+    losses: SharedLosses | None = None  # what goes back with gradients
 
     def __init__(
         self,
@@ -70,12 +64,12 @@ class Stage(Loads):
         module: nn.Module,
         device: torch.device,
         recomputes: bool = False,
-        split_dim: int = 0,
+        split_dim: int = 0,  # of the input's first tensor
     ) -> None:
         super().__init__(index, module, device)
         self.random = StageRandom(index, device)
         self.recomputes, self.split_dim = recomputes, split_dim
-        self.peak = 0
+        self.peak = 0  # the most microbatches that were in flight at once
         self._mode = Mode.TRAIN
         self._modes: ModuleModes | None = None
         self._received: Slot
@@ -212,12 +206,9 @@ class Stage(Loads):
             self.edges.inputs[j].free(slot)
 
     def _run(self, message: Message) -> tuple[list[Tensor | None], Any]:
-        """The module's output, and the leaves that it depends on.
-
-        Autograd lets no layer work in place on a leaf. The identity that stands between the two
-        costs as much as a small layer: it stays only where the first forward needed it, and comes
-        back should a later one need it.
-        """
+        # Autograd lets no layer work in place on a leaf. The identity that stands between the two
+        # costs as much as a small layer: it stays only where the first forward needed it, and comes
+        # back should a later one need it.
         if self._in_place is not False:
             before = _versions(message)
             found = run_on(self.module, message, entry=True)
@@ -340,11 +331,9 @@ class Stage(Loads):
         self._finish(i, j, tape)
 
     def backward_input(self, i: int, j: int) -> None:
-        """The gradients of the input, and what else cannot be put off.
-
-        Of a recomputed graph all: to put one half off would be to keep what was not to be kept.
-        """
+        """The gradients of the input, and what else cannot be put off."""
         tape = self._tapes[i, j]
+        # Of a recomputed graph all: to put one half off would keep what was not to be kept.
         tape.rest = self._differentiate(i, j, tape, halves=not self.recomputes)
         if not self.immediate:
             self._has_computed()
@@ -377,10 +366,7 @@ class Stage(Loads):
     def _differentiate(
         self, i: int, j: int, tape: Tape, halves: bool = False
     ) -> Callable[[], None] | None:
-        """Issue the backward.
-
-        With ``halves`` only that of the inputs; the other half is returned, if there is one.
-        """
+        """Issue the backward; with ``halves`` that of the inputs, and return the other half."""
         if self._gradients_read is not None:
             self._free_gradients()
         outgoing = self._untracked or Buffer("gradients of the input")

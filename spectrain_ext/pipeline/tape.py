@@ -28,37 +28,26 @@ class Entry(torch.autograd.Function):
 
 
 class Tape:
-    """What a stage keeps of a microbatch from its forward to the end of its backward.
-
-    Attributes:
-        slot: the receive buffer that the inputs are in.
-        buffer: stands for the memory of all of this.
-        leaves: the inputs, None where no gradient is wanted.
-        output: where the backward starts: the module's output, on the last stage then the loss.
-        message: the output without its graph, where it goes on to another stage.
-        arrived: the receive buffer of the output's gradients, on the last stage of the target.
-        target: of the loss.
-        rest: what the second half of a backward does, if anything.
-        states, found, loss_fn: where the forward is to be run again the states of the random
-            numbers, the module's buffers and the loss's, and that.
-    """
+    """What a stage keeps of a microbatch from its forward to the end of its backward."""
 
     __slots__ = (
         *("arrived", "buffer", "found", "leaves", "loss_fn", "message", "output", "rest", "slot"),
         *("states", "target"),
     )
-    leaves: Sequence[Tensor | None]
-    output: Any
-    message: Message
-    arrived: Slot
+    leaves: Sequence[Tensor | None]  # the inputs, None where no gradient is wanted
+    output: Any  # where the backward starts: the module's output, on the last stage then the loss
+    message: Message  # the output without its graph, where it goes on to another stage
+    arrived: Slot  # with the output's gradients, on the last stage with the target
     target: Any
-    rest: Callable[[], None] | None
+    rest: Callable[[], None] | None  # the second half of a backward, if there is anything to do
+    # Only where the forward is to be run again: random numbers, module buffers, and the loss.
     states: States
     found: list[ModuleBuffers]
     loss_fn: Callable[..., Tensor] | None
 
     def __init__(self, slot: Slot, buffer: Buffer) -> None:
-        self.slot, self.buffer = slot, buffer
+        self.slot = slot  # with the inputs
+        self.buffer = buffer  # stands for the memory of all of this
         self.loss_fn = None
 
 
@@ -119,10 +108,7 @@ class ModuleModes:
 
 
 def run_on(module: nn.Module, message: Message, entry: bool) -> tuple[list[Tensor | None], Any]:
-    """The leaves that a module's output depends on, and the output.
-
-    With ``entry`` layers may work in place on what the module gets.
-    """
+    """The leaves that a module's output depends on, and the output."""
     leaves: list[Tensor | None] = []
     values: list[Tensor] = []
     for tensor, differentiable in zip(message.tensors, message.differentiable, strict=True):
@@ -131,7 +117,7 @@ def run_on(module: nn.Module, message: Message, entry: bool) -> tuple[list[Tenso
         leaf = None
         if differentiable:
             leaf = value.requires_grad_()
-            if entry:
+            if entry:  # layers may work in place on it
                 value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
         leaves.append(leaf)
         values.append(value)
@@ -157,11 +143,7 @@ def copied_out(value: Any, message: Message) -> Any:
 
 
 def activation(value: object) -> Message:
-    """What to send of a stage's output, or of a batch's side.
-
-    Raises:
-        TypeError: it is no value.
-    """
+    """What to send of a stage's output, or of a batch's side."""
     if isinstance(value, Tensor):
         return Message((value.detach(),), True, (value.requires_grad,))
     keys, tensors = None, value
@@ -210,10 +192,7 @@ Pairs = Sequence[tuple[Tensor | GradientEdge, Tensor]]
 
 
 def seeded(output: Any, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-    """The tensors of an output that a backward starts with, each with the gradient that it got.
-
-    No gradient comes back for what does not require one or nothing depends on.
-    """
+    """The tensors of an output that a backward starts with, each with the gradient that it got."""
     if isinstance(output, Tensor):
         (seed,) = gradients
         return [(output, seed)] if seed is not None and output.requires_grad else []
@@ -226,10 +205,7 @@ def seeded(output: Any, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor
 
 
 def differentiate(pairs: Pairs, leaves: Sequence[Tensor] = (), keep: bool = False) -> None:
-    """Add the gradients of outputs, each with the gradient that it got, to leaves; none: to all.
-
-    With ``keep`` what the graph has saved is there afterwards.
-    """
+    """Add gradients to leaves, none: to all; ``keep`` the graph for another backward."""
     if pairs:
         outputs, seeds = zip(*pairs, strict=True)
         _run_backward(

@@ -125,11 +125,7 @@ class _Lender:
 
 
 class _Borrower:
-    """The end with the copies: computes with what the owner sent, and sends gradients back.
-
-    A forward and its backward compute with what the owner's forward of the microbatch read. That is
-    not copied again: the parameters' data is where it arrived.
-    """
+    """The end with the copies: computes with what the owner sent, and sends gradients back."""
 
     def __init__(
         self,
@@ -201,7 +197,7 @@ class _Borrower:
         self.stage.compute.reads(slot.buffer)
         for each, tensor in zip(self._copies, slot.message.tensors, strict=True):
             assert tensor is not None
-            each.held.data = tensor
+            each.held.data = tensor  # not copied again
 
     def load_weights(self, i: int, j: int) -> None:
         """Before a backward, or half of one: what its forward had."""
@@ -269,27 +265,17 @@ class _Borrower:
 
 
 class Ties:
-    """The ends of ties that the stages of this process have.
-
-    Args:
-        ties: of all stages; ``copies`` and ``stages`` are this process's.
-        depth: of a tie's two stages, the versions that may be under way or in use at once.
-        remote: the edges of the n-th tie to a stage of another process, for weights and, if there
-            are any, for gradients.
-
-    Attributes:
-        edges: between two stages of this process.
-    """
+    """The ends of ties that the stages of this process have."""
 
     def __init__(
         self,
-        ties: Sequence[Tie],
+        ties: Sequence[Tie],  # of all stages; what follows is this process's
         copies: Sequence[Copy],
         stages: Mapping[int, Stage],
-        depth: Callable[[int, int], int],
-        remote: Callable[[int], tuple[Any, Any]],
+        depth: Callable[[int, int], int],  # of a tie's two stages, see ``depth_of``
+        remote: Callable[[int], tuple[Any, Any]],  # of the n-th tie: for weights, for gradients
     ) -> None:
-        self.edges: list[Edge] = []
+        self.edges: list[Edge] = []  # between two stages of this process
         self._lenders: list[_Lender] = []
         self._borrowers: list[_Borrower] = []
         for n, tie in enumerate(ties):

@@ -20,22 +20,16 @@ class Copy:
     """A parameter of a stage that is one of an earlier stage, its *home*.
 
     The home alone owns it: optimizer, clipping, predictions and masters are there.
-
-    Attributes:
-        home_name: what it is called at home; of several names the first.
-        held: the parameter that the stage has.
-        original: the home's, None where that is in another process.
-        elsewhere: what checkpoints call the home's, where that is in another process.
     """
 
     stage: int
     module: nn.Module
     names: Sequence[str]
     home: int
-    home_name: str
-    held: nn.Parameter
-    original: nn.Parameter | None
-    elsewhere: list[str] = field(default_factory=list)
+    home_name: str  # of several names the first
+    held: nn.Parameter  # that the stage has
+    original: nn.Parameter | None  # the home's; None: that is in another process
+    elsewhere: list[str] = field(default_factory=list)  # what checkpoints call the home's there
     _seen: int = -1  # of the original's version, as it is here
 
     def __post_init__(self) -> None:

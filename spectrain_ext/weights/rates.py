@@ -14,16 +14,12 @@ _lr = itemgetter("lr")
 
 
 class PacedRates(LRScheduler):
-    """Sets the rates of another scheduler, or constant ones, times a factor of each update.
-
-    Updates count from 0. It has that one's attributes and state as well. Where somebody changed a
-    rate by hand since the last update, the scheduler goes on from that one, divided by the factor.
-    """
+    """Sets the rates of another scheduler, or constant ones, times a factor of each update."""
 
     def __init__(  # not torch's, which would count and set rates itself
         self,
         optimizer: torch.optim.Optimizer,
-        factor: Callable[[int], float],
+        factor: Callable[[int], float],  # of an update, counted from 0
         scheduler: LRScheduler | None,
     ) -> None:
         self.optimizer = optimizer
@@ -52,6 +48,7 @@ class PacedRates(LRScheduler):
 
     def step(self, epoch: int | None = None) -> None:
         """An update has been made: set the rates of the next one."""
+        # From a rate that was changed by hand the scheduler goes on, divided by the factor.
         now, factor = rates_of(self.optimizer), self._factor(self._updates)
         self._set(
             [

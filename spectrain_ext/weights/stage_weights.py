@@ -38,27 +38,10 @@ class StageMemory(NamedTuple):
 class StageWeights:
     """The weights of one stage that has trainable parameters.
 
-    From ``bind`` to ``unbind`` the parameters are views of one of several flat buffers: each
-    version of the weights has a buffer of its own, and to compute with another is to point the
-    parameters there. Kernels write these buffers behind autograd's back. ``Versions`` knows which
-    of them holds what, ``Storage`` has the memory; this class has both, and steps the optimizer.
-
-    Args:
-        optimizer: any that holds exactly the stage's trainable parameters.
-        scheduler: stepped after every update, or None.
-        places: of stage 0 and of this one.
-        master_dtype: see ``Storage``.
-        copies: parameters that are trained on another stage.
-
-    Attributes:
-        peak: what the stage holds at once, as its schedule predicts.
-        entry: makes the actions of stage 0.
-        moves: whether somebody may ``move`` the true weights after an update.
-        rates_move: whether the learning rates are likely to change right after an update.
-        meets_others: whether a backward may meet other weights than its forward, in another buffer.
+    ``Storage`` has their memory, and ``Versions`` knows what it holds; this steps the optimizer.
     """
 
-    moves = False
+    moves = False  # whether somebody may ``move`` the true weights after an update
 
     def __init__(
         self,
@@ -66,10 +49,10 @@ class StageWeights:
         optimizer: torch.optim.Optimizer,
         scheduler: LRScheduler | None,
         rules: Rules,
-        places: tuple[Place, Place],
+        places: tuple[Place, Place],  # of stage 0 and of this one
         schedule: str | Generator,
         master_dtype: torch.dtype | None = None,
-        copies: Set[Tensor] = frozenset(),
+        copies: Set[Tensor] = frozenset(),  # parameters that another stage trains
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -81,13 +64,14 @@ class StageWeights:
         self.params = list(self._names)
         self._rules = rules
         entry, self._place = places
-        self.entry = partial(find_generator(schedule), entry)
+        self.entry = partial(find_generator(schedule), entry)  # makes the actions of stage 0
         self._master_dtype = master_dtype
         wide = any(true_dtype(p, master_dtype) != p.dtype for p in self.params)
         self._has_master = rules.has_master or wide
         self.peak = count_stage(schedule, *places, rules, wide)
         # Beside these there are what is true, and what it was before.
         self._computing = self.peak.versions - self._has_master - rules.keeps_before
+        # Whether a backward may meet other weights than its forward, in another buffer.
         self.meets_others = rules.retains(self._place.microbatches)
         self.storage: Storage | None = None
 
@@ -146,10 +130,8 @@ class StageWeights:
         storage.unbind()
 
     def hand_over(self, other: StageWeights) -> None:
-        """Unbind, and bind what has the same parameters and optimizer under other rules.
-
-        Masters keep all of their digits, and a foreign optimizer its state of their dtype.
-        """
+        """Unbind, and bind what has the same parameters and optimizer under other rules."""
+        # Masters keep all of their digits, and a foreign optimizer its state of their dtype.
         wide = {p: master.clone() for p, master in self.masters().items()}
         state = getattr(self.optimizer, "state", {})
         entries = {p: dict(state[p]) for p in wide if p in state}
@@ -192,7 +174,7 @@ class StageWeights:
         storage, rates = self._bound, partial(rates_of, self.optimizer)
         storage.begin()
         self.versions = Versions(self._rules, self._place, Entries(self.entry()), storage, rates)
-        self.rates_move = False
+        self.rates_move = False  # whether they are likely to change right after an update
         self.drop_gradients()
 
     def end(self) -> None:
@@ -224,11 +206,8 @@ class StageWeights:
         return {p: view for p, view in views.items() if view.dtype != p.dtype}
 
     def move(self, weights: Iterable[Tensor]) -> None:
-        """Make these the true weights, in the order of ``params``, right after an update.
-
-        The step has then written no prediction but those that nobody can make again: they move as
-        far.
-        """
+        """Make these the true weights, in the order of ``params``, right after an update."""
+        # The step has written only predictions that nobody can make again: they move as far.
         self._bound.move(weights, self.versions.version)
 
     # The update.

@@ -24,10 +24,7 @@ ALIGNMENT = 256  # bytes: vector loads, and what matrix libraries ask of their o
 
 
 class Flat:
-    """One buffer per dtype, and in it one view per parameter, with its shape and strides.
-
-    Views have the parameters' dtypes, or those of ``dtype_of``, and are in their order.
-    """
+    """One buffer per dtype, and in it one view per parameter, with its shape and strides."""
 
     def __init__(
         self, params: Sequence[Tensor], dtype_of: Callable[[Tensor], torch.dtype] | None = None
@@ -116,24 +113,11 @@ class Storage:
     true weights have a *master* buffer where others are computed with; elsewhere they are a version
     like any other, and an update first copies them to another buffer if this one is still wanted.
     Between runs the parameters are in the *home* buffer, with the true weights.
-
-    Args:
-        rules: say how steps are corrected, and what is kept of the true weights before the last.
-        master: whether the true weights have a buffer of their own.
-        master_dtype: of that buffer and of the optimizer's state for 16-bit parameters; None: the
-            parameters'.
-        versions: buffers to compute with, at least 1.
-
-    Attributes:
-        pool: the buffers to compute with; ``home`` is the first.
-        true: the buffer of the true weights: the master, or one of the pool.
-        bound: the buffer that the parameters are in.
-        predicts: whether the optimizer writes predictions.
-        same_dtype: whether parameters can be pointed at the true weights.
-        addresses: of every flat buffer's memory: which of a version's it is, and its first element.
     """
 
-    predicts = False
+    bound: VersionBuffer  # that the parameters are in
+    true: VersionBuffer  # the master, or one of the pool
+    predicts = False  # whether the optimizer writes predictions
 
     def __init__(
         self,
@@ -142,7 +126,7 @@ class Storage:
         rules: Rules,
         *,
         master: bool,
-        master_dtype: torch.dtype | None = None,
+        master_dtype: torch.dtype | None = None,  # of master and state, for 16-bit ones
         versions: int = 1,
     ) -> None:
         def wide(p: Tensor) -> torch.dtype:
@@ -156,8 +140,9 @@ class Storage:
         self._correction, self._averaging = rules.correction, rules.averaging
         self._running = False
         self._plans: dict[tuple[int, int], Plan] = {}  # by what they read and what they write
+        # Of every flat buffer's memory: which of a version's it is, and its first element.
         self.addresses: dict[int, tuple[int, int]] = {}
-        self.pool: list[VersionBuffer] = []
+        self.pool: list[VersionBuffer] = []  # to compute with
         for _ in range(versions):
             self.new_buffer()
         self.home = self.bound = self.true = self.pool[0]
@@ -165,6 +150,7 @@ class Storage:
         keys = (*optimizer.buffer_keys, *more)
         self._state_flats = {key: Flat(params, of_state) for key in keys}
         self._state = {key: flat.views for key, flat in self._state_flats.items()}
+        # Whether parameters can be pointed at the true weights.
         self.same_dtype = all(wide(p) == p.dtype for p in params)
         self.master: VersionBuffer | None = None
         self._before: Flat | None = None
@@ -202,10 +188,7 @@ class Storage:
             optimizer.correct(self._correction, sink)
 
     def unbind(self) -> None:
-        """Give parameters (they hold the true weights now) and state ordinary storage.
-
-        A parameter that has left is left alone.
-        """
+        """Give parameters (they hold the true weights now) and state ordinary storage."""
         for p in self._parameters_here():
             p.data = p.detach().clone(memory_format=torch.preserve_format)
         if self.optimizer.is_bound_to(self._state):
@@ -262,10 +245,8 @@ class Storage:
         self._running = True
 
     def end(self) -> None:
-        """Have the parameters in the home buffer, with the true weights.
-
-        An end without a begin does nothing: the home buffer then has what counts.
-        """
+        """Have the parameters in the home buffer, with the true weights."""
+        # Without a begin the home buffer has what counts.
         if self._running and self.true is not self.home:
             self.keep_true(self.home)
         self._running = False
@@ -297,10 +278,7 @@ class Storage:
             self._copy(self.true.flat, self._before)
 
     def keep_true(self, buffer: VersionBuffer) -> None:
-        """Copy the true weights to a buffer, and without a master have the next update made there.
-
-        What was true stays, here or there.
-        """
+        """Copy the true weights to a buffer; without a master the next update is made there."""
         self.write_true(buffer)
         if self.master is None:
             self.true = buffer
@@ -350,10 +328,8 @@ class Storage:
             self._copy(out, target)
 
     def move(self, weights: Iterable[Tensor], version: int) -> None:
-        """Make these the true weights of a version, in any dtype, right after its update.
-
-        What is predicted from there moves as far.
-        """
+        """Make these the true weights of a version, in any dtype, right after its update."""
+        # What is predicted from there moves as far.
         predicted = [
             buffer.flat
             for buffer in self.pool

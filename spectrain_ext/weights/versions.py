@@ -13,25 +13,15 @@ from .storage import Content, Difference, Storage, VersionBuffer
 
 
 class Update(NamedTuple):
-    """What an update writes beside the true weights, and reads beside the gradients.
+    """What an update writes beside the true weights, and reads beside the gradients."""
 
-    Attributes:
-        room: where the step writes the weights of the next forward as well.
-        kept: where the true weights go that somebody still wants, see ``Storage.keep_true``.
-        stale: what the last backward computed with, which a correcting step reads.
-    """
-
-    room: VersionBuffer | None
-    kept: VersionBuffer | None
-    stale: VersionBuffer | None
+    room: VersionBuffer | None  # where the step writes the weights of the next forward as well
+    kept: VersionBuffer | None  # where true weights go that are still wanted, see ``keep_true``
+    stale: VersionBuffer | None  # what the last backward computed with, for a correcting step
 
 
 class Versions(Reader[Content]):
-    """Finds the buffer of the weights that an instruction computes with.
-
-    Weights that a buffer holds cost nothing. Others are written into a buffer whose own nobody
-    wants any more. No memory is touched here. ``rates`` says what the learning rates are now.
-    """
+    """Finds the buffer of the weights that an instruction computes with; touches no memory."""
 
     def __init__(
         self,
@@ -90,17 +80,12 @@ class Versions(Reader[Content]):
     # The update.
 
     def begin_update(
-        self, forward: tuple[int, int] | None, moves: bool = False, rates_move: bool = False
+        self,
+        forward: tuple[int, int] | None,  # that the stage runs next; None: something else
+        moves: bool = False,  # whether somebody may move the true weights right after it
+        rates_move: bool = False,  # whether the learning rates are likely to change right after it
     ) -> Update:
-        """Find the buffers of an update; from here on the version that it makes is the newest.
-
-        Args:
-            forward: the microbatch whose forward is what the stage does next, if it is one. The
-                step writes its weights in the same pass over memory, unless a scheduler is about to
-                change the learning rate that they are predicted with.
-            moves: whether somebody may move the true weights right after it.
-            rates_move: whether the learning rates are likely to change right after it.
-        """
+        """Find the buffers of an update; from here on the version that it makes is the newest."""
         storage, true = self._storage, Content(self.version)
         stale = None if self._stale is None else self.find(self._stale)
         self.updated()
@@ -117,15 +102,11 @@ class Versions(Reader[Content]):
     def _following(
         self, forward: tuple[int, int] | None, moves: bool, rates_move: bool
     ) -> Content | None:
-        """The weights of the forward that comes next, if the step is to write them.
-
-        None where another pass has to do it. A prediction that needs the gradient nobody else can
-        write.
-        """
+        """The weights of the forward that comes next, if the step is to write them as well."""
         storage = self._storage
         if storage.master is None or not storage.predicts or not self._reads_newest:
             return None
-        if self.written is not None:
+        if self.written is not None:  # it needs the gradient: nobody else can write it
             return self.written
         if moves or forward is None or (self._first is not None and self._first[0] == forward[0]):
             return None
