@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from math import inf
 from time import monotonic
@@ -51,6 +52,7 @@ class Board:
         self.cause: Cause | None = None
         self._failure = ""  # of this rank, which the others may not have
         self._lenient = False  # whether ranks may be waited for as long as they get on
+        self._patience = SLOW  # seconds that the store may take for an answer
         self._others = [r for r in range(ranks) if r != rank]
         self._keys = [f"beat/{r}" for r in range(ranks)]
         # how many words it has said, and the last two: it may be one ahead of whoever hears it
@@ -63,7 +65,7 @@ class Board:
             # first, as a new connection to a store that has gone is tried for a while
             outlived = store.check([key]) and store.get(key) != b""
             # others block the given one, with rendezvous of process groups; it alone talks
-            self._store = connection(store, min(timeout, grace), timeout)
+            self._store = connection(store, SLOW, timeout)
             for each in self._keys:  # whoever reads them would wait for one that is not there
                 self._store.compare_set(each, "", "")
             self.cause = Cause.read(self._store.compare_set(FAILED, "", ""))  # before it has come
@@ -100,6 +102,9 @@ class Board:
         # takes seconds longer for one rank than for others: deadlines of runs count from its end.
         self._failure, self._lenient = "", starts
         self._forget()
+        # While others still connect to the store it answers nobody for as long as that takes.
+        self._patience = SLOW if starts else min(self.timeout, self.grace)
+        self._store.set_timeout(timedelta(seconds=self._patience))
         threads = [
             threading.Thread(target=self._talk, name="spectrain board", daemon=True),
             threading.Thread(target=self._guard, name="spectrain guard", daemon=True),
@@ -262,7 +267,7 @@ class Board:
             if self.cause is None:
                 self._found = mine
                 self._wake.set()
-                self.changed.wait_for(lambda: self.cause is not None, self.grace / 2)
+                self.changed.wait_for(lambda: self.cause is not None, self._patience / 2)
             cause = self.cause or self._without_store()  # whose answer takes milliseconds
             self._learn(cause)
             if self.rank == 0:  # it may keep the store, and stays until all that live know
@@ -375,7 +380,8 @@ class Board:
         """Keep the deadlines when all other threads are stuck."""
         while not self._over.wait(self.interval):
             asking = self._asking
-            if asking is not None and monotonic() - asking > self.timeout + 2 * self.interval:
+            limit = max(self.timeout, self._patience) + 2 * self.interval
+            if asking is not None and monotonic() - asking > limit:
                 self._learn(self._without_store())
             # one that has said nothing yet makes its own part, and hears of it when it comes
             if self._said[0] and monotonic() > self._must_end_by:
