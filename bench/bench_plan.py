@@ -110,7 +110,7 @@ class Runner:
     """One configuration's pipeline on this rank."""
 
     def __init__(self, case: Case, batch: int, rank: int) -> None:
-        stage, _ = Replicas(case.replicas).seat(rank)
+        stage, _ = Replicas(case.replicas).stage_and_replica(rank)
         self._pipe = st.DistributedPipeline(
             cut_at(model_of(case.model), ends_of(case))[stage],
             optimizer_of,

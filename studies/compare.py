@@ -196,7 +196,7 @@ def train_once(
     begin = log.minibatches
     progress.skip(begin)
     batches = epochs_of(workload.train, settings.epochs, begin)
-    has_loss = world.stage == world.seats.stages - 1
+    has_loss = world.stage == world.replicas.stages - 1
     # between the first and the last stage nobody looks at them
     feeds = has_loss or world.stage == 0
     with observation.of(pipe, method.name, seed, start=begin) as metrics:

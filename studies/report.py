@@ -84,7 +84,7 @@ def report(
             results,
             test_samples=first.about.get("test_samples"),
             metric=metric,
-            processes=world.seats.counts,
+            processes=world.replicas.counts,
         )
     )
     for told in (

@@ -94,15 +94,15 @@ def settle(asked: Mapping[str, Any], world: World, *, quick: bool = False) -> Tr
             ``methods`` may have ``"all"``, ``devices`` fewer than stages, which take contiguous
             runs of them each; ``seeds`` is their number or which ones, ``replicas`` a number for
             all stages or one for each.
-        world: the processes that train; its seats become those of the replicas.
+        world: the processes that train; its replicas become those.
         quick: sizes that take minutes at most, and one seed.
 
     Raises:
         OptionError: an option that cannot be, or that contradicts others.
     """
     options = {name: value for name, value in asked.items() if value is not None}
-    world.seats = _seats(options.get("replicas"), world)
-    options["replicas"] = world.seats.counts if world.seats.dealt else None
+    world.replicas = _replicas(options.get("replicas"), world)
+    options["replicas"] = world.replicas.counts if world.replicas.dealt else None
     options["stages"] = stages = _stages(options.get("stages"), world)
     try:  # of methods that have none to choose as well
         numbers_of(options.get("window"), stages)
@@ -157,7 +157,7 @@ def _fill_own(options: dict[str, Any], quick: bool) -> None:
     options |= {"weight_decay": 0.0, "warmup": 0}
 
 
-def _seats(given: int | Sequence[int] | None, world: World) -> Replicas:
+def _replicas(given: int | Sequence[int] | None, world: World) -> Replicas:
     try:
         return Replicas.of(given, world.size)
     except ValueError as error:
@@ -168,11 +168,11 @@ def _seats(given: int | Sequence[int] | None, world: World) -> Replicas:
 def _stages(given: int | None, world: World) -> int:
     if not world.together:
         return given or TrainSettings.stages
-    there = world.seats.stages
+    there = world.replicas.stages
     if given not in (None, there):
         what = "one for each process that torchrun started"
-        if world.seats.dealt:
-            counts = ",".join(map(str, world.seats.counts))
+        if world.replicas.dealt:
+            counts = ",".join(map(str, world.replicas.counts))
             what = f"for {world.size} processes and --replicas {counts}"
         raise OptionError("stages", f"expected {there}, {what}, got {given}")
     return there

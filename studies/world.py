@@ -41,7 +41,7 @@ class World:
 
     Attributes:
         rank, size, local_rank, tell_others: as given.
-        seats: which stage every process trains; one each, until ``settle`` says otherwise.
+        replicas: which stage every process trains; one each, until ``settle`` says otherwise.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class World:
         tell_others: Callable[..., None] = _to_nobody,
     ) -> None:
         self.rank, self.size, self.local_rank = rank, size, local_rank
-        self.seats = Replicas((1,) * size)
+        self.replicas = Replicas((1,) * size)
         self.tell_others = tell_others
         self._joined = 0
         self._board: Board | None = None
@@ -80,7 +80,7 @@ class World:
     @property
     def stage(self) -> int:
         """The stage that this process trains."""
-        return self.seats.seat(self.rank)[0]
+        return self.replicas.stage_and_replica(self.rank)[0]
 
     def device(self, name: str) -> str:
         """The device of this process that a name means: cuda is the one of its local rank."""
@@ -204,13 +204,13 @@ class World:
             return
         with self._board.together("collecting the stages"):
             try:
-                for k in range(1, self.seats.stages):
+                for k in range(1, self.replicas.stages):
                     self._collect(k, stages[k], self._board)
             except RuntimeError as error:  # of gloo: who is missed here has gone
                 raise ConnectionError(str(error)) from error
 
     def _collect(self, k: int, stage: nn.Module, board: Board) -> None:
-        source = self.seats.ranks_of(k)[0]  # replicas have the same parameters
+        source = self.replicas.ranks_of(k)[0]  # replicas have the same parameters
         for name, tensor in stage.state_dict().items():
             if self.rank == source:
                 board.doing("sending", name, "of stage", k)

@@ -15,7 +15,15 @@ from spectrain_ext.method import Method, factor_of, phases_of, rules_at
 from spectrain_ext.pipeline.arguments import check_order, max_norms_of
 from spectrain_ext.pipeline.loops import digest_of
 from spectrain_ext.pipeline.names import bare, full_names
-from spectrain_ext.pipeline.ties import Copy, Member, Tie, check_look, look_of, names_of, ties_of
+from spectrain_ext.pipeline.ties import (
+    Copy,
+    Member,
+    TiedStages,
+    check_look,
+    look_of,
+    names_of,
+    ties_of,
+)
 from spectrain_ext.schedule import Place, Replicas
 
 from .board import Board
@@ -91,7 +99,7 @@ def agreed_ties(
     modules: Mapping[int, nn.Module],
     copies: Sequence[Copy],
     found: Sequence[Mapping[str, Any]],
-) -> list[Tie]:
+) -> list[TiedStages]:
     """The ties of all stages; copies here learn what checkpoints call their homes' parameters."""
     asked = [(Member(*said), look) for rank in found for *said, look in rank["copies"]]
     if not asked:

@@ -40,7 +40,7 @@ from .agreement import agreed_ties, check_cut, check_equal_start, copies_here, m
 from .board import Board
 from .collectives import DistributedNorm, GradientSum, weight_exchange
 from .ends import RemoteReceiver, RemoteSender
-from .links import Circle, Link, Links, backend_of_bodies, open_circle, open_links
+from .links import Circle, Links, RemoteEdge, backend_of_bodies, open_circle, open_links
 
 
 class RankConnections(Connections):
@@ -66,7 +66,7 @@ class RankConnections(Connections):
         self.indices = replicas.stages_on(board.rank)
         self.takes_batches = board.rank == 0  # and decides how long a run is
         self.own_minibatches = averaging is not None
-        self.replica = replicas.seat(board.rank)[1]
+        self.replica = replicas.stage_and_replica(board.rank)[1]
         self._group, self._board = group, board
         self._settings = {
             "dynamic_shapes": dynamic_shapes,
@@ -165,7 +165,7 @@ class RankConnections(Connections):
                 self._receivers[link.what, link.at] = made
         super()._join(places, later)
 
-    def _depth_of(self, link: Link) -> int:
+    def _depth_of(self, link: RemoteEdge) -> int:
         if link.what.tied:
             return self._depth_of_tie(min(link.stages), max(link.stages))
         return self._depth(link.what, link.stages[1])

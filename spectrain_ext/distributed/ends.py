@@ -23,7 +23,7 @@ from spectrain_ext.transport import Buffer, Event, Slot, Stream, callers_stream,
 from spectrain_ext.transport.message import NO_HEADER, FlatMemory, Header, Layout, Message, likeness
 
 from .board import Board
-from .links import Connected, Link
+from .links import Connected, RemoteEdge
 from .wire import ENDLESS, HEAD, TAG_BODY, TAG_FRAME, TAG_LAYOUT, Frame, layout_of, text_of
 
 _CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ class _End:
     """What both ends have: a ring of slots, and a thread for what the rank must not wait for."""
 
     def __init__(
-        self, link: Link, device: torch.device, depth: int, board: Board, user: Stream | None
+        self, link: RemoteEdge, device: torch.device, depth: int, board: Board, user: Stream | None
     ) -> None:
         # user: the stream that uses what arrives, None where messages are sent
         does, self._other = ("receiving", link.sender) if user else ("sending", link.receiver)
@@ -120,7 +120,7 @@ class RemoteReceiver(_End):
     blocks = True
 
     def __init__(
-        self, link: Link, device: torch.device, receiver: Stream, depth: int, board: Board
+        self, link: RemoteEdge, device: torch.device, receiver: Stream, depth: int, board: Board
     ) -> None:
         super().__init__(link, device, depth, board, receiver)
         self._receiver = receiver
@@ -256,7 +256,7 @@ class RemoteReceiver(_End):
 class RemoteSender(_End):
     """The sender's end: packs the tensors of a message and sends them in one piece."""
 
-    def __init__(self, link: Link, device: torch.device, depth: int, board: Board) -> None:
+    def __init__(self, link: RemoteEdge, device: torch.device, depth: int, board: Board) -> None:
         super().__init__(link, device, depth, board, None)
         if link.staged:
             packed = FlatMemory()  # of the message that is being staged

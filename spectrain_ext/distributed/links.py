@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spectrain_ext.pipeline.edges import Traffic
-from spectrain_ext.pipeline.ties import Tie
+from spectrain_ext.pipeline.ties import TiedStages
 from spectrain_ext.schedule import Replicas
 from spectrain_ext.transport.streams import callers_stream
 
@@ -33,12 +33,12 @@ class Circle(NamedTuple):
     device: dist.ProcessGroup
 
 
-class Link(NamedTuple):
+class RemoteEdge(NamedTuple):
     """What two processes have in common for one direction; ranks are those of the pipeline."""
 
     name: str  # of the edge, for reports
     what: Traffic
-    at: int  # the seat at the other process's end; of tied weights and gradients the tie's number
+    at: int  # the replica at the other end; of tied weights and gradients the tie's number
     stages: tuple[int, int]  # of the sender and of the receiver
     sender: int
     receiver: int
@@ -61,7 +61,7 @@ class Link(NamedTuple):
 class Links(NamedTuple):
     """The links of one rank; ``circle``: the replicas of its stage, None if there is one."""
 
-    edges: Sequence[Link]
+    edges: Sequence[RemoteEdge]
     circle: Circle | None = None
 
     def evaluating(self) -> Links:
@@ -113,7 +113,7 @@ def open_links(
     dynamic: bool,
     replicas: Replicas | None = None,
     bodies: str = "gloo",  # or "nccl", which leaves them on the GPU; on all ranks alike
-    ties: Sequence[Tie] = (),
+    ties: Sequence[TiedStages] = (),
 ) -> Links:
     """Make the groups of all directed edges that end or begin at this rank, and use each once."""
     # One group per directed edge: the two directions would otherwise wait for each other. All ranks
@@ -127,7 +127,7 @@ def open_links(
     ranks = opener.ranks
     replicas = Replicas((1,) * len(ranks)) if replicas is None else replicas
     staged = bodies == "gloo" and device.type == "cuda"
-    edges: list[Link] = []
+    edges: list[RemoteEdge] = []
 
     def link(a: int, b: int, what: Traffic, tie: int | None = None) -> None:
         sender, receiver = a % replicas.ranks, b % replicas.ranks
@@ -147,18 +147,23 @@ def open_links(
             return
         other = b if sender == board.rank else a
         at, peer = other if tie is None else tie, ranks[other % replicas.ranks]
-        stages, size = (replicas.seat(a)[0], replicas.seat(b)[0]), dynamic or what.tied
+        stages, size = (
+            (replicas.stage_and_replica(a)[0], replicas.stage_and_replica(b)[0]),
+            dynamic or what.tied,
+        )
         edges.append(
-            Link(name, what, at, stages, sender, receiver, peer, two.host, two.device, size, staged)
+            RemoteEdge(
+                name, what, at, stages, sender, receiver, peer, two.host, two.device, size, staged
+            )
         )
 
     for a, b in replicas.edges():
         link(a, b, Traffic.ACTIVATIONS)
         link(b, a, Traffic.GRADIENTS)
-    for seat in replicas.seats_of(0):
-        link(0, seat, Traffic.INPUTS)
-    for seat in replicas.seats_of(replicas.stages - 1):
-        link(0, seat, Traffic.TARGETS)
+    for replica in replicas.indices_of(0):
+        link(0, replica, Traffic.INPUTS)
+    for replica in replicas.indices_of(replicas.stages - 1):
+        link(0, replica, Traffic.TARGETS)
     for n, tie in enumerate(ties):
         home, copies = replicas.runs(tie.home, 0), replicas.runs(tie.copy, 0)
         link(home, copies, Traffic.TIED_WEIGHTS, n)

@@ -22,7 +22,7 @@ class OwnLoss:
     def __init__(
         self,
         function: Callable[..., Tensor],
-        # What the model calls the function with; a _Place says where a tensor comes from.
+        # What the model calls the function with; a _Argument says where a tensor comes from.
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         labels: tuple[str, ...],
@@ -45,13 +45,13 @@ class OwnLoss:
         sources = {"output": output, "batch": batch}
 
         def found(value: Any) -> Any:
-            return sources[value.source][value.key] if isinstance(value, _Place) else value
+            return sources[value.source][value.key] if isinstance(value, _Argument) else value
 
         args = (found(value) for value in self._args)
         return self._function(*args, **{k: found(v) for k, v in self._kwargs.items()})
 
 
-class _Place(NamedTuple):
+class _Argument(NamedTuple):
     """Where an argument of the loss function is found."""
 
     source: str
@@ -112,7 +112,7 @@ def _learned(
         for source, holder in (("output", output), ("batch", batch)):
             for key, tensor in holder.items():
                 if tensor is value:
-                    return _Place(source, key)
+                    return _Argument(source, key)
         return None if isinstance(value, Tensor) else value
 
     loss = OwnLoss(

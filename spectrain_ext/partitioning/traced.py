@@ -13,7 +13,7 @@ from spectrain_ext.transport import Value
 
 from .plan import Plan, one_of
 from .programs import Port, Program
-from .tracing import Mode, Trace, traces
+from .tracing import Mode, TracedModel, traces
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -153,7 +153,7 @@ def split(
 class _Assembly:
     """A model, its traces (as it is first), and which stages use its tensors, by their ids."""
 
-    def __init__(self, model: nn.Module, found: dict[Mode, list[Trace] | str]) -> None:
+    def __init__(self, model: nn.Module, found: dict[Mode, list[TracedModel] | str]) -> None:
         self._model = model
         self._names: dict[int, list[str]] = {}  # all of every parameter and module buffer
         self._tensors: dict[int, Tensor] = {}
@@ -172,7 +172,7 @@ class _Assembly:
         assert not isinstance(given, str)
         self._first = given[-1]
         self._users: dict[int, set[int]] = {}
-        self._modes: dict[Mode, list[Trace] | str] = {}
+        self._modes: dict[Mode, list[TracedModel] | str] = {}
         for mode, graphs in found.items():
             if not isinstance(graphs, str):
                 graphs = self._unfit(graphs[-1]) or self._usable(graphs)
@@ -238,12 +238,12 @@ class _Assembly:
             path.pop()
         return len(self._first) - 1
 
-    def _usable(self, graphs: list[Trace]) -> list[Trace]:
+    def _usable(self, graphs: list[TracedModel]) -> list[TracedModel]:
         """Leave out that of a single sample where a stage could not tell that there is one."""
         *single, many = graphs
         return [trace for trace in single if self._told_apart(trace, many)] + [many]
 
-    def _told_apart(self, single: Trace, many: Trace) -> bool:
+    def _told_apart(self, single: TracedModel, many: TracedModel) -> bool:
         if len(single) != len(many):
             return False
         for (one, state), (other, others) in zip(single, many, strict=True):
@@ -257,7 +257,7 @@ class _Assembly:
                 return False
         return True
 
-    def _unfit(self, trace: Trace) -> str | None:
+    def _unfit(self, trace: TracedModel) -> str | None:
         """Why it cannot take the place of the first, one stage at a time."""
         mode, first = trace.mode, self._first
         if len(trace) != len(first):

@@ -21,7 +21,7 @@ Mode = tuple[bool | None, bool]
 MODES = (True, False)
 
 
-class Trace(list[tuple[Program, dict[str, Tensor]]]):
+class TracedModel(list[tuple[Program, dict[str, Tensor]]]):
     """The stages of a model in one mode, each with the state that it takes."""
 
     mode = ""  # in words
@@ -33,7 +33,7 @@ def traces(
     before: set[nn.Module],  # each begins a stage
     after: set[nn.Module],  # each ends one
     once: bool = False,  # as it is only, with gradients, and for these arguments' sizes
-) -> dict[Mode, list[Trace] | str]:
+) -> dict[Mode, list[TracedModel] | str]:
     """Trace a model as it is, which comes first, in training and in evaluation.
 
     Per mode the graphs, of which the first that fits is to be used; or why there are none.
@@ -45,7 +45,7 @@ def traces(
                 f"{type(argument).__name__} at {index}"
             )
     modes = _Modes(model)
-    found: dict[Mode, list[Trace] | str] = {}
+    found: dict[Mode, list[TracedModel] | str] = {}
     with _marked(before, after), modes, _unchanging(model):
         if once:
             with torch.enable_grad():
@@ -72,9 +72,9 @@ def traces(
 
 def _traced(
     model: nn.Module, arguments: tuple[Tensor, ...], name: str
-) -> dict[bool, list[Trace] | str]:
+) -> dict[bool, list[TracedModel] | str]:
     """Trace a model with gradients enabled, and disabled where it asks for that."""
-    found: dict[bool, list[Trace] | str] = {}
+    found: dict[bool, list[TracedModel] | str] = {}
     with torch.enable_grad(), _asking() as asked:
         found[True] = _sized(model, arguments, name)
     found[False] = found[True]
@@ -87,7 +87,7 @@ def _traced(
     return found
 
 
-def _sized(model: nn.Module, arguments: tuple[Tensor, ...], name: str) -> list[Trace]:
+def _sized(model: nn.Module, arguments: tuple[Tensor, ...], name: str) -> list[TracedModel]:
     """Trace a model for all sizes that it treats alike; for a single sample apart if need be."""
     trace = _exported(model, arguments, name, True)
     size = arguments[0].shape[0] if arguments and arguments[0].dim() else 1
@@ -100,7 +100,9 @@ def _sized(model: nn.Module, arguments: tuple[Tensor, ...], name: str) -> list[T
     return [trace]
 
 
-def _exported(model: nn.Module, arguments: tuple[Tensor, ...], name: str, dynamic: bool) -> Trace:
+def _exported(
+    model: nn.Module, arguments: tuple[Tensor, ...], name: str, dynamic: bool
+) -> TracedModel:
     from torch.export import Dim, export
     from torch.fx.experimental import _config
 
@@ -137,7 +139,7 @@ def _exported(model: nn.Module, arguments: tuple[Tensor, ...], name: str, dynami
             f"the model has a backward of its own {name}, {', '.join(sorted(own))}, and a graph "
             "would have its forward's derivative; make it a torch.library.custom_op"
         )
-    trace = Trace(programs_of(exported))
+    trace = TracedModel(programs_of(exported))
     trace.mode = name
     return trace
 

@@ -20,7 +20,7 @@ from .losses import Keep, Losses, LossFn, Result
 from .phases import widest
 from .stage import Mode, Stage
 from .tie_ends import Ties, depth_of
-from .ties import Copy, Tie, ties_of
+from .ties import Copy, TiedStages, ties_of
 
 #: Whether what an instruction waits for has come; it changes nothing.
 Ready = Callable[[int, int], bool]
@@ -42,7 +42,7 @@ class Connections:
     _losses: Losses | None
     _ties: Ties
     _phase: tuple[Method, list[Place]]
-    _tied: tuple[Sequence[Tie], Sequence[Copy]]
+    _tied: tuple[Sequence[TiedStages], Sequence[Copy]]
 
     def __init__(self, stages: int, split_dim: SplitDim = 0) -> None:
         self.indices: Sequence[int] = range(stages)  # of the stages of this process
@@ -73,7 +73,9 @@ class Connections:
     def _by_index(self) -> dict[int, Stage]:
         return {stage.index: stage for stage in self._stages}
 
-    def _ties_between(self, ties: Sequence[Tie], copies: Sequence[Copy], method: Method) -> None:
+    def _ties_between(
+        self, ties: Sequence[TiedStages], copies: Sequence[Copy], method: Method
+    ) -> None:
         self._tied = ties, copies
         self._counted = any(phase.forward_horizon == "counted" for phase in phases_of(method))
 
@@ -81,7 +83,7 @@ class Connections:
         """Make all edges of the stages here, and those of the caller's batches."""
         self._places, self._later = places, later  # see put_off_by
         self._ties = Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
-        # By the seats at both ends; None: the caller's batches.
+        # By the replicas at both ends; None: the caller's batches.
         self._local: dict[tuple[Traffic, int | None, int], Edge] = {}
         self.edges = {stage.index: self._edges_of(stage.index) for stage in self._stages}
         self._source = None
@@ -126,8 +128,8 @@ class Connections:
         found = self._local.get((what, a, b))
         if found is None:
             here = self._by_index
-            to = here[self.replicas.seat(b)[0]]
-            source = None if a is None else here[self.replicas.seat(a)[0]].device
+            to = here[self.replicas.stage_and_replica(b)[0]]
+            source = None if a is None else here[self.replicas.stage_and_replica(a)[0]].device
             name = f"edge {'batch' if a is None else a} -> {b}"
             if what is Traffic.TARGETS:
                 name = "edge batch -> loss"

@@ -90,7 +90,7 @@ class Loops(nn.Module):
         self.check_drained(what)
         around = self._executor.connections
         chosen = {"loss": around.loss_fn} if metrics is None else metrics
-        measures = Measures(chosen, around.replicas.seats > len(self.devices), around.split_dim)
+        measures = Measures(chosen, around.replicas.total > len(self.devices), around.split_dim)
         fed = self._fed(batches)
         alone = self._one_replica_works(measures.stateful, what)
         # A loader draws where it begins.

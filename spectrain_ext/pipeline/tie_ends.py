@@ -14,7 +14,7 @@ from spectrain_ext.transport import Buffer, Edge, Message, Receiver, Sender, Slo
 from .loads import Handler
 from .names import found_as
 from .stage import Stage
-from .ties import Copy, Tie
+from .ties import Copy, TiedStages
 
 
 class _Readings:
@@ -68,7 +68,9 @@ def _refuse_hooks(stage: Stage, named: Iterable[tuple[str, Tensor]]) -> None:
 class _Lender:
     """The end that owns the parameters: sends what its forwards read, and adds up gradients."""
 
-    def __init__(self, stage: Stage, tie: Tie, weights: Sender, gradients: Receiver | None) -> None:
+    def __init__(
+        self, stage: Stage, tie: TiedStages, weights: Sender, gradients: Receiver | None
+    ) -> None:
         known = dict(stage.module.named_parameters(remove_duplicate=False))
         self._names = [m.home_name for m in tie.members]  # one may have several copies
         self._params = [known[found_as(name, known)] for name in self._names]
@@ -131,7 +133,7 @@ class _Borrower:
         self,
         stage: Stage,
         home: Stage | None,
-        tie: Tie,
+        tie: TiedStages,
         copies: Sequence[Copy],
         weights: Receiver,
         gradients: Sender | None,
@@ -269,7 +271,7 @@ class Ties:
 
     def __init__(
         self,
-        ties: Sequence[Tie],  # of all stages; what follows is this process's
+        ties: Sequence[TiedStages],  # of all stages; what follows is this process's
         copies: Sequence[Copy],
         stages: Mapping[int, Stage],
         depth: Callable[[int, int], int],  # of a tie's two stages, see ``depth_of``

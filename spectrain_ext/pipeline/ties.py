@@ -87,7 +87,7 @@ class Member(NamedTuple):
         )
 
 
-class Tie(NamedTuple):
+class TiedStages(NamedTuple):
     """All that one stage has copies of from another."""
 
     home: int
@@ -99,12 +99,12 @@ class Tie(NamedTuple):
         return any(each.trained for each in self.members)
 
 
-def ties_of(members: Iterable[Member]) -> list[Tie]:
+def ties_of(members: Iterable[Member]) -> list[TiedStages]:
     """The parameters by their two stages, in the order of homes, then of copies."""
     groups: dict[tuple[int, int], list[Member]] = {}
     for each in members:
         groups.setdefault((each.home, each.copy), []).append(each)
-    return [Tie(*stages, groups[stages]) for stages in sorted(groups)]
+    return [TiedStages(*stages, groups[stages]) for stages in sorted(groups)]
 
 
 def look_of(p: nn.Parameter) -> list[object]:

@@ -75,19 +75,19 @@ class Costs:
 
     def __init__(self, setting: Setting, way: Way) -> None:
         self.setting, self.way = setting, way
-        self._seats = Replicas(way.replicas)
+        self._replicas = Replicas(way.replicas)
         stages = len(way.ends)
         method = way.method
-        self.places = places_of(method, stages, way.microbatches, way.window, self._seats)
+        self.places = places_of(method, stages, way.microbatches, way.window, self._replicas)
         first = self.places[0]
         #: minibatches that the first stage has in flight; 0: the schedule flushes
         self.rounds = 0 if flushes(method.schedule) else -(-first.window // first.microbatches)
         self._rules = [_rules_at(method, place) for place in self.places]
-        check_replicas(method, [self.places], self._seats)
+        check_replicas(method, [self.places], self._replicas)
         blocks = setting.profile(way.microbatches).blocks
         starts = (0, *way.ends[:-1])
         self._stages = [
-            _Stage(blocks[start:end]) for start, end in zip(starts, way.ends, strict=True)
+            _StageCost(blocks[start:end]) for start, end in zip(starts, way.ends, strict=True)
         ]
         self._reduced = [
             self._reduce(stage, r) for stage, r in zip(self._stages, way.replicas, strict=True)
@@ -119,7 +119,7 @@ class Costs:
             gradient=[0.0, *self._sent],
         )
 
-    def _reduce(self, stage: _Stage, replicas: int) -> float:
+    def _reduce(self, stage: _StageCost, replicas: int) -> float:
         """What summing a gradient takes after the backward, beside which its first pieces go."""
         if replicas == 1 or not stage.parameters:
             return 0.0
@@ -210,22 +210,25 @@ class Costs:
     @property
     def _columns(self) -> bool:
         """Whether replicas are so many pipelines beside one another, each on devices of its own."""
-        cores, ranks = self.setting.cores, self._seats.ranks
+        cores, ranks = self.setting.cores, self._replicas.ranks
         return len(set(self.way.replicas)) == 1 and (cores is None or cores >= ranks)
 
     def spans(self, minibatches: int) -> Iterator[Span]:
         """A simulated run: of one replica of every stage, where they all do the same at once."""
-        generate, seats = find_generator(self.way.method.schedule), self._seats
+        generate, replicas = find_generator(self.way.method.schedule), self._replicas
         if self._columns:
             actions = [generate(place) for place in self.places]
             return simulate(actions, self.durations, minibatches=minibatches, rules=self._rules)
-        runs = [generate(self.places[seats.seat(rank)[0]]) for rank in range(seats.ranks)]
+        runs = [
+            generate(self.places[replicas.stage_and_replica(rank)[0]])
+            for rank in range(replicas.ranks)
+        ]
         return simulate_ranks(
-            runs, self.durations, seats, minibatches=minibatches, cores=self.setting.cores
+            runs, self.durations, replicas, minibatches=minibatches, cores=self.setting.cores
         )
 
 
-class _Stage:
+class _StageCost:
     """What the blocks of a stage come to, for a microbatch."""
 
     def __init__(self, blocks: tuple[BlockProfile, ...]) -> None:

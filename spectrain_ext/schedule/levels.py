@@ -63,7 +63,7 @@ def simulate_repeating(
         _cycle(actions, k, microbatches)
         for k, actions in enumerate(streams(schedule, windows, microbatches))
     ]
-    state = _State(n, durations)
+    state = _FreeTimes(n, durations)
     if all(np.array_equal(first, later) for first, later in cycles):
         updates = _flushing(state, cycles, microbatches, minibatches)
     else:
@@ -116,7 +116,7 @@ def _order(cycles: Sequence[tuple[_Turns, _Turns]], microbatches: int, minibatch
     return np.stack([np.pad(row, (0, longest - len(row)), constant_values=-1) for row in rows])
 
 
-class _State:
+class _FreeTimes:
     """When all stages and edges are free."""
 
     def __init__(self, n: int, d: Durations) -> None:
@@ -134,7 +134,7 @@ class _State:
         return np.concatenate([self.free, self.edge_free.ravel()])
 
 
-def _run(state: _State, order: _Turns, microbatches: int) -> list[float]:
+def _run(state: _FreeTimes, order: _Turns, microbatches: int) -> list[float]:
     """Run the turns; returns when stage 0 has ended its updates."""
     n = len(order)
     stages = np.arange(n)
@@ -182,7 +182,7 @@ def _run(state: _State, order: _Turns, microbatches: int) -> list[float]:
 
 
 def _flushing(
-    state: _State, cycles: Sequence[tuple[_Turns, _Turns]], microbatches: int, minibatches: int
+    state: _FreeTimes, cycles: Sequence[tuple[_Turns, _Turns]], microbatches: int, minibatches: int
 ) -> list[float]:
     """Run minibatches one by one, until the next would differ from the last only in its time."""
     order = _order(cycles, microbatches, 1)

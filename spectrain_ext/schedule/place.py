@@ -28,19 +28,19 @@ class Place(NamedTuple):
 class Replicas:
     """How many replicas every stage has: which rank is which, and who runs which microbatch.
 
-    Seats are numbered stage by stage, replica by replica, and each is a rank of its own; or, where
-    ranks have several stages, seat s is on rank s mod ranks: on rank r of R the stages r, r + R,
+    Replicas are numbered stage by stage, and each is a rank of its own; or, where
+    ranks have several stages, number s is on rank s mod ranks: on rank r of R the stages r, r + R,
     r + 2R, ... Microbatch j of every minibatch is run by replica j mod r of a stage with r
     replicas: the 1F1B-RR of PipeDream (Narayanan et al., 2019).
 
     Args:
         counts: replicas of every stage, each at least 1.
-        ranks: fewer than there are stages, which have one replica each; None: one for every seat.
+        ranks: fewer than stages, which have one replica each; None: one for every replica.
 
     Attributes:
         counts: as given.
         stages: their number.
-        seats: the number of all replicas of all stages.
+        total: the number of all replicas of all stages.
         ranks: the number of processes.
         dealt: whether any stage has more than one replica.
     """
@@ -49,8 +49,8 @@ class Replicas:
         self.counts = tuple(counts)
         self.stages = len(self.counts)
         self._first = [0, *accumulate(self.counts)]
-        self.seats = self._first[-1]
-        self.ranks = self.seats if ranks is None else ranks
+        self.total = self._first[-1]
+        self.ranks = self.total if ranks is None else ranks
         self.dealt = any(count > 1 for count in self.counts)
 
     @staticmethod
@@ -89,36 +89,36 @@ class Replicas:
                     "microbatches of a minibatch"
                 )
 
-    def seat(self, seat: int) -> tuple[int, int]:
-        """The stage of a seat, and which of its replicas it is; a rank is its own first seat."""
+    def stage_and_replica(self, index: int) -> tuple[int, int]:
+        """What number ``index`` of all replicas is; for a rank, what it is or has first."""
         for k in range(self.stages):
-            if seat < self._first[k + 1]:
-                return k, seat - self._first[k]
-        raise IndexError(f"rank {seat} of {self.seats}")
+            if index < self._first[k + 1]:
+                return k, index - self._first[k]
+        raise IndexError(f"rank {index} of {self.total}")
 
     def stages_on(self, rank: int) -> list[int]:
         """The stages that a rank has."""
-        return [self.seat(seat)[0] for seat in range(rank, self.seats, self.ranks)]
+        return [self.stage_and_replica(n)[0] for n in range(rank, self.total, self.ranks)]
 
     def ranks_of(self, stage: int) -> range:
         """The ranks of a stage's replicas."""
         first = self._first[stage] % self.ranks
         return range(first, first + self.counts[stage])
 
-    def seats_of(self, stage: int) -> range:
-        """The seats of a stage's replicas."""
+    def indices_of(self, stage: int) -> range:
+        """The indices of a stage's replicas among all."""
         return range(self._first[stage], self._first[stage + 1])
 
     def runs(self, stage: int, microbatch: int) -> int:
-        """The seat that runs a microbatch of every minibatch on a stage."""
+        """The index of the replica that runs a microbatch of every minibatch on a stage."""
         return self._first[stage] + microbatch % self.counts[stage]
 
     def depth(self, stage: int) -> int:
-        """Seats from this stage on, per replica of it, rounded up: N - k where all have one."""
-        return -(-(self.seats - self._first[stage]) // self.counts[stage])
+        """Replicas from this stage on, per replica of it, rounded up: N - k where all have one."""
+        return -(-(self.total - self._first[stage]) // self.counts[stage])
 
     def edges(self) -> Iterator[tuple[int, int]]:
-        """The seats of neighbouring stages that share microbatches, as (earlier, later)."""
+        """The replicas of neighbouring stages that share microbatches, as (earlier, later)."""
         for k, (a, b) in enumerate(pairwise(self.counts)):
             # They divide the microbatches: who meets whom repeats after their product.
             yield from sorted({(self.runs(k, j), self.runs(k + 1, j)) for j in range(a * b)})

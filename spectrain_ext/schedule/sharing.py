@@ -78,7 +78,7 @@ class _Machine:
         self._awaited: set[_Message] = set()
         self._spans: list[Span] = []
         self._ranks = [
-            self._rank(rank, bounded(run, replicas.seat(rank)[0], minibatches))
+            self._rank(rank, bounded(run, replicas.stage_and_replica(rank)[0], minibatches))
             for rank, run in enumerate(actions)
         ]
 
@@ -103,7 +103,7 @@ class _Machine:
             self._spans.clear()
         for rank, turn in enumerate(self._pending):
             if turn is not None:
-                stage, _ = self._replicas.seat(rank)
+                stage, _ = self._replicas.stage_and_replica(rank)
                 raise ScheduleError(stage, receive(turn), "never arrives: no rank can go on")
 
     def _resume(self, rank: int) -> None:
@@ -111,7 +111,7 @@ class _Machine:
 
     def _rank(self, rank: int, instructions: Iterator[Instruction]) -> Iterator[None]:
         """What a rank does; where it yields it goes on when it has computed, or may go on."""
-        stage, replica = self._replicas.seat(rank)
+        stage, replica = self._replicas.stage_and_replica(rank)
         counts, d = self._replicas.counts, self._durations
         takes = takes_of(d, stage)
         edge = {True: d.activation[stage], False: d.gradient[stage]}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import rank_programs, replica_programs
 from helpers.ranks import run_ranks
-from helpers.replica_programs import RUNS, data, mse, row, seat, sgd, stages, steps
+from helpers.replica_programs import RUNS, data, mse, row, sgd, stage_and_replica, stages, steps
 
 import spectrain_ext as st
 from studies.side_by_side import SideBySide
@@ -60,7 +60,7 @@ def check(ranks, way, path):
         ends = [[row(stage) for stage in pipe.children()] for pipe in pipes]
         for rank, (lost, own, average, tested, goes_on, on, loaded) in enumerate(mine):
             where = f"{counts} {method} {averaging} rank {rank}"
-            k, c = seat(counts, rank)
+            k, c = stage_and_replica(counts, rank)
             assert lost == [[each[c] for each in run] for run in losses], where
             assert torch.equal(own, owns[c][k]), where
             assert torch.equal(average, averages[k]), where

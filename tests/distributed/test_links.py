@@ -91,8 +91,8 @@ def opened(monkeypatch):
 def test_a_group_is_first_used_as_it_will_be(opened, bodies):
     for counts in [(2,), (1, 1), (2, 3), (2, 1, 4)]:
         all_opened = opened(counts, bodies)
-        last = Replicas(counts).seats_of(len(counts) - 1)
-        from_rank_0 = {seat for seat in last if seat}
+        last = Replicas(counts).indices_of(len(counts) - 1)
+        from_rank_0 = {other for other in last if other}
         firsts = all_opened[0][0].edges
         assert {e.at for e in firsts if e.what is Traffic.TARGETS} == from_rank_0
         assert {e.at for e in firsts if e.what is Traffic.INPUTS} == set(range(1, counts[0]))
@@ -115,7 +115,7 @@ def test_a_group_is_first_used_as_it_will_be(opened, bodies):
 def trains(counts, links, rank, minibatches=2):
     """What a rank's host does in training: ("post" | "take" | "meet", group)."""
     replicas = Replicas(counts)
-    k, c = replicas.seat(rank)
+    k, c = replicas.stage_and_replica(rank)
     microbatches = math.lcm(*counts)
     of = {(link.what, link.at, link.sender == rank): link.device for link in links.edges}
     places = places_of(find_method("vanilla"), len(counts), microbatches, None, replicas)

@@ -41,7 +41,7 @@ def check(ranks, found):
         plain = loop_programs.together(len(counts), method, parts, evaluates=False)
         for rank, results in enumerate(found):
             measured, kept, means, output, state, drawn = results[number]
-            k, _ = loop_programs.seat(counts, rank)
+            k, _ = loop_programs.stage_and_replica(counts, rank)
             last = k == len(counts) - 1
             assert measured[:2] == expected[0][:2], where
             assert means == found[0][number][2], where
@@ -58,7 +58,9 @@ def check(ranks, found):
                 if last:
                     assert torch.equal(output, expected[3]), where
                     assert kept == expected[1], where
-        firsts = [rank for rank in range(ranks) if not loop_programs.seat(counts, rank)[1]]
+        firsts = [
+            rank for rank in range(ranks) if not loop_programs.stage_and_replica(counts, rank)[1]
+        ]
         states = [found[rank][number][4] for rank in firsts]
         assert loop_programs.loaded(len(counts), states) == found[0][number][0][-2:], where
         assert torch.equal(expected[5], plain[5])

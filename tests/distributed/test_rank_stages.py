@@ -154,9 +154,9 @@ def test_stages_of_a_cut_have_an_order_over_ranks(method, order, what):
 
 
 def test_the_stages_of_a_rank_are_on_one_device():
-    seats = Replicas((1,) * 4, 2)
+    replicas = Replicas((1,) * 4, 2)
     around = RankConnections(
-        *(None, SimpleNamespace(rank=0), seats, False, False),
+        *(None, SimpleNamespace(rank=0), replicas, False, False),
         clip_norm=None,
         clip_scope="stage",
     )

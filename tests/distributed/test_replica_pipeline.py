@@ -95,7 +95,7 @@ def check(ranks, chosen, way=None):
         oracle = ReplicaOracle(stages(len(counts)), counts, optimizer, mse, method, steps, **more)
         expected = [[loss.item() for loss in oracle.run(data(*run))] for run in RUNS]
         for rank, (losses, state, momentum) in enumerate(mine):
-            k, replica = replica_programs.seat(counts, rank)
+            k, replica = replica_programs.stage_and_replica(counts, rank)
             if k == len(counts) - 1 or settings.get("share_loss"):
                 assert losses == [pytest.approx(run, rel=1e-9, abs=1e-12) for run in expected], (
                     where
@@ -126,7 +126,7 @@ def together(counts, method, settings, losses, found):
     for run, expected in zip(RUNS, losses, strict=True):
         assert [r.loss.item() for r in pipe.run(data(*run))] == pytest.approx(expected, rel=1e-9)
     for rank, (_, state, _) in enumerate(found):
-        k = replica_programs.seat(counts, rank)[0]
+        k = replica_programs.stage_and_replica(counts, rank)[0]
         for name, tensor in parts[k].state_dict().items():
             torch.testing.assert_close(state[f"{k}.{name}"], tensor, rtol=1e-9, atol=1e-12)
 
@@ -175,8 +175,8 @@ def test_what_does_not_fit():
             "ValueError: replicas: method 'dc-asgd' corrects gradients of stage 0 by the stale "
             "weights that they read, of which its 2 replicas have different ones"
         )
-        assert mine["seats"].endswith("all must have the same")
-        assert re.search(r"replicas: rank \d has \[\d, \d\] and rank \d has", mine["seats"])
+        assert mine["unlike"].endswith("all must have the same")
+        assert re.search(r"replicas: rank \d has \[\d, \d\] and rank \d has", mine["unlike"])
         assert mine["weights"] == (
             "ValueError: stage: the replicas of stage 1 must start from the same weights and "
             "options; '0.bias' of rank 2 is not that of rank 3"

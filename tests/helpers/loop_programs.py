@@ -7,7 +7,7 @@ import time
 import weakref
 
 import torch
-from helpers.replica_programs import seat
+from helpers.replica_programs import stage_and_replica
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -111,7 +111,7 @@ def together(n, method, parts, evaluates=True):
 def apart(rank, ranks, cases):
     found = []
     for counts, method, parts, more in cases:
-        k, _ = seat(counts, rank)
+        k, _ = stage_and_replica(counts, rank)
         torch.manual_seed(5)
         pipe = st.DistributedPipeline(
             stages(len(counts))[k],
@@ -263,7 +263,7 @@ def epochs_apart(rank, ranks, cases):
     found = []
     for counts, method, more in cases:
         n = len(counts)
-        k = rank if n > ranks else seat(counts, rank)[0]
+        k = rank if n > ranks else stage_and_replica(counts, rank)[0]
         mine = stages(n)[rank::ranks] if n > ranks else stages(n)[k]
         torch.manual_seed(5)
         given = {"timeout": 30.0, **({} if n > ranks else {"replicas": counts}), **more}

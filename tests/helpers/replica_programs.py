@@ -52,7 +52,7 @@ def steps(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.7)
 
 
-def seat(counts, rank):
+def stage_and_replica(counts, rank):
     """(stage, replica) of a rank, counted plainly."""
     return [(k, c) for k, r in enumerate(counts) for c in range(r)][rank]
 
@@ -60,7 +60,7 @@ def seat(counts, rank):
 def make(rank, counts, method="vanilla", optimizer=sgd, part=None, **settings):
     """The pipeline of this rank."""
     if part is None:
-        part = stages(len(counts))[seat(counts, rank)[0]]
+        part = stages(len(counts))[stage_and_replica(counts, rank)[0]]
     settings = {"timeout": 30.0, "replicas": counts, **settings}
     return st.DistributedPipeline(part, optimizer, mse, method, **settings)
 
@@ -145,7 +145,7 @@ def refused(rank, ranks):
     attempt("window", lambda: make(rank, [1, 3], window=2, microbatches=3))
     attempt("entry", lambda: make(rank, [1, 3], "pipedream-vertical-sync", microbatches=3))
     attempt("stale", lambda: make(rank, [2, 2], "dc-asgd", microbatches=4))
-    attempt("seats", lambda: make(rank, [[1, 3], [3, 1]][rank % 2], microbatches=3))
+    attempt("unlike", lambda: make(rank, [[1, 3], [3, 1]][rank % 2], microbatches=3))
 
     def changed(by):
         part = stages(2)[rank // 2]
@@ -171,7 +171,7 @@ def too_small(rank, ranks):
 def failing(rank, ranks, trial):
     """A run in which one replica fails."""
     counts = trial["counts"]
-    part = stages(len(counts))[seat(counts, rank)[0]]
+    part = stages(len(counts))[stage_and_replica(counts, rank)[0]]
     if rank == trial["culprit"]:
         part = Faulty(part, trial["fault"], trial["where"], trial["when"])
     else:  # the same names everywhere
@@ -302,7 +302,7 @@ def averaged(rank, ranks, cases, path):
     """
     found = []
     for number, (counts, method, averaging, settings) in enumerate(cases):
-        stage = seat(counts, rank)[0]
+        stage = stage_and_replica(counts, rank)[0]
         feeds = stage in (0, len(counts) - 1)
 
         def run(pipe, kind, feeds=feeds):

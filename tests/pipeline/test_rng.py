@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import spectrain_ext as st
-from spectrain_ext.checkpoint.random import process_states
+from spectrain_ext.checkpoint.random import Generators
 from spectrain_ext.rng import RNG_LOCK, StageRandom
 from studies.models import resnet
 
@@ -104,7 +104,11 @@ def test_a_pipeline_made_while_another_draws_has_the_callers_seed():
 
 
 @pytest.mark.parametrize(
-    "look", [lambda: process_states(0, []), lambda: resnet(1, width=1, seed=1)[0].state_dict()]
+    "look",
+    [
+        lambda: Generators([], 0, 1).state()["process"],
+        lambda: resnet(1, width=1, seed=1)[0].state_dict(),
+    ],
 )
 def test_others_of_this_package_meet_the_callers_numbers(look):
     before = torch.get_rng_state()

@@ -137,8 +137,8 @@ def test_the_call_that_it_prints_is_one_that_can_be_made():
     for candidate in found.candidates:
         said = candidate.code.partition("loss_fn, ")[2].rstrip(")")
         given = eval(f"dict({said})")
-        seats = Replicas.of(given.get("replicas"), 4)
-        assert seats.counts == candidate.replicas
+        found = Replicas.of(given.get("replicas"), 4)
+        assert found.counts == candidate.replicas
         st.methods().index(given["method"])
 
 

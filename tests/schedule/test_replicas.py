@@ -15,7 +15,12 @@ from spectrain_ext.schedule import Kind, Replicas, bounded, find_generator
 def test_who_is_who():
     replicas = Replicas((1, 2, 1))
     assert (replicas.ranks, replicas.stages, replicas.dealt) == (4, 3, True)
-    assert [replicas.seat(rank) for rank in range(4)] == [(0, 0), (1, 0), (1, 1), (2, 0)]
+    assert [replicas.stage_and_replica(rank) for rank in range(4)] == [
+        (0, 0),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+    ]
     assert [list(replicas.ranks_of(k)) for k in range(3)] == [[0], [1, 2], [3]]
     assert [replicas.runs(1, j) for j in range(4)] == [1, 2, 1, 2]
     assert list(replicas.edges()) == [(0, 1), (0, 2), (1, 3), (2, 3)]
@@ -24,13 +29,13 @@ def test_who_is_who():
     assert list(Replicas((2, 3)).edges()) == [(a, b) for a in (0, 1) for b in (2, 3, 4)]
     assert not Replicas((1, 1)).dealt
     several = Replicas((1,) * 6, 3)
-    assert (several.ranks, several.seats, several.stages, several.dealt) == (3, 6, 6, False)
+    assert (several.ranks, several.total, several.stages, several.dealt) == (3, 6, 6, False)
     assert [several.stages_on(rank) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
     assert [list(several.ranks_of(k)) for k in range(6)] == [[0], [1], [2]] * 2
     assert [several.depth(k) for k in range(6)] == [6, 5, 4, 3, 2, 1]
     assert [several.runs(k, 5) for k in range(6)] == list(range(6))
     with pytest.raises(IndexError, match="rank 4 of 4"):
-        replicas.seat(4)
+        replicas.stage_and_replica(4)
 
 
 @pytest.mark.parametrize(
@@ -128,20 +133,20 @@ def stuck(schedule, places, replicas, minibatches=5):
     """
     n = replicas.stages
     ranks = range(replicas.ranks)
-    seats = [replicas.seat(rank) for rank in ranks]
+    places = [replicas.stage_and_replica(rank) for rank in ranks]
     left = []
-    for k, _ in seats:
+    for k, _ in places:
         actions = find_generator(schedule)(places[k])
         left.append(deque(bounded(actions, k, minibatches)))
     sent = {}  # (sender, receiver) -> what is under way
     for a, b in replicas.edges():
         sent[a, b], sent[b, a] = deque(), deque()
     arrived = [set() for _ in range(n)]  # replicas that have come to an update
-    flying = [0] * len(seats)
+    flying = [0] * len(places)
     pulled = -1
 
     def can(rank, turn):
-        (k, c), (kind, i, j) = seats[rank], turn
+        (k, c), (kind, i, j) = places[rank], turn
         if kind is Kind.UPDATE:
             arrived[k].add((i, c))
             return all((i, other) in arrived[k] for other in range(replicas.counts[k]))
@@ -158,7 +163,7 @@ def stuck(schedule, places, replicas, minibatches=5):
     while progress:
         progress = False
         for rank in ranks:
-            k, c = seats[rank]
+            k, c = places[rank]
             while left[rank] and can(rank, left[rank][0]):
                 progress = True
                 kind, i, j = left[rank].popleft()

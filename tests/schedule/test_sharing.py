@@ -103,7 +103,7 @@ def test_as_many_replicas_everywhere_are_pipelines_beside_one_another(name, r):
     replicas = Replicas([r] * n)
     places = places_of(find_method(METHOD[name]), n, m * r, None, replicas)
     generate = find_generator(name)
-    runs = [generate(places[replicas.seat(rank)[0]]) for rank in range(n * r)]
+    runs = [generate(places[replicas.stage_and_replica(rank)[0]]) for rank in range(n * r)]
     found = summarize(simulate_ranks(runs, durations, replicas, minibatches=12))
     windows = [place.window for place in places]
     wanted = simulate_repeating(name, windows, m, 12, durations)
@@ -115,7 +115,7 @@ def test_a_slow_stage_with_two_replicas_keeps_up():
     replicas = Replicas([1, 2, 1])
     places = places_of(find_method("vanilla"), 3, 4, "wide", replicas)
     generate = find_generator("1f1b-async")
-    runs = [generate(places[replicas.seat(rank)[0]]) for rank in range(4)]
+    runs = [generate(places[replicas.stage_and_replica(rank)[0]]) for rank in range(4)]
     durations = Durations.of(3, forward=[0.5, 2, 0.5], backward=[0.5, 2, 0.5])
     spans = list(simulate_ranks(runs, durations, replicas, minibatches=30))
     # Two microbatches of 4 on each; an update waits for the one that was given its last later.
