@@ -133,20 +133,20 @@ def stuck(schedule, places, replicas, minibatches=5):
     """
     n = replicas.stages
     ranks = range(replicas.ranks)
-    places = [replicas.stage_and_replica(rank) for rank in ranks]
+    each = [replicas.stage_and_replica(rank) for rank in ranks]
     left = []
-    for k, _ in places:
+    for k, _ in each:
         actions = find_generator(schedule)(places[k])
         left.append(deque(bounded(actions, k, minibatches)))
     sent = {}  # (sender, receiver) -> what is under way
     for a, b in replicas.edges():
         sent[a, b], sent[b, a] = deque(), deque()
     arrived = [set() for _ in range(n)]  # replicas that have come to an update
-    flying = [0] * len(places)
+    flying = [0] * len(each)
     pulled = -1
 
     def can(rank, turn):
-        (k, c), (kind, i, j) = places[rank], turn
+        (k, c), (kind, i, j) = each[rank], turn
         if kind is Kind.UPDATE:
             arrived[k].add((i, c))
             return all((i, other) in arrived[k] for other in range(replicas.counts[k]))
@@ -163,7 +163,7 @@ def stuck(schedule, places, replicas, minibatches=5):
     while progress:
         progress = False
         for rank in ranks:
-            k, c = places[rank]
+            k, c = each[rank]
             while left[rank] and can(rank, left[rank][0]):
                 progress = True
                 kind, i, j = left[rank].popleft()
