@@ -154,10 +154,11 @@ def _load(
 
     def read_tensors() -> None:
         tensors.update(storage.read_tensors(directory, body, keys[peers.rank]))
-        # What nobody needs, such as the generators of other cuts, is verified: a part by each.
-        unread = sorted(body["tensors"].keys() - {key for each in keys for key in each})
         if not only_model:
-            storage.read_tensors(directory, body, unread[peers.rank :: peers.size])
+            # What nobody needs, such as the generators of other cuts, is verified: a part by each.
+            unread = sorted(body["tensors"].keys() - {key for each in keys for key in each})
+            for _ in storage.read_tensors(directory, body, unread[peers.rank :: peers.size]):
+                pass
 
     peers.settled(read_tensors, doing, str(directory))
     peers.gathered(lambda: _put(matched, tensors, directory), doing)
@@ -166,14 +167,12 @@ def _load(
 
 def _own(body: Json, part: Part) -> Json:
     """The document for a part: an averaged replica goes on from its own state where that fits."""
-    stage = next((s for s in body["stages"] if s["stage"] == part.stage), None)
     every = [r for r in body["replicas"] if r["stage"] == part.stage and "averaging" in r]
     own = [replica for replica in every if replica["replica"] == part.replica]
     alike = (
         part.averaged is not None
-        and stage is not None
         and len(every) == part.replicas
-        and stage["parameters"] == list(part.parameter_names().values())
+        and part.as_saved(body) is not None
     )
     return {**body, "stages": own} if alike else body
 

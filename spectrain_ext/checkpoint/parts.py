@@ -91,6 +91,14 @@ class Part:
         """Return the model's name of every parameter; of several, the first."""
         return {p: self.names[name] for name, p in self.module.named_parameters()}
 
+    def as_saved(self, body: Json) -> Json | None:
+        """Return what a document has of this stage, None if that had other parameters."""
+        names = list(self.parameter_names().values())
+        return next(
+            (s for s in body["stages"] if s["stage"] == self.stage and s["parameters"] == names),
+            None,
+        )
+
 
 def parts_of(
     target: nn.Module,

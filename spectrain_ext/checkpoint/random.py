@@ -58,8 +58,8 @@ class Generators(Item):
     def _of_stage(part: Part, body: Json) -> list[Json] | None:
         """What is there for a stage that has the parameters and the replicas that it had."""
         # A stage's numbers mean nothing to a stage that computes something else.
-        stage = next((s for s in body["stages"] if s["stage"] == part.stage), None)
-        if stage is None or stage["parameters"] != list(part.parameter_names().values()):
+        stage = part.as_saved(body)
+        if stage is None:
             return None
         others = {r["replica"]: r["random"] for r in body["replicas"] if r["stage"] == part.stage}
         saved: dict[int, list[Json]] = {0: stage["random"], **others}

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,12 +174,11 @@ def read(path: Path) -> Json:
     return body
 
 
-def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> dict[str, Tensor]:
-    """Return tensors whose bytes are those that were saved, on the CPU."""
+def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors whose bytes are those that were saved, one at a time, on the CPU."""
     by_file: dict[str, list[str]] = {}
     for key in keys:
         by_file.setdefault(body["tensors"][key]["file"], []).append(key)
-    found: dict[str, Tensor] = {}
     for name, own in by_file.items():
         file = path / name
         try:
@@ -189,10 +188,9 @@ def read_tensors(path: Path, body: Json, keys: Iterable[str]) -> dict[str, Tenso
                 for key in own:
                     # A copy: what is mapped would change with the file.
                     tensor = opened.get_tensor(key.removeprefix(WEIGHTS)).clone()
-                    found[key] = _checked(f"{file}: ", key, tensor, body["tensors"][key])
+                    yield key, _checked(f"{file}: ", key, tensor, body["tensors"][key])
         except (SafetensorError, OSError, KeyError) as error:
             raise CheckpointError(f"{file}: damaged, {error}") from error
-    return found
 
 
 def _checked(where: str, key: str, tensor: Tensor, entry: Json) -> Tensor:
