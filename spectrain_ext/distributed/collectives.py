@@ -91,7 +91,12 @@ class _Bucket:
 
 
 class GradientSum:
-    """Sums a minibatch's gradient, and a number, over a stage's replicas: all get the same bits."""
+    """Sums a minibatch's gradient and its count over a stage's replicas: all get the same bits.
+
+    And numbers that their hosts know.
+    """
+
+    _count: _Collective | None = None
 
     def __init__(
         self,
@@ -152,16 +157,19 @@ class GradientSum:
     def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> _Collective:
         return _Collective(self._circle, self._board, _GRADIENTS, group, dist.all_reduce, tensor)
 
-    def send_rest(self) -> None:
+    def send_rest(self, count: Tensor | None) -> None:
         """The backward has ended: what it did not reach has the gradient that it has."""
         self._armed = False
         with self._compute.using(reads=(self._gradients,)):
             while self._sent < len(self._buckets):
                 self._send()
+            self._count = None
+            if count is not None:
+                self._count = self._all_reduce(count, self._circle.device)
 
-    def finish(self, number: float, stream: Stream) -> float:
-        """Put the sums into the gradients, on a stream that follows them; returns the number's."""
-        own = [number, *(float(p.grad is not None) for p in self._params)]
+    def finish(self, numbers: Sequence[float], stream: Stream) -> list[float]:
+        """Put the sums into the gradients, on a stream that follows them; returns the numbers'."""
+        own = [*numbers, *(float(p.grad is not None) for p in self._params)]
         tail = torch.tensor(own, dtype=torch.float64)
         # First, so that the rank hears of failures before the stream waits for NCCL.
         self._all_reduce(tail, self._circle.host).wait()
@@ -169,13 +177,16 @@ class GradientSum:
             for bucket in self._buckets:
                 if bucket.pending is not None:
                     bucket.pending.wait()
+            if self._count is not None:
+                self._count.wait()
         for bucket in self._buckets:
             bucket.pending = None
-        total, *have = tail.tolist()
+        totals: list[float] = tail.tolist()
+        have = totals[len(numbers) :]
         # What has no gradient on any replica gets none.
         for p, count in zip(self._params, have, strict=True):
             p.grad = self._bucket_of[p].flat.views[p] if count else None
-        return float(total)
+        return totals[: len(numbers)]
 
 
 def weight_exchange(circle: Circle, board: Board) -> Exchange:

@@ -19,7 +19,7 @@ from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.connections import Connections
 from spectrain_ext.pipeline.edges import SharedLosses, Traffic
 from spectrain_ext.pipeline.loads import GlobalNorm, Handler
-from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result
+from spectrain_ext.pipeline.losses import Keep, Losses, LossFn, Result, mean_of
 from spectrain_ext.pipeline.phases import widest
 from spectrain_ext.pipeline.stage import Stage
 from spectrain_ext.pipeline.ties import Copy
@@ -208,6 +208,8 @@ class RankConnections(Connections):
 
         def report(i: int, j: int) -> None:
             value = nan if shared is None else shared.known.pop(i, nan)
+            if shared is not None and shared.dealt and stage.divisor is not None:
+                value = float(mean_of(torch.tensor(value), stage.divisor.cpu()))
             if stage is self._stages[0] and self._losses is None:
                 told = None if shared is None else torch.tensor(value, dtype=torch.float64)
                 self.results.append(Result(i, told))
@@ -225,21 +227,26 @@ class RankConnections(Connections):
     def _sum_up(
         self, stage: Stage, total: GradientSum, shared: SharedLosses | None, i: int, j: int
     ) -> None:
-        total.send_rest()
+        total.send_rest(stage.counts.get(i))
         stage.compute.record(stage.computed)
-        number, own = nan, None
+        number, counted, own = nan, nan, None
         if self._losses is not None:
             own = self._losses.own.pop(i)
             number = own[0].item()
+            counted = nan if own[1] is None else own[1].item()
         elif shared is not None:
             number = shared.known.get(i, nan)
         stage.predict.wait(stage.computed)
-        number = total.finish(number, stage.predict)
+        number, counted = total.finish((number, counted), stage.predict)
         if shared is not None:
             shared.known[i] = number
         if own is not None:
-            loss, kept = own
-            self.results.append(Result(i, torch.full_like(loss, number), kept))
+            loss, count, kept = own
+            loss = torch.full_like(loss, number)
+            if count is not None:
+                count = torch.full_like(count, counted)
+                loss = mean_of(loss, count)
+            self.results.append(Result(i, loss, kept, count))
 
     def announce(self, stage: Stage) -> Callable[[Kind, int, int], None]:
         board, replica, count = self._board, self.replica, self.replicas.counts[stage.index]

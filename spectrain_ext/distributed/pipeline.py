@@ -58,6 +58,8 @@ class DistributedPipeline(Pipeline):
             has the stages r, r + R, r + 2R, ... as many as every other, and no replicas.
         optimizer, method, scheduler, microbatches: as for ``Pipeline``.
         loss_fn: likewise; called on the last stage's ranks.
+        count: likewise; called on rank 0, and not with ``averaging``, where every replica has a
+            minibatch of its own.
         window: likewise; windows count the microbatches of one replica.
         clip_norm, clip_scope: likewise; a global norm makes the hosts wait for one another. With
             ``averaging`` every replica has a gradient of its own, and ``"auto"`` is by stage.
@@ -121,6 +123,7 @@ class DistributedPipeline(Pipeline):
         dynamic_shapes: bool = False,
         share_loss: bool = False,
         split_dim: SplitDim = 0,
+        count: Callable[[Any], float | Tensor] | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -150,6 +153,11 @@ class DistributedPipeline(Pipeline):
             all_replicas = _replicas_of(len(modules), replicas, self.ranks)
             if averaging is not None:
                 _check_averaging(all_replicas, clip_scope)
+                if count is not None:
+                    raise ValueError(
+                        "count: with averaging every replica has a minibatch of its own; have "
+                        "loss_fn return a pair (sum, count)"
+                    )
                 check_averaged(find_method(method))
                 clip_scope = "stage"
             self._connections = around = RankConnections(
@@ -160,7 +168,7 @@ class DistributedPipeline(Pipeline):
             devices = None if device is None else [device] * len(modules)
             super().__init__(
                 *(modules, optimizer, loss_fn, method, devices, scheduler, microbatches, window),
-                *(clip_norm, clip_scope, master_dtype, recompute, split_dim),
+                *(clip_norm, clip_scope, master_dtype, recompute, split_dim, count),
             )
 
     def run(

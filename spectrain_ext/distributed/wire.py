@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
+from math import isnan, nan
 
 import numpy as np
 import torch
@@ -11,10 +12,10 @@ from numpy.typing import NDArray
 
 from spectrain_ext.transport.message import FlatMemory, Header, Layout, TensorLayout
 
-# A header, as int64: sequence number, its kind, parts of the minibatch, the bits of a float64 that
-# travels along, number of the layout, its bytes as text (0 if it has been announced), bytes of the
-# body.
-_HEADER = 7
+# A header, as int64: sequence number, its kind, parts of the minibatch, the bits of two float64
+# that travel along (nan for no divisor), number of the layout, its bytes as text (0 if it has been
+# announced), bytes of the body.
+_HEADER = 8
 _DATA, _END = 1, 2
 # Bytes of a frame before the body: whole alignment units.
 HEAD = 256
@@ -46,14 +47,15 @@ class Frame(FlatMemory):
         self, sequence: int, header: Header | None, number: int = 0, text: int = 0, nbytes: int = 0
     ) -> None:
         """Write the header of a message, or of the end: None."""
-        kind, parts, value = _END, 0, 0
+        kind, parts, value, count = _END, 0, 0, 0
         if header is not None:
             kind, parts = _DATA, header.parts
-            value = int(np.float64(header.value).view(np.int64))
-        self._numbers[:] = (sequence, kind, parts, value, number, text, nbytes)
+            value = _bits(header.value)
+            count = _bits(nan if header.divisor is None else header.divisor)
+        self._numbers[:] = (sequence, kind, parts, value, count, number, text, nbytes)
 
     def read(self, sequence: int) -> tuple[Header | None, int, int, int]:
-        found, kind, parts, value, *lengths = self._numbers.tolist()
+        found, kind, parts, value, count, *lengths = self._numbers.tolist()
         if found != sequence or kind not in (_DATA, _END):
             raise ValueError(
                 f"expected message {sequence}, got one that says it is {found} of kind {kind}"
@@ -61,7 +63,17 @@ class Frame(FlatMemory):
         number, text, nbytes = lengths
         if kind == _END:
             return None, number, text, nbytes
-        return Header(parts, float(np.int64(value).view(np.float64))), number, text, nbytes
+        known = _number(count)
+        header = Header(parts, _number(value), None if isnan(known) else known)
+        return header, number, text, nbytes
+
+
+def _bits(number: float) -> int:
+    return int(np.float64(number).view(np.int64))
+
+
+def _number(bits: int) -> float:
+    return float(np.int64(bits).view(np.float64))
 
 
 def text_of(layout: Layout) -> bytes:

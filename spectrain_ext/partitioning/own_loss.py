@@ -15,9 +15,16 @@ from .decoders import shadow
 from .plan import Plan, evaluated, inputs_of
 from .profile import untouched
 
+#: The label of what is not predicted.
+_IGNORED = -100
+
 
 class OwnLoss:
-    """``loss_fn(output, batch)``: what the model returns as ``loss`` if it is given the labels."""
+    """``loss_fn(output, batch)``: what the model returns as ``loss`` if it is given the labels.
+
+    Where that is a mean over labels, -100 left out, a pair of the sum and their count, whose
+    quotient it is: over microbatches with other numbers of labels the mean is then exact.
+    """
 
     def __init__(
         self,
@@ -26,29 +33,51 @@ class OwnLoss:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         labels: tuple[str, ...],
+        predicted: slice | None = None,  # labels that a sum is over; None: a mean over samples
     ) -> None:
         self._function = function
+        self._predicted = predicted
         self._args = args
         self._kwargs = kwargs
-        self._labels = labels
+        self.labels = labels
 
-    def __call__(self, output: Any, batch: Any) -> Tensor:
-        """The loss; TypeError of a batch that is neither the labels nor a mapping with them."""
-        if isinstance(batch, Tensor) and len(self._labels) == 1:
-            batch = {self._labels[0]: batch}
-        if not isinstance(batch, Mapping) or any(name not in batch for name in self._labels):
+    def _with_labels(self, batch: Any) -> Any:
+        if isinstance(batch, Tensor) and len(self.labels) == 1:
+            batch = {self.labels[0]: batch}
+        if not isinstance(batch, Mapping) or any(name not in batch for name in self.labels):
             has = (
                 ", ".join(map(repr, batch)) if isinstance(batch, Mapping) else type(batch).__name__
             )
-            names = ", ".join(map(repr, self._labels))
+            names = ", ".join(map(repr, self.labels))
             raise TypeError(f"batch: the loss needs {names}, got {has}")
+        return batch
+
+    def count(self, batch: Any) -> Tensor:
+        """The labels of a batch that the loss is a mean over: a 0-d tensor.
+
+        Raises:
+            TypeError: the loss is no mean over labels, or the batch does not have them.
+        """
+        if self._predicted is None:
+            raise TypeError("count: the model's loss is no mean over its labels")
+        labels = self._with_labels(batch)[self.labels[0]]
+        found: Tensor = (labels[..., self._predicted] != _IGNORED).sum()
+        return found
+
+    def __call__(self, output: Any, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """The loss; TypeError of a batch that is neither the labels nor a mapping with them."""
+        batch = self._with_labels(batch)
         sources = {"output": output, "batch": batch}
 
         def found(value: Any) -> Any:
             return sources[value.source][value.key] if isinstance(value, _Argument) else value
 
-        args = (found(value) for value in self._args)
-        return self._function(*args, **{k: found(v) for k, v in self._kwargs.items()})
+        args = [found(value) for value in self._args]
+        kwargs = {k: found(v) for k, v in self._kwargs.items()}
+        if self._predicted is None:
+            return self._function(*args, **kwargs)
+        kwargs["num_items_in_batch"] = 1  # what transformers divides a sum by
+        return self._function(*args, **kwargs), self.count(batch)
 
 
 class _Argument(NamedTuple):
@@ -115,14 +144,38 @@ def _learned(
                     return _Argument(source, key)
         return None if isinstance(value, Tensor) else value
 
-    loss = OwnLoss(
-        real, tuple(map(place, args)), {k: place(v) for k, v in kwargs.items()}, tuple(labels)
-    )
+    arguments = tuple(map(place, args)), {k: place(v) for k, v in kwargs.items()}
+    loss = OwnLoss(real, *arguments, tuple(labels))
     try:
-        same = torch.equal(loss(output, batch), output["loss"])
+        found = loss(output, batch)
+        same = isinstance(found, Tensor) and torch.equal(found, output["loss"])
     except Exception as error:
         return f"a {kind}'s loss needs more than its output and labels: {error}"
-    return loss if same else f"a {kind}'s loss is not its loss_function's alone; give a loss_fn"
+    if not same:
+        return f"a {kind}'s loss is not its loss_function's alone; give a loss_fn"
+    # A mean over all labels, or over all that have one before them?
+    for predicted in (slice(None), slice(1, None)):
+        summed = OwnLoss(real, *arguments, tuple(labels), predicted)
+        if _is_quotient(loss, summed, output, batch):
+            return summed
+    return loss
+
+
+def _is_quotient(loss: OwnLoss, summed: OwnLoss, output: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether a loss is the mean that is told by sum and count, with labels left out as well."""
+    if len(summed.labels) > 1 or batch[summed.labels[0]].is_floating_point():
+        return False
+    labels = batch[summed.labels[0]]
+    some = labels.clone()
+    some.view(-1)[1::3] = _IGNORED
+    try:
+        for given in (labels, some):
+            mean = loss(output, {**batch, summed.labels[0]: given})
+            total, count = summed(output, {**batch, summed.labels[0]: given})
+            torch.testing.assert_close(total / count, mean)
+    except (AssertionError, TypeError, ValueError, IndexError, RuntimeError):
+        return False
+    return True
 
 
 def _labels(

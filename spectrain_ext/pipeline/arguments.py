@@ -265,7 +265,7 @@ def check_factories(optimizer: object, scheduler: object) -> None:
             raise TypeError(f"{name}: expected a callable, got {type(given).__name__}")
 
 
-def check_loss_fn(loss_fn: object, microbatches: int) -> None:
+def check_loss_fn(loss_fn: object, microbatches: int, count: object = None) -> None:
     """Refuse what cannot be called, and parameters that nobody would train; warn of a sum."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn: expected a callable, got {type(loss_fn).__name__}")
@@ -278,11 +278,13 @@ def check_loss_fn(loss_fn: object, microbatches: int) -> None:
         reduction = loss_fn.keywords.get("reduction")
     else:
         reduction = getattr(loss_fn, "reduction", None)
-    if microbatches > 1 and reduction == "sum":
+    if count is not None and not callable(count):
+        raise TypeError(f"count: expected a callable, got {type(count).__name__}")
+    if microbatches > 1 and reduction == "sum" and count is None:
         warnings.warn(
             f"loss_fn: its reduction is 'sum', and the losses of {microbatches} microbatches are "
-            f"averaged, so that gradients are about 1/{microbatches} of the sum's; take a mean, or "
-            "microbatches=1",
+            f"averaged, so that gradients are about 1/{microbatches} of the sum's; return a pair "
+            "(sum, count), or take a mean, or microbatches=1",
             stacklevel=3,
         )
 

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
 
+from torch import Tensor
+
 from spectrain_ext.method import Method, phases_of, put_off_by
 from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas
 from spectrain_ext.transport import Edge, Receiver, Sender
@@ -36,6 +38,7 @@ class Connections:
     loss_fn: LossFn
     edges: dict[int, StageEdges]  # by stage
     measure: Callable[[Any, Any], object]  # takes the output and the target of every batch
+    count: Callable[[Any], float | Tensor] | None = None  # of a target what losses are divided by
     takes_batches = True  # whether the caller's batches come in here
     own_minibatches = False  # whether each replica trains on one of its own
     _source: Source | None
@@ -93,7 +96,7 @@ class Connections:
             self._source = Source(
                 [self._sender(Traffic.INPUTS, None, replicas.runs(0, n)) for n in parts],
                 [self._sender(Traffic.TARGETS, None, replicas.runs(last, n)) for n in parts],
-                *(replicas, self.split_dim, self.evaluates),
+                *(replicas, self.split_dim, self.evaluates, self.count),
             )
 
     def _edges_of(self, k: int) -> StageEdges:
@@ -203,6 +206,7 @@ class Connections:
             recomputes=stage.recomputes,
             lends=self._ties.lends(k),
             borrows=self._ties.borrows(k),
+            divides=True,  # a loss is known to be a sum when it has been computed
             clips=stage.max_norm is not None,
             tells_norm=stage.global_norm is not None,
             averages=k in self.averaged,

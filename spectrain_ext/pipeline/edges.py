@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from spectrain_ext.errors import placed
 from spectrain_ext.interrupts import waiting
 from spectrain_ext.schedule import Instruction, Kind, Replicas
 from spectrain_ext.transport import Buffer, Header, Receiver, Sender, Slot
@@ -159,8 +160,10 @@ class Source:
         replicas: Replicas,
         split_dim: SplitDim,
         whole: bool,
+        count: Callable[[Any], float | Tensor] | None = None,
     ) -> None:
         self._inputs, self._replicas, self._split_dim = inputs, replicas, split_dim
+        self._count = count  # of a batch's target what its loss is divided by
         self._whole = whole  # each is a tuple of batches, which are not cut
         self._batch = Buffer("the caller's batch")
         # Which microbatches' targets go by each, in one message for all of a minibatch's: with 16
@@ -189,7 +192,8 @@ class Source:
                 edge.end()
             return
         parts = self._split(batch, i)
-        header = Header(len(parts), float(sum(map(attrgetter("samples"), parts))))
+        samples = float(sum(map(attrgetter("samples"), parts)))
+        header = Header(len(parts), samples, self._counted(batch))
         for part, edge in zip(parts, self._inputs, strict=False):
             hand_in(edge, part.input, self._batch, header)
         for edge, numbers in self._targets.items():
@@ -202,6 +206,12 @@ class Source:
                 hand_in(edge, found, self._batch, header)
             else:
                 hand_in(edge, target_of(batch), self._batch, header)
+
+    def _counted(self, batch: object) -> float | None:
+        if self._count is None or self._whole:
+            return None
+        with placed("in count"):
+            return float(self._count(target_of(batch)))
 
     def _split(self, batch: object, i: int) -> list[Microbatch]:
         if self._whole:
@@ -225,7 +235,7 @@ class SharedLosses:
     def __init__(self, dealt: bool, sends_back: bool) -> None:
         # Whether stages have replicas: nobody then knows a minibatch's loss by its last gradient,
         # and every gradient goes with its own microbatch's part.
-        self._dealt = dealt
+        self.dealt = dealt
         self._sends_back = sends_back  # whether there is an earlier stage
         self.known: dict[int, float] = {}  # of each minibatch in flight, as far as it is known
         self._parts: dict[tuple[int, int], float] = {}
@@ -235,14 +245,14 @@ class SharedLosses:
 
     def computed(self, i: int, j: int, part: Tensor, total: Tensor | None) -> None:
         """The last stage has a microbatch's part of the loss, and with the last one the sum."""
-        if self._dealt:
+        if self.dealt:
             self._pass_on(i, j, part.item())
         elif total is not None:
             self.known[i] = total.item()
 
     def came_back(self, i: int, j: int, value: float) -> None:
         """A gradient has come with this."""
-        if self._dealt:
+        if self.dealt:
             self._pass_on(i, j, value)
             value += self.known.get(i, 0.0)
         self.known[i] = value
@@ -253,4 +263,4 @@ class SharedLosses:
 
     def header(self, i: int, j: int) -> Header:
         """What goes with the gradient of a microbatch."""
-        return Header(1, self._parts.pop((i, j), nan) if self._dealt else self.known.get(i, nan))
+        return Header(1, self._parts.pop((i, j), nan) if self.dealt else self.known.get(i, nan))

@@ -35,6 +35,8 @@ class Loads:
     weights: StageWeights | None = None  # None: there are no trainable parameters
     max_norm: float | None = None  # what the gradient is clipped to; None: not at all
     global_norm: GlobalNorm | None = None  # whose norm that is; None: the stage's own
+    counts: dict[int, Tensor]  # by minibatch what its loss is divided by, where losses are sums
+    divisor: Tensor | None = None  # the last update's
 
     def __init__(self, index: int, module: nn.Module, device: torch.device) -> None:
         self.index = index
@@ -213,6 +215,17 @@ class Loads:
             compute.record(buffer.read)
 
     # Instructions: what belongs to an update.
+
+    def divide(self, i: int, j: int) -> None:
+        """Make the gradients of sums those of the minibatch's mean."""
+        self.divisor = self.counts.pop(i, None)
+        if self.divisor is None or self.weights is None:
+            return
+        self.predict.wait(self.computed)
+        with self.predict.using(writes=(self.weight_gradients,)), torch.no_grad():
+            gradients = [p.grad for p in self.weights.params if p.grad is not None]
+            if gradients:  # of nothing that counts they are zeros
+                torch._foreach_div_(gradients, self.divisor + (self.divisor == 0))
 
     def send_norm(self, i: int, j: int) -> None:
         assert self.global_norm is not None

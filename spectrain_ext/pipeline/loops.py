@@ -66,15 +66,17 @@ class Loops(nn.Module):
         Args:
             batches: as for ``run``. Of several processes rank 0 gives them.
             metrics: by name functions ``(output, target) -> mean over the batch's samples``, a 0-d
-                tensor or a number; or objects with ``update(output, target)`` and ``compute()``,
-                as torchmetrics has them, which are ``reset()`` first if they can be. None: the loss
-                as ``"loss"``. They are called without a graph, where the last stage is.
+                tensor or a number, or a pair of a sum and its count, as of tokens; or objects with
+                ``update(output, target)`` and ``compute()``, as torchmetrics has them, which are
+                ``reset()`` first if they can be. None: the loss as ``"loss"``. They are called
+                without a graph, where the last stage is.
 
         Returns:
             The value of each metric. Those of functions are means over all batches, each weighted
-            by its samples, the size of its target's first tensor along ``split_dim``; added up in
-            float64 without rounding. A batch of no samples is not measured. All processes of a
-            pipeline get the same floats, those of one process.
+            by its samples, the size of its target's first tensor along ``split_dim``, or the sum of
+            sums by the sum of counts, nan if that is 0; added up in float64 without rounding. A
+            batch of no samples is not measured. All processes of a pipeline get the same floats,
+            those of one process.
 
         Raises:
             RuntimeError: a run has not ended yet.
@@ -151,7 +153,8 @@ class Loops(nn.Module):
 
         Returns:
             Of every epoch the mean of its minibatches' losses, each as it was when its forward was
-            computed; nan where there was none. All processes of a pipeline get the same floats.
+            computed, and weighted by its ``count`` if it has one; nan where there was none. All
+            processes of a pipeline get the same floats.
 
         Raises:
             ValueError: there was no batch, or an epoch after the first has none, as of a generator,
@@ -287,28 +290,35 @@ def _within(batches: object, *names: str) -> list[Any]:
 
 
 class _Losses:
-    """The losses of all minibatches, on a process that has them, 8 bytes each."""
+    """The losses of all minibatches and their counts, on a process that has them."""
 
     def __init__(self) -> None:
-        self._waiting: list[Tensor] = []
-        self._known = array("d")
+        self._waiting: list[tuple[Tensor, Tensor | None]] = []
+        self._losses, self._counts = array("d"), array("d")
 
     def add(self, result: Result) -> None:
         if result.has_loss:
-            self._waiting.append(result.loss)
+            self._waiting.append((result.loss, result.count))
             if len(self._waiting) >= 2 * _WAITING:
                 self._ask(_WAITING)  # which have long been computed
 
-    def _ask(self, count: int) -> None:
-        self._known.extend(float(loss) for loss in self._waiting[:count])
-        del self._waiting[:count]
+    def _ask(self, number: int) -> None:
+        for loss, count in self._waiting[:number]:
+            self._losses.append(float(loss))
+            self._counts.append(1.0 if count is None else float(count))
+        del self._waiting[:number]
 
     def means(self, lengths: Sequence[int]) -> list[float]:
         """Of every epoch."""
         self._ask(len(self._waiting))
-        known = iter(self._known)
-        epochs = [[*islice(known, length)] for length in lengths]
-        return [sum(epoch) / len(epoch) if epoch else nan for epoch in epochs]
+        known = zip(self._losses, self._counts, strict=True)
+        return [_mean_loss([*islice(known, length)]) for length in lengths]
+
+
+def _mean_loss(epoch: Sequence[tuple[float, float]]) -> float:
+    counted = [(loss, count) for loss, count in epoch if count]
+    total = sum(count for _, count in counted)
+    return sum(loss * count for loss, count in counted) / total if total else nan
 
 
 # A run that nobody drives.

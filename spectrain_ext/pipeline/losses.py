@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import fsum
+from math import fsum, nan
 from typing import Any
 
 import torch
@@ -35,11 +35,15 @@ class Result:
             caller's current stream is ordered after its computation; the host has not waited.
         kept: what ``run(..., keep=...)`` asked for, ordered like the loss; None where nothing was
             asked for, and on ranks that have not the last stage.
+        count: what the loss is the mean over, such as tokens, where ``loss_fn`` returns pairs of a
+            sum and a count: a 0-d float64 tensor, ordered like the loss. None of other losses, and
+            on ranks that have not the last stage.
     """
 
     index: int
     _loss: Tensor | None = None
     kept: Any = None
+    count: Tensor | None = None
 
     @property
     def loss(self) -> Tensor:
@@ -73,6 +77,7 @@ class Losses:
     """What the last stage computes the losses with, and the results that wait for the caller."""
 
     _sum: Tensor  # of the minibatch's parts so far
+    _count: Any  # what that is to be divided by, a tensor; None: nothing
 
     def __init__(
         self,
@@ -84,8 +89,9 @@ class Losses:
     ) -> None:
         self._last, self._loss_fn, self._results = last, loss_fn, results
         self._shared, self._held = shared, held
-        # By minibatch this replica's loss, which waits for those of the others, and what is kept.
-        self.own: dict[int, tuple[Tensor, Any]] = {}
+        # By minibatch this replica's loss and its count, which wait for those of the others, and
+        # what is kept.
+        self.own: dict[int, tuple[Tensor, Tensor | None, Any]] = {}
         self.begin()
 
     def begin(self, keep: Keep | None = None) -> None:
@@ -95,23 +101,35 @@ class Losses:
     def loss(self, i: int, j: int) -> None:
         """Compute a microbatch's loss; with the last one's the minibatch has its result."""
         last, shares = self._last, self._last.cursor.shares[i]
-        loss, kept = last.loss(i, j, self._loss_fn, self._keep)
+        part, count, kept = last.loss(i, j, self._loss_fn, self._keep)
         self._parts.append(kept)
+        if j == 0:
+            self._count = None
+        elif (count is None) != (self._count is None):
+            raise TypeError(
+                "loss_fn must return a pair (sum, count) for all microbatches of a minibatch, or "
+                "for none"
+            )
         with last.computing():
-            part = loss if shares[j] == 1.0 else loss * shares[j]
+            if last.cursor.headers[i].divisor == 0.0:
+                part = part * nan  # the mean of nothing
             self._sum = part if j == 0 else self._sum + part
+            if count is not None:
+                self._count = count if j == 0 else self._count + count
+            mean = self._sum if count is None else mean_of(self._sum, self._count)
         ends = j == len(shares) - 1
         if self._shared is not None:
-            self._shared.computed(i, j, part, self._sum if ends else None)
+            self._shared.computed(i, j, part, mean if ends else None)
         if ends:
-            self._hand_out(i, shares)
+            self._hand_out(i, shares, mean)
 
-    def _hand_out(self, i: int, shares: Sequence[float]) -> None:
+    def _hand_out(self, i: int, shares: Sequence[float], mean: Tensor) -> None:
         """Have a result that whoever works on the caller's stream may use."""
         last, buffer = self._last, Buffer("result")
         parts, self._parts = self._parts, []
         with last.computing(writes=(buffer,)):
-            loss, kept = self._sum.clone(), parts[0]  # the graph may need its own
+            loss = (self._sum if self._held else mean).clone()  # the graph may need its own
+            count, kept = self._count, parts[0]
             if len(parts) > 1 and self._keep is not None:
                 kept = _joined(parts, shares)
         if not last.immediate:
@@ -119,15 +137,20 @@ class Losses:
             caller = callers_stream(last.device)
             caller.wait(last.computed)
             caller.reads(buffer)
-            given = [loss] if kept is None else [loss, *tree_leaves(kept)]
+            given = [tensor for tensor in (loss, count, *tree_leaves(kept)) if tensor is not None]
             caller.lend([tensor for tensor in given if tensor.device == last.device])
         if self._held:
-            self.own[i] = loss, kept
+            self.own[i] = loss, count, kept
         else:
-            self._results.append(Result(i, loss, kept))
+            self._results.append(Result(i, loss, kept, count))
 
     def end(self) -> None:
         self.own.clear()
+
+
+def mean_of(total: Tensor, count: Tensor) -> Tensor:
+    """In the sum's dtype; nan if nothing counts."""
+    return (total / count).to(total.dtype)
 
 
 def _kept(keep: Keep, output: Any, target: Any) -> Any:
@@ -159,8 +182,8 @@ def _joined(parts: list[Any], shares: Sequence[float]) -> Any:
 # Metrics of an evaluation.
 
 #: What one process has measured, in JSON's types: samples of all batches; by function, of each
-#: batch its value times the batch's samples; by metric with a state, its value.
-Measured = tuple[int, dict[str, list[float]], dict[str, float]]
+#: batch a sum, and what it is to be divided by; by metric with a state, its value.
+Measured = tuple[int, dict[str, list[tuple[float, float]]], dict[str, float]]
 
 
 class Measures:
@@ -190,7 +213,7 @@ class Measures:
         self._states = {name: m for name, m in metrics.items() if _has_state(m)}
         self.stateful = bool(self._states)  # one process has to see all batches
         self._samples: list[int] = []
-        self._values: dict[str, list[Tensor | float]] = {
+        self._values: dict[str, list[tuple[Tensor | float, Tensor | float | None]]] = {
             name: [] for name in metrics if name not in self._states
         }
         for metric in self._states.values():
@@ -198,23 +221,30 @@ class Measures:
                 reset()
 
     def __call__(self, output: Any, target: Any) -> None:
-        found = samples_in(target, self._target_dim)
-        found = samples_in(output) if found is None else found
-        count = 1 if found is None else found
-        if not count:  # of which there is no mean
+        samples = samples_in(target, self._target_dim)
+        samples = samples_in(output) if samples is None else samples
+        samples = 1 if samples is None else samples
+        if not samples:  # of which there is no mean
             return
-        self._samples.append(count)
+        self._samples.append(samples)
         for name, metric in self._metrics.items():
             with placed(f"in metrics[{name!r}]"):
                 if name in self._states:
                     metric.update(output, target)
                 else:
-                    self._values[name].append(_number(metric(output, target)))
+                    found = metric(output, target)
+                    pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+                    self._values[name].append(
+                        (_number(pair[0]), None if pair[1] is None else _number(pair[1]))
+                    )
 
     def told(self) -> Measured:
         """What has been measured; waits for it."""
         terms = {
-            name: [float(value) * n for value, n in zip(values, self._samples, strict=True)]
+            name: [
+                (float(value) * n, float(n)) if count is None else (float(value), float(count))
+                for (value, count), n in zip(values, self._samples, strict=True)
+            ]
             for name, values in self._values.items()
         }
         computed = {}
@@ -244,13 +274,14 @@ def _number(value: object) -> Tensor | float:
 
 def means_of(names: Iterable[str], told: Sequence[Measured]) -> dict[str, float]:
     """The metrics of all batches, whichever processes have measured them."""
-    total = sum(samples for samples, _, _ in told)
-    if not total:
+    if not any(samples for samples, _, _ in told):
         raise ValueError("batches: expected at least one to evaluate, got none")
     found: dict[str, float] = {}
     for _, mine, computed in told:
         for name in mine:
-            found[name] = _sum([t for _, terms, _ in told for t in terms.get(name, ())]) / total
+            pairs = [pair for _, terms, _ in told for pair in terms.get(name, ())]
+            count = _sum([n for _, n in pairs])
+            found[name] = _sum([term for term, _ in pairs]) / count if count else nan
         found.update(computed)
     return {name: found[name] for name in [*names, *found] if name in found}
 

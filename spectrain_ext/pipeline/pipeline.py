@@ -64,8 +64,12 @@ class Pipeline(Loops):
             ``spectrain_ext.optim`` work with every method, and are the fast ones; any other with
             methods that predict nothing, or by the law ``"difference"``, see below. A stage
             without trainable parameters gets none.
-        loss_fn: ``(output, target) -> loss``, a 0-d tensor. Of a batch that is a mapping, the
-            target is all of it.
+        loss_fn: ``(output, target) -> loss``, a 0-d tensor: a mean over samples; or a pair of a sum
+            and its count, both 0-d tensors, the count may be a number, as of the tokens that are
+            not padding. The loss of a minibatch is then the sum of all its microbatches' sums,
+            divided by the sum of their counts, on all replicas and ranks, and gradients are divided
+            by that count once, before clipping; nan, with gradients of 0, if it is 0. Of a batch
+            that is a mapping, the target is all of it.
         method: a name out of ``methods()``, or a ``Method``. ``"auto"`` predicts on every stage as
             far ahead as stage 0 has to, one update with its usual microbatches; its law is the
             second-order one, or, for optimizers without a momentum that it could use, the last
@@ -102,6 +106,11 @@ class Pipeline(Loops):
             other weights there than in the forward, this is another method; where it has not, it
             is slower, and smaller. Dropout is drawn again as it was. Module buffers, which are kept
             as well, are what the first forward found, and are not updated again.
+        count: what a minibatch's loss is divided by, where ``loss_fn`` returns sums and that can be
+            told by the whole minibatch's target alone: ``target -> a number``, called where batches
+            come in; of a batch that is a mapping, the target is all of it. Gradients are then of
+            the mean from the start, where those of a sum could overflow 16 bits; a pair's count is
+            ignored. None: gradients of pairs are divided at the update.
 
     Attributes:
         method: the Method.
@@ -164,6 +173,7 @@ class Pipeline(Loops):
         master_dtype: torch.dtype | None = None,
         recompute: bool = False,
         split_dim: SplitDim = 0,
+        count: Callable[[Any], float | Tensor] | None = None,
     ) -> None:
         super().__init__()
         with deferred():
@@ -171,6 +181,7 @@ class Pipeline(Loops):
             modules = checked_stages(stages)
             chosen = find_method(method)
             connections = self._connections or Connections(len(modules), split_dim)
+            connections.count = count
             replicas = connections.replicas
             here = dict(zip(connections.indices, modules, strict=True))
             if len(here) == replicas.stages:
@@ -184,7 +195,7 @@ class Pipeline(Loops):
             check_master_dtype(master_dtype, modules)
             check_recompute(recompute)
             sides_of(split_dim)
-            check_loss_fn(loss_fn, parts)
+            check_loss_fn(loss_fn, parts, count)
             check_factories(optimizer, scheduler)
             self._phases = training_phases(
                 chosen,

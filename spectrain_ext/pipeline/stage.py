@@ -25,7 +25,7 @@ from .tape import (
     Targets,
     activation,
     check_dependence,
-    check_loss,
+    checked_loss,
     copied_out,
     differentiate,
     packed,
@@ -93,6 +93,7 @@ class Stage(Loads):
             Kind.BACKWARD_INPUT: self.backward_input,
             Kind.BACKWARD_WEIGHTS: self.backward_weights,
             Kind.SEND_GRADIENT: self.send_gradient,
+            Kind.DIVIDE: self.divide,
             Kind.SEND_NORM: self.send_norm,
             Kind.CLIP: self.clip,
             Kind.UPDATE: self.update,
@@ -137,8 +138,10 @@ class Stage(Loads):
     def forget(self) -> None:
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._targets: dict[int, Targets] = {}
-        # Inputs whose gradients go to the previous stage, and what stands for the memory of these.
-        self._outgoing: tuple[Sequence[Tensor | None], Buffer] | None = None
+        # Inputs whose gradients go to the previous stage, what stands for the memory of these, and
+        # the count that goes with them.
+        self._outgoing: tuple[Sequence[Tensor | None], Buffer, Tensor | None] | None = None
+        self.counts = {}
 
     # Forward.
 
@@ -239,9 +242,9 @@ class Stage(Loads):
     # The loss, on the last stage.
 
     def loss(
-        self, i: int, j: int, loss_fn: Callable[..., Tensor], keep: Callable[..., Any] | None
-    ) -> tuple[Tensor, Any]:
-        """Compute the loss of a microbatch; returns it detached, and what is to be kept beside."""
+        self, i: int, j: int, loss_fn: Callable[..., Any], keep: Callable[..., Any] | None
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """Compute a microbatch's part of the loss; with its count if it is a sum, and kept."""
         tape = self._tapes[i, j]
         graph = self._keeps_graph
         targets = self._targets.get(i)
@@ -261,15 +264,27 @@ class Stage(Loads):
             if not graph:
                 tape.found.append(ModuleBuffers(loss_fn))
                 tape.loss_fn = loss_fn
-            loss = loss_fn(tape.output, tape.target)
+            loss, count = checked_loss(loss_fn(tape.output, tape.target), self.device)
             kept = None if keep is None else keep(tape.output, tape.target)
-        check_loss(loss)
+        tape.count = count if self.cursor.headers[i].divisor is None else None
         if graph:
             check_dependence(loss, tape.output)
             tape.output = loss
         if not self.immediate:
             self.compute.record(self.computed)
-        return loss.detach(), kept
+        with self.computing():
+            weight = self.weight(tape, i, j)
+            part = loss.detach() if weight == 1.0 else loss.detach() * weight
+        return part, tape.count, kept
+
+    def weight(self, tape: Tape, i: int, j: int) -> float:
+        """Of a microbatch's loss in that of its minibatch; 0.0 of one that counts nothing."""
+        if tape.count is not None:
+            return 1.0  # a sum, divided at the update
+        count = self.cursor.headers[i].divisor
+        if count is None:
+            return self.cursor.shares[i][j]
+        return 1.0 / count if count else 0.0
 
     def measure(self, i: int, j: int, measure: Callable[..., Any]) -> None:
         tape, slot = self._tapes.pop((i, j)), self._receive_target(j)
@@ -313,7 +328,7 @@ class Stage(Loads):
             with self.random.at(tape.states):
                 tape.leaves, tape.output = self._run(message)
                 if tape.loss_fn is not None:
-                    loss = tape.loss_fn(tape.output, tape.target)
+                    loss, _ = checked_loss(tape.loss_fn(tape.output, tape.target), self.device)
                     check_dependence(loss, tape.output)
                     tape.output = loss
 
@@ -379,12 +394,15 @@ class Stage(Loads):
         with on_compute, RNG_LOCK:  # a hook may draw
             if self.edges.gradients:
                 assert tape.arrived.message is not None
-                pairs = seeded(tape.output, tape.arrived.message.tensors)
+                pairs, count = seeded(tape.output, tape.arrived.message.tensors)
             else:
                 loss = tape.output
                 assert isinstance(loss, Tensor)
-                share = self.cursor.shares[i][j]
-                pairs = [(loss, torch.full_like(loss, share))] if loss.requires_grad else []
+                seed = torch.full_like(loss, self.weight(tape, i, j))
+                pairs, count = [(loss, seed)] if loss.requires_grad else [], tape.count
+            if count is not None:
+                count = count.clone()  # what came lies in a receive buffer
+                self.counts[i] = self.counts[i] + count if i in self.counts else count
             rest = None
             if halves:
                 rest = differentiate_inputs(pairs, tape.leaves)
@@ -392,14 +410,16 @@ class Stage(Loads):
                 differentiate(pairs)
         if self._before:
             self._restore_buffers()
-        self._outgoing = tape.leaves, outgoing
+        self._outgoing = tape.leaves, outgoing, count
         return rest
 
     def send_gradient(self, i: int, j: int) -> None:
         assert self._outgoing is not None
-        leaves, buffer = self._outgoing
+        leaves, buffer, count = self._outgoing
         self._outgoing = None
         gradients = tuple([None if leaf is None else leaf.grad for leaf in leaves])
+        if count is not None:
+            gradients = (*gradients, count)
         header = NO_HEADER if self.losses is None else self.losses.header(i, j)
         to = self.edges.to_previous[j]
         read = to.send(Message(gradients), buffer, self.computed, header=header)

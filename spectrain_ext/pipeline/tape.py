@@ -31,14 +31,15 @@ class Tape:
     """What a stage keeps of a microbatch from its forward to the end of its backward."""
 
     __slots__ = (
-        *("arrived", "buffer", "found", "leaves", "loss_fn", "message", "output", "rest", "slot"),
-        *("states", "target"),
+        *("arrived", "buffer", "count", "found", "leaves", "loss_fn", "message", "output", "rest"),
+        *("slot", "states", "target"),
     )
     leaves: Sequence[Tensor | None]  # the inputs, None where no gradient is wanted
     output: Any  # where the backward starts: the module's output, on the last stage then the loss
     message: Message  # the output without its graph, where it goes on to another stage
     arrived: Slot  # with the output's gradients, on the last stage with the target
     target: Any
+    count: Tensor | None  # what the loss is a sum over, on the last stage
     rest: Callable[[], None] | None  # the second half of a backward, if there is anything to do
     # Only where the forward is to be run again: random numbers, module buffers, and the loss.
     states: States
@@ -48,7 +49,7 @@ class Tape:
     def __init__(self, slot: Slot, buffer: Buffer) -> None:
         self.slot = slot  # with the inputs
         self.buffer = buffer  # stands for the memory of all of this
-        self.loss_fn = None
+        self.loss_fn = self.count = None
 
 
 class Targets:
@@ -191,17 +192,23 @@ _run_backward = torch.autograd.Variable._execution_engine.run_backward
 Pairs = Sequence[tuple[Tensor | GradientEdge, Tensor]]
 
 
-def seeded(output: Any, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-    """The tensors of an output that a backward starts with, each with the gradient that it got."""
-    if isinstance(output, Tensor):
-        (seed,) = gradients
-        return [(output, seed)] if seed is not None and output.requires_grad else []
-    outputs = tensors_of(output)
-    return [
+def seeded(
+    output: Any, gradients: Sequence[Tensor | None]
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+    """The tensors of an output that a backward starts with, each with the gradient that it got.
+
+    And the count, which comes last, where the loss is a sum.
+    """
+    outputs = (output,) if isinstance(output, Tensor) else tensors_of(output)
+    count = None
+    if len(gradients) > len(outputs):
+        *gradients, count = gradients
+    pairs = [
         (tensor, seed)
         for tensor, seed in zip(outputs, gradients, strict=True)
         if seed is not None and tensor.requires_grad
     ]
+    return pairs, count
 
 
 def differentiate(pairs: Pairs, leaves: Sequence[Tensor] = (), keep: bool = False) -> None:
@@ -213,10 +220,14 @@ def differentiate(pairs: Pairs, leaves: Sequence[Tensor] = (), keep: bool = Fals
         )
 
 
-def check_loss(loss: object) -> None:
-    """Raise TypeError or ValueError unless it is a 0-d tensor of real numbers."""
+def checked_loss(found: object, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The loss, a 0-d tensor of a real number; with the count where it is a sum."""
+    loss, count = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(loss, Tensor):
-        raise TypeError(f"loss_fn must return a 0-d tensor, got a {type(loss).__name__}")
+        raise TypeError(
+            "loss_fn must return a 0-d tensor, or a pair (sum, count), got a "
+            f"{type(found).__name__}"
+        )
     if loss.is_complex():
         raise TypeError(f"loss_fn must return a real number, got {loss.dtype}: take its abs()")
     if loss.dim():
@@ -224,6 +235,19 @@ def check_loss(loss: object) -> None:
             "loss_fn must return a scalar (a 0-d tensor), got shape "
             f"{tuple(loss.shape)}: take its mean"
         )
+    return loss, None if count is None else as_count(count, device)
+
+
+def as_count(count: object, device: torch.device) -> Tensor:
+    """A count as a float64 tensor, without a wait for the device."""
+    if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
+        return count.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+    if isinstance(count, (int, float)):
+        return torch.full((), count, dtype=torch.float64, device=device)
+    what = f"shape {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
+    raise TypeError(
+        f"the count of a pair (sum, count) must be a number or a 0-d tensor, got {what}"
+    )
 
 
 def check_dependence(loss: Tensor, output: object) -> None:

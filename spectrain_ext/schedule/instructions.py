@@ -33,6 +33,7 @@ class Kind(Enum):
     SEND_TIED_GRADIENTS = "send tied gradients"
     ADD_TIED_GRADIENTS = "add tied gradients"
     SUM_GRADIENTS = "sum gradients over replicas"
+    DIVIDE = "divide gradients by the count"
     SEND_NORM = "send norm"
     CLIP = "clip"
     SEND_WEIGHTS = "send weights to replicas"

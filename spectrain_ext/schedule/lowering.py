@@ -25,6 +25,7 @@ class Duties(NamedTuple):
     lends: bool = False  # later stages have copies of its weights
     borrows: bool = False  # it has copies of the weights of earlier stages
     sums: bool = False  # gradients, with its replicas
+    divides: bool = False  # gradients, where losses are sums
     clips: bool = False
     tells_norm: bool = False  # which other stages need to clip by
     averages: bool = False  # weights, with its replicas
@@ -92,6 +93,7 @@ def _training(place: Place, does: Duties) -> Table:
             *_if(does.borrows, Kind.SEND_TIED_GRADIENTS),
             *_if(does.lends, Kind.ADD_TIED_GRADIENTS),
             *_if(does.sums, Kind.SUM_GRADIENTS),
+            *_if(does.divides, Kind.DIVIDE),
             *_if(does.tells_norm, Kind.SEND_NORM),
             *_if(does.clips, Kind.CLIP),
             *_if(does.averages, Kind.SEND_WEIGHTS),

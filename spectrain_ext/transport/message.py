@@ -80,6 +80,7 @@ class Header(NamedTuple):
     # With an input, the samples of the minibatch, 0 where it is not cut; with a gradient, the loss
     # as far as it is known, or nan.
     value: float = 0.0
+    divisor: float | None = None  # with an input, of the minibatch's loss, where that is known
 
 
 NO_HEADER = Header()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import value_programs
+from helpers import replica_programs, value_programs
 from helpers.ranks import run_ranks
+
+import spectrain_ext as st
 
 pytestmark = pytest.mark.processes
 
@@ -40,6 +42,39 @@ def test_replicas():
         assert losses == pytest.approx([loss.item() for loss in expected], rel=1e-5)
         for name, tensor in states[max(rank - 1, 0)].items():
             torch.testing.assert_close(state[name], tensor)
+
+
+def test_losses_by_tokens():
+    """The uncut model's mean over all tokens, wherever the microbatches with most of them are."""
+    cases = [
+        ([1, 2], "1f1b", {"microbatches": 4, "share_loss": True, "clip_norm": 0.05}),
+        ([2, 1], "1f1b", {"microbatches": 4, "share_loss": True}),
+        ([2, 1], "gpipe", {"microbatches": 4, "count": replica_programs.counting}),
+        ([2, 1], "auto", {"microbatches": 4}),
+    ]
+    found = run_ranks(replica_programs.counted, 3, cases)
+    for c, (counts, method, settings) in enumerate(cases):
+        settings = {key: value for key, value in settings.items() if key != "share_loss"}
+        stages = [replica_programs.words(k) for k in range(2)]
+        pipe = st.Pipeline(
+            stages, replica_programs.sgd, replica_programs.total_and_count, method, **settings
+        )
+        expected = [result.loss.item() for result in pipe.run(replica_programs.sentences())]
+        epoch = pipe.fit(list(replica_programs.sentences(3)))
+        evaluated = pipe.evaluate(list(replica_programs.sentences(2)))
+        for rank in range(3):
+            losses, its_epoch, its_evaluated, state = found[rank][c]
+            k = replica_programs.stage_and_replica(counts, rank)[0]
+            if method == "auto":  # whose replicas read other versions
+                continue
+            if k == 1 or c < 2:
+                assert losses == pytest.approx(expected)
+            assert its_epoch == pytest.approx(epoch)
+            assert its_evaluated["loss"] == pytest.approx(evaluated["loss"])
+            theirs = pipe.state_dict()
+            for name, tensor in state.items():
+                key = name if name in theirs else f"{k}.{name}"
+                torch.testing.assert_close(tensor, theirs[key], rtol=1e-9, atol=1e-12)
 
 
 def test_samples_along_another_dimension():

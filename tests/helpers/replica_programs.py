@@ -82,6 +82,54 @@ def trained(rank, ranks, cases):
     return found
 
 
+WORDS, IGNORED = 7, -100
+
+
+def words(k):
+    """A stage of a model of words, of two."""
+    torch.manual_seed(5 + k)
+    parts = [(nn.Embedding(WORDS, WIDTH), nn.Tanh()), (nn.Linear(WIDTH, WORDS),)][k]
+    return nn.Sequential(*parts).double()
+
+
+def sentences(count=5):
+    """Batches of eight rows of 1 to 12 words; of some the first or the last rows have none."""
+    g = torch.Generator().manual_seed(3)
+    for i in range(count):
+        ids, labels = torch.randint(WORDS, (2, 8, 12), generator=g).unbind()
+        lengths = torch.randint(1, 13, (8,), generator=g)
+        labels[torch.arange(12)[None] >= lengths[:, None]] = IGNORED
+        if i % 2:
+            labels[slice(6, 8) if i == 1 else slice(0, 3)] = IGNORED
+        yield ids, labels
+
+
+def counting(labels):
+    return (labels != IGNORED).sum()
+
+
+def total_and_count(output, labels):
+    total = nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total, counting(labels)
+
+
+def counted(rank, ranks, cases):
+    """Per case: losses where there are any, means of an epoch and of an evaluation, weights."""
+    found = []
+    for counts, method, settings in cases:
+        part = words(stage_and_replica(counts, rank)[0])
+        settings = {"timeout": 30.0, "replicas": counts, **settings}
+        pipe = st.DistributedPipeline(part, sgd, total_and_count, method, **settings)
+        losses = [
+            result.loss.item() if result.has_loss else None
+            for result in pipe.run(None if rank else sentences())
+        ]
+        epoch = pipe.fit(None if rank else list(sentences(3)))
+        evaluated = pipe.evaluate(None if rank else list(sentences(2)))
+        found.append((losses, epoch, evaluated, pipe.state_dict()))
+    return found
+
+
 def sharded(rank, ranks):
     """Per way to update a replicated stage: losses, and its weights."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # which takes a second to import

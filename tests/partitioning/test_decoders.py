@@ -90,6 +90,39 @@ def trained(parts, alone, data):
     return pipe
 
 
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_a_loss_by_tokens_is_that_of_the_whole_minibatch(name):
+    """Padded rows, packed ones, microbatches without a label: what ``labels=`` gives uncut."""
+    model = made(name, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    alone = copy.deepcopy(model)
+    parts = st.partition(model, 3, profile=EVEN)
+    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="1f1b", clip_norm=0.1)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+    data = []
+    for i in range(4):
+        one = batch(6, 12, "right", positions=True)
+        lengths = torch.tensor([2, 12, 5, 1, 12, 3])
+        one["labels"][torch.arange(12)[None] >= lengths[:, None]] = -100
+        if i == 1:
+            one["labels"][2:4] = -100
+        if i == 2:  # two sequences in a row
+            one["position_ids"] = (torch.arange(12) % 6).repeat(6, 1)
+        data.append(one)
+    for result, one in zip(pipe.run(data), data, strict=True):
+        optimizer.zero_grad()
+        loss = alone(**one).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        optimizer.step()
+        torch.testing.assert_close(result.loss, loss.detach())
+        assert result.count == parts.loss_fn.count(one)
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    whole = [alone(**one).loss.item() * parts.loss_fn.count(one).item() for one in data]
+    count = sum(parts.loss_fn.count(one).item() for one in data)
+    assert pipe.evaluate(data)["loss"] == pytest.approx(sum(whole) / count, rel=1e-5)
+
+
 def given(*seconds):
     return Profile(tuple(BlockProfile(s) for s in seconds))
 
@@ -119,6 +152,12 @@ def run(stages, value):
     return value
 
 
+def loss_of(parts, output, given):
+    """What the model returns as loss, of the pair of a sum and a count where it is a mean."""
+    found = parts.loss_fn(output, given)
+    return found[0] / found[1] if isinstance(found, tuple) else found
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_are_the_models(name):
     model = made(name).eval()
@@ -135,7 +174,7 @@ def test_logits_and_gradients_are_the_models(name):
         expected = alone(**given, use_cache=False)
         assert type(found) is type(expected)
         torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
-        loss = parts.loss_fn(found, given)
+        loss = loss_of(parts, found, given)
         torch.testing.assert_close(loss, expected.loss, rtol=0, atol=0)
         loss.backward()
         expected.loss.backward()
@@ -237,7 +276,7 @@ def test_gradient_checkpointing_stays():
     parts = st.partition(model, 3, profile=EVEN)
     given = batch(2, 6, "left")
     calls.clear()
-    parts.loss_fn(run(parts, given), given).backward()
+    loss_of(parts, run(parts, given), given).backward()
     assert len(calls) == 8
     alone(**given).loss.backward()
     for (key, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
@@ -267,8 +306,8 @@ def test_classification_heads(head, more):
                 given["labels"] = given["labels"].float()
         found, expected = run(parts, given), model(**given)
         torch.testing.assert_close(found.logits, expected.logits)
-        torch.testing.assert_close(parts.loss_fn(found, given), expected.loss)
-        torch.testing.assert_close(parts.loss_fn(found, given["labels"]), expected.loss)
+        torch.testing.assert_close(loss_of(parts, found, given), expected.loss)
+        torch.testing.assert_close(loss_of(parts, found, given["labels"]), expected.loss)
 
 
 def test_module_buffers_beside_the_blocks_are_saved_once():

@@ -86,8 +86,8 @@ def test_what_belongs_to_an_update_comes_in_order():
     found = words(Place(1, 3, 2, 2), every)
     assert found["update"] == [
         *("send tied gradients", "add tied gradients", "sum gradients over replicas"),
-        *("send norm", "clip", "send weights to replicas", "update"),
-        *("average weights over replicas", "report to the caller"),
+        *("divide gradients by the count", "send norm", "clip", "send weights to replicas"),
+        *("update", "average weights over replicas", "report to the caller"),
     ]
     assert found["forward"] == [
         *("pull", "load forward weights", "receive activation", "send tied weights"),
