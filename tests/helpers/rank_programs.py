@@ -109,6 +109,10 @@ def checked(rank, ranks, dropped, *given):
         return same_bits(rank, ranks, *given, staged=True)
 
 
+def header_of(seed):
+    return Header(seed + 1, seed / 7, seed / 3 if seed % 2 else None)
+
+
 def same_bits(rank, ranks, messages, dynamic, staged=False):
     told, end = ends_of(rank, ranks, dynamic=dynamic, staged=staged)
     wrong = []
@@ -117,7 +121,7 @@ def same_bits(rank, ranks, messages, dynamic, staged=False):
         if rank == 0:
             for seed, rows in messages:
                 sent = tensors(seed, rows)
-                send(end, *sent, grads=GRADS, header=Header(seed + 1, seed / 7))
+                send(end, *sent, grads=GRADS, header=header_of(seed))
             end.end()
             end.flush()
         else:
@@ -125,7 +129,7 @@ def same_bits(rank, ranks, messages, dynamic, staged=False):
             n = 0
             while (slot := end.receive()) is not None:
                 seed = messages[n][0]
-                if slot.header != (seed + 1, seed / 7):
+                if slot.header != header_of(seed):
                     wrong.append((n, slot.header))
                 callers_stream(CPU).reads(slot.buffer)
                 held.append((n, slot))

@@ -199,7 +199,7 @@ def test_cuda_where_there_is_none():
             r"must return a scalar \(a 0-d tensor\), got shape \(3, 5\)",
         ),
         (lambda out, y: ((out - y) ** 2).mean().reshape(1), ValueError, r"got shape \(1,\)"),
-        (lambda out, y: 0.5, TypeError, "must return a 0-d tensor, got a float"),
+        (lambda out, y: 0.5, TypeError, r"a 0-d tensor, or a pair \(sum, count\), got a float"),
         (lambda out, y: mse(out, y) * 1j, TypeError, "must return a real number, got torch.c"),
         (lambda out, y: mse(out, y).detach(), ValueError, "does not depend on the output"),
         (lambda out, y: (out > y).sum(), ValueError, "does not depend on the output"),
