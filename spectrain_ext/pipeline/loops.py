@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.schedule import Place, Replicas
 
+from .batch import microbatches_in
 from .executor import Executor
 from .losses import Keep, Measures, Result, means_of
 from .observer import Observer
@@ -227,8 +228,15 @@ def _evaluator_of(executor: Executor) -> Executor:
 
 def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> Iterator[object]:
     """What an evaluation takes for minibatches: tuples of the caller's batches."""
-    given, each = iter(batches), 1 if alone else lcm(*replicas.counts)
+    numbered = enumerate(batches)
+    given = (part for n, batch in numbered for part in _parts_of(batch, f"batches[{n}]"))
+    each = 1 if alone else lcm(*replicas.counts)
     return iter(lambda: tuple(islice(given, each)), ())
+
+
+def _parts_of(batch: object, where: str) -> Sequence[object]:
+    cut = microbatches_in(batch, where)
+    return [batch] if cut is None else cut
 
 
 def _buffers_of(module: nn.Module) -> str:

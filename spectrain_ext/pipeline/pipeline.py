@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -641,5 +641,4 @@ def _follow_load(pipe: Pipeline, *_: object) -> None:
 
 def _moved(value: Any, device: torch.device) -> Any:
     """A value there, in the form in which a stage gets it; anything else as it is."""
-    known = isinstance(value, (Tensor, tuple, list, Mapping))
-    return each(value, lambda tensor: tensor.to(device)) if known else value
+    return each(value, lambda tensor: tensor.to(device))

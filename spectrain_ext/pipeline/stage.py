@@ -150,8 +150,10 @@ class Stage(Loads):
             edges.heard_end = edges.inputs[j]
             self.hear_end()
             return
+        header = slot.header
         if j == 0:
-            self.cursor.add(edges.shares(slot.header), slot.header)
+            self.cursor.add(edges.microbatches_of(header))
+        self.cursor.shares[i][j] = header.value
         self._received = slot
 
     def hear_end(self) -> None:
@@ -224,9 +226,9 @@ class Stage(Loads):
         return run_on(self.module, message, entry=True)
 
     def send_activation(self, i: int, j: int) -> None:
-        tape, header = self._tapes[i, j], self.cursor.headers[i]
+        tape = self._tapes[i, j]
         to = self.edges.to_next[j]
-        read = to.send(tape.message, tape.buffer, self.computed, header=header)
+        read = to.send(tape.message, tape.buffer, self.computed, header=tape.header)
         if self._keeps_graph:
             return
         # Without a graph nothing here needs the output any more.
@@ -277,7 +279,8 @@ class Stage(Loads):
         assert message is not None
         writes = slot.buffer, tape.buffer
         with self.computing(writes=writes), torch.no_grad(), RNG_LOCK, self._numbers:
-            measure(tape.output, copied_out(packed(message, message.tensors), message))
+            copies = [None if t is None else t.clone() for t in message.tensors]
+            measure(tape.output, packed(message, copies))
         self.compute.record(self.computed)
         self.edges.targets[j].free(slot)
         self.compute.writes(tape.buffer)  # freed
@@ -416,7 +419,7 @@ class Stage(Loads):
         edge.free(slot)
 
     def send_word(self, i: int, j: int) -> None:
-        self.edges.to_previous[j].send(Message((), False), Buffer("nothing"), self.computed)
+        self.edges.to_previous[j].send(Message(()), Buffer("nothing"), self.computed)
 
 
 def _versions(message: Message) -> list[int]:
