@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spectrain_ext.transport import (
     NO_HEADER,
+    TENSOR,
     Buffer,
     Header,
     Message,
@@ -38,6 +39,13 @@ class Microbatch(NamedTuple):
     input: Message
     target: Message
     samples: int  # 0 of a minibatch that is not cut
+
+    def as_batch(self) -> object:
+        """What a caller hands in for it."""
+        value = packed(self.input, self.input.tensors)
+        if self.target is self.input:
+            return value
+        return value, packed(self.target, self.target.tensors)
 
 
 class Minibatch(NamedTuple):
@@ -142,12 +150,14 @@ def _checked(batch: Any, where: str, objects: bool) -> _Batch:
         ]
     else:
         raise _no_batch(batch, where)
-    if not any(side.tensors for side in sides):
+    if not (sides[0].tensors or sides[1].tensors):
         raise TypeError(f"{where}: expected a tensor in it, got {batch!r}")
     return _Batch(where, values, *sides)
 
 
 def _message(value: object, where: str, objects: bool) -> Message:
+    if isinstance(value, Tensor):
+        return Message((value.detach(),), (False,), TENSOR)
     tensors: list[Tensor] = []
     form = flattened(value, where, tensors, objects)
     detached = tuple([tensor.detach() for tensor in tensors])
@@ -257,7 +267,9 @@ def _samples(batch: _Batch, dims: tuple[_Dims, _Dims]) -> int:
 def _warn_of_another_dim(batch: _Batch, split_dim: SplitDim) -> None:
     if split_dim != 0 or not batch.input.tensors or not batch.target.tensors:
         return
-    given, wanted = (next(tensors_in(value)).shape for value in batch.values)
+    first, other = batch.input.tensors[0], batch.target.tensors[0]
+    assert first is not None and other is not None
+    given, wanted = first.shape, other.shape
     if len(given) > 1 and wanted and given[0] != wanted[0] == given[1]:
         warnings.warn(
             f"{batch.where}: the input has shape {tuple(given)} and the target {tuple(wanted)}, so "

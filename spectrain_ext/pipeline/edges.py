@@ -213,6 +213,8 @@ class Source:
 
     def _shares(self, sizes: Sequence[int]) -> list[float]:
         """What each microbatch has of the samples of what its replica makes one update of."""
+        if len(sizes) == 1:
+            return [1.0]
         count = self._trained_apart
         totals = [sum(sizes[c::count]) for c in range(count)]
         found = ((size, totals[j % count]) for j, size in enumerate(sizes))

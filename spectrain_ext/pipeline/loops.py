@@ -73,9 +73,10 @@ class Loops(nn.Module):
 
         Returns:
             The value of each metric. Those of functions are means over all batches, each weighted
-            by its samples, the size of its target's first tensor along ``split_dim``; added up in
-            float64 without rounding. A batch of no samples is not measured. All processes of a
-            pipeline get the same floats, those of one process.
+            by its samples, the size of its target's tensors along ``split_dim``; added up in
+            float64 without rounding. A list of microbatches is as many batches. A batch of no
+            samples is not measured. All processes of a pipeline get the same floats, those of one
+            process.
 
         Raises:
             RuntimeError: a run has not ended yet.

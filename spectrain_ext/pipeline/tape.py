@@ -131,7 +131,7 @@ def run_on(module: nn.Module, message: Message, entry: bool) -> tuple[list[Tenso
                 value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
         leaves.append(leaf)
         values.append(value)
-    return leaves, module(packed(message, values))
+    return leaves, module(values[0] if message.form == TENSOR else packed(message, values))
 
 
 def copied_out(value: Any, message: Message) -> Any:

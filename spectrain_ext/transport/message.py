@@ -108,10 +108,10 @@ def places_in(form: Form, where: str = "") -> Iterator[str]:
             yield from places_in(member, f"{where}[{name!r}]")
 
 
-def as_value(given: object, where: str) -> Value:
+def as_value(given: object, where: str, objects: bool = True) -> Value:
     """The value that was given, maybe with a mapping in it that is no dict."""
     tensors: list[Tensor] = []
-    form = flattened(given, where, tensors, objects=True)
+    form = flattened(given, where, tensors, objects)
     if not tensors:
         raise TypeError(f"{where}: expected at least one tensor, got a {type(given).__name__}")
     return unflattened(form, iter(tensors))

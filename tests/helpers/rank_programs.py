@@ -76,10 +76,10 @@ def ends_of(rank, ranks, depth=3, dynamic=False, timeout=30.0, staged=False):
     return told, RemoteSender(link, CPU, depth, told)
 
 
-def send(sender, *tensors, single=False, grads=None, header=NO_HEADER):
+def send(sender, *tensors, grads=None, header=NO_HEADER):
     event = callers_stream(CPU).event()
     grads = grads or (True,) * len(tensors)
-    sender.send(Message(tensors, single, grads), Buffer("source"), event, header=header)
+    sender.send(Message(tensors, grads), Buffer("source"), event, header=header)
 
 
 def tensors(seed, rows=4):
@@ -158,7 +158,7 @@ def two_runs(rank, ranks):
         with told.run():
             if rank == 0:
                 for n in range(5):
-                    send(end, torch.full((3,), 10.0 * run + n), single=True)
+                    send(end, torch.full((3,), 10.0 * run + n))
                 end.end()
                 end.flush()
             else:
@@ -173,8 +173,8 @@ def grows(rank, ranks):
     told, end = ends_of(rank, ranks)
     with told.run():
         if rank == 0:
-            send(end, torch.zeros(4, 2), single=True)
-            send(end, torch.zeros(5, 2), single=True)
+            send(end, torch.zeros(4, 2))
+            send(end, torch.zeros(5, 2))
         else:
             end.begin()
             while (slot := end.receive()) is not None:
@@ -200,7 +200,7 @@ def chain(rank, ranks, fault, culprit, timeout, grace):
             if receiver is not None:
                 receiver.free(receiver.receive())
             if sender is not None:
-                send(sender, torch.full((3,), float(n)), single=True)
+                send(sender, torch.full((3,), float(n)))
             told.check()
 
 
@@ -209,7 +209,7 @@ def frees_late(rank, ranks):
     told, end = ends_of(rank, ranks)
     with told.run():
         if rank == 0:
-            send(end, torch.ones(4), single=True)
+            send(end, torch.ones(4))
             end.flush()
             commit("kill")
         end.begin()
