@@ -298,7 +298,8 @@ def _cut(message: Message, sizes: Sequence[int], dims: _Dims, apart: bool = Fals
         if apart and (dim or column[0] is tensor):
             column = [part.clone() for part in column]
         columns.append(column)
-    return [message._replace(tensors=part) for part in zip(*columns, strict=True)]
+    parts = (tuple([column[j] for column in columns]) for j in range(len(sizes)))
+    return [message._replace(tensors=tensors) for tensors in parts]
 
 
 def cut_targets(message: Message, samples: int, parts: int, split_dim: Any) -> list[Any]:
@@ -321,6 +322,8 @@ def hand_in(edge: Sender, message: Message, batch: Buffer, header: Header = NO_H
     for tensor in message.tensors:
         if tensor is not None and tensor.device not in callers:
             callers[tensor.device] = callers_stream(tensor.device)
+    if not callers:
+        batch = Buffer("no tensors")
     given = []
     for caller in callers.values():
         if not caller.immediate:

@@ -252,12 +252,12 @@ class Layout(NamedTuple):
         return Message(tuple(tensors), flags, self.form)
 
     def shrinks_to(self, other: Layout) -> bool:
-        """Whether the other has the same tensors, smaller in at most one dimension each."""
-        if len(self.tensors) != len(other.tensors):
-            return False
-        return all(
+        """Whether the other has the same tensors, or the first of them, each smaller in at most one
+        dimension.
+        """
+        return len(self.tensors) >= len(other.tensors) and all(
             its is None or (mine is not None and mine.shrinks_to(its))
-            for mine, its in zip(self.tensors, other.tensors, strict=True)
+            for mine, its in zip(self.tensors, other.tensors, strict=False)
         )
 
     def __str__(self) -> str:

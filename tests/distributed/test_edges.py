@@ -25,6 +25,10 @@ def test_messages_arrive_bit_for_bit(messages):
     assert run_ranks(rank_programs.same_bits, 2, messages, messages is GROWING) == [[], []]
 
 
+def test_layouts_are_announced_anew_where_there_are_too_many():
+    assert run_ranks(rank_programs.few_layouts, 2, [*GROWING, *UNEVEN[:3], *GROWING]) == [[], []]
+
+
 @pytest.mark.parametrize("messages", [UNEVEN, GROWING], ids=["uneven", "growing"])
 def test_staged_messages_arrive_bit_for_bit(messages):
     given = (None, messages, messages is GROWING)
@@ -219,7 +223,9 @@ def test_what_a_layout_may_shrink_to():
     a, b = torch.zeros(4, 5), torch.zeros(4)
     assert of(a, b).shrinks_to(of(a[:3], b[:3]))
     assert of(a).shrinks_to(of(a[:, :2]))
-    assert not of(a, b).shrinks_to(of(a))
+    assert of(a, b).shrinks_to(of(a[:3]))  # of targets fewer microbatches
+    assert not of(a, b).shrinks_to(of(b))
+    assert not of(a).shrinks_to(of(a, b))
     assert not of(a).shrinks_to(of(a[:3, :3]))
     assert not of(a).shrinks_to(of(a.double()))
     assert not of(a[:3]).shrinks_to(of(a))

@@ -55,7 +55,7 @@ def test_samples_along_another_dimension():
 
 
 def test_nested_values_and_microbatches_cut_by_the_caller():
-    """Over two ranks to the bit; where the last stage has replicas, each gets targets of its own."""
+    """To the bit; objects that another process cannot get are refused."""
     torch.set_num_threads(1)
     losses, measured, state = value_programs.nested()
     found = run_ranks(value_programs.nested, 2)

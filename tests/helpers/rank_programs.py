@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from spectrain_ext.distributed import connections
+from spectrain_ext.distributed import connections, ends
 from spectrain_ext.distributed import links as links_module
 from spectrain_ext.distributed.board import Board
 from spectrain_ext.distributed.ends import RemoteReceiver, RemoteSender
@@ -107,6 +107,12 @@ def checked(rank, ranks, dropped, *given):
 
     with checked_streams(), patch.object(CheckedStream, "wait", waits):
         return same_bits(rank, ranks, *given, staged=True)
+
+
+def few_layouts(rank, ranks, messages):
+    """``same_bits`` where the ends keep no more than two layouts."""
+    with patch.object(ends, "_KINDS", 2):
+        return same_bits(rank, ranks, messages, dynamic=True)
 
 
 def same_bits(rank, ranks, messages, dynamic, staged=False):
