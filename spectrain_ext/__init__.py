@@ -51,7 +51,7 @@ from spectrain_ext.operators import (
     stash_predict_,
     swap_,
 )
-from spectrain_ext.pipeline import Observer, Pipeline
+from spectrain_ext.pipeline import Microbatches, Observer, Pipeline
 from spectrain_ext.schedule import ScheduleError
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ __all__ = [
     "DistributedPipeline",
     "Method",
     "Metrics",
+    "Microbatches",
     "Observer",
     "OrderingError",
     "Phase",

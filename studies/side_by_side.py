@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from spectrain_ext.operators.averaging import Averaging
+from spectrain_ext.pipeline import Microbatches
 from spectrain_ext.pipeline.averaging import Averaged, check_averaged
-from spectrain_ext.pipeline.batch import SplitDim, joined, sides_of, split
+from spectrain_ext.pipeline.batch import SplitDim, split
 from spectrain_ext.pipeline.losses import Result
 from spectrain_ext.pipeline.pipeline import Pipeline
 from spectrain_ext.rng import StageRandom
@@ -170,19 +171,14 @@ class _Dealer:
             return False
         i, batch = found
         replicas = len(self._microbatches)
-        parts = split(batch, i, sum(self._microbatches), self._split_dim)
+        parts = split(batch, i, sum(self._microbatches), self._split_dim).parts
         if len(parts) < replicas:
             raise ValueError(
                 f"batches[{i}]: it makes {len(parts)} microbatches, and there are {replicas} "
                 "replicas, each of which needs one; leave such a minibatch out, or make it larger"
             )
         for c, queue in enumerate(self._dealt):
-            own = parts[c::replicas]
-            one = own[0].target is own[0].input
-            dims = sides_of(self._split_dim)
-            sides = [joined([part.input for part in own], dims[0])]
-            sides += [] if one else [joined([part.target for part in own], dims[1])]
-            queue.append(sides[0] if one else tuple(sides))
+            queue.append(Microbatches(part.as_batch() for part in parts[c::replicas]))
         return True
 
 

@@ -27,6 +27,8 @@ from .links import Connected, RemoteEdge
 from .wire import ENDLESS, HEAD, TAG_BODY, TAG_FRAME, TAG_LAYOUT, Frame, layout_of, text_of
 
 _CPU = torch.device("cpu")
+#: Layouts that both ends keep; then they begin anew.
+_KINDS = 4096
 _Pieces = list[tuple[Tensor, int]]  # what the host sends, with their tags
 
 
@@ -155,7 +157,7 @@ class RemoteReceiver(_End):
         if length:
             text = torch.empty(length, dtype=torch.uint8)
             self._receive(text, TAG_LAYOUT).wait(ENDLESS)
-            self._layouts.append(layout_of(text.numpy().tobytes()))
+            self._layouts[number:] = [layout_of(text.numpy().tobytes())]
         layout = self._layouts[number]
         if not layout.places()[1] <= nbytes <= (self._capacity or nbytes):
             raise ValueError(f"the peer announced {layout} and sends {nbytes} bytes")
@@ -256,6 +258,8 @@ class RemoteReceiver(_End):
 class RemoteSender(_End):
     """The sender's end: packs the tensors of a message and sends them in one piece."""
 
+    by_reference = False
+
     def __init__(self, link: RemoteEdge, device: torch.device, depth: int, board: Board) -> None:
         super().__init__(link, device, depth, board, None)
         if link.staged:
@@ -309,6 +313,8 @@ class RemoteSender(_End):
         if kind is not None:
             return kind, b""
         layout = Layout.of(message)
+        if len(self._kinds) == _KINDS:  # constants may be others every time
+            self._kinds.clear()
         kind = layout, len(self._kinds), self._checked_bytes(layout)
         self._kinds[looks] = kind
         return kind, text_of(layout)

@@ -183,7 +183,8 @@ class DistributedPipeline(Pipeline):
         Args:
             batches: as for ``Pipeline``, on rank 0: whole minibatches, of which it sends inputs to
                 the other replicas of stage 0 and targets to the last stage. Of a batch that is a
-                mapping both are all of it. Other ranks need none, and ignore them.
+                mapping both are all of it. What is no tensor is None, a bool, a number or a string:
+                nothing else goes to another process. Other ranks need none, and ignore them.
             trace: records when this rank's actions run, or measures them.
             keep: as for ``Pipeline``; results carry it on the ranks of the last stage, with
                 replicas there each that of its own microbatches. It is shared with nobody.

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
-from math import isnan, nan
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spectrain_ext.transport.message import FlatMemory, Header, Layout, TensorLayout
+from spectrain_ext.transport.message import (
+    CONSTANTS,
+    CONTAINERS,
+    FLAT,
+    TENSOR,
+    FlatMemory,
+    Form,
+    Header,
+    Layout,
+    TensorLayout,
+    places_in,
+)
 
-# A header, as int64: sequence number, its kind, parts of the minibatch, the bits of two float64
-# that travel along (nan for no divisor), number of the layout, its bytes as text (0 if it has been
-# announced), bytes of the body.
-_HEADER = 8
+# A header, as int64: sequence number, its kind, parts of the minibatch, the bits of a float64 that
+# travels along, number of the layout, its bytes as text (0 if it has been announced), bytes of the
+# body.
+_HEADER = 7
 _DATA, _END = 1, 2
 # Bytes of a frame before the body: whole alignment units.
 HEAD = 256
@@ -47,15 +58,14 @@ class Frame(FlatMemory):
         self, sequence: int, header: Header | None, number: int = 0, text: int = 0, nbytes: int = 0
     ) -> None:
         """Write the header of a message, or of the end: None."""
-        kind, parts, value, count = _END, 0, 0, 0
+        kind, parts, value = _END, 0, 0
         if header is not None:
             kind, parts = _DATA, header.parts
-            value = _bits(header.value)
-            count = _bits(nan if header.divisor is None else header.divisor)
-        self._numbers[:] = (sequence, kind, parts, value, count, number, text, nbytes)
+            value = int(np.float64(header.value).view(np.int64))
+        self._numbers[:] = (sequence, kind, parts, value, number, text, nbytes)
 
     def read(self, sequence: int) -> tuple[Header | None, int, int, int]:
-        found, kind, parts, value, count, *lengths = self._numbers.tolist()
+        found, kind, parts, value, *lengths = self._numbers.tolist()
         if found != sequence or kind not in (_DATA, _END):
             raise ValueError(
                 f"expected message {sequence}, got one that says it is {found} of kind {kind}"
@@ -63,17 +73,7 @@ class Frame(FlatMemory):
         number, text, nbytes = lengths
         if kind == _END:
             return None, number, text, nbytes
-        known = _number(count)
-        header = Header(parts, _number(value), None if isnan(known) else known)
-        return header, number, text, nbytes
-
-
-def _bits(number: float) -> int:
-    return int(np.float64(number).view(np.int64))
-
-
-def _number(bits: int) -> float:
-    return float(np.int64(bits).view(np.float64))
+        return Header(parts, float(np.int64(value).view(np.float64))), number, text, nbytes
 
 
 def text_of(layout: Layout) -> bytes:
@@ -82,8 +82,7 @@ def text_of(layout: Layout) -> bytes:
         t and (t.shape, t.stride, str(t.dtype).removeprefix("torch."), t.differentiable)
         for t in layout.tensors
     ]
-    form = {"tensors": tensors, "single": layout.single, "keys": layout.keys}
-    return json.dumps(form).encode()
+    return json.dumps({"tensors": tensors, "form": layout.form}).encode()
 
 
 def layout_of(text: bytes) -> Layout:
@@ -91,14 +90,29 @@ def layout_of(text: bytes) -> Layout:
     try:
         read = json.loads(text)
         tensors = tuple(None if t is None else _tensor_layout(*t) for t in read["tensors"])
-        keys = None if read["keys"] is None else tuple(read["keys"])
-        if keys is not None:
-            named = all(isinstance(key, str) for key in keys)
-            if not named or len(set(keys)) != len(tensors):
-                raise TypeError(f"{keys!r} are no names of {len(tensors)} tensors")
-        return Layout(tensors, bool(read["single"]), keys)
-    except (KeyError, TypeError, AttributeError) as error:
+        form = _form(read["form"]) if read["form"] else FLAT
+        if form != FLAT and len([*places_in(form)]) != len(tensors):
+            raise TypeError(f"{len(tensors)} tensors have other places")
+        return Layout(tensors, form)
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"not the layout of a message: {text[:200]!r} ({error})") from None
+
+
+def _form(read: Any) -> Form:
+    if isinstance(read, str):
+        if read != TENSOR and not isinstance(json.loads(read), CONSTANTS):
+            raise TypeError(f"{read!r} is no constant")
+        return read
+    kind, *members = read
+    if kind == "dict":
+        names, *members = members
+        named = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not named or len(set(names)) != len(members):
+            raise TypeError(f"{names!r} are no names of {len(members)} members")
+        return (kind, tuple(names), *map(_form, members))
+    if kind not in CONTAINERS:
+        raise TypeError(f"{kind!r} is no container")
+    return (kind, *map(_form, members))
 
 
 def _tensor_layout(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spectrain_ext.rng import RNG_LOCK
-from spectrain_ext.transport import VALUES, Value, as_value, each, tensors_in, tensors_of
+from spectrain_ext.transport import Value, as_value, each, tensors_in, tensors_of
 
 _CACHE = 4 * 2**20  # bytes: more than the caches that a core has for itself
 _MOST = 10**18  # of any number in a profile: sums, products and squares of them are finite
@@ -113,8 +113,7 @@ def measure(
     Args:
         blocks: the model's blocks; each is run where its parameters are and as it is set (training
             or evaluation).
-        example_input: what the first block takes, a tensor, a tuple of tensors, or a mapping of
-            names to tensors: a microbatch.
+        example_input: what the first block takes, a microbatch, as ``Pipeline.run`` has inputs.
         repeats: timed runs of each block, after one that is not counted.
         ties: passed on.
 
@@ -302,6 +301,4 @@ def _checked(output: object, index: int, last: bool) -> Value:
     """What the next block is given; of the last one's output, whatever it is, the tensors."""
     if last:
         return tuple(tensors_in(output))
-    if isinstance(output, list):
-        raise TypeError(f"block {index}: expected {VALUES}, got a list")
-    return as_value(output, f"block {index}")
+    return as_value(output, f"block {index}", objects=False)

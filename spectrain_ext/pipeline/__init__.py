@@ -8,8 +8,10 @@ keeps a ``tape`` until the backward; ``losses`` go out again. An ``observer`` ma
 make whole trainings of runs, and measure the model between them.
 """
 
+from spectrain_ext.transport import Microbatches
+
 from .losses import Result
 from .observer import Observer
 from .pipeline import Pipeline
 
-__all__ = ["Observer", "Pipeline", "Result"]
+__all__ = ["Microbatches", "Observer", "Pipeline", "Result"]

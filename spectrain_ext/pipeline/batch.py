@@ -1,10 +1,10 @@
-"""Minibatch: the caller's (input, target) pair or mapping, checked and split."""
+"""Minibatch: the caller's pair, mapping or list of microbatches, checked and cut."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,72 +12,164 @@ from torch import Tensor
 
 from spectrain_ext.transport import (
     NO_HEADER,
+    TENSOR,
     Buffer,
     Header,
+    Message,
+    Microbatches,
     Sender,
     Stream,
-    Value,
-    as_value,
     callers_stream,
-    each,
+    flattened,
+    places_in,
     tensors_in,
-    tensors_of,
 )
 
-from .tape import activation
+from .tape import packed
 
-#: Along which dimension the samples of a batch's tensors lie: of all, or of each part of the batch.
-SplitDim = int | tuple[Any, ...] | list[Any] | Mapping[str, int]
+#: Along which dimension the samples of a batch's tensors lie: of all, or of each part of the batch;
+#: None: it is not cut.
+SplitDim = int | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+_Dims = list[int | None]  # of the tensors of an input, or of a target
 
 
 class Microbatch(NamedTuple):
     """One part of a minibatch."""
 
-    input: Value
-    target: Value
+    input: Message
+    target: Message
     samples: int  # 0 of a minibatch that is not cut
+
+    def as_batch(self) -> object:
+        """What a caller hands in for it."""
+        value = packed(self.input, self.input.tensors)
+        if self.target is self.input:
+            return value
+        return value, packed(self.target, self.target.tensors)
+
+
+class Minibatch(NamedTuple):
+    """A batch in its parts."""
+
+    parts: list[Microbatch]
+    target: Message | None  # of all of it; None: the caller has cut it
+
+
+class _Batch(NamedTuple):
+    """A batch that has been checked, or a microbatch of the caller's."""
+
+    where: str
+    values: tuple[Any, Any]  # of a mapping both are all of it
+    input: Message
+    target: Message
 
 
 def split(
-    batch: object, minibatch: int, microbatches: int, split_dim: SplitDim = 0
-) -> list[Microbatch]:
-    """Check a batch and cut it into parts whose sizes differ by at most one."""
+    batch: object,
+    minibatch: int,
+    microbatches: int,
+    split_dim: SplitDim = 0,
+    objects: bool = True,  # whether what is neither a tensor nor a constant may be in it
+) -> Minibatch:
+    """Check a batch and cut it into parts whose sizes differ by at most one, or take its own."""
     where = f"batches[{minibatch}]"
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        value = as_value(batch[0], f"{where}[0]", " (input)")
-        target = as_value(batch[1], f"{where}[1]", " (target)")
-    elif isinstance(batch, Mapping):
-        value = target = as_value(batch, where)
-    else:
-        what = type(batch).__name__
-        if isinstance(batch, (tuple, list)):
-            what += f" of length {len(batch)}"
-        raise TypeError(
-            f"{where}: expected a pair (input, target), or a mapping of names to tensors that is "
-            f"both, got a {what}"
-        )
-    if microbatches == 1:
-        _warn_of_another_dim(where, value, target, split_dim)
-        return [Microbatch(value, target, 0)]
-
-    sides = zip(sides_of(split_dim), (value, target), ("the input", "the target"), strict=True)
-    dims = [_dims(dim, side, name) for dim, side, name in sides]
-    samples, first = None, ""
-    for (name, tensor), dim in zip(_named(value, target), [*dims[0], *dims[1]], strict=True):
-        size = tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else None
-        if samples is None:
-            samples, first = size, name
-        if size is None or size != samples:
-            than = f"{first} has {samples}, " if name != first else ""
+    cut = microbatches_in(batch, where, warns=microbatches > 1)
+    if cut is not None:
+        if len(cut) > microbatches:
             raise ValueError(
-                f"{where}: to be split into microbatches, its tensors must have the same size in "
-                f"dimension {dim}; {than}{name} has shape {tuple(tensor.shape)}; split_dim= names "
-                "other dimensions"
+                f"{where}: expected a list of at most {microbatches} microbatches, as many as the "
+                f"pipeline was made for, got {len(cut)}"
             )
-    sizes = sizes_of(samples or 0, max(1, min(microbatches, samples or 0)))
-    inputs = _cut(value, sizes, dims[0])
-    targets = inputs if target is value else _cut(target, sizes, dims[1])
-    return list(map(Microbatch, inputs, targets, sizes if len(sizes) > 1 else [0]))
+        members = [_checked(one, f"{where}[{n}]", objects) for n, one in enumerate(cut)]
+        samples = [_samples(member, _dims_of(member, split_dim)) for member in members]
+        return Minibatch(
+            [Microbatch(*m[2:], n) for m, n in zip(members, samples, strict=True)], None
+        )
+    whole = _checked(batch, where, objects)
+    if microbatches == 1:
+        _warn_of_another_dim(whole, split_dim)
+        return Minibatch([Microbatch(whole.input, whole.target, 0)], whole.target)
+    dims = _dims_of(whole, split_dim)
+    count = _samples(whole, dims)
+    if min(microbatches, count) < 2:
+        return Minibatch([Microbatch(whole.input, whole.target, 0)], whole.target)
+    sizes = sizes_of(count, min(microbatches, count))
+    inputs = _cut(whole.input, sizes, dims[0])
+    targets = inputs if whole.target is whole.input else _cut(whole.target, sizes, dims[1])
+    return Minibatch(list(map(Microbatch, inputs, targets, sizes)), whole.target)
+
+
+def microbatches_in(batch: object, where: str, warns: bool = False) -> list[Any] | None:
+    """The microbatches of a batch that the caller has cut; None: it is in one piece."""
+    if not isinstance(batch, list):
+        return None
+    if isinstance(batch, Microbatches) or len(batch) != 2:
+        if not batch or not all(isinstance(one, Mapping) or _is_pair(one) for one in batch):
+            raise _no_batch(batch, where)
+        return batch
+    first, second = batch
+    remedy = (
+        "write the pair as a tuple, or two microbatches as spectrain_ext.Microbatches([..., ...])"
+    )
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        if first.keys() == second.keys():
+            raise ValueError(
+                f"{where}: a list of two mappings with the same keys may be a pair (input, target) "
+                f"or two microbatches; {remedy}"
+            )
+    elif warns and _is_pair(first) and _is_pair(second):
+        warnings.warn(
+            f"{where}: a list of two pairs is taken for one pair (input, target); {remedy}",
+            stacklevel=2,
+        )
+    return None
+
+
+def target_of(batch: Any) -> Any:
+    """The target of a batch that has been checked."""
+    return batch if isinstance(batch, Mapping) else batch[1]
+
+
+def _is_pair(batch: object) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+
+def _no_batch(batch: object, where: str) -> TypeError:
+    what = type(batch).__name__
+    if isinstance(batch, (tuple, list)):
+        what += f" of length {len(batch)}"
+    return TypeError(
+        f"{where}: expected a pair (input, target), a mapping of names to tensors that is both, or "
+        f"a list of such microbatches, got a {what}"
+    )
+
+
+def _checked(batch: Any, where: str, objects: bool) -> _Batch:
+    if isinstance(batch, Mapping):
+        values, sides = (batch, batch), [_message(batch, where, objects)] * 2
+    elif _is_pair(batch):
+        values, names = tuple(batch), ("the input", "the target")
+        sides = [
+            _message(value, f"{where}: {name}", objects)
+            for value, name in zip(values, names, strict=True)
+        ]
+    else:
+        raise _no_batch(batch, where)
+    if not (sides[0].tensors or sides[1].tensors):
+        raise TypeError(f"{where}: expected a tensor in it, got {batch!r}")
+    return _Batch(where, values, *sides)
+
+
+def _message(value: object, where: str, objects: bool) -> Message:
+    if isinstance(value, Tensor):
+        return Message((value.detach(),), (False,), TENSOR)
+    tensors: list[Tensor] = []
+    form = flattened(value, where, tensors, objects)
+    detached = tuple([tensor.detach() for tensor in tensors])
+    return Message(detached, (False,) * len(detached), form)
+
+
+# Where the samples are.
 
 
 def sides_of(split_dim: SplitDim) -> tuple[Any, Any]:
@@ -93,53 +185,105 @@ def sides_of(split_dim: SplitDim) -> tuple[Any, Any]:
 
 
 def first_dim(split_dim: SplitDim) -> int:
-    """Of the input's first tensor."""
-    found = sides_of(split_dim)[0]
-    members = found.values() if isinstance(found, Mapping) else found
-    return found if isinstance(found, int) else next(iter(members), 0)
+    """Of the input's first tensor that has samples."""
+    return next(_ints_in(sides_of(split_dim)[0]), 0)
 
 
-def _dims(split_dim: Any, value: Value, side: str) -> list[int]:
-    """The dimension of every tensor of an input, of a target, or of a batch that is both."""
-    count = len(tensors_of(value))
+def _ints_in(split_dim: Any) -> Iterator[int]:
     if isinstance(split_dim, int):
-        return [split_dim] * count
-    if isinstance(value, dict):
+        yield split_dim
+    elif split_dim is not None:
+        members = split_dim.values() if isinstance(split_dim, Mapping) else split_dim
+        yield from chain.from_iterable(map(_ints_in, members))
+
+
+def _dims_of(batch: _Batch, split_dim: SplitDim) -> tuple[_Dims, _Dims]:
+    """The dimensions of the tensors of its input, and of its target."""
+    given, wanted = sides_of(split_dim)
+    if batch.input is batch.target and given != wanted:
+        raise ValueError(
+            f"split_dim: {batch.where} is a mapping, input and target in one; expected an int, or "
+            f"a mapping of names, got {split_dim!r}"
+        )
+    value, target = batch.values
+    return _dims(given, value, "the input"), _dims(wanted, target, "the target")
+
+
+def _dims(split_dim: Any, value: Any, side: str) -> _Dims:
+    """The dimension of every tensor of an input, of a target, or of what is in them."""
+    if split_dim is None or (isinstance(split_dim, int) and not isinstance(split_dim, bool)):
+        return [split_dim for _ in tensors_in(value)]
+    expected = "an int or None"
+    if isinstance(value, Mapping):
         if isinstance(split_dim, Mapping) and split_dim.keys() <= value.keys():
-            return [split_dim.get(name, 0) for name in value]
-        expected = f"an int, or a mapping of names among {', '.join(map(repr, value))}"
-    else:
-        if isinstance(split_dim, (tuple, list)) and len(split_dim) == count:
-            return list(split_dim)
-        expected = f"an int, or {count} of them"
+            dims = [split_dim.get(name, 0) for name in value]
+            members = zip(dims, value.values(), value, strict=True)
+            return [d for dim, one, name in members for d in _dims(dim, one, f"{side}[{name!r}]")]
+        expected += f", or a mapping of names among {', '.join(map(repr, value))}"
+    elif isinstance(value, (tuple, list)):
+        if isinstance(split_dim, (tuple, list)) and len(split_dim) == len(value):
+            numbered = enumerate(zip(split_dim, value, strict=True))
+            return [d for n, (dim, one) in numbered for d in _dims(dim, one, f"{side}[{n}]")]
+        expected += f", or {len(value)} of them"
     raise ValueError(f"split_dim: of {side} expected {expected}, got {split_dim!r}")
 
 
+def _size(tensor: Tensor, dim: int | None) -> int | None:
+    """Its size there, -1 if it has no such dimension; None: every microbatch gets it as it is."""
+    if dim is None or not tensor.dim():
+        return None
+    return tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else -1
+
+
+def _common(sizes: Sequence[int | None]) -> int | None:
+    """What tensors of size 1 are broadcast to."""
+    known = [size for size in sizes if size is not None and size >= 0]
+    return next((size for size in known if size != 1), known[0] if known else None)
+
+
 def samples_in(value: object, split_dim: Any = 0) -> int | None:
-    """The size of its first tensor that has one along that dimension; None: it has none."""
-    tensors = [*tensors_in(value)]
-    if isinstance(split_dim, int):
-        dims = [split_dim] * len(tensors)
-    else:
-        dims = _dims(split_dim, as_value(value, "target"), "the target")
-    pairs = zip(tensors, dims, strict=True)
-    return next((t.shape[dim] for t, dim in pairs if -t.dim() <= dim < t.dim()), None)
+    """The samples of a target, or of tensors; None: it has no tensor with such a dimension."""
+    dims = _dims(split_dim, value, "the target")
+    return _common(list(map(_size, tensors_in(value), dims)))
 
 
-def _warn_of_another_dim(where: str, value: Value, target: Value, split_dim: SplitDim) -> None:
-    given, wanted = tensors_of(value)[0].shape, tensors_of(target)[0].shape
-    if split_dim == 0 and len(given) > 1 and wanted and given[0] != wanted[0] == given[1]:
+def _samples(batch: _Batch, dims: tuple[_Dims, _Dims]) -> int:
+    """The number that all of its tensors agree on; raise ValueError if they do not."""
+    tensors = [t for t in (*batch.input.tensors, *batch.target.tensors) if t is not None]
+    both = [*dims[0], *dims[1]]
+    sizes = [_size(tensor, dim) for tensor, dim in zip(tensors, both, strict=True)]
+    common = _common(sizes)
+    samples = 1 if common is None else common
+    if all(size in (None, 1, samples) for size in sizes):
+        return samples
+    mapping = batch.input is batch.target
+    names = [*places_in(batch.input.form, "the batch" if mapping else "the input")]
+    names += names if mapping else places_in(batch.target.form, "the target")
+    first = next(n for n, size in enumerate(sizes) if size is not None and size != 1)
+    other = next(n for n, size in enumerate(sizes) if size not in (None, 1, samples))
+    than = "" if other == first else f"{names[first]} has {sizes[first]}, "
+    raise ValueError(
+        f"{batch.where}: its tensors must have the same size in dimension {both[other]}, that of "
+        f"samples, or 1; {than}{names[other]} has shape {tuple(tensors[other].shape)}; split_dim= "
+        "names other dimensions, or None for what is not to be cut"
+    )
+
+
+def _warn_of_another_dim(batch: _Batch, split_dim: SplitDim) -> None:
+    if split_dim != 0 or not batch.input.tensors or not batch.target.tensors:
+        return
+    first, other = batch.input.tensors[0], batch.target.tensors[0]
+    assert first is not None and other is not None
+    given, wanted = first.shape, other.shape
+    if len(given) > 1 and wanted and given[0] != wanted[0] == given[1]:
         warnings.warn(
-            f"{where}: the input has shape {tuple(given)} and the target {tuple(wanted)}, so that "
-            "the samples seem to lie along dimension 1 of the input; give split_dim=(1, 0)",
-            stacklevel=2,
+            f"{batch.where}: the input has shape {tuple(given)} and the target {tuple(wanted)}, so "
+            "that the samples seem to lie along dimension 1 of the input; give split_dim=(1, 0)",
+            stacklevel=3,
         )
 
 
-@lru_cache(maxsize=64)  # every stage asks for those of every minibatch
-def shares_of(samples: int, parts: int) -> tuple[float, ...]:
-    """The shares of the parts that ``split`` makes of so many samples."""
-    return tuple(n / samples if samples else 1.0 for n in sizes_of(samples, parts))
+# Parts.
 
 
 def sizes_of(samples: int, parts: int) -> list[int]:
@@ -148,13 +292,43 @@ def sizes_of(samples: int, parts: int) -> list[int]:
     return [whole + (j < more) for j in range(parts)]
 
 
-def hand_in(edge: Sender, value: Value, batch: Buffer, header: Header = NO_HEADER) -> None:
+def _cut(message: Message, sizes: Sequence[int], dims: _Dims, apart: bool = False) -> list[Message]:
+    """Parts of a message, maybe none of which lies in memory of another or is not dense."""
+    samples, columns = sum(sizes), []
+    for tensor, dim in zip(message.tensors, dims, strict=True):
+        assert tensor is not None
+        column = [tensor] * len(sizes)
+        if dim is not None and _size(tensor, dim) == samples:
+            column = list(tensor.split(list(sizes), dim))
+        if apart and (dim or column[0] is tensor):
+            column = [part.clone() for part in column]
+        columns.append(column)
+    parts = (tuple([column[j] for column in columns]) for j in range(len(sizes)))
+    return [message._replace(tensors=tensors) for tensors in parts]
+
+
+def cut_targets(message: Message, samples: int, parts: int, split_dim: Any) -> list[Any]:
+    """The targets of so many samples in parts."""
+    dims = _dims(split_dim, packed(message, message.tensors), "the target")
+    found = _cut(message, sizes_of(samples, parts), dims, apart=True)
+    return [packed(part, part.tensors) for part in found]
+
+
+def together(messages: Sequence[Message]) -> Message:
+    """Targets of several microbatches, as a message of ``Microbatches``."""
+    tensors = tuple(chain.from_iterable(message.tensors for message in messages))
+    forms = (message.form for message in messages)
+    return Message(tensors, (False,) * len(tensors), ("microbatches", *forms))
+
+
+def hand_in(edge: Sender, message: Message, batch: Buffer, header: Header = NO_HEADER) -> None:
     """Send a side of the caller's batch where it is used."""
-    message = activation(value).with_gradient(False)
     callers: dict[torch.device, Stream] = {}
     for tensor in message.tensors:
         if tensor is not None and tensor.device not in callers:
             callers[tensor.device] = callers_stream(tensor.device)
+    if not callers:
+        batch = Buffer("no tensors")
     given = []
     for caller in callers.values():
         if not caller.immediate:
@@ -167,51 +341,3 @@ def hand_in(edge: Sender, value: Value, batch: Buffer, header: Header = NO_HEADE
     for device, caller in callers.items():
         if not caller.immediate and (device.type != "cpu" or edge.target.type == "cpu"):
             caller.wait(read)
-
-
-def _named(value: Value, target: Value) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a batch, with what to call them."""
-    for name, side in (("input", value), ("target", target)):
-        if isinstance(side, Tensor):
-            yield f"the {name}", side
-        elif isinstance(side, dict):
-            of = "" if value is target else f" of the {name}"
-            yield from ((f"{key!r}{of}", tensor) for key, tensor in side.items())
-        else:
-            yield from ((f"{name}[{n}]", tensor) for n, tensor in enumerate(side))
-
-
-def _cut(value: Value, sizes: Sequence[int], dims: Sequence[int]) -> list[Value]:
-    if isinstance(value, Tensor):
-        return list(value.split(list(sizes), dims[0]))
-    tensors = tensors_of(value)
-    parts = [t.split(list(sizes), dim) for t, dim in zip(tensors, dims, strict=True)]
-    return [_like(value, part) for part in zip(*parts, strict=True)]
-
-
-def joined(batches: Sequence[Value], split_dim: Any) -> Value:
-    """The inputs, or the targets, of microbatches as one."""
-    first = batches[0]
-    if len(batches) == 1:
-        return first
-    tensors = zip(*map(tensors_of, batches), strict=True)
-    dims = _dims(split_dim, first, "the batch")
-    return _like(first, [torch.cat(t, dim) for t, dim in zip(tensors, dims, strict=True)])
-
-
-def cut_targets(value: Value, sizes: Sequence[int], split_dim: Any) -> list[Value]:
-    """Targets in parts of these sizes, each of memory that is dense."""
-    dims = _dims(split_dim, value, "the target")
-    parts = _cut(value, sizes, dims)
-    return [each(part, torch.clone) for part in parts] if any(dims) else parts
-
-
-def target_of(batch: Any) -> Value:
-    """The target of a batch that ``split`` has checked."""
-    return as_value(batch if isinstance(batch, Mapping) else batch[1], "the target")
-
-
-def _like(value: Value, tensors: Sequence[Tensor]) -> Value:
-    if isinstance(value, Tensor):
-        return tensors[0]
-    return dict(zip(value, tensors, strict=True)) if isinstance(value, dict) else tuple(tensors)

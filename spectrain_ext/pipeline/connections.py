@@ -96,7 +96,7 @@ class Connections:
             self._source = Source(
                 [self._sender(Traffic.INPUTS, None, replicas.runs(0, n)) for n in parts],
                 [self._sender(Traffic.TARGETS, None, replicas.runs(last, n)) for n in parts],
-                *(replicas, self.split_dim, self.evaluates, self.count),
+                *(replicas, self.split_dim, self.evaluates, self.own_minibatches, self.count),
             )
 
     def _edges_of(self, k: int) -> StageEdges:
@@ -104,7 +104,7 @@ class Connections:
         replicas, count = self.replicas, self.replicas.counts[k]
         mine = [self.replica + j * count for j in range(self._places[k].microbatches)]
         here = replicas.runs(k, self.replica)
-        made = StageEdges(self.replica, count, self.own_minibatches, self.split_dim)
+        made = StageEdges(self.replica, count, self.split_dim)
         if k == 0:
             made.inputs = [self._receiver(Traffic.INPUTS, None, here)] * len(mine)
         else:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import nan
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -14,19 +13,18 @@ from torch import Tensor
 from spectrain_ext.errors import placed
 from spectrain_ext.interrupts import waiting
 from spectrain_ext.schedule import Instruction, Kind, Replicas
-from spectrain_ext.transport import Buffer, Header, Receiver, Sender, Slot
+from spectrain_ext.transport import Buffer, Header, Microbatches, Receiver, Sender, Slot
 
 from .batch import (
-    Microbatch,
+    Minibatch,
     SplitDim,
     cut_targets,
     hand_in,
-    joined,
-    shares_of,
+    microbatches_in,
     sides_of,
-    sizes_of,
     split,
     target_of,
+    together,
 )
 from .tape import packed
 
@@ -53,7 +51,6 @@ class StageEdges:
 
     replica: int = 0  # of ``count``
     count: int = 1
-    own_minibatches: bool = False  # whether each replica trains on one of its own
     split_dim: SplitDim = 0
     inputs: Sequence[Receiver] = ()  # the previous stage's ``to_next``
     targets: Sequence[Receiver] = ()  # of the last stage only
@@ -62,26 +59,21 @@ class StageEdges:
     to_previous: Sequence[Sender] = ()
     heard_end: Receiver | None = None  # which has told of the run's end
 
-    def shares(self, header: Header) -> Sequence[float]:
-        """The shares of a minibatch's samples that the microbatches here have."""
-        parts, samples = header.parts, int(header.value)
-        mine = shares_of(samples, parts)
-        if self.count > 1:
-            mine = mine[self.replica :: self.count]
-            if self.own_minibatches:
-                own = sum(sizes_of(samples, parts)[self.replica :: self.count])
-                mine = shares_of(own, len(mine))
-        return mine
+    def microbatches_of(self, header: Header) -> int:
+        """How many of a minibatch's microbatches are computed here."""
+        return len(range(self.replica, header.parts, self.count))
 
     def targets_of(self, slot: Slot) -> list[Any]:
         """The targets of the microbatches here, of what has come of a minibatch's."""
         message, header = slot.message, slot.header
         assert message is not None
         value = packed(message, message.tensors)
+        if isinstance(value, Microbatches):
+            return value
         if header.parts == 1:
             return [value]
-        sizes = sizes_of(int(header.value), header.parts)[self.replica :: self.count]
-        return cut_targets(value, sizes, sides_of(self.split_dim)[1])
+        dims = sides_of(self.split_dim)[1]
+        return cut_targets(message, int(header.value), header.parts, dims)
 
     def end(self) -> None:
         """Tell the next stage that there are no more minibatches."""
@@ -101,18 +93,16 @@ class Cursor:
         self.upcoming = next(instructions, None)  # be it a part of the run or not
         self.minibatches: int | None = None  # the length of the run, once it is known
         self.added = 0
-        # Of each minibatch in flight the share of its samples that each microbatch has, and what
-        # came with the first of these.
-        self.shares: dict[int, Sequence[float]] = {}
-        self.headers: dict[int, Header] = {}
+        # Of each minibatch in flight the share of its samples that each microbatch has, 0 before
+        # that has come.
+        self.shares: dict[int, list[float]] = {}
         self.current: Instruction | None = None  # being run
         self.step = 0  # how many of the steps that it consists of have been made
         self.finished = False  # the stage has been found to have nothing left to do
 
-    def add(self, shares: Sequence[float], header: Header) -> None:
+    def add(self, microbatches: int) -> None:
         """There is one more minibatch; a small one has fewer microbatches than the schedule."""
-        self.shares[self.added] = shares
-        self.headers[self.added] = header
+        self.shares[self.added] = [0.0] * microbatches
         self.added += 1
 
     def stop(self) -> None:
@@ -160,11 +150,15 @@ class Source:
         replicas: Replicas,
         split_dim: SplitDim,
         whole: bool,
+        own_minibatches: bool,
         count: Callable[[Any], float | Tensor] | None = None,
     ) -> None:
         self._inputs, self._replicas, self._split_dim = inputs, replicas, split_dim
         self._count = count  # of a batch's target what its loss is divided by
         self._whole = whole  # each is a tuple of batches, which are not cut
+        # Replicas, each of which trains on a minibatch of its own.
+        self._trained_apart = replicas.counts[0] if own_minibatches else 1
+        self._objects = all(edge.by_reference for edge in (*inputs, *targets))
         self._batch = Buffer("the caller's batch")
         # Which microbatches' targets go by each, in one message for all of a minibatch's: with 16
         # microbatches over two processes that takes a tenth of the time.
@@ -191,42 +185,54 @@ class Source:
             for edge in dict.fromkeys((*self._inputs, *self._targets)):
                 edge.end()
             return
-        parts = self._split(batch, i)
-        samples = float(sum(map(attrgetter("samples"), parts)))
-        header = Header(len(parts), samples, self._counted(batch))
-        for part, edge in zip(parts, self._inputs, strict=False):
-            hand_in(edge, part.input, self._batch, header)
+        parts, target = self._split(batch, i)
+        count, sizes = len(parts), [part.samples for part in parts]
+        weights = self._weights(sizes, batch)
+        for part, weight, edge in zip(parts, weights, self._inputs, strict=False):
+            hand_in(edge, part.input, self._batch, Header(count, weight))
+        header = Header(count, float(sum(sizes)))
         for edge, numbers in self._targets.items():
-            targets = [parts[n].target for n in numbers if n < len(parts)]
+            targets = [parts[n].target for n in numbers if n < count]
             if self._whole:  # batches of any sizes
-                for target in targets:
-                    hand_in(edge, target, self._batch, header)
-            elif len(targets) < len(parts):
-                found = joined(targets, sides_of(self._split_dim)[1])
-                hand_in(edge, found, self._batch, header)
+                for one in targets:
+                    hand_in(edge, one, self._batch, header)
+            elif target is None or len(targets) < count:
+                hand_in(edge, together(targets), self._batch, header)
             else:
-                hand_in(edge, target_of(batch), self._batch, header)
+                hand_in(edge, target, self._batch, header)
 
-    def _counted(self, batch: object) -> float | None:
-        if self._count is None or self._whole:
-            return None
-        with placed("in count"):
-            return float(self._count(target_of(batch)))
-
-    def _split(self, batch: object, i: int) -> list[Microbatch]:
+    def _split(self, batch: object, i: int) -> Minibatch:
+        dims, objects = self._split_dim, self._objects
         if self._whole:
             assert isinstance(batch, tuple)
             numbered = enumerate(batch, i * len(batch))
-            return [split(one, n, 1, self._split_dim)[0] for n, one in numbered]
-        parts = split(batch, i, len(self._inputs), self._split_dim)
+            return Minibatch([split(b, n, 1, dims, objects).parts[0] for n, b in numbered], None)
+        found = split(batch, i, len(self._inputs), dims, objects)
         for k, count in enumerate(self._replicas.counts):
-            if len(parts) < count:
+            if len(found.parts) < count:
                 raise ValueError(
-                    f"batches[{i}]: it makes {len(parts)} microbatches, and stage {k} has {count} "
-                    "replicas, each of which needs one; leave such a minibatch out, or make it "
-                    "larger"
+                    f"batches[{i}]: it makes {len(found.parts)} microbatches, and stage {k} has "
+                    f"{count} replicas, each of which needs one; leave such a minibatch out, or "
+                    "make it larger"
                 )
-        return parts
+        return found
+
+    def _weights(self, sizes: Sequence[int], batch: Any) -> list[float]:
+        """What each microbatch has of the samples of what its replica makes one update of.
+
+        Or what its sum is multiplied by, where ``count`` tells what the loss is divided by.
+        """
+        if self._count is not None and not self._whole:
+            targets = [target_of(one) for one in microbatches_in(batch, "") or [batch]]
+            with placed("in count"):
+                divisor = sum(float(self._count(target)) for target in targets)
+            return [1.0 / divisor if divisor else 0.0] * len(sizes)
+        if len(sizes) == 1:
+            return [1.0]
+        count = self._trained_apart
+        totals = [sum(sizes[c::count]) for c in range(count)]
+        found = ((size, totals[j % count]) for j, size in enumerate(sizes))
+        return [size / total if total else 1.0 for size, total in found]
 
 
 class SharedLosses:

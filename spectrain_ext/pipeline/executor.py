@@ -297,7 +297,6 @@ class Executor:
             cursor.current, progress = None, True
             if computes is Kind.UPDATE:  # the minibatch is over
                 cursor.shares.pop(i, None)
-                cursor.headers.pop(i, None)
             following = cursor.upcoming
             if following is None or following[0] not in program.takes:
                 break

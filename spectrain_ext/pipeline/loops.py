@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.schedule import Place, Replicas
 
+from .batch import microbatches_in
 from .executor import Executor
 from .losses import Keep, Measures, Result, means_of
 from .observer import Observer
@@ -73,10 +74,10 @@ class Loops(nn.Module):
 
         Returns:
             The value of each metric. Those of functions are means over all batches, each weighted
-            by its samples, the size of its target's first tensor along ``split_dim``, or the sum of
-            sums by the sum of counts, nan if that is 0; added up in float64 without rounding. A
-            batch of no samples is not measured. All processes of a pipeline get the same floats,
-            those of one process.
+            by its samples, the size of its target's tensors along ``split_dim``, or the sum of sums
+            by the sum of counts, nan if that is 0; added up in float64 without rounding. A list of
+            microbatches is as many batches. A batch of no samples is not measured. All processes of
+            a pipeline get the same floats, those of one process.
 
         Raises:
             RuntimeError: a run has not ended yet.
@@ -230,8 +231,15 @@ def _evaluator_of(executor: Executor) -> Executor:
 
 def minibatches(batches: Iterable[object], replicas: Replicas, alone: bool) -> Iterator[object]:
     """What an evaluation takes for minibatches: tuples of the caller's batches."""
-    given, each = iter(batches), 1 if alone else lcm(*replicas.counts)
+    numbered = enumerate(batches)
+    given = (part for n, batch in numbered for part in _parts_of(batch, f"batches[{n}]"))
+    each = 1 if alone else lcm(*replicas.counts)
     return iter(lambda: tuple(islice(given, each)), ())
+
+
+def _parts_of(batch: object, where: str) -> Sequence[object]:
+    cut = microbatches_in(batch, where)
+    return [batch] if cut is None else cut
 
 
 def _buffers_of(module: nn.Module) -> str:

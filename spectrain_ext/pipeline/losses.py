@@ -97,12 +97,15 @@ class Losses:
     def begin(self, keep: Keep | None = None) -> None:
         self._keep = None if keep is None else partial(_kept, keep)
         self._parts: list[Any] = []  # of the minibatch, of what is kept
+        self._samples: list[int] = []  # likewise
 
     def loss(self, i: int, j: int) -> None:
         """Compute a microbatch's loss; with the last one's the minibatch has its result."""
         last, shares = self._last, self._last.cursor.shares[i]
         part, count, kept = last.loss(i, j, self._loss_fn, self._keep)
         self._parts.append(kept)
+        if last.divided:
+            self._samples.append(last.samples)
         if j == 0:
             self._count = None
         elif (count is None) != (self._count is None):
@@ -111,7 +114,7 @@ class Losses:
                 "for none"
             )
         with last.computing():
-            if last.cursor.headers[i].divisor == 0.0:
+            if last.divided and not shares[j]:
                 part = part * nan  # the mean of nothing
             self._sum = part if j == 0 else self._sum + part
             if count is not None:
@@ -127,6 +130,9 @@ class Losses:
         """Have a result that whoever works on the caller's stream may use."""
         last, buffer = self._last, Buffer("result")
         parts, self._parts = self._parts, []
+        if last.divided:
+            shares = self._samples
+        self._samples = []
         with last.computing(writes=(buffer,)):
             loss = (self._sum if self._held else mean).clone()  # the graph may need its own
             count, kept = self._count, parts[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -56,9 +56,10 @@ class Pipeline(Loops):
 
     Args:
         stages: the parts of the model in order, at least one. A stage takes what the previous one
-            returned, as one argument, as in ``nn.Sequential``: a tensor, a tuple of tensors, or a
-            dict of them by name. The last one may return anything that ``loss_fn`` takes, such as
-            a dataclass or the output of a Hugging Face model.
+            returned, as one argument, as in ``nn.Sequential``: a tensor, or tuples, lists and dicts
+            by name, however nested, of tensors, None, bools, numbers and strings; a named tuple
+            arrives as a tuple, any mapping as a dict. The last one may return anything that
+            ``loss_fn`` takes, such as a dataclass or the output of a Hugging Face model.
         optimizer: makes a stage's optimizer from the list of its trainable parameters: any
             ``torch.optim.Optimizer`` that holds exactly these, in any groups. Those of
             ``spectrain_ext.optim`` work with every method, and are the fast ones; any other with
@@ -97,10 +98,11 @@ class Pipeline(Loops):
             predicted, is these rounded. Between runs they stay, as long as the parameters do.
         split_dim: the dimension that the samples lie along, of all tensors of a batch. Or made as
             the batch is, like ``in_dims`` of ``torch.func.vmap``: a pair (of the input, of the
-            target), each a number, one per tensor, or a mapping by name; for batches that are
-            mappings, a mapping by name. Names left out have 0. ``(1, 0)`` for ``nn.LSTM``'s inputs
-            of (time, batch, features) and targets of (batch,). Nobody can tell inputs and targets
-            that are both time first from a batch. What stages hand on may have any layout.
+            target), each a number for all that is in it, or one per member, or a mapping by name;
+            for batches that are mappings, a mapping by name. Names left out have 0; what has None
+            goes to every microbatch as it is. ``(1, 0)`` for ``nn.LSTM``'s inputs of (time, batch,
+            features) and targets of (batch,). Nobody can tell inputs and targets that are both time
+            first from a batch. What stages hand on may have any layout.
         recompute: keep only the inputs of a forward, and run the whole stage's forward again right
             before its backward, with the weights that the backward is to meet. Where the method has
             other weights there than in the forward, this is another method; where it has not, it
@@ -228,6 +230,7 @@ class Pipeline(Loops):
                     Stage(k, module, device, recompute, dim)
                     for (k, module), device in zip(here.items(), where, strict=True)
                 ]
+                own[-1].divided = count is not None
                 self._executor = Executor(own, connections)
                 self._train_by(first)
                 self._log(clip_norm)
@@ -274,13 +277,18 @@ class Pipeline(Loops):
         """Train on every batch, one update per batch and stage, without flushing in between.
 
         Args:
-            batches: pairs (input, target), each a tensor, a tuple of tensors, or a mapping of names
-                to tensors; or one such mapping, as Hugging Face's collators make it (a
+            batches: pairs (input, target), each a tensor, or tuples, lists and mappings by name,
+                however nested; or one such mapping, as Hugging Face's collators make it (a
                 ``BatchEncoding`` too), which is both: stage 0 gets it as a dict, and so does
-                ``loss_fn(output, batch)``. On any device. A batch is taken only when stage 0 is
-                ready for it, and is trained on in full. On the GPU and in pageable memory it may
-                be overwritten as soon as the next one is asked for; in pinned memory it must be
-                left alone.
+                ``loss_fn(output, batch)``. Tensors are cut along ``split_dim``. Of size 1 there, as
+                broadcasting has it, or of no dimensions, they go to every microbatch whole, and so
+                does what is no tensor: None, bools, numbers, strings and, within one process,
+                any other object, not copied. Or a list of microbatches that the caller has cut,
+                each a pair or a mapping, at most as many as ``microbatches`` and of any sizes; two
+                of them as ``Microbatches``, since a list of two is a pair. On any device. A batch
+                is taken only when stage 0 is ready for it, and is trained on in full. On the GPU
+                and in pageable memory it may be overwritten as soon as the next one is asked for;
+                in pinned memory it must be left alone.
             trace: a ``Trace`` records when every action runs, ``Metrics`` sums up; at some cost.
                 Several of them may look on.
             keep: ``(output, target) -> tensor``, or a dict or tuple of tensors, called for every
@@ -296,8 +304,8 @@ class Pipeline(Loops):
 
         Raises:
             StageError: an exception inside a stage, the loss or an optimizer, from its cause.
-            TypeError, ValueError: a batch that is neither a pair nor a mapping, has something else
-                than tensors in it, or cannot be split into microbatches.
+            TypeError, ValueError: a batch that is none of these, has no tensor in it, or tensors
+                whose sizes do not agree; or it may be a pair as well as two microbatches.
                 A parameter that was frozen when the pipeline was made and is trainable now.
             RuntimeError: a run has not ended yet, a parameter left its flat buffer, autocast or
                 inference mode is on.
@@ -652,5 +660,4 @@ def _follow_load(pipe: Pipeline, *_: object) -> None:
 
 def _moved(value: Any, device: torch.device) -> Any:
     """A value there, in the form in which a stage gets it; anything else as it is."""
-    known = isinstance(value, (Tensor, tuple, list, Mapping))
-    return each(value, lambda tensor: tensor.to(device)) if known else value
+    return each(value, lambda tensor: tensor.to(device))

@@ -57,6 +57,7 @@ class Stage(Loads):
 
     edges: StageEdges
     losses: SharedLosses | None = None  # what goes back with gradients
+    divided = False  # whether it is known beforehand what losses are divided by
 
     def __init__(
         self,
@@ -153,8 +154,10 @@ class Stage(Loads):
             edges.heard_end = edges.inputs[j]
             self.hear_end()
             return
+        header = slot.header
         if j == 0:
-            self.cursor.add(edges.shares(slot.header), slot.header)
+            self.cursor.add(edges.microbatches_of(header))
+        self.cursor.shares[i][j] = header.value
         self._received = slot
 
     def hear_end(self) -> None:
@@ -227,9 +230,9 @@ class Stage(Loads):
         return run_on(self.module, message, entry=True)
 
     def send_activation(self, i: int, j: int) -> None:
-        tape, header = self._tapes[i, j], self.cursor.headers[i]
+        tape = self._tapes[i, j]
         to = self.edges.to_next[j]
-        read = to.send(tape.message, tape.buffer, self.computed, header=header)
+        read = to.send(tape.message, tape.buffer, self.computed, header=tape.header)
         if self._keeps_graph:
             return
         # Without a graph nothing here needs the output any more.
@@ -266,7 +269,7 @@ class Stage(Loads):
                 tape.loss_fn = loss_fn
             loss, count = checked_loss(loss_fn(tape.output, tape.target), self.device)
             kept = None if keep is None else keep(tape.output, tape.target)
-        tape.count = count if self.cursor.headers[i].divisor is None else None
+        tape.count = None if self.divided else count
         if graph:
             check_dependence(loss, tape.output)
             tape.output = loss
@@ -278,13 +281,8 @@ class Stage(Loads):
         return part, tape.count, kept
 
     def weight(self, tape: Tape, i: int, j: int) -> float:
-        """Of a microbatch's loss in that of its minibatch; 0.0 of one that counts nothing."""
-        if tape.count is not None:
-            return 1.0  # a sum, divided at the update
-        count = self.cursor.headers[i].divisor
-        if count is None:
-            return self.cursor.shares[i][j]
-        return 1.0 / count if count else 0.0
+        """Of a microbatch's loss in that of its minibatch; a sum is divided at the update."""
+        return self.cursor.shares[i][j] if tape.count is None else 1.0
 
     def measure(self, i: int, j: int, measure: Callable[..., Any]) -> None:
         tape, slot = self._tapes.pop((i, j)), self._receive_target(j)
@@ -292,7 +290,8 @@ class Stage(Loads):
         assert message is not None
         writes = slot.buffer, tape.buffer
         with self.computing(writes=writes), torch.no_grad(), RNG_LOCK, self._numbers:
-            measure(tape.output, copied_out(packed(message, message.tensors), message))
+            copies = [None if t is None else t.clone() for t in message.tensors]
+            measure(tape.output, packed(message, copies))
         self.compute.record(self.computed)
         self.edges.targets[j].free(slot)
         self.compute.writes(tape.buffer)  # freed
@@ -436,7 +435,7 @@ class Stage(Loads):
         edge.free(slot)
 
     def send_word(self, i: int, j: int) -> None:
-        self.edges.to_previous[j].send(Message((), False), Buffer("nothing"), self.computed)
+        self.edges.to_previous[j].send(Message(()), Buffer("nothing"), self.computed)
 
 
 def _versions(message: Message) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,16 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map_only
 
 from spectrain_ext.rng import States
-from spectrain_ext.transport import VALUES, Buffer, Message, Slot, tensors_in, tensors_of
+from spectrain_ext.transport import (
+    TENSOR,
+    Buffer,
+    Header,
+    Message,
+    Slot,
+    flattened,
+    tensors_in,
+    unflattened,
+)
 
 
 class Entry(torch.autograd.Function):
@@ -31,8 +40,8 @@ class Tape:
     """What a stage keeps of a microbatch from its forward to the end of its backward."""
 
     __slots__ = (
-        *("arrived", "buffer", "count", "found", "leaves", "loss_fn", "message", "output", "rest"),
-        *("slot", "states", "target"),
+        *("arrived", "buffer", "count", "found", "header", "leaves", "loss_fn", "message"),
+        *("output", "rest", "slot", "states", "target"),
     )
     leaves: Sequence[Tensor | None]  # the inputs, None where no gradient is wanted
     output: Any  # where the backward starts: the module's output, on the last stage then the loss
@@ -48,6 +57,7 @@ class Tape:
 
     def __init__(self, slot: Slot, buffer: Buffer) -> None:
         self.slot = slot  # with the inputs
+        self.header: Header = slot.header  # which goes on with the output
         self.buffer = buffer  # stands for the memory of all of this
         self.loss_fn = self.count = None
 
@@ -122,7 +132,7 @@ def run_on(module: nn.Module, message: Message, entry: bool) -> tuple[list[Tenso
                 value = Entry.apply(leaf)  # type: ignore[no-untyped-call]
         leaves.append(leaf)
         values.append(value)
-    return leaves, module(values[0] if message.single else packed(message, values))
+    return leaves, module(values[0] if message.form == TENSOR else packed(message, values))
 
 
 def copied_out(value: Any, message: Message) -> Any:
@@ -144,42 +154,30 @@ def copied_out(value: Any, message: Message) -> Any:
 
 
 def activation(value: object) -> Message:
-    """What to send of a stage's output, or of a batch's side."""
+    """What to send of a stage's output."""
     if isinstance(value, Tensor):
-        return Message((value.detach(),), True, (value.requires_grad,))
-    keys, tensors = None, value
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        keys, tensors = tuple(value), tuple(value.values())
-    if not isinstance(tensors, tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise _not_to_be_sent(value)
+        return Message((value.detach(),), (value.requires_grad,), TENSOR)
+    tensors: list[Tensor] = []
+    try:
+        form = flattened(value, "a stage's output", tensors)
+        if not tensors:
+            raise TypeError(f"a stage's output: expected a tensor in it, got {value!r}")
+    except TypeError as error:
+        raise TypeError(
+            f"{error}. What the last stage returns may be anything that loss_fn takes"
+        ) from None
     return Message(
         tuple(tensor.detach() for tensor in tensors),
-        False,
         tuple(tensor.requires_grad for tensor in tensors),
-        keys,
-    )
-
-
-def _not_to_be_sent(value: object) -> TypeError:
-    inside = ""
-    if isinstance(value, Mapping):
-        inside = ", ".join(f"{key!r}: {type(member).__name__}" for key, member in value.items())
-    elif isinstance(value, tuple):
-        inside = ", ".join(type(member).__name__ for member in value)
-    return TypeError(
-        f"a stage must return {VALUES}, to the stage after it; got a "
-        f"{type(value).__name__}{inside and f' of {inside}'}. What the last stage returns may be "
-        "anything that loss_fn takes"
+        form,
     )
 
 
 def packed(message: Message, tensors: Sequence[Tensor | None]) -> Any:
-    """Tensors as a module or a loss takes the message's: itself, a tuple, or a dict."""
-    if message.single:
+    """Tensors as a module or a loss takes the message's."""
+    if message.form == TENSOR:
         return tensors[0]
-    if message.keys is None:
-        return tuple(tensors)
-    return dict(zip(message.keys, tensors, strict=True))
+    return unflattened(message.form, iter(tensors))
 
 
 # What torch.autograd.backward calls once it has compared the shapes of outputs and seeds in Python,
@@ -199,7 +197,7 @@ def seeded(
 
     And the count, which comes last, where the loss is a sum.
     """
-    outputs = (output,) if isinstance(output, Tensor) else tensors_of(output)
+    outputs = list(tensors_in(output))
     count = None
     if len(gradients) > len(outputs):
         *gradients, count = gradients

@@ -88,7 +88,7 @@ class _Lender:
 
     def _send(self, tensors: Sequence[Tensor], source: Buffer) -> None:
         stage = self.stage
-        read = self.weights.send(Message(tuple(tensors), False), source, stage.loaded)
+        read = self.weights.send(Message(tuple(tensors)), source, stage.loaded)
         stage.predict.wait(read)  # before anything writes them
         stage.predict.record(stage.loaded)
 
@@ -223,7 +223,7 @@ class _Borrower:
         sent = Buffer(f"gradients of others' weights in stage {stage.index}")
         stage.compute.writes(sent)
         stage.compute.record(stage.computed)
-        read = self.gradients.send(Message(found, False), sent, stage.computed)
+        read = self.gradients.send(Message(found), sent, stage.computed)
         self._gradients_sent.hold(read, sent, found)
 
     def take_true(self) -> None:

@@ -125,12 +125,15 @@ def measure_layers(
         TypeError, ValueError, RuntimeError: as for ``partition``.
     """
     example_input = as_value(example_input, "example_input")
-    samples = len(next(iter(tensors_of(example_input))))
+    samples = max(len(tensor) for tensor in tensors_of(example_input) if tensor.dim())
     few = max(1, samples // 8)
     large = profile_of(model, example_input, repeats=repeats)
     small = large
     if few < samples:
-        part = each(example_input, lambda tensor: tensor[:few])
+        part = each(
+            example_input,
+            lambda t: t[:few] if t.dim() and len(t) == samples else t,  # others are for all
+        )
         small = profile_of(model, part, repeats=repeats)
     parameters = sum(block.parameter_bytes for block in large.blocks)
     device = next(

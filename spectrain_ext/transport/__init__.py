@@ -3,14 +3,20 @@
 from .local import Edge, Receiver, Sender, Slot, Transit
 from .message import (
     NO_HEADER,
+    TENSOR,
     VALUES,
+    Form,
     Header,
     Message,
+    Microbatches,
     Value,
     as_value,
     each,
+    flattened,
+    places_in,
     tensors_in,
     tensors_of,
+    unflattened,
 )
 from .streams import (
     Buffer,
@@ -25,13 +31,16 @@ from .streams import (
 
 __all__ = [
     "NO_HEADER",
+    "TENSOR",
     "VALUES",
     "Buffer",
     "CudaStream",
     "Edge",
     "Event",
+    "Form",
     "Header",
     "Message",
+    "Microbatches",
     "Receiver",
     "Sender",
     "Slot",
@@ -43,7 +52,10 @@ __all__ = [
     "captured",
     "checked_streams",
     "each",
+    "flattened",
     "new_stream",
+    "places_in",
     "tensors_in",
     "tensors_of",
+    "unflattened",
 ]

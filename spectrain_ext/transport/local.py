@@ -44,6 +44,7 @@ class Sender(Protocol):
 
     stream: Stream
     target: torch.device
+    by_reference: bool  #: whether it hands on what is neither a tensor nor a constant
 
     def send(
         self, message: Message, source: Buffer, *ready: Event, header: Header = NO_HEADER
@@ -81,6 +82,7 @@ class Edge:
     """A directed edge: a copy stream, and a ring of buffers on the receiver's device."""
 
     blocks = False
+    by_reference = True
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class Edge:
     ) -> Event:
         slot = self._ring[self._sent % len(self._ring)]
         assert slot.message is None, f"{slot.buffer.name} is in use"
-        given, single, differentiable, keys = message
+        given, differentiable, form = message
         looks = likeness(given)
         if looks != slot.likeness:
             self._fit(slot, message, looks)
@@ -130,7 +132,7 @@ class Edge:
                     if to is not None and tensor is not None:
                         to.copy_(tensor, non_blocking=True)
             copy.record(slot.arrived)
-        slot.message, slot.header = Message(tuple(views), single, differentiable, keys), header
+        slot.message, slot.header = Message(tuple(views), differentiable, form), header
         self._sent += 1
         return slot.arrived
 

@@ -2,60 +2,130 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 #: One argument of a module, whichever it is.
-Value = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+Value = Any
 
-#: For messages.
-VALUES = "a tensor, a tuple of tensors, or a dict of them by name"
+#: What it may be, for messages.
+VALUES = "a tensor, or tuples, lists and dicts by name of tensors, None, bools, numbers and strings"
 
 # Every tensor of a message begins on a boundary of this many bytes.
 _ALIGNMENT = 256
 
 
-def as_value(given: object, where: str, note: str = "") -> Value:
-    """The value that was given, maybe as a list or as a mapping that is no dict."""
-    if isinstance(given, Tensor):
-        return given
-    if isinstance(given, Mapping) and given:
-        found = {}
-        for key, member in given.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{where}{note}: expected strings as keys, got {key!r}")
-            found[key] = _tensor(member, f"{where}[{key!r}]{note}")
-        return found
-    if isinstance(given, (tuple, list)) and given:
-        return tuple(_tensor(member, f"{where}[{n}]{note}") for n, member in enumerate(given))
-    kind = "an empty" if isinstance(given, (Mapping, tuple, list)) else "a"
-    raise TypeError(f"{where}{note}: expected {VALUES}, got {kind} {type(given).__name__}")
+class Microbatches(list[Any]):
+    """A batch that the caller has cut: a list of microbatches, each a pair or a mapping.
+
+    A plain list of them is one as well, unless it has two members: that may be a pair (input,
+    target), and is taken for one.
+    """
 
 
-def _tensor(given: object, where: str) -> Tensor:
-    if not isinstance(given, Tensor):
-        what = "None; leave it out" if given is None else f"a {type(given).__name__}"
-        raise TypeError(f"{where}: expected a tensor, got {what}")
-    return given
+class Reference:
+    """What is neither a tensor nor a constant: handed on within one process, and never copied."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+#: What a value is made of: TENSOR; a constant, as JSON, as 1 and True are equal and nan is not; a
+#: container's kind and its members' forms, after a dict's kind its names; or a Reference.
+Form = str | tuple[Any, ...] | Reference
+
+TENSOR = "tensor"
+#: Of tensors whose receiver knows what they are, such as gradients.
+FLAT: Form = ()
+CONTAINERS: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "tuple": tuple,
+    "list": list,
+    "microbatches": Microbatches,
+}
+CONSTANTS = (bool, int, float, str, type(None))
+
+
+def flattened(value: object, where: str, tensors: list[Tensor], objects: bool = False) -> Form:
+    """Add the value's tensors to a list, and return its form; maybe with other ``objects`` in it.
+
+    A named tuple has the form of a tuple, and any mapping that of a dict.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return TENSOR
+    if type(value) in CONSTANTS:
+        return json.dumps(value)
+    if isinstance(value, Mapping):
+        forms = []
+        for name, member in value.items():
+            if not isinstance(name, str):
+                raise TypeError(f"{where}: expected strings as keys, got {name!r}")
+            forms.append(flattened(member, f"{where}[{name!r}]", tensors, objects))
+        return ("dict", tuple(value), *forms)
+    if isinstance(value, (tuple, list)):
+        members = enumerate(value)
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return kind, *(flattened(v, f"{where}[{n}]", tensors, objects) for n, v in members)
+    shape = getattr(value, "shape", ())
+    uncut = (isinstance(shape, tuple) and shape) or next(tensors_in(value), None) is not None
+    if uncut or not objects:
+        note = ", and nobody could cut what is in it" if uncut and objects else ""
+        raise TypeError(f"{where}: expected {VALUES}, got a {type(value).__name__}{note}")
+    return Reference(value)
+
+
+def unflattened(form: Form, tensors: Iterator[Any]) -> Any:
+    """The value of this form, with these in the places of its tensors."""
+    if isinstance(form, str):
+        return next(tensors) if form == TENSOR else json.loads(form)
+    if isinstance(form, Reference):
+        return form.value
+    kind, *members = form
+    if kind == "dict":
+        names, *members = members
+        return dict(zip(names, [unflattened(one, tensors) for one in members], strict=True))
+    return CONTAINERS[kind]([unflattened(one, tensors) for one in members])
+
+
+def places_in(form: Form, where: str = "") -> Iterator[str]:
+    """What to call each of its tensors."""
+    if form == TENSOR:
+        yield where
+    elif isinstance(form, tuple) and form:
+        kind, *members = form
+        names: Iterable[object] = range(len(members))
+        if kind == "dict":
+            names, *members = members
+        for name, member in zip(names, members, strict=True):
+            yield from places_in(member, f"{where}[{name!r}]")
+
+
+def as_value(given: object, where: str, objects: bool = True) -> Value:
+    """The value that was given, maybe with a mapping in it that is no dict."""
+    tensors: list[Tensor] = []
+    form = flattened(given, where, tensors, objects)
+    if not tensors:
+        raise TypeError(f"{where}: expected at least one tensor, got a {type(given).__name__}")
+    return unflattened(form, iter(tensors))
 
 
 def tensors_of(value: Value) -> tuple[Tensor, ...]:
-    if isinstance(value, Tensor):
-        return (value,)
-    return value if isinstance(value, tuple) else tuple(value.values())
+    return tuple(tensors_in(value))
 
 
 def each(value: Value, apply: Callable[[Tensor], Tensor]) -> Value:
-    if isinstance(value, Tensor):
-        return apply(value)
-    if isinstance(value, Mapping):
-        return {key: apply(tensor) for key, tensor in value.items()}
-    return tuple(apply(tensor) for tensor in value)
+    """The same value with other tensors."""
+    tensors: list[Tensor] = []
+    form = flattened(value, "value", tensors, objects=True)
+    return unflattened(form, map(apply, tensors))
 
 
 def tensors_in(anything: object) -> Iterator[Tensor]:
@@ -77,10 +147,9 @@ class Header(NamedTuple):
     """What travels with a message."""
 
     parts: int = 1  # microbatches of its minibatch
-    # With an input, the samples of the minibatch, 0 where it is not cut; with a gradient, the loss
-    # as far as it is known, or nan.
+    # With an input, the share of the minibatch's samples that the microbatch has; with targets that
+    # are still to be cut, these samples; with a gradient, the loss as far as it is known, or nan.
     value: float = 0.0
-    divisor: float | None = None  # with an input, of the minibatch's loss, where that is known
 
 
 NO_HEADER = Header()
@@ -90,9 +159,8 @@ class Message(NamedTuple):
     """Tensors on their way."""
 
     tensors: tuple[Tensor | None, ...]  # detached; None: the gradient of what nothing depends on
-    single: bool = True  # whether the stage's value is the tensor itself, not a tuple or a dict
     differentiable: tuple[bool, ...] = ()  # whether a gradient of each is wanted
-    keys: tuple[str, ...] | None = None  # where the value is a dict
+    form: Form = FLAT  # of the value that they are the tensors of
 
     def with_gradient(self, wanted: bool) -> Message:
         """The same, of which gradients are wanted for all that can have one, or for none."""
@@ -101,7 +169,7 @@ class Message(NamedTuple):
             differentiable = tuple(
                 t is not None and (t.is_floating_point() or t.is_complex()) for t in self.tensors
             )
-        return Message(self.tensors, self.single, differentiable, self.keys)
+        return Message(self.tensors, differentiable, self.form)
 
 
 #: What tells that a message is laid out like one before: asking takes a third of the time of
@@ -143,8 +211,7 @@ class Layout(NamedTuple):
     """What a message looks like: its tensors, None for one that is not sent, and their form."""
 
     tensors: tuple[TensorLayout | None, ...]
-    single: bool
-    keys: tuple[str, ...] | None = None
+    form: Form = FLAT
 
     @staticmethod
     def of(message: Message) -> Layout:
@@ -154,7 +221,7 @@ class Layout(NamedTuple):
             None if t is None else TensorLayout(tuple(t.shape), _dense(t), t.dtype, flag)
             for t, flag in zip(message.tensors, flags, strict=True)
         )
-        return Layout(tensors, message.single, message.keys)
+        return Layout(tensors, message.form)
 
     def places(self) -> tuple[list[int], int]:
         """Where each tensor begins, in bytes, and how many bytes there are in all."""
@@ -182,25 +249,23 @@ class Layout(NamedTuple):
 
     def message(self, tensors: list[Tensor | None]) -> Message:
         flags = tuple(tensor is not None and tensor.differentiable for tensor in self.tensors)
-        return Message(tuple(tensors), self.single, flags, self.keys)
+        return Message(tuple(tensors), flags, self.form)
 
     def shrinks_to(self, other: Layout) -> bool:
-        """Whether the other has the same tensors, smaller in at most one dimension each."""
-        if (self.single, self.keys) != (other.single, other.keys):
-            return False
-        if len(self.tensors) != len(other.tensors):
-            return False
-        return all(
+        """Whether the other has the same tensors, or the first of them, each smaller in at most one
+        dimension.
+        """
+        return len(self.tensors) >= len(other.tensors) and all(
             its is None or (mine is not None and mine.shrinks_to(its))
-            for mine, its in zip(self.tensors, other.tensors, strict=True)
+            for mine, its in zip(self.tensors, other.tensors, strict=False)
         )
 
     def __str__(self) -> str:
         each = ["nothing" if t is None else str(t) for t in self.tensors]
-        if self.keys is not None:
-            named = (f"{key!r}: {of}" for key, of in zip(self.keys, each, strict=True))
-            return f"{{{', '.join(named)}}}"
-        return ", ".join(each) if self.single else f"({', '.join(each)})"
+        places = [*places_in(self.form)] or [""] * len(each)
+        return ", ".join(
+            f"{place} {what}".strip() for place, what in zip(places, each, strict=True)
+        )
 
 
 def _dense(tensor: Tensor) -> tuple[int, ...]:
@@ -219,7 +284,7 @@ class FlatMemory:
 
     def free(self) -> None:
         self.whole = self.bytes = torch.empty(0, dtype=torch.uint8)
-        self._layout: Layout | None = None  # that it last had
+        self._layout: object = None  # that of the tensors that it last had
         self._views: list[Tensor | None] = []
 
     def fit(self, nbytes: int, device: torch.device, pinned: bool = False) -> bool:
@@ -234,7 +299,7 @@ class FlatMemory:
         return True
 
     def views(self, layout: Layout) -> list[Tensor | None]:
-        if self._layout != layout:
+        if self._layout != layout.tensors:
             with torch.inference_mode(False):
-                self._layout, self._views = layout, layout.views(self.bytes)
+                self._layout, self._views = layout.tensors, layout.views(self.bytes)
         return self._views

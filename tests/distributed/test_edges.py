@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from time import monotonic
 
 import pytest
@@ -11,7 +12,7 @@ from helpers.ranks import Ranks, run_ranks
 
 from spectrain_ext.distributed.failures import Beat, Cause, suspect
 from spectrain_ext.distributed.wire import layout_of, text_of
-from spectrain_ext.transport.message import FlatMemory, Layout, Message
+from spectrain_ext.transport.message import FLAT, FlatMemory, Layout, Message, unflattened
 
 pytestmark = pytest.mark.processes
 
@@ -22,6 +23,10 @@ GROWING = [(0, 1), (1, 7), (2, 3), (3, 70), (4, 1), (5, 4), (6, 90)]
 @pytest.mark.parametrize("messages", [UNEVEN, GROWING], ids=["uneven", "growing"])
 def test_messages_arrive_bit_for_bit(messages):
     assert run_ranks(rank_programs.same_bits, 2, messages, messages is GROWING) == [[], []]
+
+
+def test_layouts_are_announced_anew_where_there_are_too_many():
+    assert run_ranks(rank_programs.few_layouts, 2, [*GROWING, *UNEVEN[:3], *GROWING]) == [[], []]
 
 
 @pytest.mark.parametrize("messages", [UNEVEN, GROWING], ids=["uneven", "growing"])
@@ -136,15 +141,24 @@ def test_blame_goes_to_whom_all_others_wait_for():
     assert Cause.read(b"") is None
 
 
+CONSTANTS = [1, True, 1.0, -0.0, float("inf"), "é\ud800", None]
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_a_layout_survives_the_wire(named):
     tensors = rank_programs.tensors(0)
-    keys = tuple(f"é{n}" for n in range(len(tensors))) if named else None
-    message = Message(tensors, False, rank_programs.GRADS, keys)
+    form = FLAT
+    if named:
+        first, *more = ("tensor" for _ in tensors)
+        form = ("dict", ("é0", "more"), first, ("list", *more, *map(json.dumps, CONSTANTS)))
+    message = Message(tensors, rank_programs.GRADS, form)
     layout = Layout.of(message)
     assert layout_of(text_of(layout)) == layout
-    assert layout.message(list(tensors)).keys == keys
-    assert ("'é0': " in str(layout)) == named
+    assert layout.message(list(tensors)).form == form
+    assert ("['é0'] float32 [4, 7]" in str(layout)) == named
+    if named:
+        found = unflattened(layout_of(text_of(layout)).form, iter(tensors))["more"]
+        assert repr(found[len(more) :]) == repr(CONSTANTS)
     memory = torch.zeros(layout.places()[1], dtype=torch.uint8)
     for to, tensor in zip(layout.views(memory), message.tensors, strict=True):
         assert (to is None) == (tensor is None)
@@ -158,15 +172,30 @@ def test_a_layout_survives_the_wire(named):
     [
         b"{",
         b"[]",
-        b'{"tensors": [[[2], [1], "load", true]], "single": true, "keys": null}',
-        b'{"tensors": [[[2], [1, 1], "float32", true]], "single": true, "keys": null}',
-        b'{"tensors": [[[2], [64], "float32", true]], "single": true, "keys": null}',
-        b'{"tensors": [[[-2], [1], "float32", true]], "single": true, "keys": null}',
-        b'{"tensors": [[[2], [1], "float32", true]], "single": false, "keys": ["a", "b"]}',
-        b'{"tensors": [[[2], [1], "float32", true]], "single": false, "keys": [3]}',
-        b'{"tensors": [null, null], "single": false, "keys": ["a", "a"]}',
+        b'{"tensors": [null]}',
+        b'{"tensors": [[[2], [1], "load", true]], "form": "tensor"}',
+        b'{"tensors": [[[2], [1, 1], "float32", true]], "form": "tensor"}',
+        b'{"tensors": [[[2], [64], "float32", true]], "form": "tensor"}',
+        b'{"tensors": [[[-2], [1], "float32", true]], "form": "tensor"}',
+        b'{"tensors": [null], "form": ["dict", ["a", "b"], "tensor"]}',
+        b'{"tensors": [null], "form": ["dict", [3], "tensor"]}',
+        b'{"tensors": [null, null], "form": ["dict", ["a", "a"], "tensor", "tensor"]}',
+        b'{"tensors": [null], "form": ["dict"]}',
+        b'{"tensors": [null], "form": ["set", "tensor"]}',
+        b'{"tensors": [null], "form": ["list", "tensor", "tensor"]}',
+        b'{"tensors": [null], "form": ["list", []]}',
+        b'{"tensors": [null], "form": ["list", "tensor", "[1]"]}',
+        b'{"tensors": [null], "form": ["list", "tensor", "print(1)"]}',
+        b'{"tensors": [null], "form": ["list", "tensor", 3]}',
+        b'{"tensors": [null], "form": [["list"], "tensor"]}',
+        b'{"tensors": [null], "form": 3}',
+        b'{"tensors": [null], "form": ' + b'["list", ' * 9000 + b'"tensor"' + b"]" * 9000 + b"}",
     ],
-    ids=["cut", "list", "no-dtype", "ranks", "beyond", "negative", "names", "no-names", "twice"],
+    ids=[
+        *("cut", "list", "no-form", "no-dtype", "ranks", "beyond", "negative", "names"),
+        *("no-names", "twice", "no-members", "kind", "places", "nothing", "a-list", "no-json"),
+        *("no-text", "unhashable", "number", "deep"),
+    ],
 )
 def test_a_layout_that_is_none_is_refused(text):
     with pytest.raises(ValueError):
@@ -175,7 +204,7 @@ def test_a_layout_that_is_none_is_refused(text):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_one_tensor_of_a_message_is_changed_while_autograd_keeps_another(mode):
-    layout = Layout.of(Message((torch.zeros(3), torch.zeros(2)), False, (True, True)))
+    layout = Layout.of(Message((torch.zeros(3), torch.zeros(2)), (True, True)))
     memory = FlatMemory()
     with mode():
         memory.fit(layout.places()[1], torch.device("cpu"))
@@ -188,17 +217,18 @@ def test_one_tensor_of_a_message_is_changed_while_autograd_keeps_another(mode):
 
 
 def test_what_a_layout_may_shrink_to():
-    def of(*tensors, keys=None):
-        return Layout.of(Message(tensors, False, (True,) * len(tensors), keys))
+    def of(*tensors, form=FLAT):
+        return Layout.of(Message(tensors, (True,) * len(tensors), form))
 
     a, b = torch.zeros(4, 5), torch.zeros(4)
     assert of(a, b).shrinks_to(of(a[:3], b[:3]))
     assert of(a).shrinks_to(of(a[:, :2]))
-    assert not of(a, b).shrinks_to(of(a))
+    assert of(a, b).shrinks_to(of(a[:3]))  # of targets fewer microbatches
+    assert not of(a, b).shrinks_to(of(b))
+    assert not of(a).shrinks_to(of(a, b))
     assert not of(a).shrinks_to(of(a[:3, :3]))
     assert not of(a).shrinks_to(of(a.double()))
     assert not of(a[:3]).shrinks_to(of(a))
     assert not of(a, None).shrinks_to(of(a, b))
-    assert of(a, b, keys=("a", "b")).shrinks_to(of(a[:3], b, keys=("a", "b")))
-    assert not of(a, b, keys=("a", "b")).shrinks_to(of(a, b, keys=("a", "c")))
-    assert not of(a, b, keys=("a", "b")).shrinks_to(of(a, b))
+    # Whatever there is beside tensors takes no room.
+    assert of(a, form=("list", "tensor", "3")).shrinks_to(of(a, form=("list", "tensor")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import replica_programs, value_programs
@@ -85,3 +87,27 @@ def test_samples_along_another_dimension():
         assert found[rank][:2] == (losses, measured)
         for name, tensor in found[rank][2].items():
             assert torch.equal(state[name], tensor), (rank, name)
+
+
+def test_nested_values_and_microbatches_cut_by_the_caller():
+    """To the bit; objects that another process cannot get are refused."""
+    torch.set_num_threads(1)
+    losses, measured, state = value_programs.nested()
+    found = run_ranks(value_programs.nested, 2)
+    for rank in range(2):
+        assert found[rank][:2] == (losses, measured)
+        for name, tensor in found[rank][2].items():
+            assert torch.equal(state[name], tensor), (rank, name)
+    assert found[0][3].startswith("TypeError: batches[0]['words'][0]: expected a tensor, or ")
+    assert found[0][3].endswith("got a set")
+
+
+def test_replicas_get_the_microbatches_that_the_caller_has_cut():
+    torch.set_num_threads(1)
+    losses, measured, state = value_programs.nested()
+    found = run_ranks(partial(value_programs.nested, replicas=[1, 2]), 3)
+    for rank in range(3):
+        assert found[rank][0] == pytest.approx(losses, rel=1e-5)
+        assert found[rank][1] == pytest.approx(measured, rel=1e-5)
+        for name, tensor in found[rank][2].items():
+            torch.testing.assert_close(state[name], tensor)

@@ -148,3 +148,134 @@ def time_first(rank=0, ranks=1, **settings):
         pipe = st.DistributedPipeline(parts[rank], sgd, mse, share_loss=True, **more)
     losses = [result.loss.item() for result in pipe.run(data)]
     return losses, pipe.evaluate(data), dict(pipe.state_dict())
+
+
+class Nested(nn.Module):
+    """A batch with more than tensors in it comes in, and nested values go on; also uncut."""
+
+    def __init__(self, k, n):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.first, self.last = k == 0, k == n - 1
+
+    def forward(self, value):
+        if self.first:
+            assert type(value) is dict
+            x = value["x"] * value["mask"][..., None] + value["positions"][..., None]
+            rest = value["none"], value["words"], value["temperature"], value["weights"]
+            value = {"h": [x, (x.detach() * 2, None)], "rest": rest, "step": value["step"]}
+        h, (skip, nothing) = value["h"]
+        none, words, temperature, weights = value["rest"]
+        assert [type(of) for of in (value["h"], value["rest"], words)] == [list, tuple, list]
+        assert nothing is none is None
+        assert words == ["é", True, [], 0.5]
+        assert type(value["step"]) is int
+        h = torch.tanh(self.linear(h)) * words[-1] + skip * weights / (1 + value["step"])
+        if self.last:
+            return Output({"h": [h * temperature]})
+        return {**value, "h": [h, (skip + h * h, None)]}
+
+
+def nested_stages(n):
+    torch.manual_seed(3)
+    return [Nested(k, n) for k in range(n)]
+
+
+#: Of ``nested_data``: what is not named has 0.
+NESTED_DIM = {"weights": None}
+
+
+def nested_data(sizes, dtype=torch.float32):
+    g = torch.Generator().manual_seed(13)
+
+    def batch(i, size, length=3):
+        x, y = (torch.randn(size, length, WIDTH, generator=g, dtype=dtype) for _ in range(2))
+        return {
+            "positions": torch.arange(length, dtype=dtype)[None] / 10,
+            "step": i,
+            "x": x,
+            "mask": (torch.rand(size, length, generator=g) > 0.3).to(dtype),
+            "temperature": torch.tensor(1.5, dtype=dtype),
+            "weights": torch.randn(WIDTH, generator=g, dtype=dtype),
+            "words": ["é", True, [], 0.5],
+            "none": None,
+            "labels": y,
+        }
+
+    return [batch(i, size) for i, size in enumerate(sizes)]
+
+
+def cut_by_hand(batch, sizes, lengths):
+    """Microbatches of these sizes, each as long as it has to be."""
+    begin, found = 0, st.Microbatches()
+    for size, length in zip(sizes, lengths, strict=True):
+        part = dict(batch)
+        for name in ("x", "mask", "labels"):
+            part[name] = batch[name][begin : begin + size, :length]
+        part["positions"] = batch["positions"][:, :length]
+        found.append(part)
+        begin += size
+    return found if len(found) == 2 else list(found)
+
+
+def nested_loss(output, batch):
+    assert type(batch) is dict
+    assert batch["words"] == ["é", True, [], 0.5]
+    errors = (output.parts["h"][0] - batch["labels"]) * batch["mask"][..., None]
+    return errors.square().mean() * (1 + batch["step"]) * batch["temperature"]
+
+
+def nested_batches(dtype=torch.float32):
+    """Some to be cut, and some that have been; one has fewer microbatches than there may be."""
+    sizes = [6, 6, 7, 1, 8, 6]
+    made = nested_data(sizes, dtype)
+    made[1] = cut_by_hand(made[1], (1, 3, 2), (3, 2, 1))
+    made[2] = cut_by_hand(made[2], (4, 3), (2, 3))
+    made[4] = cut_by_hand(made[4], (2, 2, 2, 2), (3, 3, 3, 3))
+    return made
+
+
+def uncut_nested(n, made):
+    """The losses of plain torch, and the weights that it ends with."""
+    whole = nn.Sequential(*nested_stages(n)).to(made[0]["x"].dtype)
+    optimizer, found = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9), []
+    for batch in made:
+        parts = batch if isinstance(batch, list) else [batch]
+        sizes = [len(part["x"]) for part in parts]
+        losses = [nested_loss(whole(part), part) for part in parts]
+        loss = sum(each * size / sum(sizes) for each, size in zip(losses, sizes, strict=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return found, whole
+
+
+def nested(rank=0, ranks=1, **settings):
+    """Losses, an evaluation and weights of this rank, or of all stages in one process."""
+    made = nested_batches()
+    more = {"method": "gpipe", "microbatches": 4, "split_dim": NESTED_DIM, **settings}
+    if ranks == 1:
+        pipe = st.Pipeline(nested_stages(2), sgd, nested_loss, **more)
+    else:
+        counts = settings.get("replicas", [1] * ranks)
+        k = [stage for stage, count in enumerate(counts) for _ in range(count)][rank]
+        pipe = st.DistributedPipeline(
+            nested_stages(len(counts))[k],
+            *(sgd, nested_loss),
+            **more,
+            share_loss=True,
+            dynamic_shapes=True,
+        )
+    enough = [batch for batch in made if isinstance(batch, list) or len(batch["x"]) > 1]
+    losses = [result.loss.item() for result in pipe.run(enough)]
+    measured = pipe.evaluate(made)
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    if ranks == 1:
+        return losses, measured, state
+    try:
+        for _ in pipe.run([{**made[0], "words": [{3}]}]):
+            pass
+    except Exception as error:
+        return losses, measured, state, f"{type(error).__name__}: {error}"
+    return losses, measured, state, None

@@ -6,7 +6,6 @@ import pytest
 
 from spectrain_ext.pipeline.edges import Cursor
 from spectrain_ext.schedule import Duties, Instruction, Kind, Place, find_generator, tables
-from spectrain_ext.transport import Header
 
 SHORT = {Kind.FORWARD: "F", Kind.BACKWARD: "b", Kind.UPDATE: "u"}
 
@@ -26,14 +25,13 @@ def left(cursor):
         found.append(instruction)
         if instruction.kind is Kind.UPDATE:
             cursor.shares.pop(instruction.minibatch)
-            cursor.headers.pop(instruction.minibatch)
     return found
 
 
 def finite(place, minibatches, schedule="1f1b-async"):
     cursor = cursor_of(place, schedule)
     for _ in range(minibatches):
-        cursor.add([1 / place.microbatches] * place.microbatches, Header(place.microbatches))
+        cursor.add(place.microbatches)
     cursor.stop()
     return left(cursor)
 
@@ -54,13 +52,12 @@ def test_microbatches_share_one_update():
 
 def test_a_small_minibatch_has_fewer_microbatches():
     cursor = cursor_of(Place(0, 1, 2, 2))
-    cursor.add([0.5, 0.5], Header(2))
-    cursor.add([1.0], Header(1))
+    cursor.add(2)
+    cursor.add(1)
     cursor.stop()
     assert drawn(left(cursor)) == "F0 F0 b0 F1 b0 u0 b1 u1"
     assert cursor.finished
     assert not cursor.shares
-    assert not cursor.headers
 
 
 def test_a_run_that_ends_while_it_goes():
@@ -71,7 +68,7 @@ def test_a_run_that_ends_while_it_goes():
         else:
             seen.append(instruction)
             if instruction.kind is Kind.FORWARD:
-                cursor.add([1.0], Header())
+                cursor.add(1)
     assert drawn(seen) == "F0 F1 b0 u0 F2 b1 u1 b2 u2"
 
 
