@@ -24,6 +24,7 @@ from .arguments import (
     check_factories,
     check_loss_fn,
     check_master_dtype,
+    check_on_nonfinite,
     check_order,
     check_recompute,
     checked_devices,
@@ -35,6 +36,7 @@ from .arguments import (
 from .batch import SplitDim, first_dim, sides_of
 from .connections import Connections
 from .executor import Executor
+from .loads import OnNonfinite
 from .loops import Loops, warn_unless_begun
 from .losses import Keep, Result
 from .names import use_model_names
@@ -164,6 +166,7 @@ class Pipeline(Loops):
         master_dtype: torch.dtype | None = None,
         recompute: bool = False,
         split_dim: SplitDim = 0,
+        on_nonfinite: OnNonfinite = None,
     ) -> None:
         super().__init__()
         with deferred():
@@ -183,6 +186,8 @@ class Pipeline(Loops):
             of_phases = phase_places(chosen, replicas.stages, parts, window, replicas)
             check_master_dtype(master_dtype, modules)
             check_recompute(recompute)
+            check_on_nonfinite(on_nonfinite)
+            self._on_nonfinite = on_nonfinite
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts)
             check_factories(optimizer, scheduler)
@@ -197,7 +202,7 @@ class Pipeline(Loops):
                 clip_scope,
                 master_dtype,
             )
-            if not any(phase.globally for phase in self._phases):
+            if not any(map(self._exchanges_norms, self._phases)):
                 connections.norm = None
             self.method, self.devices = chosen, tuple(where)
             self.minibatches, self.phase = 0, 0
@@ -407,11 +412,14 @@ class Pipeline(Loops):
         executor, connections = self._executor, self._executor.connections
         executor.change(phase.places, phase.method.schedule)
         connections.change(phase.method, phase.places)
-        norm = connections.norm if phase.globally else None
+        norm = connections.norm if self._exchanges_norms(phase) else None
         stages = zip(executor.stages, phase.weights, phase.max_norms, strict=True)
         for stage, weights, max_norm in stages:
-            stage.train_by(weights, max_norm, norm)
+            stage.train_by(weights, max_norm, phase.globally, norm, self._on_nonfinite)
         self._entered = phase
+
+    def _exchanges_norms(self, phase: TrainingPhase) -> bool:
+        return phase.globally or (self._on_nonfinite is not None and phase.flushes)
 
     def _where(self) -> str:
         of, here = f"of {len(self._executor.places)}", [place.stage for place in self.places]
@@ -520,6 +528,11 @@ class Pipeline(Loops):
     def random(self) -> list[StageRandom]:
         """The generators of random numbers in the order of stages."""
         return [stage.random for stage in self._executor.stages]
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """How many updates each stage here has left out by ``on_nonfinite="skip"``, in all runs."""
+        return tuple(stage.skipped for stage in self._executor.stages)
 
     @property
     def places(self) -> tuple[Place, ...]:
