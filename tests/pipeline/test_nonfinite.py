@@ -3,62 +3,29 @@
 from __future__ import annotations
 
 import copy
-from math import inf, nan
+from math import nan
 
 import pytest
 import torch
+from helpers.nonfinite_programs import Passes, everything, infinite, poisoned
 from helpers.pipeline_cases import (
+    Compared,
     batches,
     float64,  # noqa: F401  # a fixture
     mse,
     sgd,
     tanh_stages,
+    torch_sgd,
 )
-from torch import nn
+from oracle.methods import Definition, nearest
+from oracle.schedules import FLUSHING
 
 import spectrain_ext as st
+from spectrain_ext.pipeline.checks import all_finite
 
 
-class Overflow(torch.autograd.Function):
-    """Identity; where an input is 7 or more, its gradient is infinite, and nothing else."""
-
-    @staticmethod
-    def forward(ctx, value):
-        ctx.save_for_backward(value)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (value,) = ctx.saved_tensors
-        return torch.where(value >= 7, inf, gradient)
-
-
-class Overflows(nn.Module):
-    def forward(self, value):
-        return Overflow.apply(value)
-
-
-def everything(n=3):
-    """Stages with running statistics and random numbers."""
-    return [
-        nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Tanh(), nn.Linear(5, 5))
-        for _ in range(n)
-    ]
-
-
-def poisoned(batch, what):
-    value, target = (tensor.clone() for tensor in batch)
-    (value if what == "input" else target)[-1, 2] = nan
-    return value, target
-
-
-def state_of(pipe):
-    return [
-        pipe.state_dict(),
-        [o.state_dict()["state"] for o in pipe.optimizers],
-        [s.state_dict() for s in pipe.schedulers],
-        [r.states() for r in pipe.random],
-    ]
+def steps(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
 def same(found, expected):
@@ -75,28 +42,63 @@ def same(found, expected):
         ("zb-h1", {"microbatches": 3}),
     ],
 )
-def test_with_a_flush_it_is_as_if_the_batch_had_never_come(method, more, what):
-    data = batches(7, size=6)
-    runs = []
-    stages = everything()
+def test_with_a_flush_it_is_as_if_the_batch_had_never_come(method, more, what, caplog):
+    data, stages, runs = batches(7, size=6), everything(), []
     for skips in (True, False):
         torch.manual_seed(1)
-        pipe = st.Pipeline(
-            copy.deepcopy(stages),
-            sgd(),
-            mse,
-            method,
-            scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
-            on_nonfinite="skip" if skips else None,
-            **more,
-        )
-        given = list(data)
+        given, on_nonfinite = list(data), None
         if skips:
-            given[2:2] = [poisoned(data[0], what)] * 2
+            given[2:2], on_nonfinite = [poisoned(data[0], what)] * 2, "skip"
+        own = copy.deepcopy(stages)
+        more = {**more, "on_nonfinite": on_nonfinite}
+        pipe = st.Pipeline(own, sgd(), mse, method, scheduler=steps, **more)
         losses = [result.loss for result in pipe.run(given)]
         if skips:
             assert all(loss.isnan() for loss in losses[2:4])
             del losses[2:4]
             assert pipe.skipped == (2, 2, 2)
-        runs.append((losses, state_of(pipe)))
+            said = "minibatch {}, stage 2: the loss is not finite; all stages leave the update out"
+            assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+                said.format(i) for i in (2, 3)
+            ]
+        optimizers = [o.state_dict()["state"] for o in pipe.optimizers]
+        schedulers = [s.state_dict() for s in pipe.schedulers]
+        numbers = [r.states() for r in pipe.random]
+        runs.append((losses, pipe.state_dict(), optimizers, schedulers, numbers))
     same(*runs)
+
+
+# As the predictions of auto with any optimizer; as far ahead as stage 0 has to.
+BY_DIFFERENCE = Definition(
+    law="difference",
+    forward=lambda k, n, w, m: nearest((w + k - 1) / m),
+    backward="stash",
+    roomy=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "parts", "more"),
+    [
+        *((name, 4, {}) for name in ("1f1b", "gpipe", "zb-h1", "pipedream-2bw", "zb-h1-async")),
+        *((name, 1, {}) for name in ("pipedream", "spectrain", "dc-asgd", "lwp-w")),
+        ("auto", 1, {"clip_norm": 0.02}),
+        ("auto", 4, {"recompute": True}),
+        ("auto", 4, {"optimizer": (torch_sgd(), torch_sgd()), "definition": BY_DIFFERENCE}),
+    ],
+)
+def test_what_is_left_out_is_what_the_definition_says(method, parts, more):
+    data = batches(12, size=6)
+    data[0] = poisoned(data[0], "target", 1000.0)
+    data[3] = poisoned(data[3], "input", 100.0)
+    data[4] = poisoned(data[4], "target", nan)
+    data[7] = poisoned(data[7], "input")
+    data[8] = poisoned(data[8], "target", 1000.0)
+    for where in ("weight", "output"):
+        stages = [Passes(), Passes(where), Passes(), Passes()]
+        settings = {"microbatches": parts, "scheduler": steps, "on_nonfinite": "skip"}
+        compared = Compared(stages, method, loss_fn=infinite, **settings, **more)
+        compared.run(data)
+        flushes = compared.oracle.method.schedule in FLUSHING
+        assert compared.pipe.skipped == ((5, 5, 5, 5) if flushes else (5, 5, 4, 4))
+        compared.run(data[9:])
