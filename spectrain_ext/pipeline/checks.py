@@ -160,8 +160,11 @@ class Checks(Loads):
             for name, gradient in self._gradients()
             if not all_finite([gradient], self.device)
         ]
-        # Backwards come to the last one first.
-        return f"the gradient of {repr(names[-1]) if names else 'its input'} is not finite"
+        if not names:  # of its input, or of tied weights, which have been sent
+            return "a gradient is not finite"
+        return (
+            f"the gradient of {names[-1]!r} is not finite"  # to the last one backwards come first
+        )
 
 
 def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -43,7 +43,7 @@ def test_what_is_left_out_over_processes_and_replicas():
         *((c, m, "passes", True, more) for c, m, more in (*ALIKE, *DEFINED)),
     ]
     ranks = run_ranks(nonfinite_programs.trained, 3, cases)
-    for n, (counts, method, settings) in enumerate(EXACT):
+    for n, (counts, method, _) in enumerate(EXACT):
         for of_rank in ranks:
             losses, *poisoned, skipped = of_rank[2 * n]
             expected, *clean, none = of_rank[2 * n + 1]

@@ -12,11 +12,11 @@ import spectrain_ext as st
 
 
 class Overflow(torch.autograd.Function):
-    """The value; its gradient is infinite if any number of ``given`` is 100 or more."""
+    """The value; its gradient is infinite if any number of ``given`` is as large as 100."""
 
     @staticmethod
     def forward(ctx, value, given):
-        ctx.overflows = bool((given >= 100).any())
+        ctx.overflows = bool((given.abs() >= 100).any())
         return value.clone()
 
     @staticmethod
@@ -39,6 +39,13 @@ class Passes(nn.Module):
         if self.where == "output":
             y = Overflow.apply(y, x)
         return torch.where(x >= 100, x, y)
+
+
+class Overflows(nn.Module):
+    """Hands on its input."""
+
+    def forward(self, x):
+        return Overflow.apply(x, x)
 
 
 def infinite(output, target):
