@@ -104,6 +104,12 @@ class Pipeline(Loops):
             other weights there than in the forward, this is another method; where it has not, it
             is slower, and smaller. Dropout is drawn again as it was. Module buffers, which are kept
             as well, are what the first forward found, and are not updated again.
+        on_nonfinite: what comes of a minibatch whose loss or gradient is inf or nan. ``"raise"``:
+            a ``StageError`` before the update, caused by a ``FloatingPointError``. ``"skip"``: the
+            update is left out. Where the method flushes, by all stages, and all is as if the batch
+            had never come: module buffers and random numbers, too. Elsewhere by all stages if it is
+            the loss; if a gradient, by its stage and those before it; and buffers get back what
+            was finite. The host waits for that at every update. None: nobody looks.
 
     Attributes:
         method: the Method.
@@ -531,7 +537,7 @@ class Pipeline(Loops):
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """How many updates each stage here has left out by ``on_nonfinite="skip"``, in all runs."""
+        """How many updates each stage here has left out, in all runs: see ``on_nonfinite``."""
         return tuple(stage.skipped for stage in self._executor.stages)
 
     @property
