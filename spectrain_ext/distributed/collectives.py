@@ -188,6 +188,15 @@ class GradientSum:
             p.grad = self._bucket_of[p].flat.views[p] if count else None
         return totals[: len(numbers)]
 
+    def largest(self, number: float) -> float:
+        """The largest of all replicas' numbers."""
+        found, host = torch.tensor(number, dtype=torch.float64), self._circle.host
+        _Collective(
+            *(self._circle, self._board, _GRADIENTS, host),
+            *(dist.all_reduce, found, dist.ReduceOp.MAX),
+        ).wait()
+        return float(found)
+
 
 def weight_exchange(circle: Circle, board: Board) -> Exchange:
     """Sends weights to a stage's other replicas and waits for theirs, when they are asked for."""
@@ -246,7 +255,10 @@ class DistributedNorm(GlobalNorm):
             circle, self._board, _NORMS, circle.host, dist.all_gather, found, self._own
         ).wait()
         for k in range(self._replicas.stages):
-            if k not in self._mine:
+            of_replicas = [found[rank][k] for rank in self._replicas.ranks_of(k)]
+            # With averaging each has a gradient of its own; an origin concerns them all.
+            origin = min(of_replicas)
+            if k not in self._mine or origin < 0:
                 # Replicas have added up their gradients by now: one norm, which counts once.
-                theirs = found[self._replicas.ranks_of(k)[0]][k]
+                theirs = origin if origin < 0 else of_replicas[0]
                 super().give(i, k, theirs, Buffer(f"gradient norm of stage {k}"), stream)

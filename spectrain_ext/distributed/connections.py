@@ -108,6 +108,7 @@ class RankConnections(Connections):
                 "window": [each.window for each in places],
                 **resolved(method, of_phases),
                 "device": first.device.type,
+                "on_nonfinite": first.on_nonfinite,
                 "clip_norm": None if self.norm is None else self._clip_norm,
                 **self._settings,
             },
@@ -129,6 +130,7 @@ class RankConnections(Connections):
         if circle is not None and self._averaging is None:
             params = [] if weights is None else weights.params
             self._total = GradientSum(params, circle, board, first.compute, first.weight_gradients)
+            first.join = self._total.largest
         elif circle is not None and self._averaging is not None and weights is not None:
             exchange = weight_exchange(circle, board)
             self.averaged = {first.index: Averaged(first, self._averaging, exchange)}

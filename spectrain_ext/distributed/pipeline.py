@@ -17,6 +17,7 @@ from spectrain_ext.method import Method, find_method
 from spectrain_ext.operators.averaging import Averaging
 from spectrain_ext.pipeline.averaging import check_averaged
 from spectrain_ext.pipeline.batch import SplitDim
+from spectrain_ext.pipeline.loads import OnNonfinite
 from spectrain_ext.pipeline.loops import minibatches, share_of
 from spectrain_ext.pipeline.losses import Keep, Result
 from spectrain_ext.pipeline.observer import Observer
@@ -63,7 +64,7 @@ class DistributedPipeline(Pipeline):
         window: likewise; windows count the microbatches of one replica.
         clip_norm, clip_scope: likewise; a global norm makes the hosts wait for one another. With
             ``averaging`` every replica has a gradient of its own, and ``"auto"`` is by stage.
-        master_dtype, recompute, split_dim: likewise.
+        master_dtype, recompute, split_dim, on_nonfinite: likewise.
         replicas: ranks of each stage, one number for all or one per stage; None: one. Ranks are
             numbered stage by stage, replica by replica, and replica c of r runs microbatches c, c +
             r, c + 2r, ... of every minibatch: r divides ``microbatches``. Replicas must start from
@@ -124,6 +125,7 @@ class DistributedPipeline(Pipeline):
         share_loss: bool = False,
         split_dim: SplitDim = 0,
         count: Callable[[Any], float | Tensor] | None = None,
+        on_nonfinite: OnNonfinite = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -168,7 +170,7 @@ class DistributedPipeline(Pipeline):
             devices = None if device is None else [device] * len(modules)
             super().__init__(
                 *(modules, optimizer, loss_fn, method, devices, scheduler, microbatches, window),
-                *(clip_norm, clip_scope, master_dtype, recompute, split_dim, count),
+                *(clip_norm, clip_scope, master_dtype, recompute, split_dim, count, on_nonfinite),
             )
 
     def run(

@@ -254,6 +254,13 @@ def check_master_dtype(master_dtype: object, modules: Sequence[nn.Module]) -> No
         )
 
 
+def check_on_nonfinite(on_nonfinite: object) -> None:
+    if on_nonfinite not in (None, "raise", "skip"):
+        raise ValueError(
+            f"on_nonfinite: expected 'raise', 'skip', or None for no checks, got {on_nonfinite!r}"
+        )
+
+
 def check_recompute(recompute: object) -> None:
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute: expected a bool, got {type(recompute).__name__}")

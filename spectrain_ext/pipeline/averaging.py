@@ -51,14 +51,23 @@ class Averaged:
     def _made(self, weights: Tensor) -> Averager:
         return self._asked.begin(weights, self._exchange, self._stage.index)
 
+    @property
+    def _left_out(self) -> bool:
+        """Whether all replicas leave this update out."""
+        return self._stage.origin > 0 and self._stage.global_norm is not None
+
     def send(self, i: int, j: int) -> None:
         """Before an update: what the other replicas need of these weights goes off."""
+        if self._left_out:
+            return
         assert self._kept is not None
         with self._stage.predict.using(reads=self._stage.memory):
             self._kept.before(self._row())
 
     def average_in(self, i: int, j: int) -> None:
         """After it: the weights become what the others' make of them."""
+        if self._left_out:
+            return
         kept, stage = self._kept, self._stage
         assert kept is not None
         with stage.predict.using(writes=stage.memory):

@@ -52,7 +52,7 @@ class Connections:
         self.replicas, self.replica = Replicas((1,) * stages), 0  # of all stages; the one here
         self.split_dim = split_dim
         self.averaged: Mapping[int, Averaged] = {}  # by stage
-        self.norm: GlobalNorm | None = GlobalNorm(stages)  # None: no phase clips globally
+        self.norm: GlobalNorm | None = GlobalNorm(stages)  # None: no phase needs it
         self.results: deque[Result] = deque()  # that wait for the caller
         self.mode = Mode.TRAIN
 
@@ -208,6 +208,7 @@ class Connections:
             borrows=self._ties.borrows(k),
             divides=True,  # a loss is known to be a sum when it has been computed
             clips=stage.max_norm is not None,
+            checks=stage.on_nonfinite is not None,
             tells_norm=stage.global_norm is not None,
             averages=k in self.averaged,
         )
@@ -239,7 +240,7 @@ class Connections:
             found[Kind.ADD_TIED_GRADIENTS] = lambda i, j: self._ties.gradients_are_there(k)
         if stage.global_norm is not None:
             norm = stage.global_norm
-            found[Kind.CLIP] = lambda i, j: norm.complete(i)
+            found[Kind.CLIP] = found[Kind.AGREE] = lambda i, j: norm.complete(i)
         return found
 
     def announce(self, stage: Stage) -> Callable[[Kind, int, int], None] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ from .names import bare
 #: What runs an instruction of a stage, for minibatch i and microbatch j.
 Handler = Callable[[int, int], None]
 
+#: What comes of a loss or a gradient that is not finite; None: nobody looks.
+OnNonfinite: TypeAlias = Literal["raise", "skip"] | None
+
 NOTHING = nullcontext()
 
 
@@ -34,9 +38,14 @@ class Loads:
     cursor: Cursor  # where the stage stands in a run
     weights: StageWeights | None = None  # None: there are no trainable parameters
     max_norm: float | None = None  # what the gradient is clipped to; None: not at all
-    global_norm: GlobalNorm | None = None  # whose norm that is; None: the stage's own
     counts: dict[int, Tensor]  # by minibatch what its loss is divided by, where losses are sums
     divisor: Tensor | None = None  # the last update's
+    clips_globally = False  # whether by the norm of all stages' gradients
+    global_norm: GlobalNorm | None = None  # that all stages exchange; None: nobody needs it
+    on_nonfinite: OnNonfinite = None
+    # Where the first number of this minibatch that is not finite comes from: k + 1, a gradient of
+    # stage k; inf, the loss; 0: all are finite. Of two the larger comes earlier.
+    origin = 0.0
 
     def __init__(self, index: int, module: nn.Module, device: torch.device) -> None:
         self.index = index
@@ -66,11 +75,17 @@ class Loads:
         self._follows: AbstractContextManager[object] = NOTHING
 
     def train_by(
-        self, weights: StageWeights | None, max_norm: float | None, global_norm: GlobalNorm | None
+        self,
+        weights: StageWeights | None,
+        max_norm: float | None,
+        clips_globally: bool,
+        global_norm: GlobalNorm | None,
+        on_nonfinite: OnNonfinite,
     ) -> None:
         """From the next run on."""
         self.weights = weights
-        self.max_norm, self.global_norm = max_norm, global_norm
+        self.max_norm, self.clips_globally = max_norm, clips_globally
+        self.global_norm, self.on_nonfinite = global_norm, on_nonfinite
         self._follows = NOTHING
 
     @property
@@ -234,22 +249,28 @@ class Loads:
         params = () if self.weights is None else self.weights.params
         with predict.using(reads=(self.weight_gradients,), writes=(buffer,)):
             norm = gradient_norm(params, self.device)
+            if self.origin:  # which no norm is
+                norm = torch.full_like(norm, -self.origin)
         self.global_norm.give(i, self.index, norm, buffer, predict)
 
     def clip(self, i: int, j: int) -> None:
         weights = self.weights
-        if weights is None or self.max_norm is None:
+        if weights is None or self.max_norm is None or self.origin:
             return
         self.predict.wait(self.computed)
-        if self.global_norm is not None:
+        if self.clips_globally:
+            assert self.global_norm is not None
             norm = self.global_norm.take(i, self.predict, self.device)
         with self.predict.using(writes=(self.weight_gradients,)):
-            if self.global_norm is None:
+            if not self.clips_globally:
                 norm = gradient_norm(weights.params, self.device)
             clip(weights.params, self.max_norm, norm)
 
     def update(self, i: int, j: int) -> None:
-        """Step the optimizer; what comes next is a forward: the step writes its weights as well."""
+        """Step the optimizer; what comes next is a forward: the step writes its weights as well.
+
+        Where not all numbers of the minibatch are finite, the update is one that changes nothing.
+        """
         weights = self.weights
         if weights is None:
             return
@@ -258,11 +279,13 @@ class Loads:
         if following is not None and following.kind is Kind.FORWARD:
             forward = following.minibatch, following.microbatch
         storage = weights.storage
-        update = weights.versions.begin_update(forward, weights.moves, weights.rates_move)
+        moves, left_out = (weights.moves, weights.rates_move), self.origin > 0
+        update = weights.versions.begin_update(forward, *moves, left_out)
+        make = weights.leave_out if left_out else weights.make
         assert storage is not None
         if self.immediate:
             with RNG_LOCK:  # a hook may draw
-                weights.make(update)
+                make(update)
             return
         predict = self.predict
         predict.wait(self.computed)
@@ -273,7 +296,7 @@ class Loads:
             reads.append(update.stale.memory)
         writes = [self.optimizer_state, *(buffer.memory for buffer in changed)]
         with predict.using(reads=reads, writes=writes), RNG_LOCK:
-            weights.make(update)
+            make(update)
         self._written(*changed)
         # Held until the compute stream has waited for the step: it would use their memory again.
         self._gradients_read = self.loaded, gradients
@@ -315,6 +338,8 @@ def clip(params: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
 class GlobalNorm:
     """The norm over all stages of a minibatch's gradient; each stage gives its own and waits.
 
+    One whose numbers are not all finite gives what no norm is: minus their origin.
+
     Only for schedules that flush: there a stage does not give its next one before all have used
     this one, because they have to for its next forward and backward.
     """
@@ -340,6 +365,18 @@ class GlobalNorm:
 
     def take(self, i: int, stream: Stream, device: torch.device) -> Tensor:
         """The norm of all, on one of the stages' streams."""
+        given = self._taken(i, stream, device)
+        with stream.using():
+            total: Tensor = torch.linalg.vector_norm(given)
+        return total
+
+    def origin(self, i: int, stream: Stream, device: torch.device) -> float:
+        """Of the first number that is not finite, on any stage; 0: all are. Waits for that."""
+        given = self._taken(i, stream, device)
+        with stream.using():
+            return -min(0.0, float(given.amin()))
+
+    def _taken(self, i: int, stream: Stream, device: torch.device) -> Tensor:
         assert self.complete(i)
         given = [self._given[stage] for stage in sorted(self._given)]  # for the same bits always
         for _, _, other in given:
@@ -348,8 +385,7 @@ class GlobalNorm:
             stream.wait(written)
         with stream.using(reads=[buffer for _, buffer, _ in given]):
             norms = [norm.to(device, torch.float64, non_blocking=True) for norm, *_ in given]
-            total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return total
+            return torch.stack(norms)
 
     def reset(self) -> None:
         self._minibatch = None

@@ -114,8 +114,6 @@ class Losses:
                 "for none"
             )
         with last.computing():
-            if last.divided and not shares[j]:
-                part = part * nan  # the mean of nothing
             self._sum = part if j == 0 else self._sum + part
             if count is not None:
                 self._count = count if j == 0 else self._count + count

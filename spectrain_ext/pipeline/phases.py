@@ -12,7 +12,7 @@ from torch.nn.utils import get_total_norm
 
 from spectrain_ext.method import Method, Phase, check_optimizer, factor_of, phases_of, rules_at
 from spectrain_ext.operators import distance
-from spectrain_ext.schedule import Kind, Place, Rules, count_stage
+from spectrain_ext.schedule import Kind, Place, Rules, count_stage, flushes
 from spectrain_ext.weights import StageMemory, StageWeights, paced
 
 from .arguments import clips_globally, make_optimizer, make_scheduler, max_norms_of
@@ -34,6 +34,10 @@ class TrainingPhase(NamedTuple):
     weights: list[StageWeights | None]  # None: a stage has none
     max_norms: list[float | None]  # what gradients are clipped to
     globally: bool  # whether by the norm of all stages' gradients
+
+    @property
+    def flushes(self) -> bool:
+        return flushes(self.method.schedule)
 
     def memory(self) -> Iterator[StageMemory]:
         """What each stage here holds at most in a long run."""

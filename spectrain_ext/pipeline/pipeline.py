@@ -24,6 +24,7 @@ from .arguments import (
     check_factories,
     check_loss_fn,
     check_master_dtype,
+    check_on_nonfinite,
     check_order,
     check_recompute,
     checked_devices,
@@ -35,6 +36,7 @@ from .arguments import (
 from .batch import SplitDim, first_dim, sides_of
 from .connections import Connections
 from .executor import Executor
+from .loads import OnNonfinite
 from .loops import Loops, warn_unless_begun
 from .losses import Keep, Result
 from .names import use_model_names
@@ -113,6 +115,12 @@ class Pipeline(Loops):
             come in; of a batch that is a mapping, the target is all of it. Gradients are then of
             the mean from the start, where those of a sum could overflow 16 bits; a pair's count is
             ignored. None: gradients of pairs are divided at the update.
+        on_nonfinite: what comes of a minibatch whose loss or gradient is inf or nan. ``"raise"``:
+            a ``StageError`` before the update, caused by a ``FloatingPointError``. ``"skip"``: the
+            update is left out. Where the method flushes, by all stages, and all is as if the batch
+            had never come: module buffers and random numbers, too. Elsewhere by all stages if it is
+            the loss; if a gradient, by its stage and those before it; and buffers get back what
+            was finite. The host waits for that at every update. None: nobody looks.
 
     Attributes:
         method: the Method.
@@ -176,6 +184,7 @@ class Pipeline(Loops):
         recompute: bool = False,
         split_dim: SplitDim = 0,
         count: Callable[[Any], float | Tensor] | None = None,
+        on_nonfinite: OnNonfinite = None,
     ) -> None:
         super().__init__()
         with deferred():
@@ -196,6 +205,8 @@ class Pipeline(Loops):
             of_phases = phase_places(chosen, replicas.stages, parts, window, replicas)
             check_master_dtype(master_dtype, modules)
             check_recompute(recompute)
+            check_on_nonfinite(on_nonfinite)
+            self._on_nonfinite = on_nonfinite
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts, count)
             check_factories(optimizer, scheduler)
@@ -210,7 +221,7 @@ class Pipeline(Loops):
                 clip_scope,
                 master_dtype,
             )
-            if not any(phase.globally for phase in self._phases):
+            if not any(map(self._exchanges_norms, self._phases)):
                 connections.norm = None
             self.method, self.devices = chosen, tuple(where)
             self.minibatches, self.phase = 0, 0
@@ -426,11 +437,14 @@ class Pipeline(Loops):
         executor, connections = self._executor, self._executor.connections
         executor.change(phase.places, phase.method.schedule)
         connections.change(phase.method, phase.places)
-        norm = connections.norm if phase.globally else None
+        norm = connections.norm if self._exchanges_norms(phase) else None
         stages = zip(executor.stages, phase.weights, phase.max_norms, strict=True)
         for stage, weights, max_norm in stages:
-            stage.train_by(weights, max_norm, norm)
+            stage.train_by(weights, max_norm, phase.globally, norm, self._on_nonfinite)
         self._entered = phase
+
+    def _exchanges_norms(self, phase: TrainingPhase) -> bool:
+        return phase.globally or (self._on_nonfinite is not None and phase.flushes)
 
     def _where(self) -> str:
         of, here = f"of {len(self._executor.places)}", [place.stage for place in self.places]
@@ -539,6 +553,11 @@ class Pipeline(Loops):
     def random(self) -> list[StageRandom]:
         """The generators of random numbers in the order of stages."""
         return [stage.random for stage in self._executor.stages]
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """How many updates each stage here has left out, in all runs: see ``on_nonfinite``."""
+        return tuple(stage.skipped for stage in self._executor.stages)
 
     @property
     def places(self) -> tuple[Place, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
+from math import nan
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
 
 from .batch import samples_in
+from .checks import Checks
 from .edges import Cursor, SharedLosses, StageEdges
 from .halves import differentiate_inputs
-from .loads import NOTHING, Handler, Loads
+from .loads import NOTHING, Handler
 from .tape import (
     ModuleBuffers,
     ModuleModes,
@@ -42,7 +44,7 @@ class Mode(Enum):
     CALL = "call"  # forwards only, of modules in the mode that they are in
 
 
-class Stage(Loads):
+class Stage(Checks):
     """One stage: its module, weights, random numbers, streams and edges; and what it has in flight.
 
     Methods named like an instruction run it, for minibatch ``i`` and microbatch ``j``.
@@ -94,8 +96,11 @@ class Stage(Loads):
             Kind.BACKWARD_INPUT: self.backward_input,
             Kind.BACKWARD_WEIGHTS: self.backward_weights,
             Kind.SEND_GRADIENT: self.send_gradient,
+            Kind.CHECK_GRADIENT: self.check_gradient,
             Kind.DIVIDE: self.divide,
+            Kind.CHECK_FINITE: self.check_finite,
             Kind.SEND_NORM: self.send_norm,
+            Kind.AGREE: self.agree,
             Kind.CLIP: self.clip,
             Kind.UPDATE: self.update,
             Kind.RECEIVE_WORD: self.receive_word,
@@ -137,6 +142,7 @@ class Stage(Loads):
         self._sent.reset()
 
     def forget(self) -> None:
+        super().forget()
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._targets: dict[int, Targets] = {}
         # Inputs whose gradients go to the previous stage, what stands for the memory of these, and
@@ -187,6 +193,8 @@ class Stage(Loads):
             self._numbers,
             self._follows,
         ):
+            if self._mode is Mode.TRAIN:
+                self.keep(i, j, self.module)
             if graph:
                 tape.leaves, tape.output = self._run(message)
             elif self._mode is Mode.TRAIN:
@@ -264,20 +272,23 @@ class Stage(Loads):
             self.random,
             self._follows,
         ):
+            self.keep(i, j, loss_fn)
             if not graph:
                 tape.found.append(ModuleBuffers(loss_fn))
                 tape.loss_fn = loss_fn
             loss, count = checked_loss(loss_fn(tape.output, tape.target), self.device)
             kept = None if keep is None else keep(tape.output, tape.target)
-        tape.count = None if self.divided else count
+            tape.count = None if self.divided else count
+            weight = self.weight(tape, i, j)
+            part = loss.detach() if weight == 1.0 else loss.detach() * weight
+            if self.divided and not weight:
+                part = part * nan  # the mean of nothing
+            self.note_loss(i, part)
         if graph:
             check_dependence(loss, tape.output)
             tape.output = loss
         if not self.immediate:
             self.compute.record(self.computed)
-        with self.computing():
-            weight = self.weight(tape, i, j)
-            part = loss.detach() if weight == 1.0 else loss.detach() * weight
         return part, tape.count, kept
 
     def weight(self, tape: Tape, i: int, j: int) -> float:
@@ -308,6 +319,7 @@ class Stage(Loads):
         slot = self.edges.gradients[j].receive()
         if slot is None:
             raise RuntimeError("the next stage has ended its run, and a gradient is missing")
+        self.take_origin(i, slot)
         self._tapes[i, j].arrived = slot
         if self.losses is not None:
             self.losses.came_back(i, j, slot.header.value)
@@ -419,6 +431,7 @@ class Stage(Loads):
         gradients = tuple([None if leaf is None else leaf.grad for leaf in leaves])
         if count is not None:
             gradients = (*gradients, count)
+        gradients = self.with_origin(i, gradients)
         header = NO_HEADER if self.losses is None else self.losses.header(i, j)
         to = self.edges.to_previous[j]
         read = to.send(Message(gradients), buffer, self.computed, header=header)

@@ -90,6 +90,14 @@ class ModuleBuffers:
             owner._buffers[name] = tensor
             tensor.copy_(value)
 
+    def restore_finite(self) -> None:
+        """Put back what was finite and is not any more; graphs that have saved it go on."""
+        for owner, name, _, value in self._kept:
+            now = owner._buffers[name]
+            if now is not None and now.is_floating_point() and now.shape == value.shape:
+                lost = value.isfinite() & ~now.isfinite()
+                now.data.copy_(torch.where(lost, value, now))
+
 
 class ModuleModes:
     """Which parts of a module are in training."""

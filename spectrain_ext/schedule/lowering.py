@@ -27,7 +27,8 @@ class Duties(NamedTuple):
     sums: bool = False  # gradients, with its replicas
     divides: bool = False  # gradients, where losses are sums
     clips: bool = False
-    tells_norm: bool = False  # which other stages need to clip by
+    checks: bool = False  # whether loss and gradients are finite
+    tells_norm: bool = False  # which other stages need to clip by, or to agree on an update
     averages: bool = False  # weights, with its replicas
     reports: bool = False  # the caller hears from here that a minibatch is done with
 
@@ -51,7 +52,12 @@ def tables(place: Place, duties: Duties) -> tuple[Table, Table]:
 def _training(place: Place, does: Duties) -> Table:
     is_last = place.stage == place.stages - 1
     receive_gradient = _if(not is_last, Kind.RECEIVE_GRADIENT)
-    send_gradient = _if(place.stage > 0, Kind.SEND_GRADIENT)
+    # Without a flush this stage updates before the previous one: that one hears by the gradient.
+    tells = does.checks and not does.tells_norm and place.stage > 0
+    send_gradient = (
+        *_if(tells, Kind.CHECK_GRADIENT),
+        *_if(place.stage > 0, Kind.SEND_GRADIENT),
+    )
 
     def begin(load: Kind, receive: Sequence[Kind]) -> tuple[Kind, ...]:
         # Where a receive blocks, a load before it takes time in which the stage would wait.
@@ -94,7 +100,9 @@ def _training(place: Place, does: Duties) -> Table:
             *_if(does.lends, Kind.ADD_TIED_GRADIENTS),
             *_if(does.sums, Kind.SUM_GRADIENTS),
             *_if(does.divides, Kind.DIVIDE),
+            *_if(does.checks, Kind.CHECK_FINITE),
             *_if(does.tells_norm, Kind.SEND_NORM),
+            *_if(does.checks and does.tells_norm, Kind.AGREE),
             *_if(does.clips, Kind.CLIP),
             *_if(does.averages, Kind.SEND_WEIGHTS),
             Kind.UPDATE,

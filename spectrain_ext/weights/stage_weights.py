@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from spectrain_ext.operators.laws import Linear, SecondOrder
 from spectrain_ext.optim.foreign import loose_state, updater_of
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
 from .rates import rates_of
-from .storage import Storage, flat_nbytes, true_dtype
+from .storage import Content, Storage, flat_nbytes, true_dtype
 from .versions import Update, Versions
 
 if TYPE_CHECKING:
@@ -213,6 +214,7 @@ class StageWeights:
     # The update.
 
     def make(self, update: Update) -> None:
+        """Step the optimizer and the scheduler."""
         storage, updater = self.storage, self.updater
         assert storage is not None
         room = update.room
@@ -232,4 +234,18 @@ class StageWeights:
         if self.scheduler is not None:
             self.scheduler.step()
             self.rates_move = storage.predicts and rates_of(self.optimizer) != after
+        self.drop_gradients()
+
+    def leave_out(self, update: Update) -> None:
+        """Have an update change nothing: what the last step predicted is predicted again."""
+        storage, room, before = self._bound, update.room, update.stale
+        if room is not None:
+            if before is None:  # it has been overwritten: as if the momentum had not changed
+                law = room.content and room.content.law
+                assert isinstance(law, SecondOrder)
+                storage.write(Content(0, Linear(law.delay + law.lead)), room)
+            elif before is not room:
+                storage.copy(before, room)
+        if update.kept is not None:
+            storage.keep_true(update.kept)
         self.drop_gradients()

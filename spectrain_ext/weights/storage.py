@@ -306,6 +306,9 @@ class Storage:
     def write_true(self, buffer: VersionBuffer) -> None:
         self._copy(self.true.flat, buffer.flat)
 
+    def copy(self, source: VersionBuffer, target: VersionBuffer) -> None:
+        self._copy(source.flat, target.flat)
+
     def _copy(self, source: Flat, target: Flat) -> None:
         """Copy all weights, rounded where the target is narrower."""
         plan = self._plans.get((id(source), id(target)))

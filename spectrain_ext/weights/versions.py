@@ -17,7 +17,9 @@ class Update(NamedTuple):
 
     room: VersionBuffer | None  # where the step writes the weights of the next forward as well
     kept: VersionBuffer | None  # where true weights go that are still wanted, see ``keep_true``
-    stale: VersionBuffer | None  # what the last backward computed with, for a correcting step
+    # What the last backward computed with, for a correcting step; of an update that is left out
+    # what the last step predicted.
+    stale: VersionBuffer | None
 
 
 class Versions(Reader[Content]):
@@ -84,10 +86,13 @@ class Versions(Reader[Content]):
         forward: tuple[int, int] | None,  # that the stage runs next; None: something else
         moves: bool = False,  # whether somebody may move the true weights right after it
         rates_move: bool = False,  # whether the learning rates are likely to change right after it
+        left_out: bool = False,  # whether the version that it makes is the last one again
     ) -> Update:
         """Find the buffers of an update; from here on the version that it makes is the newest."""
         storage, true = self._storage, Content(self.version)
         stale = None if self._stale is None else self.find(self._stale)
+        if left_out:
+            forward, stale = None, self._predicted()
         self.updated()
         kept = None
         if storage.master is None:
@@ -98,6 +103,10 @@ class Versions(Reader[Content]):
             kept = self.room(true)
         written = self._following(forward, moves, rates_move)
         return Update(None if written is None else self.room(written), kept, stale)
+
+    def _predicted(self) -> VersionBuffer | None:
+        """What the last step predicted and nobody can make again, if that is how it is."""
+        return self.find(self._ahead(self.version, 0)) if self._by_step else None
 
     def _following(
         self, forward: tuple[int, int] | None, moves: bool, rates_move: bool

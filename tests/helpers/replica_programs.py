@@ -62,7 +62,8 @@ def make(rank, counts, method="vanilla", optimizer=sgd, part=None, **settings):
     if part is None:
         part = stages(len(counts))[stage_and_replica(counts, rank)[0]]
     settings = {"timeout": 30.0, "replicas": counts, **settings}
-    return st.DistributedPipeline(part, optimizer, mse, method, **settings)
+    loss_fn = settings.pop("loss_fn", mse)
+    return st.DistributedPipeline(part, optimizer, loss_fn, method, **settings)
 
 
 def trained(rank, ranks, cases):

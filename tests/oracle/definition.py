@@ -8,6 +8,10 @@ t updates of this run. For microbatch j of minibatch i, on a stage:
 - after the last microbatch's backward the optimizer takes the sum of the microbatches' gradients,
   each times its share of the samples, and makes version i + 1.
 
+Where a minibatch's loss is not finite, and that is skipped, version i + 1 of every stage is version
+i; where gradients of some stages are not, that of the last of these and of those before it, or of
+all under a schedule that flushes.
+
 A parameter that several stages have is the first one's. On the others both forward and backward of
 a microbatch have what its forward had on the first, and their gradients are added to its own.
 """
@@ -47,8 +51,9 @@ class Oracle:
         recompute=False,
         master_dtype=None,
         split_dim=0,
+        on_nonfinite=None,
     ):
-        self.split_dim = split_dim
+        self.split_dim, self.skips = split_dim, on_nonfinite == "skip"
         self.stages = copy.deepcopy(list(stages))  # ties are tied again
         self.loss_fn, self.microbatches, self.recompute = loss_fn, microbatches, recompute
         self.method = METHODS[method] if isinstance(method, str) else method
@@ -105,6 +110,8 @@ class Oracle:
         counts = [len(parts) for parts in minibatches]
         self.read = [self.versions_read(k, counts) for k in range(n)]
         self.versions = [[self.version(k)] for k in range(n)]
+        # Which of these each update has made: one that is left out makes none.
+        self.made_by = [[0] for _ in range(n)]
         for i, parts in enumerate(minibatches):
             loss, tapes = 0.0, []
             for j, (value, target, share) in enumerate(parts):
@@ -115,7 +122,8 @@ class Oracle:
             for j, (_, target, share) in enumerate(parts):
                 self.backward(i, j, tapes[j], target, share, total)
             last = len(parts) - 1
-            self.update(total, [self.backward_weights(i, last, k) for k in range(n)])
+            stale = [self.backward_weights(i, last, k) for k in range(n)]
+            self.update(total, stale, self.left_out(total, loss) if self.skips else ())
             yield loss
         for k in range(n):
             self.put(k, [row.weight for row in self.versions[k][-1]])
@@ -163,7 +171,7 @@ class Oracle:
         return self.ahead(k, law, i, steps)
 
     def ahead(self, k, law, u, steps, lead=0):
-        return predict(law, self.versions[k], u, steps, lead)
+        return predict(law, self.versions[k], self.made_by[k][u], steps, lead)
 
     def place(self, k):
         return k, len(self.stages), self.windows[k], self.microbatches
@@ -226,7 +234,18 @@ class Oracle:
             buffer.data.copy_(value)
         return before
 
-    def update(self, total, stale):
+    def left_out(self, total, loss):
+        """The stages that do not update by these gradients."""
+        bad = [
+            k
+            for k, gradients in enumerate(total)
+            if not all(g is None or g.isfinite().all() for g in gradients)
+        ]
+        if not loss.isfinite() or (bad and self.method.schedule in FLUSHING):
+            bad = [len(total) - 1]
+        return range(max(bad, default=-1) + 1)
+
+    def update(self, total, stale, left_out=()):
         for true, gradients in zip(self.true, total, strict=True):
             for p, gradient in zip(true, gradients, strict=True):
                 # of its strides, as autograd makes it: fused optimizers walk memory
@@ -241,6 +260,9 @@ class Oracle:
         for k, (optimizer, scheduler) in enumerate(
             zip(self.optimizers, self.schedulers, strict=True)
         ):
+            if k in left_out:
+                self.made_by[k].append(self.made_by[k][-1])
+                continue
             if optimizer:
                 self.steps[k].step(stale[k])
                 self.paces[k].restore()
@@ -248,6 +270,7 @@ class Oracle:
                 scheduler.step()
             if optimizer:
                 self.paces[k].slow()
+            self.made_by[k].append(len(self.versions[k]))
             self.versions[k].append(self.version(k))
 
 

@@ -130,3 +130,19 @@ def test_what_a_loss_may_not_be():
             run(loss_fn)
     with pytest.raises(TypeError, match="count: expected a callable, got int"):
         run(total_and_count, count=3)
+
+
+@pytest.mark.parametrize("more", [{}, {"count": lambda labels: (labels != IGNORED).sum()}])
+def test_a_minibatch_of_which_nothing_counts_can_be_left_out(more):
+    data = list(sentences())
+    data[2][1].fill_(IGNORED)
+
+    def run(batches, **given):
+        stages = [words(0), words(1)]
+        pipe = st.Pipeline(stages, sgd(), total_and_count, "1f1b", microbatches=2, **more, **given)
+        list(pipe.run(batches))
+        return [p.detach().clone() for p in pipe.parameters()]
+
+    found = run(data, on_nonfinite="skip")
+    for one, other in zip(found, run([*data[:2], *data[3:]]), strict=True):
+        assert torch.equal(one, other)

@@ -83,8 +83,9 @@ def test_what_belongs_to_an_update_comes_in_order():
     found = words(Place(1, 3, 2, 2), every)
     assert found["update"] == [
         *("send tied gradients", "add tied gradients", "sum gradients over replicas"),
-        *("divide gradients by the count", "send norm", "clip", "send weights to replicas"),
-        *("update", "average weights over replicas", "report to the caller"),
+        *("divide gradients by the count", "check for non-finite numbers", "send norm"),
+        *("agree whether to update", "clip", "send weights to replicas", "update"),
+        *("average weights over replicas", "report to the caller"),
     ]
     assert found["forward"] == [
         *("pull", "load forward weights", "receive activation", "send tied weights"),
@@ -95,6 +96,9 @@ def test_what_belongs_to_an_update_comes_in_order():
         *("expect the gradients that are summed", "backward", "free tied weights"),
         "send gradient",
     ]
+    told = words(Place(1, 3, 2, 2), every._replace(tells_norm=False))
+    assert told["backward"][-2:] == ["check the gradient that goes back", "send gradient"]
+    assert "agree whether to update" not in told["update"]
     assert "recompute" in found["backward of the input"]
     assert "recompute" not in found["backward of the weights"]
 

@@ -1,0 +1,177 @@
+"""Checks: whether a minibatch's loss and gradients are finite, and what is undone where not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+
+import torch
+from torch import Tensor
+
+from spectrain_ext.rng import StageRandom, States
+from spectrain_ext.transport import Buffer, Slot
+
+from .edges import StageEdges
+from .loads import Loads
+from .names import bare
+from .tape import ModuleBuffers
+
+_logger = logging.getLogger(__name__)
+
+
+class Checks(Loads):
+    """A stage's part in leaving out updates by what is not finite.
+
+    Under a schedule that flushes, the stages tell one another where such a number comes from, its
+    ``origin``, and none of them updates. Without a flush it goes back with the gradients.
+    """
+
+    edges: StageEdges
+    random: StageRandom
+    # The input's gradients, what stands for the memory of these, and a count.
+    _outgoing: tuple[Sequence[Tensor | None], Buffer, Tensor | None] | None
+    join: Callable[[float], float] | None = None  # the largest origin of all replicas
+    skipped = 0  # updates left out, in all runs
+
+    def forget(self) -> None:
+        self.origin = 0.0
+        self._origins: dict[int, Tensor] = {}  # as far as they are known, 0-d
+        # Of minibatches in flight, what their forwards are to leave as it was.
+        self._kept: dict[int, tuple[States, list[ModuleBuffers]]] = {}
+
+    @property
+    def _tells(self) -> bool:
+        """Whether the previous stage hears of origins with the gradients."""
+        return self.on_nonfinite is not None and self.global_norm is None
+
+    # What is to be undone.
+
+    def keep(self, i: int, j: int, module: object) -> None:
+        """Before a forward: keep the buffers of what it calls, and where random numbers stand."""
+        if self.on_nonfinite == "skip" and j == 0:
+            _, buffers = self._kept.setdefault(i, (self.random.states(), []))
+            buffers.append(ModuleBuffers(module))
+
+    def _undo(self, i: int) -> None:
+        states, buffers = self._kept.pop(i)
+        exactly = self.global_norm is not None  # no later minibatch has begun
+        if exactly:
+            self.random.set_states(states)
+        with self.computing(writes=(self.module_buffers,)), torch.no_grad():
+            for each in reversed(buffers):  # a loss may have the module in it
+                if exactly:
+                    each.restore()
+                else:
+                    each.restore_finite()
+        self.compute.record(self.computed)
+
+    # What is noted as it is computed, without a wait.
+
+    def note_loss(self, i: int, loss: Tensor) -> None:
+        """On the compute stream: the loss of a microbatch has come out."""
+        if self.on_nonfinite is not None:
+            self._note(i, torch.where(loss.detach().isfinite(), 0.0, inf))
+
+    def _note(self, i: int, origin: Tensor) -> None:
+        self._origins[i] = torch.maximum(self._origins.get(i, origin), origin)
+
+    def take_origin(self, i: int, slot: Slot) -> None:
+        """A gradient has come: its last tensor is an origin."""
+        message = slot.message
+        if not self._tells or message is None:
+            return
+        *gradients, origin = message.tensors
+        assert origin is not None
+        slot.message = message._replace(tensors=tuple(gradients))
+        with self.computing(reads=(slot.buffer,)):
+            self._note(i, origin)
+
+    def with_origin(
+        self, i: int, gradients: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """What is sent of gradients: the origin as well, where the previous stage hears of it."""
+        return (*gradients, self._origins[i]) if self._tells else gradients
+
+    def check_gradient(self, i: int, j: int) -> None:
+        """Before a gradient is sent: note whether it is finite, and in the end the weights' too."""
+        assert self._outgoing is not None
+        leaves, outgoing, _ = self._outgoing
+        found = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
+        if j == len(self.cursor.shares[i]) - 1:
+            found.extend(gradient for _, gradient in self._gradients())
+        # It goes with what is sent.
+        with self.computing(reads=(self.weight_gradients,), writes=(outgoing,)):
+            self._note(i, self._origin_in(found))
+        self.compute.record(self.computed)
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, p in self.module.named_parameters():
+            if p.grad is not None:
+                yield name, p.grad
+
+    def _origin_in(self, gradients: Sequence[Tensor]) -> Tensor:
+        return torch.where(all_finite(gradients, self.device), 0.0, self.index + 1.0)
+
+    # Instructions of an update.
+
+    def check_finite(self, i: int, j: int) -> None:
+        """Find out whether loss and gradients of a minibatch are finite here; waits for that."""
+        predict = self.predict
+        predict.wait(self.computed)
+        with predict.using(reads=(self.weight_gradients,)):
+            self._note(i, self._origin_in([gradient for _, gradient in self._gradients()]))
+            if self.divisor is not None:  # the mean of nothing is nan
+                self._note(i, torch.where(self.divisor == 0, inf, 0.0))
+            origin = float(self._origins.pop(i))
+            self.origin = origin if self.join is None else self.join(origin)
+            if self.on_nonfinite == "raise" and self.origin:
+                raise FloatingPointError(self._words())
+            if self.global_norm is None:
+                self._decide(i)
+
+    def agree(self, i: int, j: int) -> None:
+        """Under a schedule that flushes: hear what the other stages have found."""
+        assert self.global_norm is not None
+        self.origin = self.global_norm.origin(i, self.predict, self.device)
+        with self.predict.using(reads=(self.weight_gradients,)):
+            self._decide(i)
+
+    def _decide(self, i: int) -> None:
+        if not self.origin:
+            self._kept.pop(i, None)
+            return
+        self.skipped += 1
+        is_last = bool(self.edges.targets)
+        if self.origin == self.index + 1.0 or (self.origin == inf and is_last):
+            alone = self.global_norm is None and not is_last
+            who = f"stages 0 to {self.index} leave" if alone else "all stages leave"
+            _logger.warning(
+                "minibatch %d, stage %d: %s; %s the update out", i, self.index, self._words(), who
+            )
+        self._undo(i)
+
+    def _words(self) -> str:
+        """Where the first number that is not finite has come from."""
+        if self.origin == inf:
+            return "the loss is not finite"
+        if self.origin != self.index + 1.0:
+            return f"a gradient of stage {int(self.origin) - 1} is not finite"
+        names = [
+            bare(name)
+            for name, gradient in self._gradients()
+            if not all_finite([gradient], self.device)
+        ]
+        if not names:  # of its input, or of tied weights, which have been sent
+            return "a gradient is not finite"
+        return (
+            f"the gradient of {names[-1]!r} is not finite"  # to the last one backwards come first
+        )
+
+
+def all_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Whether all numbers are finite, 0-d: their ends are, and cannot overflow as a norm does."""
+    values = [t._values() if t.is_sparse else t for t in tensors]
+    found = [torch.view_as_real(t) if t.is_complex() else t for t in values if t.numel()]
+    ends = [end.double() for t in found for end in torch.aminmax(t)]
+    return torch.stack([torch.zeros((), device=device).double(), *ends]).isfinite().all()

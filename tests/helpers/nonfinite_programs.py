@@ -1,0 +1,136 @@
+"""What is not finite in tests of one process and of several, importable by the ranks."""
+
+from __future__ import annotations
+
+from math import inf, nan
+
+import torch
+from helpers.replica_programs import make, sgd, stage_and_replica
+from torch import nn
+
+import spectrain_ext as st
+
+
+class Overflow(torch.autograd.Function):
+    """The value; its gradient is infinite if any number of ``given`` is as large as 100."""
+
+    @staticmethod
+    def forward(ctx, value, given):
+        ctx.overflows = bool((given.abs() >= 100).any())
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * inf if ctx.overflows else gradient, None
+
+
+class Passes(nn.Module):
+    """A layer that hands on numbers of 100 or more as they are; see ``where``."""
+
+    def __init__(self, where=None):
+        super().__init__()
+        self.linear, self.where = nn.Linear(5, 5), where
+
+    def forward(self, x):
+        weight = self.linear.weight
+        if self.where == "weight":  # whose gradient alone is not finite
+            weight = Overflow.apply(weight, x)
+        y = nn.functional.linear(x, weight, self.linear.bias).tanh()
+        if self.where == "output":
+            y = Overflow.apply(y, x)
+        return torch.where(x >= 100, x, y)
+
+
+class Overflows(nn.Module):
+    """Hands on its input."""
+
+    def forward(self, x):
+        return Overflow.apply(x, x)
+
+
+def infinite(output, target):
+    """A loss that is infinite, with finite gradients, where a target is 1000 or more."""
+    return (
+        (output - target.clamp(max=2)).square().mean()
+        + (target * 1e306).amax().clamp(min=1e308)
+        - 1e308
+    )
+
+
+def everything(n=3):
+    """Stages with running statistics and random numbers."""
+    return [
+        nn.Sequential(
+            *(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Tanh(), nn.Linear(5, 5))
+        )
+        for _ in range(n)
+    ]
+
+
+def poisoned(batch, what, number=nan):
+    value, target = (tensor.clone() for tensor in batch)
+    (value if what == "input" else target)[-1, 2] = number
+    return value, target
+
+
+def stages_of(kind, n):
+    torch.manual_seed(3)
+    if kind == "everything":
+        return everything(n)
+    return [Passes("weight" if k == n - 2 else None) for k in range(n)]
+
+
+def batches(kind, poison):
+    """A batch and more; the third and fourth are poisoned, or left out."""
+    g = torch.Generator().manual_seed(7)
+    found = [(torch.randn(6, 5, generator=g), torch.randn(6, 5, generator=g)) for _ in range(8)]
+    if not poison:
+        return found[:2] + found[4:]
+    if kind == "everything":
+        found[2:4] = [poisoned(found[2], "input"), poisoned(found[3], "target")]
+    else:
+        found[2] = poisoned(found[2], "target", 1000.0)
+        found[3] = poisoned(found[3], "input", 100.0)
+    return found
+
+
+def trained(rank, ranks, cases):
+    """Of every case this rank's losses, state and momentum, and how many updates it left out."""
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for counts, method, kind, poison, settings in cases:
+        part = stages_of(kind, len(counts))[stage_and_replica(counts, rank)[0]]
+        torch.manual_seed(5)
+        more = {"part": part, "loss_fn": infinite, **settings}
+        pipe = make(rank, counts, method, sgd, on_nonfinite="skip" if poison else None, **more)
+        data = None if rank else batches(kind, poison)
+        losses = [r.loss.item() for r in pipe.run(data) if r.has_loss]
+        state = [o.state_dict()["state"] for o in pipe.optimizers]
+        numbers = [r.states() for r in pipe.random]
+        found.append((losses, pipe.state_dict(), state, numbers, pipe.skipped))
+    return found
+
+
+def together(n, method, kind, poison, settings):
+    """The same of all stages in this process."""
+    parts = stages_of(kind, n)
+    torch.manual_seed(5)
+    pipe = st.Pipeline(parts, sgd, infinite, method, on_nonfinite="skip", **settings)
+    losses = [r.loss.item() for r in pipe.run(batches(kind, poison))]
+    return losses, pipe.state_dict(), pipe.skipped
+
+
+def raised(rank, ranks, method):
+    """What ends a run in which only the gradient of a stage's weights is not finite."""
+    torch.set_default_dtype(torch.float64)
+    part = stages_of("passes", ranks)[rank]
+    more = {"part": part, "loss_fn": infinite, "on_nonfinite": "raise"}
+    pipe = make(rank, [1] * ranks, method, sgd, **more)
+    data = batches("passes", poison=True)
+    data[2] = data[0]
+    try:
+        for _ in pipe.run(None if rank else data):
+            pass
+    except RuntimeError as error:
+        finite = all(p.isfinite().all() for p in part.parameters())
+        return type(error).__name__, str(error), repr(error.__cause__), finite

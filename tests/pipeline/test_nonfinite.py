@@ -1,0 +1,222 @@
+"""Losses and gradients that are not finite: what is left out, and what is raised."""
+
+from __future__ import annotations
+
+import copy
+from math import inf, nan
+
+import pytest
+import torch
+from helpers.nonfinite_programs import Overflows, Passes, everything, infinite, poisoned
+from helpers.pipeline_cases import (
+    Compared,
+    batches,
+    float64,  # noqa: F401  # a fixture
+    losses,
+    mse,
+    sgd,
+    torch_sgd,
+)
+from oracle.methods import Definition, nearest
+from oracle.schedules import FLUSHING
+from torch import nn
+
+import spectrain_ext as st
+from spectrain_ext.pipeline.checks import all_finite
+from spectrain_ext.schedule import Duties, Kind, Place, tables
+
+
+def steps(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("what", ["input", "target"])
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("sync", {}),
+        ("gpipe", {"microbatches": 3, "clip_norm": 0.1, "recompute": True}),
+        ("1f1b", {"microbatches": 2, "clip_norm": 0.1, "clip_scope": "stage"}),
+        ("zb-h1", {"microbatches": 3}),
+    ],
+)
+def test_with_a_flush_it_is_as_if_the_batch_had_never_come(method, more, what, caplog):
+    data, stages, runs = batches(7, size=6), everything(), []
+    for skips in (True, False):
+        torch.manual_seed(1)
+        given, on_nonfinite = list(data), None
+        if skips:
+            given[2:2], on_nonfinite = [poisoned(data[0], what)] * 2, "skip"
+        own = copy.deepcopy(stages)
+        more = {**more, "on_nonfinite": on_nonfinite}
+        pipe = st.Pipeline(own, sgd(), mse, method, scheduler=steps, **more)
+        losses = [result.loss for result in pipe.run(given)]
+        if skips:
+            assert all(loss.isnan() for loss in losses[2:4])
+            del losses[2:4]
+            assert pipe.skipped == (2, 2, 2)
+            said = "minibatch {}, stage 2: the loss is not finite; all stages leave the update out"
+            assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+                said.format(i) for i in (2, 3)
+            ]
+        optimizers = [o.state_dict()["state"] for o in pipe.optimizers]
+        schedulers = [s.state_dict() for s in pipe.schedulers]
+        numbers = [r.states() for r in pipe.random]
+        runs.append((losses, pipe.state_dict(), optimizers, schedulers, numbers))
+    same(*runs)
+
+
+# As the predictions of auto with any optimizer; as far ahead as stage 0 has to.
+BY_DIFFERENCE = Definition(
+    law="difference",
+    forward=lambda k, n, w, m: nearest((w + k - 1) / m),
+    backward="stash",
+    roomy=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "parts", "more"),
+    [
+        *((name, 4, {}) for name in ("1f1b", "gpipe", "zb-h1", "pipedream-2bw", "zb-h1-async")),
+        *((name, 1, {}) for name in ("pipedream", "spectrain", "dc-asgd", "lwp-w")),
+        ("auto", 1, {"clip_norm": 0.02}),
+        ("auto", 4, {"recompute": True}),
+        ("auto", 4, {"optimizer": (torch_sgd(), torch_sgd()), "definition": BY_DIFFERENCE}),
+    ],
+)
+def test_what_is_left_out_is_what_the_definition_says(method, parts, more):
+    data = batches(12, size=6)
+    data[0] = poisoned(data[0], "target", 1000.0)
+    data[3] = poisoned(data[3], "input", 100.0)
+    data[4] = poisoned(data[4], "target", nan)
+    data[7] = poisoned(data[7], "input")
+    data[8] = poisoned(data[8], "target", 1000.0)
+    for where in ("weight", "output"):
+        stages = [Passes(), Passes(where), Passes(), Passes()]
+        settings = {"microbatches": parts, "scheduler": steps, "on_nonfinite": "skip"}
+        compared = Compared(stages, method, loss_fn=infinite, **settings, **more)
+        compared.run(data)
+        flushes = compared.oracle.method.schedule in FLUSHING
+        assert compared.pipe.skipped == ((5, 5, 5, 5) if flushes else (5, 5, 4, 4))
+        compared.run(data[9:])
+
+
+def test_ties_masters_and_phases(caplog):
+    """A copy's gradient concerns the first stage that has the weights, and all between them."""
+    caplog.set_level("WARNING")
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(9, size=6)]
+    bad = poisoned(data[2], "input", 100.0)
+    for phases in (["pipedream"], ["gpipe"], ["gpipe", "pipedream"]):
+        runs = []
+        for skips in (True, False):
+            torch.manual_seed(4)
+            method = phases[0]
+            if len(phases) > 1:  # between the first two runs: those left out are counted
+                method = st.hybrid(*phases, after=4 if skips else 3)
+            stages = [Passes(), Passes(), Passes("weight")]
+            stages[2].linear.weight = stages[0].linear.weight
+            pipe = st.Pipeline(
+                [stage.bfloat16() for stage in stages],
+                lambda params: st.optim.AdamW(params, lr=0.01),
+                mse,
+                method,
+                master_dtype=torch.float32,
+                microbatches=2,
+                on_nonfinite="skip" if skips else None,
+            )
+            for number in range(3):  # drained in between: without a flush it is exact as well
+                given = data[3 * number : 3 * number + 3]
+                pipe.fit([*given, bad] if skips and number < 2 else given)
+            assert pipe.skipped == ((2, 2, 2) if skips else (0, 0, 0))
+            masters = list(pipe.masters().values())
+            runs.append((pipe.state_dict(), [o.state_dict() for o in pipe.optimizers], masters))
+        same(*runs)
+    assert "minibatch 3, stage 2: a gradient is not finite; all stages leave" in caplog.text
+
+
+def test_without_a_flush_running_statistics_stay_finite():
+    stages = [*everything(2), nn.Linear(5, 5)]
+    data = batches(8, size=6)
+    data[3] = poisoned(data[3], "input")
+    pipe = st.Pipeline(stages, sgd(), mse, "pipedream", on_nonfinite="skip", microbatches=2)
+    pipe.fit(data[:3])
+    before = copy.deepcopy(pipe.state_dict())
+    list(pipe.run(data[3:4]))
+    for name, value in pipe.state_dict().items():
+        if "num_batches" not in name:
+            same(value, before[name])
+    list(pipe.run(data[2:]))
+    assert pipe.skipped == (2, 2, 2)
+    assert all(value.isfinite().all() for value in pipe.state_dict().values())
+    assert pipe.evaluate(data[:2])["loss"] < 10
+
+
+@pytest.mark.parametrize(
+    ("method", "what", "number", "stage", "reason"),
+    [
+        ("gpipe", "target", nan, 2, "the loss is not finite"),
+        ("gpipe", "input", 100.0, 1, "the gradient of 'linear.weight' is not finite"),
+        ("auto", "target", nan, 2, "the loss is not finite"),
+        ("auto", "input", 100.0, 1, "the gradient of 'linear.weight' is not finite"),
+    ],
+)
+def test_what_is_raised(method, what, number, stage, reason):
+    stages = [Passes(), Passes("weight"), Passes()]
+    pipe = st.Pipeline(stages, sgd(), mse, method, on_nonfinite="raise")
+    data = batches(6)
+    data[3] = poisoned(data[3], what, number)
+    before = []
+    with pytest.raises(st.StageError) as caught:
+        for result in pipe.run(data):
+            if result.index == 3 and method == "gpipe":
+                before = copy.deepcopy(pipe.state_dict())
+    error = caught.value
+    assert (error.stage, error.minibatch) == (stage, 3)
+    assert type(error.__cause__) is FloatingPointError
+    assert str(error.__cause__) == reason
+    state = pipe.state_dict()
+    assert all(value.isfinite().all() for value in state.values())
+    if before:  # no stage has updated by this minibatch
+        same(state, before)
+    assert all(loss.isfinite() for loss in losses(pipe, data[:3]))
+
+
+def test_an_input_gradient_that_is_not_finite_is_found_where_it_comes_from(caplog):
+    """The stage has no weights before it: it says so of its input."""
+    stages = [nn.Linear(5, 5), nn.Sequential(Overflows(), nn.Linear(5, 5)), nn.Linear(5, 5)]
+    pipe = st.Pipeline(stages, sgd(), mse, "pipedream", on_nonfinite="skip")
+    list(pipe.run([poisoned(batch, "input", 1e6) for batch in batches(1)]))
+    assert pipe.skipped == (1, 1, 0)
+    said = "minibatch 0, stage 1: a gradient is not finite; stages 0 to 1 leave"
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+def test_what_is_finite(dtype):
+    device, largest = torch.device("cpu"), torch.finfo(dtype).max
+    value = torch.full((67, 3), largest, dtype=dtype)
+    empty, sparse = torch.empty(0, dtype=dtype), torch.eye(3).to(dtype).to_sparse()
+    assert all_finite([value.T, empty, sparse], device)
+    assert all_finite([], device)
+    for number in (nan, inf, -inf):
+        for place in (0, 31, 66):
+            value[place, 1] = number
+            assert not all_finite([sparse, value.T], device)
+            value[place, 1] = 1.0
+
+
+def test_without_it_nothing_is_done_and_other_values_are_refused():
+    place = Place(1, 3, 2, 2)
+    kinds = {
+        kind for table in tables(place, Duties(clips=True)) for to in table.values() for kind in to
+    }
+    assert not kinds & {Kind.CHECK_FINITE, Kind.CHECK_GRADIENT, Kind.AGREE}
+    with pytest.raises(
+        ValueError, match=r"on_nonfinite: expected 'raise', 'skip', or None .* got True"
+    ):
+        st.Pipeline(everything(2), sgd(), mse, on_nonfinite=True)
