@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from itertools import count
 from typing import Any
 
 from spectrain_ext.method import Method, phases_of, put_off_by
@@ -260,13 +261,31 @@ class Connections:
         for edge in (*self._local.values(), *self._ties.edges):
             edge.begin()
         if self._source is not None:
-            self._source.begin(batches, self._stages[0].hear_end)
+            self._source.begin(map(self._taken, batches, count()), self._stages[0].hear_end)
         if self._losses is not None:
             self._losses.begin(keep)
         if not self.evaluates:
             self._ties.begin(*self._phase)
         for averaged in self.averaged.values():
             averaged.begin()
+
+    def kept_of(self, batch: Any, where: str = "batch") -> Any:
+        """A batch without the columns that the first stage has dropped."""
+        columns = getattr(self._stages[0].module, "batch_columns", None)
+        if columns is None:
+            return batch
+        if isinstance(batch, Mapping):
+            return columns.kept(batch, where)
+        if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Mapping):
+            return columns.kept(batch[0], f"{where}[0]"), batch[1]
+        return batch
+
+    def _taken(self, batch: Any, i: int) -> Any:
+        if self.evaluates:
+            return tuple(
+                self.kept_of(b, f"batches[{n}]") for n, b in enumerate(batch, i * len(batch))
+            )
+        return self.kept_of(batch, f"batches[{i}]")
 
     def yields(self, result: Result) -> None:
         """The caller gets a result."""

@@ -441,6 +441,7 @@ class Pipeline(Loops):
             RuntimeError: a run has not ended yet.
         """
         self._refuse_in_run("calling the pipeline", changed=True)
+        value = self._executor.connections.kept_of(value)
         with self._executor.callers_turn():
             for module, device in zip(self.children(), self.devices, strict=True):
                 value = module(_moved(value, device))
