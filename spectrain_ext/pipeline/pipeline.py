@@ -65,7 +65,7 @@ class Pipeline(Loops):
             methods that predict nothing, or by the law ``"difference"``, see below. A stage
             without trainable parameters gets none.
         loss_fn: ``(output, target) -> loss``, a 0-d tensor. Of a batch that is a mapping, the
-            target is all of it.
+            target is all of it, without the columns that ``partition`` says are dropped.
         method: a name out of ``methods()``, or a ``Method``. ``"auto"`` predicts on every stage as
             far ahead as stage 0 has to, one update with its usual microbatches; its law is the
             second-order one, or, for optimizers without a momentum that it could use, the last

@@ -341,6 +341,30 @@ def test_models_of_images(make):
         pipe({"pixels": x})
 
 
+@pytest.mark.nightly
+def test_an_encoder_with_a_decoder_is_traced():
+    """With split_points: of several columns, whose decoder reads what the encoder has made."""
+    torch.manual_seed(0)
+    model = t5(use_cache=False).eval()
+    alone = copy.deepcopy(model)
+
+    def texts(count, length):
+        ids = torch.randint(1, 61, (count, length))
+        mask = torch.ones_like(ids).tril(length - 2)
+        return {
+            "idx": ids,
+            "input_ids": ids,
+            "decoder_input_ids": ids[:, 2:],
+            "attention_mask": mask,
+        }
+
+    points = ["decoder.block.0"]
+    parts = st.partition(model, 2, texts(3, 7), split_points=points, profile="parameters")
+    for given in (texts(3, 7), texts(2, 9), texts(1, 6)):
+        expected = alone(**{name: given[name] for name in given if name != "idx"})
+        torch.testing.assert_close(run(parts, given).logits, expected.logits)
+
+
 # What collators add.
 
 
@@ -402,9 +426,9 @@ def test_models_that_have_more_between_blocks_than_a_hidden_state():
         st.partition(model, 2)
 
 
-def t5():
+def t5(**more):
     sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
-    return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, num_layers=2))
+    return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, num_layers=2, **more))
 
 
 def whisper():
