@@ -95,16 +95,26 @@ def _sized(
 ) -> list[TracedModel]:
     """Trace a model for all sizes that it treats alike; for a single sample apart if need be."""
     every = [range(argument.dim()) for argument in arguments]
-    trace = _exported(model, call, arguments, name, every)
-    size = arguments[0].shape[0] if arguments and arguments[0].dim() else 1
-    if size == 1:
-        return [trace]
+    size = arguments[0].shape[0] if arguments and arguments[0].dim() else 0
+    sampled = [a.dim() > 0 and a.shape[0] == size for a in arguments]
     # Broadcasting and strides are special where a size is one.
-    cut = [a.dim() > 0 and a.shape[0] == size for a in arguments]
-    single = tuple(a[:1] if short else a for a, short in zip(arguments, cut, strict=True))
-    program = trace[0][0]
-    if program.misfit(single) is None and program.detour(single) is not None:
-        rest = [dims[short:] for dims, short in zip(every, cut, strict=True)]
+    single, several = arguments, arguments
+    if size == 1:
+        pairs = zip(arguments, sampled, strict=True)
+        several = tuple(torch.cat([a, a]).detach() if many else a for a, many in pairs)
+    elif size:
+        single = tuple(a[:1] if many else a for a, many in zip(arguments, sampled, strict=True))
+    try:
+        trace = _exported(model, call, several, name, every)
+        program = trace[0][0]
+        if size == 1 and (why := program.misfit(single)) is not None:
+            raise ValueError(why)
+    except (RuntimeError, ValueError):
+        if size != 1:
+            raise
+        return [_exported(model, call, single, name, every)]
+    if size and program.misfit(single) is None and program.detour(single) is not None:
+        rest = [dims[many:] for dims, many in zip(every, sampled, strict=True)]
         try:
             alone = _exported(model, call, single, name, rest, [p.names for p, _ in trace])
             return [alone, trace]

@@ -510,17 +510,18 @@ class Folds(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "shapes"),
+    ("make", "samples", "shapes"),
     [
-        (Convolves, [(3, 6, 4), (3, 5, 5)]),
-        (Folds, [(5, 4), (3, 4)]),
+        (Convolves, 3, [(3, 6, 4), (3, 5, 5)]),
+        (Folds, 3, [(5, 4), (3, 4)]),
+        (Folds, 1, [(5, 4), (3, 4)]),
     ],
 )
-def test_a_single_sample_of_any_length(make, shapes):
+def test_a_single_sample_of_any_length(make, samples, shapes):
     torch.manual_seed(0)
     model = make()
     alone = copy.deepcopy(model)
-    stages = nn.Sequential(*split(model, torch.randn(3, *shapes[0]), ["last"]))
+    stages = nn.Sequential(*split(model, torch.randn(samples, *shapes[0]), ["last"]))
     for mode in (True, False):
         stages.train(mode)
         alone.train(mode)
