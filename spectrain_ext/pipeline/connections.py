@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -261,7 +262,9 @@ class Connections:
         for edge in (*self._local.values(), *self._ties.edges):
             edge.begin()
         if self._source is not None:
-            self._source.begin(map(self._taken, batches, count()), self._stages[0].hear_end)
+            if (columns := self.columns) is not None:
+                batches = map(partial(_taken, columns, self.evaluates), batches, count())
+            self._source.begin(batches, self._stages[0].hear_end)
         if self._losses is not None:
             self._losses.begin(keep)
         if not self.evaluates:
@@ -269,23 +272,10 @@ class Connections:
         for averaged in self.averaged.values():
             averaged.begin()
 
-    def kept_of(self, batch: Any, where: str = "batch") -> Any:
-        """A batch without the columns that the first stage has dropped."""
-        columns = getattr(self._stages[0].module, "batch_columns", None)
-        if columns is None:
-            return batch
-        if isinstance(batch, Mapping):
-            return columns.kept(batch, where)
-        if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Mapping):
-            return columns.kept(batch[0], f"{where}[0]"), batch[1]
-        return batch
-
-    def _taken(self, batch: Any, i: int) -> Any:
-        if self.evaluates:
-            return tuple(
-                self.kept_of(b, f"batches[{n}]") for n, b in enumerate(batch, i * len(batch))
-            )
-        return self.kept_of(batch, f"batches[{i}]")
+    @property
+    def columns(self) -> Any:
+        """Of the first stage, which drops those of a batch that nobody takes; None: of none."""
+        return getattr(self._stages[0].module, "batch_columns", None)
 
     def yields(self, result: Result) -> None:
         """The caller gets a result."""
@@ -305,6 +295,18 @@ class Connections:
         if self._losses is not None:
             self._losses.end()
         self._ties.end()
+
+
+def _taken(columns: Any, several: bool, batch: Any, i: int) -> Any:
+    """A batch, or a tuple of several, without the columns that are dropped."""
+    if several:
+        numbered = enumerate(batch, i * len(batch))
+        return tuple(_taken(columns, False, one, n) for n, one in numbered)
+    if isinstance(batch, Mapping):
+        return columns.kept(batch, f"batches[{i}]")
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Mapping):
+        return columns.kept(batch[0], f"batches[{i}][0]"), batch[1]
+    return batch
 
 
 def _has(receivers: Sequence[Receiver]) -> Ready:

@@ -441,7 +441,9 @@ class Pipeline(Loops):
             RuntimeError: a run has not ended yet.
         """
         self._refuse_in_run("calling the pipeline", changed=True)
-        value = self._executor.connections.kept_of(value)
+        columns = self._executor.connections.columns
+        if columns is not None and isinstance(value, Mapping):
+            value = columns.kept(value, "batch")
         with self._executor.callers_turn():
             for module, device in zip(self.children(), self.devices, strict=True):
                 value = module(_moved(value, device))
