@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,8 @@ from .phases import widest
 from .stage import Mode, Stage
 from .tie_ends import Ties, depth_of
 from .ties import Copy, TiedStages, ties_of
+
+_logger = logging.getLogger(__name__)
 
 #: Whether what an instruction waits for has come; it changes nothing.
 Ready = Callable[[int, int], bool]
@@ -303,7 +306,10 @@ def _taken(columns: Any, several: bool, batch: Any, i: int) -> Any:
         numbered = enumerate(batch, i * len(batch))
         return tuple(_taken(columns, False, one, n) for n, one in numbered)
     if isinstance(batch, Mapping):
-        return columns.kept(batch, f"batches[{i}]")
+        kept = columns.kept(batch, f"batches[{i}]")
+        if i == 0 and (dropped := [name for name in batch if name not in kept]):
+            _logger.info("columns that the model does not take are dropped: %s", dropped)
+        return kept
     if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Mapping):
         return columns.kept(batch[0], f"batches[{i}][0]"), batch[1]
     return batch

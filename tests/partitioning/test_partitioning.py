@@ -670,7 +670,7 @@ def test_a_mapping_is_taken_as_forward_takes_it(make, points):
         list(pipe.run([example]))
 
 
-def test_arguments_that_the_example_has_not():
+def test_arguments_that_the_example_has_not(caplog):
     """They are their defaults in the stages for ever: a batch that has one is refused."""
     given = sentences(4)
     parts = st.partition(Named(), 2, {"ids": given["ids"]}, profile="parameters", columns=["more"])
@@ -679,7 +679,9 @@ def test_arguments_that_the_example_has_not():
     with pytest.raises(TypeError, match=r"takes 'mask', and its stages do not, which were cut wi"):
         list(pipe.run([given]))
     del given["mask"]
-    list(pipe.run([given]))
+    with caplog.at_level("INFO", "spectrain_ext"):
+        list(pipe.run([given]))
+    assert "does not take are dropped: ['text']" in caplog.text
     assert kept == [{"ids", "more", "labels"}] * 2
 
 
