@@ -9,6 +9,7 @@ from torch import nn
 
 from spectrain_ext.transport import Value
 
+from .columns import Call
 from .plan import WAY_OUT, evaluated
 from .profile import Tie
 from .traced import TracedStage, split
@@ -130,19 +131,19 @@ def _dotted(index: int, name: str) -> str:
 
 
 def found_in(
-    model: nn.Module, example: Value, n_stages: int
+    model: nn.Module, example: Value, n_stages: int, call: Call
 ) -> tuple[Sequence[str], Sequence[TracedStage]]:
     """Cut as finely as may be, before submodules called once; return their names, and blocks."""
     why: Exception | None = None
     most = 1
     # The innermost with parameters of their own first. Where torch.export or what is passed between
     # them does not allow that, modules around them.
-    for names in _levels(model, example):
+    for names in _levels(model, example, call):
         if len(names) < n_stages:
             most = max(most, len(names))
             continue
         try:
-            blocks = split(model, example, names[1:], once=True)
+            blocks = split(model, example, names[1:], once=True, call=call)
         except ValueError as error:  # something that cannot be passed on, say
             why = error
             continue
@@ -155,7 +156,7 @@ def found_in(
     raise ValueError(f"n_stages: expected 1 to {most} (the blocks), got {n_stages}; {WAY_OUT}")
 
 
-def _levels(model: nn.Module, example: Value) -> Iterator[list[str]]:
+def _levels(model: nn.Module, example: Value, call: Call) -> Iterator[list[str]]:
     """Names of submodules that may begin a block, in the order of their calls: finest first."""
     calls: dict[nn.Module, int] = {}
 
@@ -165,8 +166,8 @@ def _levels(model: nn.Module, example: Value) -> Iterator[list[str]]:
     handles = [module.register_forward_pre_hook(called) for module in model.modules()]
     try:
         with evaluated(model):
-            arguments: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
-            model(*arguments)
+            args, kwargs = call(example if isinstance(example, tuple) else (example,))
+            model(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()

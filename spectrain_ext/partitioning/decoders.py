@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from spectrain_ext.transport import Value
 
-from .plan import WAY_OUT, Inputs, Plan, evaluated, hidden_of, inputs_of, members_of, plan_of
+from .columns import Inputs
+from .plan import WAY_OUT, Plan, evaluated, hidden_of, members_of, plan_of
 from .profile import BlockProfile, Profile, Tie, measure
 
 
@@ -177,7 +178,7 @@ class DecoderStage(nn.Module):
     def forward(self, value: Any) -> Any:
         """Return the hidden state and what goes with it, or the model's output."""
         hand, plan = self._hand, self._plan
-        hidden, given = (None, inputs_of(plan, value)) if self._first else self._received(value)
+        hidden, given = (None, plan.columns.of(value)) if self._first else self._received(value)
         hand.hidden, hand.taken = hidden, not self._takes
         output = None
         try:
@@ -212,7 +213,7 @@ class DecoderStage(nn.Module):
         if not self._plan.ids:
             # It has sizes, and no values: a model that looks at them does not get far.
             ids = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
-            given = {self._plan.takes[0]: ids, **given}
+            given = {self._plan.columns.takes[0]: ids, **given}
         return hidden, given
 
 
@@ -269,16 +270,18 @@ def shadow(module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = "
 class Decoder:
     """A model that is cut between its blocks, proved on an example."""
 
-    def __init__(self, model: nn.Module, example: Value | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, example: Value | None = None, more: tuple[str, ...] = ()
+    ) -> None:
         self.model = model
         self.example: Any = example_of(model) if example is None else example
-        plan, self.output = plan_of(model, self.example, example is None)
+        plan, self.output = plan_of(model, self.example, example is None, more)
         blocks = members_of(model.get_submodule(plan.path))
         named = {f"{plan.path}.{index}": block for index, block in enumerate(blocks)}
         named.update((name, model.get_submodule(name)) for name in plan.units)
         self._hollows = {name: hollow(module) for name, module in named.items()}
-        whole = inputs_of(plan, self.example)
-        first = plan.takes[0]
+        whole = plan.columns.of(self.example)
+        first = plan.columns.takes[0]
         why: Exception | None = None
         # First without the ids, which only some models look at in later stages.
         for ids in (False, True):
@@ -324,9 +327,10 @@ class Decoder:
 
     def measure(self, repeats: int, ties: tuple[Tie, ...]) -> Profile:
         """Measure the blocks, without what each does only because it is a stage of its own."""
-        profile = measure(self.blocks, self.example, repeats=repeats)
+        given = self.plan.columns.of(self.example)
+        profile = measure(self.blocks, given, repeats=repeats)
         empty = DecoderStage(self.model, self.plan, self._hollows, 1, 1)
-        around = measure([self.blocks[0], empty], self.example, repeats=repeats).blocks[1]
+        around = measure([self.blocks[0], empty], given, repeats=repeats).blocks[1]
         members = range(len(self.plan.members))
         names = ["before", *(f"{self.plan.path}.{i}" for i in members), "after"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from spectrain_ext.rng import RNG_LOCK
 
 from .decoders import shadow
-from .plan import Plan, evaluated, inputs_of
+from .plan import Plan, evaluated
 from .profile import untouched
 
 #: The label of what is not predicted.
@@ -91,8 +91,8 @@ def own_loss(model: Any, plan: Plan, example: object, output: Any) -> OwnLoss | 
     """Learn how a model computes its loss by watching it do so; or say why that cannot be."""
     if not isinstance(output, Mapping):
         return f"a {type(model).__name__} is set to return no dictionary; give a loss_fn"
-    given = inputs_of(plan, example)
-    labels = _labels(model.config, plan.labels, example, output)
+    given = plan.columns.of(example)
+    labels = _labels(model.config, plan.columns.labels, example, output)
     if not labels:
         return f"a {type(model).__name__} takes no labels that could be made up; give it a loss_fn"
     config = vars(model.config)

@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Inputs = dict[str, Tensor]
+from .columns import Columns, columns_of
 
 WAY_OUT = (
     "name submodules to cut before (split_points), or give a list of blocks with before= and after="
 )
-
-_FIRST = ("attention_mask", "position_ids", "token_type_ids")
-_NEVER = ("inputs_embeds", "past_key_values", "cache_position", "cache_params")
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,7 @@ class Plan:
     path: str  # of the list of blocks
     members: tuple[int, ...]  # per block the length of the tuple that it returns; 0: a tensor
     units: Mapping[str, Unit]
-    takes: tuple[str, ...]  # names of the forward's arguments
-    labels: tuple[str, ...]  # of those for its loss
+    columns: Columns  # that the forward takes
     fixed: Mapping[str, Any]  # further arguments of every call
     ids: bool = False  # whether later stages need the token ids
 
@@ -54,55 +50,7 @@ class Plan:
     @property
     def passed(self) -> tuple[str, ...]:
         """Names of what goes from stage to stage beside the hidden state, in order."""
-        return self.takes[0 if self.ids else 1 :]
-
-
-def inputs_of(plan: Plan, batch: object) -> Inputs:
-    """What a model's forward is given of a batch: all but the labels."""
-    if isinstance(batch, Tensor):
-        return {plan.takes[0]: batch}
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            f"batch: expected token ids or a mapping of the model's arguments, got a "
-            f"{type(batch).__name__}"
-        )
-    unknown = [name for name in batch if name not in (*plan.takes, *plan.labels)]
-    if unknown or plan.takes[0] not in batch:
-        raise TypeError(
-            f"batch: expected {plan.takes[0]!r}, and maybe {', '.join(map(repr, plan.takes[1:]))} "
-            f"and {', '.join(map(repr, plan.labels)) or 'no labels'}; got "
-            f"{', '.join(map(repr, batch))}"
-        )
-    return {name: batch[name] for name in plan.takes if batch.get(name) is not None}
-
-
-def one_of(plan: Plan, batch: object) -> Tensor:
-    given = inputs_of(plan, batch)
-    if len(given) > 1:
-        got = ", ".join(map(repr, given))
-        raise TypeError(f"batch: a traced model takes {plan.takes[0]!r} alone, got {got}")
-    return given[plan.takes[0]]
-
-
-def arguments_of(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]:
-    """What a model's forward takes of a batch, for its loss, and what it is told beside."""
-    known = inspect.signature(model.forward).parameters
-    options = ("output_", "return_", "use_", "logits_to_keep")
-    main = str(getattr(model, "main_input_name", "input_ids"))
-    names = [
-        name
-        for name, p in known.items()
-        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        and name not in (main, *_NEVER)
-        and not name.startswith(options)
-    ]
-    labels = tuple(n for n in names if "label" in n or n in ("start_positions", "end_positions"))
-    rest = [name for name in names if name not in labels]
-    rest.sort(key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
-    more = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    caches = "use_cache" in known or (more and hasattr(getattr(model, "config", None), "use_cache"))
-    fixed = {"use_cache": False} if caches else {}
-    return (main, *rest), labels, fixed
+        return self.columns.takes[0 if self.ids else 1 :]
 
 
 def is_pretrained(model: object) -> bool:
@@ -117,10 +65,12 @@ def takes_ids(model: object) -> bool:
     return getattr(model, "main_input_name", None) == "input_ids"
 
 
-def outline(model: nn.Module, example: object, made_up: bool = False) -> tuple[Plan, Any]:
+def outline(
+    model: nn.Module, example: object, made_up: bool = False, more: tuple[str, ...] = ()
+) -> tuple[Plan, Any]:
     """What a model takes, without how it is built; and its output."""
-    plan = Plan("", (), {}, *arguments_of(model))
-    given = inputs_of(plan, example)
+    plan = Plan("", (), {}, columns_of(model, more), _fixed(model))
+    given = plan.columns.of(example)
     try:
         with evaluated(model):
             return plan, model(**given, **plan.fixed)
@@ -134,7 +84,17 @@ def outline(model: nn.Module, example: object, made_up: bool = False) -> tuple[P
         raise ValueError(f"example_input: {what} it: {why}") from error
 
 
-def plan_of(model: nn.Module, example: object, made_up: bool = False) -> tuple[Plan, Any]:
+def _fixed(model: nn.Module) -> dict[str, Any]:
+    """What a model is told in every call."""
+    known = inspect.signature(model.forward).parameters
+    more = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    caches = "use_cache" in known or (more and hasattr(getattr(model, "config", None), "use_cache"))
+    return {"use_cache": False} if caches else {}
+
+
+def plan_of(
+    model: nn.Module, example: object, made_up: bool = False, more: tuple[str, ...] = ()
+) -> tuple[Plan, Any]:
     """Watch a model compute, and say how it is built; returns its output as well."""
     config = getattr(model, "config", None)
     for option in ("output_hidden_states", "output_attentions", "output_router_logits"):
@@ -154,7 +114,7 @@ def plan_of(model: nn.Module, example: object, made_up: bool = False) -> tuple[P
             "keeps several versions; set model.config.rescale_every = 0"
         )
     with _Watch(model) as watch:
-        plan, output = outline(model, example, made_up)
+        plan, output = outline(model, example, made_up, more)
     path, members = watch.blocks()
     return replace(plan, path=path, members=members, units=watch.units(path)), output
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +26,15 @@ class Port:
     source: tuple[str, str]  # the module that made it, and the operation
     shape: tuple[int | None, ...]  # None: any size will do
     dtype: torch.dtype
+    sizes: tuple[str, ...]  # as the trace has them, by the names of its inputs' sizes
 
     @classmethod
     def of(cls, node: fx.Node) -> Port:
         value = node.meta["val"]
         stack = list(node.meta.get("nn_module_stack", {}).values())
         source = (stack[-1][0] if stack else "", str(node.target))
-        return cls(node.name, source, tuple(_fixed(size) for size in value.shape), value.dtype)
+        fixed = tuple(_fixed(size) for size in value.shape)
+        return cls(node.name, source, fixed, value.dtype, tuple(map(str, value.shape)))
 
     def takes(self, tensor: Tensor) -> bool:
         sizes = tensor.shape
@@ -65,6 +67,7 @@ class Program:
         self._module = module
         self._form = form
         self._guards = guards
+        self._not_alone: str | None = None
         self._dtypes = [t.dtype for t in tensors]
         constants = list(_constants(module))
         # whether the graph names types, so that it holds for those only
@@ -77,6 +80,15 @@ class Program:
     @property
     def code(self) -> str:
         return str(self._module.code)
+
+    @property
+    def names(self) -> set[str]:
+        """Of the tensors that it is given."""
+        return {port.name for port in self.inputs}
+
+    def not_alone(self, why: str) -> None:
+        """Say why there is no program for a single sample, where this one is not for that."""
+        self._not_alone = why
 
     def __deepcopy__(self, memo: object) -> Program:
         return self
@@ -106,6 +118,11 @@ class Program:
             try:
                 self._guards(*given)
             except AssertionError as error:
+                if self._not_alone is not None and given[0].shape[:1] == (1,):
+                    return (
+                        f"a single sample: {self._not_alone}; leave such a batch out "
+                        "(drop_last=True), or have fewer microbatches"
+                    )
                 return (
                     f"{error}, got shapes {[tuple(t.shape) for t in given]}; the model does "
                     "something else there than with example_input: cut it with one of such sizes"
@@ -151,17 +168,23 @@ class Program:
         return self._moved[device]
 
 
-def programs_of(exported: ExportedProgram) -> list[tuple[Program, dict[str, Tensor]]]:
-    """Cut an exported model where it was marked: per stage its program and the state it takes."""
-    cutter = _Cutter(exported)
+def programs_of(
+    exported: ExportedProgram, carried: Sequence[Set[str]] = ()
+) -> list[tuple[Program, dict[str, Tensor]]]:
+    """Cut an exported model where it was marked: per stage its program and the state it takes.
+
+    By stage, ``carried`` names inputs of the model that arrive there, be they of use or not.
+    """
+    cutter = _Cutter(exported, carried)
     return [cutter.program(k) for k in range(cutter.stages)]
 
 
 class _Cutter:
     """An exported model's graph, and where its values are made and needed."""
 
-    def __init__(self, exported: ExportedProgram) -> None:
+    def __init__(self, exported: ExportedProgram, carried: Sequence[Set[str]]) -> None:
         self._module = exported.module()
+        self._carried = carried
         self._guards: nn.Module | None = None
         self._inputs: list[fx.Node] = []
         self._returned: list[fx.Node] = []
@@ -249,6 +272,8 @@ class _Cutter:
         if k == 0:
             return self._inputs
         later = set().union(*self._needs[k:])
+        carried = self._carried[k] if k < len(self._carried) else ()
+        later.update(node for node in self._inputs if node.name in carried)
         return sorted(n for n in later if self._home[n] < k)
 
     def program(self, k: int) -> tuple[Program, dict[str, Tensor]]:

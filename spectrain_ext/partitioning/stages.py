@@ -13,10 +13,11 @@ from torch import nn
 from spectrain_ext.transport import Value
 
 from .blocks import blocks_of, found_in, slices_of, ties_of
+from .columns import BY_POSITION, Columns, columns_in
 from .cut import Cut, StageCount, classic_window, cut
 from .decoders import Decoder
 from .own_loss import OwnLoss, own_loss
-from .plan import is_pretrained, one_of, outline, takes_ids
+from .plan import is_pretrained, outline, takes_ids
 from .profile import Profile, Tie, agreed, counted, measure
 from .traced import TracedStage, split
 
@@ -130,6 +131,7 @@ def partition(
     n_stages: int,
     example_input: Value | None = None,
     *,
+    columns: Sequence[str] = (),
     split_points: Mapping[str, SplitPoint] | Sequence[str] | None = None,
     before: Callable[[Any], Any] | None = None,
     after: Callable[[Any], Any] | None = None,
@@ -155,9 +157,16 @@ def partition(
               ``eval`` asks for it. It is cut before submodules with parameters of their own, unless
               ``split_points`` names others.
         n_stages: how many stages, at least 1.
-        example_input: a microbatch as the model takes it, a tensor, a tuple of tensors or a mapping
-            of names to tensors, on the model's device. For Hugging Face's decoders it may be
-            missing: token ids of one sequence are made up.
+        example_input: a microbatch as the model takes it, on the model's device: a tensor, a tuple
+            of tensors, or a mapping of names to columns. A list's first block takes the mapping.
+            Other models are called with those columns as keyword arguments that their ``forward``
+            has parameters for, as by ``forward(**batch)``; where these do not do, and one argument
+            does, with a dict of all tensors. For Hugging Face's decoders it may be missing: token
+            ids of one sequence are made up.
+        columns: names of columns to keep for the loss. Where a model is called by keywords, a
+            batch's columns are dropped, as by transformers' ``Trainer``, unless they are parameters
+            of ``forward`` or called ``label``, ``labels`` or ``label_ids``; where it takes a dict,
+            unless they are in the example or called so.
         split_points: names of submodules to cut before, or name -> ``SplitPoint``. There must be
             ``n_stages - 1`` of them, or more: they are then candidates, and the best are used.
         before, after: run before the first of a list of blocks, and after the last one: modules,
@@ -177,9 +186,10 @@ def partition(
         is given, rank 0's measurements are everybody's: all ranks call this, and cut alike.
 
     Raises:
-        TypeError, ValueError: an argument that does not fit, a limit that cannot be kept, or shared
-            modules that leave too few places to cut; the message names them. The stages of a
-            Hugging Face model do not compute what it does, in evaluation on the example.
+        TypeError, ValueError: an argument that does not fit, a column that ``forward`` needs and
+            the example has not, a limit that cannot be kept, or shared modules that leave too few
+            places to cut; the message names them. The stages of a Hugging Face model do not compute
+            what it does, in evaluation on the example.
         RuntimeError: torch.export cannot trace the model in the mode that it is in.
 
     Stages know the model's names of their parameters; those of a list with ``before`` or ``after``
@@ -194,7 +204,10 @@ def partition(
         raise TypeError(f"n_stages: expected an int, got {type(n_stages).__name__}")
     if isinstance(profile, str) and profile != "parameters":
         raise ValueError(f"profile: expected a Profile or 'parameters', got {profile!r}")
-    source = _source(model, n_stages, example_input, split_points, before, after)
+    if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
+        raise TypeError(f"columns: expected a sequence of names, got {columns!r}")
+    more = tuple(columns)
+    source = _source(model, n_stages, example_input, split_points, before, after, more)
     blocks = source.blocks
     _check_stages(n_stages, len(blocks))
     ties = ties_of(blocks)
@@ -226,6 +239,8 @@ def partition(
             if narrow.slowest <= 1.25 * found.slowest:
                 found = narrow
     stages = source.make(found.ends)
+    if source.columns is not None:
+        stages[0].batch_columns = source.columns  # type: ignore[assignment]
     return Partition(stages, found, profile, source.finish(stages))
 
 
@@ -242,7 +257,7 @@ def profile_of(
     Raises:
         TypeError, ValueError, RuntimeError: as for ``partition``.
     """
-    source = _source(model, 1, example_input, None, None, None)
+    source = _source(model, 1, example_input, None, None, None, ())
     return source.measure(repeats=repeats, ties=ties_of(source.blocks))
 
 
@@ -256,6 +271,7 @@ class _Source:
     narrow: tuple[Tie, ...] = ()  # they leave only places where one tensor passes
     # Checks the stages, and finds the model's own loss, or why there is none.
     finish: Callable[[list[nn.Module]], OwnLoss | str] = lambda _: _NO_LOSS
+    columns: Columns | None = None  # of a batch that is a mapping; None: nothing is dropped
 
 
 _NO_LOSS = "the model has no loss of its own that is known; give a loss_fn"
@@ -268,6 +284,7 @@ def _source(
     split_points: Mapping[str, SplitPoint] | Sequence[str] | None,
     before: Callable[[Any], Any] | None,
     after: Callable[[Any], Any] | None,
+    more: tuple[str, ...],
 ) -> _Source:
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
     if not (before is None and after is None) and (not listed or split_points is not None):
@@ -277,27 +294,43 @@ def _source(
     pretrained = is_pretrained(model)
     if pretrained and split_points is None and takes_ids(model):
         assert isinstance(model, nn.Module)
-        decoder = Decoder(model, example)
+        decoder = Decoder(model, example, more)
 
         def finish(stages: list[nn.Module]) -> OwnLoss | str:
             decoder.check(stages)
             return own_loss(decoder.model, decoder.plan, decoder.example, decoder.output)
 
-        return _Source(decoder.blocks, decoder.stages, decoder.measure, finish=finish)
+        return _Source(
+            *(decoder.blocks, decoder.stages, decoder.measure),
+            finish=finish,
+            columns=decoder.plan.columns,
+        )
     if example is None:
         raise TypeError("example_input: expected a microbatch, got None")
     if split_points is None and listed:
+        if more:
+            raise ValueError(
+                "columns: of a list of blocks the first takes the whole batch, of which nothing is "
+                f"dropped; got {list(more)}"
+            )
         named = blocks_of(model, before, after)
         parts = list(named.values())
         return _Source(parts, partial(slices_of, named), partial(measure, parts, example))
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    plan, output = outline(model, example) if pretrained else (None, None)
-    value = example if plan is None else one_of(plan, example)
+    plan, output, taken = None, None, None
+    if pretrained:
+        plan, output = outline(model, example, more=more)
+        taken = plan.columns.narrowed(example)
+    elif isinstance(example, Mapping):
+        taken = columns_in(model, example, more)
+    value, call = example, BY_POSITION
+    if taken is not None:
+        value, call = tuple(taken.of(example).values()), taken.call
     narrow: tuple[Tie, ...] = ()
     blocks: Sequence[nn.Module]
     if split_points is None:
-        names, blocks = found_in(model, value, n_stages)
+        names, blocks = found_in(model, value, n_stages, call)
         narrow = tuple(
             Tie(index - 1, index, f"{block.takes} tensors pass before block {index}")
             for index, block in enumerate(blocks)
@@ -305,20 +338,19 @@ def _source(
         )
 
         def make(ends: Sequence[int]) -> list[nn.Module]:
-            return [*split(model, value, [names[end] for end in ends[:-1]])]  # each traced as one
+            points = [names[end] for end in ends[:-1]]
+            return [*split(model, value, points, call=call)]  # each traced as one
     else:
         _check_stages(n_stages, len(split_points) + 1)
-        blocks = split(model, value, split_points)
+        blocks = split(model, value, split_points, call=call)
         make = partial(slices_of, {str(index): block for index, block in enumerate(blocks)})
 
-    def named_inputs(stages: list[nn.Module]) -> OwnLoss | str:
-        if plan is None:
-            return _NO_LOSS
+    def finish_traced(stages: list[nn.Module]) -> OwnLoss | str:
         first = next(m for m in stages[0].modules() if isinstance(m, TracedStage))
-        first.plan = plan
-        return own_loss(model, plan, example, output)
+        first.columns = taken
+        return _NO_LOSS if plan is None else own_loss(model, plan, example, output)
 
-    return _Source(blocks, make, partial(measure, blocks, value), narrow, named_inputs)
+    return _Source(blocks, make, partial(measure, blocks, value), narrow, finish_traced, taken)
 
 
 def _check_stages(n_stages: int, most: int) -> None:

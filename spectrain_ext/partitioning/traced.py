@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.transport import Value
 
-from .plan import Plan, one_of
+from .columns import BY_POSITION, Call, Columns
 from .programs import Port, Program
 from .tracing import Mode, TracedModel, traces
 
@@ -67,7 +67,7 @@ class TracedStage(nn.Module):
         self.part = part
         self._modes = modes
         self._given: bool | None = None if given else training
-        self.plan: Plan | None = None  # of a Hugging Face model's first stage
+        self.columns: Columns | None = None  # of a first stage that is given a mapping
         self._set(training)
 
     @property
@@ -107,8 +107,8 @@ class TracedStage(nn.Module):
                 would do something else with them.
             TypeError: the stage was converted to another dtype, where the graph names the old one.
         """
-        if self.plan is not None:
-            value = one_of(self.plan, value)
+        if self.columns is not None:
+            value = tuple(self.columns.of(value).values())
         given = value if isinstance(value, tuple) else (value,)
         mode = None if self._given is self.training else self.training
         graphs = self._modes[mode, torch.is_grad_enabled()]
@@ -125,6 +125,7 @@ def split(
     example_input: Value,
     split_points: Mapping[str, SplitPoint] | Sequence[str],
     once: bool = False,  # run them as the model is now, on inputs of these sizes, and no more
+    call: Call = BY_POSITION,
 ) -> list[TracedStage]:
     """Trace a model and cut it before (or after) the named submodules; it is left as it was."""
     # Not above: it doubles the time that importing this package takes.
@@ -144,7 +145,7 @@ def split(
     )
     before = {modules[n] for n, point in points.items() if point is SplitPoint.BEGINNING}
     after = {modules[n] for n, point in points.items() if point is SplitPoint.END}
-    return _Assembly(model, traces(model, arguments, before, after, once)).stages()
+    return _Assembly(model, traces(model, arguments, before, after, once, call)).stages()
 
 
 # Stages out of traces.
@@ -241,14 +242,28 @@ class _Assembly:
     def _usable(self, graphs: list[TracedModel]) -> list[TracedModel]:
         """Leave out that of a single sample where a stage could not tell that there is one."""
         *single, many = graphs
-        return [trace for trace in single if self._told_apart(trace, many)] + [many]
+        kept = [trace for trace in single if self._told_apart(trace, many)]
+        if len(kept) < len(single):
+            many[0][0].not_alone(
+                "the model does something else with one, of which no later stage could tell"
+            )
+        return [*kept, many]
 
     def _told_apart(self, single: TracedModel, many: TracedModel) -> bool:
         if len(single) != len(many):
             return False
+        samples = {
+            other.sizes[0]
+            for one, other in zip(single[0][0].inputs, many[0][0].inputs, strict=True)
+            if one.shape[:1] == (1,) and other.shape[:1] == (None,)
+        }
         for (one, state), (other, others) in zip(single, many, strict=True):
             its, theirs = [*map(id, state.values())], [*map(id, others.values())]
-            told = any(None in port.shape for port in other.inputs)
+            told = any(
+                size == 1 and symbol in samples
+                for port, wide in zip(one.inputs, other.inputs, strict=False)
+                for size, symbol in zip(port.shape, wide.sizes, strict=False)
+            )
             if not (
                 _alike(one.inputs, other.inputs, False)
                 and self._names.keys() & its <= set(theirs)

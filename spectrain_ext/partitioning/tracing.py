@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from types import MethodType
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .columns import BY_POSITION, Call
 from .programs import Program, programs_of
 
 # (training, whether gradients are enabled); None: the modules' modes as they were found
@@ -33,6 +35,7 @@ def traces(
     before: set[nn.Module],  # each begins a stage
     after: set[nn.Module],  # each ends one
     once: bool = False,  # as it is only, with gradients, and for these arguments' sizes
+    call: Call = BY_POSITION,
 ) -> dict[Mode, list[TracedModel] | str]:
     """Trace a model as it is, which comes first, in training and in evaluation.
 
@@ -46,12 +49,12 @@ def traces(
             )
     modes = _Modes(model)
     found: dict[Mode, list[TracedModel] | str] = {}
-    with _marked(before, after), modes, _unchanging(model):
+    with _marked(before, after), _named(model, call), modes, _unchanging(model):
         if once:
             with torch.enable_grad():
-                return {(None, True): [_exported(model, arguments, "as it is", False)]}
+                return {(None, True): [_exported(model, call, arguments, "as it is", None)]}
         given = modes.now()
-        first = _traced(model, arguments, "as it is")
+        first = _traced(model, call, arguments, "as it is")
         for mode in MODES:
             name = "in training" if mode else "in evaluation"
             try:
@@ -61,7 +64,7 @@ def traces(
                     for graphs in first.values():
                         for trace in graphs if not isinstance(graphs, str) else ():
                             trace.mode = name
-                made = first if same else _traced(model, arguments, name)
+                made = first if same else _traced(model, call, arguments, name)
             except (RuntimeError, ValueError) as error:
                 made = {grad: f"the stages cannot do that {name}: {error}" for grad in MODES}
             found.update({(mode, grad): graphs for grad, graphs in made.items()})
@@ -71,57 +74,87 @@ def traces(
 
 
 def _traced(
-    model: nn.Module, arguments: tuple[Tensor, ...], name: str
+    model: nn.Module, call: Call, arguments: tuple[Tensor, ...], name: str
 ) -> dict[bool, list[TracedModel] | str]:
     """Trace a model with gradients enabled, and disabled where it asks for that."""
     found: dict[bool, list[TracedModel] | str] = {}
     with torch.enable_grad(), _asking() as asked:
-        found[True] = _sized(model, arguments, name)
+        found[True] = _sized(model, call, arguments, name)
     found[False] = found[True]
     if asked:
         try:
             with torch.no_grad():
-                found[False] = _sized(model, arguments, f"{name} without gradients")
+                found[False] = _sized(model, call, arguments, f"{name} without gradients")
         except (RuntimeError, ValueError) as error:
             found[False] = f"the stages cannot do that {name} with gradients disabled: {error}"
     return found
 
 
-def _sized(model: nn.Module, arguments: tuple[Tensor, ...], name: str) -> list[TracedModel]:
+def _sized(
+    model: nn.Module, call: Call, arguments: tuple[Tensor, ...], name: str
+) -> list[TracedModel]:
     """Trace a model for all sizes that it treats alike; for a single sample apart if need be."""
-    trace = _exported(model, arguments, name, True)
-    size = arguments[0].shape[0] if arguments and arguments[0].dim() else 1
-    if size > 1:  # broadcasting and strides are special where a size is one
-        single = tuple(a[:1] if a.dim() and a.shape[0] == size else a for a in arguments)
+    every = [range(argument.dim()) for argument in arguments]
+    size = arguments[0].shape[0] if arguments and arguments[0].dim() else 0
+    sampled = [a.dim() > 0 and a.shape[0] == size for a in arguments]
+    # Broadcasting and strides are special where a size is one.
+    single, several = arguments, arguments
+    if size == 1:
+        pairs = zip(arguments, sampled, strict=True)
+        several = tuple(torch.cat([a, a]).detach() if many else a for a, many in pairs)
+    elif size:
+        single = tuple(a[:1] if many else a for a, many in zip(arguments, sampled, strict=True))
+    try:
+        trace = _exported(model, call, several, name, every)
         program = trace[0][0]
-        if program.misfit(single) is None and program.detour(single) is not None:
-            with suppress(RuntimeError, ValueError):  # BatchNorm has reasons to refuse one
-                return [_exported(model, single, name, False), trace]
+        if size == 1 and (why := program.misfit(single)) is not None:
+            raise ValueError(why)
+    except (RuntimeError, ValueError):
+        if size != 1:
+            raise
+        return [_exported(model, call, single, name, every)]
+    if size and program.misfit(single) is None and program.detour(single) is not None:
+        rest = [dims[many:] for dims, many in zip(every, sampled, strict=True)]
+        try:
+            alone = _exported(model, call, single, name, rest, [p.names for p, _ in trace])
+            return [alone, trace]
+        except (RuntimeError, ValueError) as error:  # BatchNorm has reasons to refuse one
+            program.not_alone(str(error))
     return [trace]
 
 
 def _exported(
-    model: nn.Module, arguments: tuple[Tensor, ...], name: str, dynamic: bool
+    model: nn.Module,
+    call: Call,
+    arguments: tuple[Tensor, ...],
+    name: str,
+    free: Sequence[Sequence[int]] | None,  # dimensions of each that are left open
+    carried: Sequence[Set[str]] = (),
 ) -> TracedModel:
     from torch.export import Dim, export
     from torch.fx.experimental import _config
 
-    shapes = tuple(
-        {
-            dim: Dim.AUTO if dim == 0 or size > 1 else Dim.STATIC
-            for dim, size in enumerate(argument.shape)
-        }
-        for argument in arguments
-    )
+    args, kwargs = call(arguments)
+    shapes = None
+    if free is not None:
+        sizes = tuple(
+            {
+                dim: Dim.AUTO if dim in dims and (dim == 0 or size > 1) else Dim.STATIC
+                for dim, size in enumerate(argument.shape)
+            }
+            for argument, dims in zip(arguments, free, strict=True)
+        )
+        given, named = call(sizes)
+        shapes = named or given
     drawing = _Draws()
     with _derivatives() as own, _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         try:
             exported = None
-            if dynamic:
+            if shapes is not None:
                 with suppress(Exception):  # without sizes left open it may do
-                    exported = export(model, arguments, dynamic_shapes=shapes, strict=False)
+                    exported = export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
             if exported is None:
-                exported = export(model, arguments, strict=False)
+                exported = export(model, args, kwargs, strict=False)
         except Exception as error:
             what = str(error).strip().partition("\n")[0]  # a report follows
             raise RuntimeError(
@@ -139,7 +172,7 @@ def _exported(
             f"the model has a backward of its own {name}, {', '.join(sorted(own))}, and a graph "
             "would have its forward's derivative; make it a torch.library.custom_op"
         )
-    trace = TracedModel(programs_of(exported))
+    trace = TracedModel(programs_of(exported, carried))
     trace.mode = name
     return trace
 
@@ -163,6 +196,23 @@ def _marked(before: set[nn.Module], after: set[nn.Module]) -> Iterator[None]:
         for module in kept:
             marked = MethodType(begins if module in before else ends, module)
             stack.enter_context(_instead(module, "forward", marked))
+        yield
+
+
+@contextmanager
+def _named(model: nn.Module, call: Call) -> Iterator[None]:
+    """Have the forward's signature say what it is called with: dynamic_shapes knows no ``**``."""
+    if call.whole or not call.names:
+        yield
+        return
+    real = model.forward
+
+    def forward(**given: Tensor) -> Any:
+        return real(**given)
+
+    parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in call.names]
+    vars(forward)["__signature__"] = inspect.Signature(parameters)
+    with _instead(model, "forward", forward):
         yield
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from functools import partial
+from itertools import count
 from typing import Any
 
 from torch import Tensor
 
 from spectrain_ext.method import Method, phases_of, put_off_by
 from spectrain_ext.schedule import Duties, Generator, Instruction, Kind, Place, Replicas
-from spectrain_ext.transport import Edge, Receiver, Sender
+from spectrain_ext.transport import Edge, Microbatches, Receiver, Sender
 
 from .averaging import Averaged
-from .batch import SplitDim
+from .batch import SplitDim, microbatches_in
 from .edges import Source, StageEdges, Traffic
 from .loads import GlobalNorm, Handler
 from .losses import Keep, Losses, LossFn, Result
@@ -23,6 +26,8 @@ from .phases import widest
 from .stage import Mode, Stage
 from .tie_ends import Ties, depth_of
 from .ties import Copy, TiedStages, ties_of
+
+_logger = logging.getLogger(__name__)
 
 #: Whether what an instruction waits for has come; it changes nothing.
 Ready = Callable[[int, int], bool]
@@ -265,6 +270,8 @@ class Connections:
         for edge in (*self._local.values(), *self._ties.edges):
             edge.begin()
         if self._source is not None:
+            if (columns := self.columns) is not None:
+                batches = map(partial(_taken, columns, self.evaluates), batches, count())
             self._source.begin(batches, self._stages[0].hear_end)
         if self._losses is not None:
             self._losses.begin(keep)
@@ -272,6 +279,11 @@ class Connections:
             self._ties.begin(*self._phase)
         for averaged in self.averaged.values():
             averaged.begin()
+
+    @property
+    def columns(self) -> Any:
+        """Of the first stage, which drops those of a batch that nobody takes; None: of none."""
+        return getattr(self._stages[0].module, "batch_columns", None)
 
     def yields(self, result: Result) -> None:
         """The caller gets a result."""
@@ -291,6 +303,23 @@ class Connections:
         if self._losses is not None:
             self._losses.end()
         self._ties.end()
+
+
+def _taken(columns: Any, several: bool, batch: Any, i: int) -> Any:
+    """A batch, or a tuple of several, without the columns that are dropped."""
+    if several:
+        numbered = enumerate(batch, i * len(batch))
+        return tuple(_taken(columns, False, one, n) for n, one in numbered)
+    if (cut := microbatches_in(batch, f"batches[{i}]")) is not None:
+        return Microbatches(_taken(columns, False, one, i) for one in cut)
+    if isinstance(batch, Mapping):
+        kept = columns.kept(batch, f"batches[{i}]")
+        if i == 0 and (dropped := [name for name in batch if name not in kept]):
+            _logger.info("columns that the model does not take are dropped: %s", dropped)
+        return kept
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Mapping):
+        return columns.kept(batch[0], f"batches[{i}][0]"), batch[1]
+    return batch
 
 
 def _has(receivers: Sequence[Receiver]) -> Ready:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -72,7 +72,8 @@ class Pipeline(Loops):
             not padding. The loss of a minibatch is then the sum of all its microbatches' sums,
             divided by the sum of their counts, on all replicas and ranks, and gradients are divided
             by that count once, before clipping; nan, with gradients of 0, if it is 0. Of a batch
-            that is a mapping, the target is all of it.
+            that is a mapping, the target is all of it, without the columns that ``partition`` says
+            are dropped.
         method: a name out of ``methods()``, or a ``Method``. ``"auto"`` predicts on every stage as
             far ahead as stage 0 has to, one update with its usual microbatches; its law is the
             second-order one, or, for optimizers without a momentum that it could use, the last
@@ -474,6 +475,9 @@ class Pipeline(Loops):
             RuntimeError: a run has not ended yet.
         """
         self._refuse_in_run("calling the pipeline", changed=True)
+        columns = self._executor.connections.columns
+        if columns is not None and isinstance(value, Mapping):
+            value = columns.kept(value, "batch")
         with self._executor.callers_turn():
             for module, device in zip(self.children(), self.devices, strict=True):
                 value = module(_moved(value, device))

@@ -78,4 +78,5 @@ def batches():
         ids = torch.randint(1, 61, (size, length), generator=generator)
         mask = (torch.arange(length) < torch.randint(2, length, (size, 1))).long()
         labels = ids.masked_fill(mask == 0, -100)
-        yield {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        added = {"idx": torch.arange(3), "text": ["a"] * size}  # by a collator
+        yield {"input_ids": ids, "attention_mask": mask, "labels": labels, **added}

@@ -380,6 +380,81 @@ def test_models_of_images(make):
         pipe({"pixels": x})
 
 
+@pytest.mark.nightly
+def test_an_encoder_with_a_decoder_is_traced():
+    """With split_points: of several columns, whose decoder reads what the encoder has made."""
+    torch.manual_seed(0)
+    model = t5(use_cache=False).eval()
+    alone = copy.deepcopy(model)
+
+    def texts(count, length):
+        ids = torch.randint(1, 61, (count, length))
+        mask = torch.ones_like(ids).tril(length - 2)
+        return {
+            "idx": ids,
+            "input_ids": ids,
+            "decoder_input_ids": ids[:, 2:],
+            "attention_mask": mask,
+        }
+
+    points = ["decoder.block.0"]
+    parts = st.partition(model, 2, texts(3, 7), split_points=points, profile="parameters")
+    for given in (texts(3, 7), texts(2, 9), texts(1, 6)):
+        expected = alone(**{name: given[name] for name in given if name != "idx"})
+        torch.testing.assert_close(run(parts, given).logits, expected.logits)
+
+
+# What collators add.
+
+
+def test_columns_are_dropped_by_the_models_signature():
+    """As by transformers' Trainer; the loss gets those that are named."""
+    torch.manual_seed(0)
+    model = made("Llama", "ForSequenceClassification", num_labels=3, pad_token_id=0)
+    alone = copy.deepcopy(model)
+    cross_entropy = torch.nn.functional.cross_entropy
+    seen = []
+
+    def loss_fn(output, batch):
+        seen.append(set(batch))
+        losses = cross_entropy(output.logits, batch["labels"], reduction="none")
+        return (losses * batch["importance"]).mean()
+
+    def collate(rows):
+        found = batch(len(rows), 6, "right")
+        added = {"idx": torch.tensor(rows[:1]), "token_type_ids": found["input_ids"] * 0}
+        weights = {"importance": torch.arange(1.0, len(rows) + 1), "position_ids": None}
+        labels = {"sentence": ["a"] * len(rows), "labels": torch.arange(len(rows)) % 3}
+        return {**found, **added, **weights, **labels}
+
+    def takes_of(given):
+        return {name: given[name] for name in ("input_ids", "attention_mask")}
+
+    data = list(torch.utils.data.DataLoader(range(9), batch_size=4, collate_fn=collate))
+    parts = st.partition(model, 3, data[0], profile=EVEN, columns=["importance"])
+    pipe = st.Pipeline(parts, sgd, loss_fn, method="sync", microbatches=2)
+    optimizer = sgd(list(alone.parameters()))
+    for result, given in zip(pipe.run(data), data, strict=True):
+        optimizer.zero_grad()
+        expected = loss_fn(alone(**takes_of(given)), given)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(result.loss, expected.detach())
+    kept = {"input_ids", "attention_mask", "labels", "importance"}
+    assert seen.count(kept) == 5  # the last minibatch has one sample
+    pipe.eval()
+    alone.eval()
+    torch.testing.assert_close(pipe(data[0]).logits, alone(**takes_of(data[0])).logits)
+    found = pipe.evaluate(data[:1])["loss"]
+    assert found == pytest.approx(loss_fn(alone(**takes_of(data[0])), data[0]).item())
+    pipe.train()
+    bad = {name: value for name, value in data[0].items() if name != "input_ids"}
+    with pytest.raises(
+        TypeError, match=r"batches\[1\]: expected 'input_ids', .*; got 'attention_m"
+    ):
+        list(pipe.run([data[0], bad]))
+
+
 # What is refused.
 
 
@@ -390,9 +465,9 @@ def test_models_that_have_more_between_blocks_than_a_hidden_state():
         st.partition(model, 2)
 
 
-def t5():
+def t5(**more):
     sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
-    return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, num_layers=2))
+    return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, num_layers=2, **more))
 
 
 def whisper():
@@ -519,10 +594,11 @@ def test_a_loss_to_which_the_model_adds_something(always):
 def test_bad_batches():
     parts = st.partition(made("Llama"), 2, profile=EVEN)
     ids = torch.zeros(1, 4, dtype=torch.int64)
-    for bad in ({"input_ids": ids, "lengths": ids}, {"attention_mask": ids}):
-        with pytest.raises(TypeError, match=r"batch: expected 'input_ids', and maybe 'attention_m"):
-            parts.stages[0](bad)
-    with pytest.raises(TypeError, match=r"batch: expected token ids or a mapping .*, got a list"):
+    with pytest.raises(TypeError, match=r"batch: expected 'input_ids', and maybe 'attention_m"):
+        parts.stages[0]({"attention_mask": ids})
+    with pytest.raises(TypeError, match=r"batch: the model's forward takes 'inputs_embeds', and"):
+        parts.stages[0]({"input_ids": ids, "inputs_embeds": ids})
+    with pytest.raises(TypeError, match=r"batch: expected a mapping .*'input_ids' alone, got a li"):
         parts.stages[0]([ids])
     output = run(parts, ids)
     with pytest.raises(TypeError, match="the loss needs 'labels', got 'input_ids'"):

@@ -605,6 +605,100 @@ def test_a_cut_by_numbers_of_parameters():
         _ = parts.loss_fn
 
 
+# Batches that are mappings.
+
+
+class Named(nn.Module):
+    """Takes its arguments by names; one has a default that counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, *, scale=None, ids, mask=None):
+        h = torch.relu(self.inner(self.embed(ids)))
+        if mask is not None:
+            h = h * mask.unsqueeze(-1)
+        return self.head(h.mean(1)) * (2.0 if scale is None else scale)
+
+
+class TakesDict(Named):
+    def forward(self, batch, doubled=True):
+        return super().forward(ids=batch["ids"], mask=batch["mask"]) * (2.0 if doubled else 1.0)
+
+
+class TakesAny(Named):
+    def forward(self, ids, **more):
+        return super().forward(ids=ids, mask=more["mask"])
+
+
+def sentences(count):
+    mask, ids = torch.rand(count, 5), torch.randint(9, (count, 5))
+    labels = torch.arange(count) % 3
+    return {"mask": mask, "text": ["a"] * count, "ids": ids, "more": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("points", [None, ["head"]])
+@pytest.mark.parametrize("make", [Named, TakesDict, TakesAny])
+def test_a_mapping_is_taken_as_forward_takes_it(make, points):
+    torch.manual_seed(0)
+    model = make()
+    alone = copy.deepcopy(model)
+    example = sentences(4)
+    parts = st.partition(model, 2, example, split_points=points, profile="parameters")
+
+    def loss_fn(output, batch):
+        assert "text" not in batch
+        assert ("more" in batch) == (make is not Named)
+        return nn.functional.cross_entropy(output, batch["labels"])
+
+    pipe = st.Pipeline(parts, sgd, loss_fn, method="sync", microbatches=2)
+    optimizer = sgd(list(alone.parameters()))
+    data = [sentences(count) for count in (4, 3, 1)]
+    for result, given in zip(pipe.run(data), data, strict=True):
+        taken = {name: given[name] for name in ("ids", "mask")}
+        output = alone(taken) if make is TakesDict else alone(**taken)
+        optimizer.zero_grad()
+        expected = nn.functional.cross_entropy(output, given["labels"])
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(result.loss, expected.detach())
+    torch.testing.assert_close(dict(pipe.state_dict()), dict(alone.state_dict()))
+    del example["mask"]
+    with pytest.raises(TypeError, match=r"batches\[0\]: expected .*'mask'.*; got 'text', 'ids'"):
+        list(pipe.run([example]))
+
+
+def test_arguments_that_the_example_has_not(caplog):
+    """They are their defaults in the stages for ever: a batch that has one is refused."""
+    given = sentences(4)
+    parts = st.partition(Named(), 2, {"ids": given["ids"]}, profile="parameters", columns=["more"])
+    kept = []
+    pipe = st.Pipeline(parts, sgd, lambda output, batch: kept.append(set(batch)) or output.sum())
+    with pytest.raises(TypeError, match=r"takes 'mask', and its stages do not, which were cut wi"):
+        list(pipe.run([given]))
+    del given["mask"]
+    with caplog.at_level("INFO", "spectrain_ext"):
+        list(pipe.run([given]))
+    assert "does not take are dropped: ['text']" in caplog.text
+    assert kept == [{"ids", "more", "labels"}] * 2
+
+
+def test_bad_mappings():
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(
+        TypeError, match=r"example_input: .* forward needs 'ids', got 'mask', 'IDS'"
+    ):
+        st.partition(Named(), 2, {"mask": ids, "IDS": ids})
+    with pytest.raises(TypeError, match=r"example_input\['ids'\]: expected a tensor, got a list"):
+        st.partition(TakesAny(), 2, {"ids": ["a"]})
+    with pytest.raises(TypeError, match=r"columns: expected a sequence of names, got 'ids'"):
+        st.partition(Named(), 2, {"ids": ids}, columns="ids")
+    with pytest.raises(ValueError, match=r"columns: of a list of blocks the first takes the whole"):
+        st.partition([nn.ReLU(), nn.ReLU()], 2, {"ids": ids}, columns=["ids"])
+
+
 @pytest.mark.processes
 class TestOverRanks:
     def test_all_cut_where_rank_0_has_measured(self):

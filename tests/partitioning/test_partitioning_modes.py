@@ -469,12 +469,99 @@ def test_a_single_sample_is_not_taken_for_several():
     model = Sums()
     stages = split(model, x, ["middle"])
     torch.testing.assert_close(run(stages, x), model(x))
-    with pytest.raises(ValueError, match="Guard failed"):
+    with pytest.raises(ValueError, match=r"a single sample: .* no later stage could tell; leave"):
         run(stages, x[:1])
     model = Passes()
     stages = split(model, x, ["middle"])
     for size in (1, 2, 3):
         torch.testing.assert_close(run(stages, x[:size]), model(x[:size]))
+
+
+class Convolves(nn.Module):
+    """Attends over the pixels behind a batch norm, and goes back to an image of sizes it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = torch.relu(self.norm(self.stem(x)))
+        h = h.view(x.size(0), 4, -1).transpose(1, 2)
+        h = self.attention(h, h, h, need_weights=False)[0]
+        h = self.last(h).transpose(1, 2).reshape(-1, 2, *x.shape[2:])
+        return h.mean((2, 3))
+
+
+class Folds(nn.Module):
+    """Hands on the tokens of all samples as rows, which say not how many samples there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = self.first(x)
+        rows = self.attention(h, h, h, need_weights=False)[0].reshape(-1, 4)
+        return self.last(rows).view(x.size(0), -1, 2).softmax(0).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "samples", "shapes"),
+    [
+        (Convolves, 3, [(3, 6, 4), (3, 5, 5)]),
+        (Folds, 3, [(5, 4), (3, 4)]),
+        (Folds, 1, [(5, 4), (3, 4)]),
+    ],
+)
+def test_a_single_sample_of_any_length(make, samples, shapes):
+    torch.manual_seed(0)
+    model = make()
+    alone = copy.deepcopy(model)
+    stages = nn.Sequential(*split(model, torch.randn(samples, *shapes[0]), ["last"]))
+    for mode in (True, False):
+        stages.train(mode)
+        alone.train(mode)
+        for size in (1, 2, 1):
+            for shape in shapes:
+                x = torch.randn(size, *shape)
+                found, expected = stages(x), alone(x)
+                torch.testing.assert_close(found, expected)
+                found.square().sum().backward()
+                expected.square().sum().backward()
+    for (name, p), q in zip(alone.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, msg=name)
+    torch.testing.assert_close(model.state_dict(), alone.state_dict())
+
+
+def test_an_epoch_whose_last_microbatch_has_one_sample():
+    torch.manual_seed(0)
+    model = Convolves()
+    alone = copy.deepcopy(model)
+    dataset = torch.utils.data.TensorDataset(torch.randn(7, 3, 6, 4), torch.randint(2, (7,)))
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4)
+    parts = st.partition(model, 2, torch.randn(2, 3, 5, 5), profile="parameters")
+    pipe = st.Pipeline(parts, sgd, F.cross_entropy, method="gpipe", microbatches=2)
+    losses = [result.loss for result in pipe.run(loader)]
+    optimizer = sgd(list(alone.parameters()))
+    for found, (x, y) in zip(losses, loader, strict=True):
+        optimizer.zero_grad()
+        halves = zip(x.split(2), y.split(2), strict=True)
+        expected = sum(F.cross_entropy(alone(a), b) * (len(a) / len(x)) for a, b in halves)
+        expected.backward()
+        optimizer.step()
+        torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close(dict(pipe.state_dict()), dict(alone.state_dict()))
+
+
+def test_one_sample_that_the_model_refuses():
+    stages = split(Two(nn.BatchNorm1d(4)), torch.randn(3, 4), ["last"])
+    why = r"a single sample: .*Expected more than 1 value per channel .*; leave such a batch out"
+    with pytest.raises(ValueError, match=why):
+        run(stages, torch.randn(1, 4))
 
 
 class Constants(nn.Module):
