@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,8 +13,8 @@ from torch import nn
 
 from spectrain_ext.transport import Value
 
-from .blocks import blocks_of, found_in, slices_of, ties_of
-from .cut import Cut, StageCount, classic_window, cut
+from .blocks import blocks_of, found_in, named, slices_of, ties_of
+from .cut import Cut, HasDocument, PlannedCut, StageCount, classic_window, cut, planned_cut
 from .decoders import Decoder
 from .own_loss import OwnLoss, own_loss
 from .plan import is_pretrained, one_of, outline, takes_ids
@@ -94,12 +95,16 @@ class Partition:
         stages: modules that hold the model's own parameters.
         cut: where the cuts are, with an estimate per stage. ``print(cut)`` shows a table.
         profile: what the cuts were decided by.
+        settings: what a ``plan`` says of training, for ``Pipeline(parts, ..., **parts.settings)``:
+            method, microbatches, window and, for a ``DistributedPipeline`` only, the replicas of
+            every stage. Empty without a plan.
     """
 
     stages: list[nn.Module]
     cut: Cut
     profile: Profile
     _loss: OwnLoss | str
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         mark_ties(self.stages)
@@ -127,9 +132,10 @@ class Partition:
 
 def partition(
     model: nn.Module | Sequence[nn.Module],
-    n_stages: int,
+    n_stages: int | None = None,
     example_input: Value | None = None,
     *,
+    plan: str | os.PathLike[str] | Mapping[str, Any] | HasDocument | None = None,
     split_points: Mapping[str, SplitPoint] | Sequence[str] | None = None,
     before: Callable[[Any], Any] | None = None,
     after: Callable[[Any], Any] | None = None,
@@ -154,10 +160,13 @@ def partition(
               the stages have both modes; one that they cannot have is an error when ``train`` or
               ``eval`` asks for it. It is cut before submodules with parameters of their own, unless
               ``split_points`` names others.
-        n_stages: how many stages, at least 1.
+        n_stages: how many stages, at least 1; with a ``plan`` it may be missing.
         example_input: a microbatch as the model takes it, a tensor, a tuple of tensors or a mapping
             of names to tensors, on the model's device. For Hugging Face's decoders it may be
-            missing: token ids of one sequence are made up.
+            missing: token ids of one sequence are made up; and for a list of blocks with a plan.
+        plan: cut where ``spectrain plan`` says, without measuring: the file that it has written,
+            its content, or the ``Plan`` of ``spectrain_ext.planning``. It has to be of a model with
+            the same names of blocks. ``settings`` of the result say how it trains.
         split_points: names of submodules to cut before, or name -> ``SplitPoint``. There must be
             ``n_stages - 1`` of them, or more: they are then candidates, and the best are used.
         before, after: run before the first of a list of blocks, and after the last one: modules,
@@ -190,18 +199,27 @@ def partition(
     ``requires_grad`` led its code to do. A stage that is used with sizes or dtypes for which its
     code would have done something else raises ValueError or TypeError.
     """
+    planned = None if plan is None else planned_cut(plan)
+    if planned is not None and n_stages is None:
+        n_stages = len(planned.ends)
     if isinstance(n_stages, bool) or not isinstance(n_stages, int):
         raise TypeError(f"n_stages: expected an int, got {type(n_stages).__name__}")
+    if planned is not None and split_points is not None:
+        raise ValueError("split_points: the plan has its own; give one of the two")
     if isinstance(profile, str) and profile != "parameters":
         raise ValueError(f"profile: expected a Profile or 'parameters', got {profile!r}")
-    source = _source(model, n_stages, example_input, split_points, before, after)
+    source = _source(model, n_stages, example_input, split_points, before, after, planned)
     blocks = source.blocks
+    if planned is not None:
+        planned.check(source.names, n_stages)
     _check_stages(n_stages, len(blocks))
     ties = ties_of(blocks)
     if profile == "parameters":
-        profile = counted(blocks, ties)
+        profile = source.named(counted(blocks, ties))
+    elif profile is None and planned is not None:
+        profile = Profile(planned.blocks, ties)
     elif profile is None:
-        profile = agreed(lambda: source.measure(repeats=repeats, ties=ties), blocks)
+        profile = source.named(agreed(lambda: source.measure(repeats=repeats, ties=ties), blocks))
     elif len(profile.blocks) != len(blocks):
         raise ValueError(
             f"profile: expected {len(blocks)} blocks, as the model has, got {len(profile.blocks)}"
@@ -218,7 +236,7 @@ def partition(
             window=window,
         )
 
-    found = best(ties)
+    found = best(ties if planned is None else planned.closed)
     if source.narrow and bandwidth is None:
         # What several tensors cost to pass on is not known: where they need not, they do not.
         with suppress(ValueError):
@@ -226,36 +244,50 @@ def partition(
             if narrow.slowest <= 1.25 * found.slowest:
                 found = narrow
     stages = source.make(found.ends)
-    return Partition(stages, found, profile, source.finish(stages))
+    if planned is None:
+        return Partition(stages, found, profile, source.finish(stages))
+    if shared := ties_of(stages, "stages"):
+        raise ValueError(f"plan: it separates {shared[0].what}")
+    return Partition(stages, found, profile, source.finish(stages), planned.settings)
 
 
 def profile_of(
-    model: nn.Module | Sequence[nn.Module], example_input: Value | None = None, *, repeats: int = 5
+    model: nn.Module | Sequence[nn.Module],
+    example_input: Value | None = None,
+    *,
+    before: Callable[[Any], Any] | None = None,
+    after: Callable[[Any], Any] | None = None,
+    repeats: int = 5,
 ) -> Profile:
     """Measure the blocks that ``partition`` cuts a model between, and what they share.
 
     Args:
         model: as for ``partition``.
-        example_input: likewise.
+        example_input, before, after: likewise.
         repeats: timed runs of each block.
 
     Raises:
         TypeError, ValueError, RuntimeError: as for ``partition``.
     """
-    source = _source(model, 1, example_input, None, None, None)
-    return source.measure(repeats=repeats, ties=ties_of(source.blocks))
+    source = _source(model, 1, example_input, None, before, after)
+    return source.named(source.measure(repeats=repeats, ties=ties_of(source.blocks)))
 
 
 @dataclass(frozen=True)
 class _Source:
     """A model that can be cut."""
 
+    names: Sequence[str]  # of the blocks, as the model calls what each begins with
     blocks: Sequence[nn.Module]  # what lies between all places to cut
     make: Callable[[Sequence[int]], list[nn.Module]]  # the stages that end before these blocks
     measure: Callable[..., Profile]
     narrow: tuple[Tie, ...] = ()  # they leave only places where one tensor passes
     # Checks the stages, and finds the model's own loss, or why there is none.
     finish: Callable[[list[nn.Module]], OwnLoss | str] = lambda _: _NO_LOSS
+
+    def named(self, profile: Profile) -> Profile:
+        pairs = zip(profile.blocks, self.names, strict=True)
+        return replace(profile, blocks=tuple(replace(block, name=name) for block, name in pairs))
 
 
 _NO_LOSS = "the model has no loss of its own that is known; give a loss_fn"
@@ -268,6 +300,7 @@ def _source(
     split_points: Mapping[str, SplitPoint] | Sequence[str] | None,
     before: Callable[[Any], Any] | None,
     after: Callable[[Any], Any] | None,
+    planned: PlannedCut | None = None,
 ) -> _Source:
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
     if not (before is None and after is None) and (not listed or split_points is not None):
@@ -283,31 +316,38 @@ def _source(
             decoder.check(stages)
             return own_loss(decoder.model, decoder.plan, decoder.example, decoder.output)
 
-        return _Source(decoder.blocks, decoder.stages, decoder.measure, finish=finish)
-    if example is None:
+        return _Source(
+            *(decoder.names, decoder.blocks, decoder.stages, decoder.measure), finish=finish
+        )
+    in_order = listed and split_points is None
+    if example is None and not (in_order and planned is not None):
         raise TypeError("example_input: expected a microbatch, got None")
-    if split_points is None and listed:
-        named = blocks_of(model, before, after)
-        parts = list(named.values())
-        return _Source(parts, partial(slices_of, named), partial(measure, parts, example))
+    value: Value = () if example is None else example
+    if in_order:
+        own = blocks_of(model, before, after)
+        parts = list(own.values())
+        return _Source(list(own), parts, partial(slices_of, own), partial(measure, parts, value))
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    plan, output = outline(model, example) if pretrained else (None, None)
-    value = example if plan is None else one_of(plan, example)
+    plan, output = outline(model, value) if pretrained else (None, None)
+    if plan is not None:
+        value = one_of(plan, value)
     narrow: tuple[Tie, ...] = ()
     blocks: Sequence[nn.Module]
     if split_points is None:
-        names, blocks = found_in(model, value, n_stages)
+        wanted = None if planned is None else planned.names
+        names, blocks = found_in(model, value, n_stages, wanted)
         narrow = tuple(
             Tie(index - 1, index, f"{block.takes} tensors pass before block {index}")
             for index, block in enumerate(blocks)
-            if index and block.takes > 1
+            if index and isinstance(block, TracedStage) and block.takes > 1
         )
 
         def make(ends: Sequence[int]) -> list[nn.Module]:
             return [*split(model, value, [names[end] for end in ends[:-1]])]  # each traced as one
     else:
         _check_stages(n_stages, len(split_points) + 1)
+        names = [str(index) for index in range(len(split_points) + 1)]
         blocks = split(model, value, split_points)
         make = partial(slices_of, {str(index): block for index, block in enumerate(blocks)})
 
@@ -318,7 +358,9 @@ def _source(
         first.plan = plan
         return own_loss(model, plan, example, output)
 
-    return _Source(blocks, make, partial(measure, blocks, value), narrow, named_inputs)
+    return _Source(
+        *(named(names), blocks, make, partial(measure, blocks, value), narrow, named_inputs)
+    )
 
 
 def _check_stages(n_stages: int, most: int) -> None:

@@ -84,7 +84,7 @@ class Costs:
         self.rounds = 0 if flushes(method.schedule) else -(-first.window // first.microbatches)
         self._rules = [_rules_at(method, place) for place in self.places]
         check_replicas(method, [self.places], self._replicas)
-        blocks = setting.profile(way.microbatches).blocks
+        blocks = self.blocks
         starts = (0, *way.ends[:-1])
         self._stages = [
             _StageCost(blocks[start:end]) for start, end in zip(starts, way.ends, strict=True)
@@ -98,6 +98,11 @@ class Costs:
         for stage, before, after in zip(self._stages, handled, handled[1:], strict=False):
             stage.forward += before + after
             stage.backward += before + after
+
+    @property
+    def blocks(self) -> tuple[BlockProfile, ...]:
+        """The model's, for one of the microbatches."""
+        return self.setting.profile(self.way.microbatches).blocks
 
     @cached_property
     def durations(self) -> Durations:

@@ -35,9 +35,11 @@ class Search:
         devices: int,
         methods: Sequence[Method],
         memory: float | None = None,
+        replicas: int | None = None,
     ) -> None:
         self._setting, self._devices, self._methods = setting, devices, methods
         self._memory = math.inf if memory is None else memory
+        self._most_replicas = devices if replicas is None else replicas
         self.simulated = 0  # of the ways tried
         self.refusal: ValueError | None = None  # of the first way that its method refused
         self._too_large: dict[int, int] = {}  # bytes, by the id of the ``Costs``
@@ -85,6 +87,8 @@ class Search:
 
     def _all(self) -> Iterator[Costs]:
         for replicas in self._shapes():
+            if max(replicas) > self._most_replicas:
+                continue
             for microbatches in self._microbatches(replicas):
                 for ends in self._divisions(replicas, microbatches):
                     for method in self._methods:
