@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -132,7 +133,7 @@ def measure_layers(
     """
     example_input = as_value(example_input, "example_input")
     samples = len(next(iter(tensors_of(example_input))))
-    few = max(1, samples // 8)
+    few = min(samples, max(2, samples // 8))  # BatchNorm cannot do with a single one
     profile = partial(profile_of, model, before=before, after=after, repeats=repeats)
     large = profile(example_input)
     small = large
@@ -170,7 +171,7 @@ def _byte_seconds(size: int, device: torch.device) -> float:
     return median(once() for _ in range(9)) / (12 * count)
 
 
-def write_layers(path: Path, layers: Layers) -> None:
+def write_layers(path: str | os.PathLike[str], layers: Layers) -> None:
     document = {
         "spectrain_profile": _FORMAT,
         "about": dict(layers.about),
@@ -179,10 +180,10 @@ def write_layers(path: Path, layers: Layers) -> None:
         "ties": [asdict(tie) for tie in layers.profiles[1].ties],
         "profiles": [[asdict(block) for block in p.blocks] for p in layers.profiles],
     }
-    replace_file(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
+    replace_file(Path(path), f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
 
 
-def read_layers(path: Path) -> Layers:
+def read_layers(path: str | os.PathLike[str]) -> Layers:
     """Read what ``write_layers`` wrote; a ValueError names a file that holds something else."""
     document = read_json(path, _LARGEST)
     if not isinstance(document, dict) or document.get("spectrain_profile") != _FORMAT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -281,6 +282,12 @@ def plan(
     check_number("state", state)
     if memory is not None and not memory > 0:
         raise ValueError(f"memory: expected a positive number of bytes, got {memory}")
+    blocks = len(layers.profiles[0].blocks)
+    if replicas is not None and replicas * blocks < devices:
+        raise ValueError(
+            f"replicas: {replicas} of each of at most {blocks} stages leave some of the {devices} "
+            "devices idle"
+        )
     made = [find_method(method) for method in methods]
     if not made:
         raise ValueError("methods: expected at least one")
@@ -381,6 +388,7 @@ def _nothing(search: Search, devices: int, batch: int, memory: float | None) -> 
     )
 
 
-def write_plan(path: Path, plan: Plan) -> None:
+def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
     """Write what ``Plan.document`` says as JSON."""
-    replace_file(path, f"{json.dumps(plan.document(), indent=1, allow_nan=False)}\n".encode())
+    text = json.dumps(plan.document(), indent=1, allow_nan=False)
+    replace_file(Path(path), f"{text}\n".encode())
