@@ -112,7 +112,7 @@ def _link(context: click.Context, parameter: click.Parameter, value: str) -> Lin
 @click.option(
     "--replicas",
     type=POSITIVE,
-    help="Of a stage at most so many; 1 is what a Pipeline in one process has.  [default: any]",
+    help="Most copies of a stage; 1 is what a Pipeline in one process has.  [default: no limit]",
 )
 @click.option(
     "--cores",
@@ -190,6 +190,15 @@ def plan_command(
             )
     except (ValueError, TypeError, RuntimeError, OSError, OverflowError) as error:
         raise click.ClickException(str(error)) from error
+    file = None if out is None else out if alone else out / "plan.json"
+    if out is not None and file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_plan(file, found)
+            if not alone:
+                _draw(out, found)
+        except OSError as error:
+            raise click.ClickException(str(error)) from error
     console = plain_console()
     _print_table(console, found)
     for line in (*_missed(found), *found.assumptions):
@@ -205,17 +214,8 @@ def plan_command(
         points = ", ".join(map(repr, best.split_points))
         where = f"cut before {printable(points)}" if points else "not cut"
         console.print(f"{title}: {where}: {best.code}", soft_wrap=True)
-    if out is None:
-        return
-    file = out if alone else out / "plan.json"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_plan(file, found)
-        if not alone:
-            _draw(out, found)
-    except OSError as error:
-        raise click.ClickException(str(error)) from error
-    console.print(f"st.partition(model, example_input=..., plan={str(file)!r})", soft_wrap=True)
+    if file is not None:
+        console.print(f"st.partition(model, example_input=..., plan={str(file)!r})", soft_wrap=True)
 
 
 def _method(name: str) -> Any:

@@ -99,12 +99,23 @@ def slices_of(blocks: Mapping[str, nn.Module], ends: Sequence[int]) -> list[nn.M
     return [Slice(modules[s:e], s, names[s:e]) for s, e in zip((0, *ends[:-1]), ends, strict=True)]
 
 
-def ties_of(blocks: Sequence[nn.Module], kinds: str = "blocks") -> tuple[Tie, ...]:
+def shared_of(blocks: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """Parameters that several blocks have."""
+    return ties_of(
+        blocks, found=lambda block: ((p, n, "weight") for n, p in block.named_parameters())
+    )
+
+
+def ties_of(
+    blocks: Sequence[nn.Module],
+    kinds: str = "blocks",
+    found: Callable[[nn.Module], Iterable[tuple[object, str, str]]] | None = None,
+) -> tuple[Tie, ...]:
     """What blocks share and stages cannot: modules and module buffers; parameters they can."""
     owners: dict[object, tuple[int, str]] = {}
     ties: dict[tuple[int, int], Tie] = {}
     for index, block in enumerate(blocks):
-        for part, name, kind in _parts(block):
+        for part, name, kind in (found or _parts)(block):
             first, its_name = owners.setdefault(part, (index, name))
             if first != index and (first, index) not in ties:
                 if callable(known := getattr(block, "full_name", None)):

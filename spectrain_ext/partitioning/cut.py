@@ -316,11 +316,8 @@ class PlannedCut:
         inner = set(range(1, len(self.blocks))) - set(self.ends)
         return tuple(Tie(place - 1, place, "the plan") for place in sorted(inner))
 
-    def check(self, names: Sequence[str], n_stages: int | None) -> None:
-        """Raise ValueError if it is of a model with other blocks, or has another number of stages.
-
-        None: any number.
-        """
+    def check(self, names: Sequence[str], n_stages: int) -> None:
+        """Raise ValueError if it is of a model of other blocks, or has other numbers of stages."""
         for index, (theirs, ours) in enumerate(zip_longest(self.names, names)):
             if theirs != ours:
                 said, has = (
@@ -331,7 +328,7 @@ class PlannedCut:
                     f"{reprlib.repr(self.model)} of {len(self.blocks)} blocks has {said}, this one "
                     f"of {len(names)} has {has}"
                 )
-        if n_stages not in (None, len(self.ends)):
+        if n_stages != len(self.ends):
             raise ValueError(
                 f"n_stages: expected {len(self.ends)}, as the plan has, or none, got {n_stages}"
             )

@@ -109,10 +109,13 @@ class Profile:
     Attributes:
         blocks: in the order of the model.
         ties: blocks that share something.
+        shared: blocks that have a parameter in common, and may be cut apart: then their stages have
+            one replica each.
     """
 
     blocks: tuple[BlockProfile, ...]
     ties: tuple[Tie, ...] = ()
+    shared: tuple[Tie, ...] = ()
 
 
 def measure(

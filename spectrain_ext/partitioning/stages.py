@@ -13,7 +13,7 @@ from torch import nn
 
 from spectrain_ext.transport import Value
 
-from .blocks import blocks_of, found_in, named, slices_of, ties_of
+from .blocks import blocks_of, found_in, named, shared_of, slices_of, ties_of
 from .cut import Cut, HasDocument, PlannedCut, StageCount, classic_window, cut, planned_cut
 from .decoders import Decoder
 from .own_loss import OwnLoss, own_loss
@@ -182,8 +182,9 @@ def partition(
 
     Returns:
         The stages with a report. Measured times differ from run to run, and so may the cuts; the
-        same profile always gives the same ones. Where there is a process group and no ``profile``
-        is given, rank 0's measurements are everybody's: all ranks call this, and cut alike.
+        same profile always gives the same ones. Where there is a process group and neither a
+        ``profile`` nor a ``plan`` is given, rank 0's measurements are everybody's: all ranks call
+        this, and cut alike.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, a limit that cannot be kept, or shared
@@ -270,7 +271,8 @@ def profile_of(
         TypeError, ValueError, RuntimeError: as for ``partition``.
     """
     source = _source(model, 1, example_input, None, before, after)
-    return source.named(source.measure(repeats=repeats, ties=ties_of(source.blocks)))
+    measured = source.named(source.measure(repeats=repeats, ties=ties_of(source.blocks)))
+    return replace(measured, shared=shared_of(source.blocks))
 
 
 @dataclass(frozen=True)

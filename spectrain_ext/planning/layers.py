@@ -55,11 +55,12 @@ class Layers:
         a, b = (len(profile.blocks) for profile in self.profiles)
         if a != b or not a:
             raise ValueError(f"profiles: expected two of the same blocks, got {a} and {b} blocks")
-        for number, tie in enumerate(self.profiles[1].ties):
-            if not 0 <= tie.first <= tie.last < a:
-                raise ValueError(
-                    f"ties: entry {number} is of blocks {tie.first} to {tie.last}, of {a}"
-                )
+        for name in ("ties", "shared"):
+            for number, tie in enumerate(getattr(self.profiles[1], name)):
+                if not 0 <= tie.first <= tie.last < a:
+                    raise ValueError(
+                        f"{name}: entry {number} is of blocks {tie.first} to {tie.last}, of {a}"
+                    )
         check_number("byte_seconds", self.byte_seconds)
 
     def at(self, samples: float) -> Profile:
@@ -91,7 +92,7 @@ class Layers:
             blocks = tuple(map(block, count(), a.blocks, b.blocks))
         except ValueError as error:
             raise ValueError(f"of a microbatch of {samples:g} samples: {error}") from error
-        return Profile(blocks, b.ties)
+        return replace(b, blocks=blocks)
 
     def faster(self, times: float) -> Layers:
         """The same on devices that do everything so many times as fast."""
@@ -104,7 +105,7 @@ class Layers:
 
         try:
             small, large = (
-                Profile(tuple(map(scaled, profile.blocks)), profile.ties)
+                replace(profile, blocks=tuple(map(scaled, profile.blocks)))
                 for profile in self.profiles
             )
         except ValueError as error:
@@ -178,6 +179,7 @@ def write_layers(path: str | os.PathLike[str], layers: Layers) -> None:
         "samples": list(layers.samples),
         "byte_seconds": layers.byte_seconds,
         "ties": [asdict(tie) for tie in layers.profiles[1].ties],
+        "shared": [asdict(tie) for tie in layers.profiles[1].shared],
         "profiles": [[asdict(block) for block in p.blocks] for p in layers.profiles],
     }
     replace_file(Path(path), f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
@@ -190,8 +192,9 @@ def read_layers(path: str | os.PathLike[str]) -> Layers:
         raise ValueError(f"{path}: expected a profile that spectrain plan has saved")
     try:
         ties = made_of(Tie, document["ties"], "ties")
+        shared = made_of(Tie, document.get("shared", ()), "shared")  # older ones are without
         small, large = (
-            Profile(made_of(BlockProfile, blocks, f"profiles[{number}]"), ties)
+            Profile(made_of(BlockProfile, blocks, f"profiles[{number}]"), ties, shared)
             for number, blocks in enumerate(document["profiles"])
         )
         first, second = document["samples"]

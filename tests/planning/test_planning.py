@@ -142,6 +142,17 @@ def test_the_first_reaches_a_loss_soonest_and_what_does_not_get_there_is_last():
         assert [c.period for c in alike] == sorted(c.period for c in alike)
 
 
+def test_stages_that_share_a_parameter_have_one_replica():
+    tied = tuple(replace(p, shared=(Tie(0, 4, "a weight"),)) for p in SOME.profiles)
+    layers = replace(SOME, profiles=tied)
+    found = plan(layers, 6, link="nvlink", batch=12)
+    counts = {c.replicas for c in found.candidates if c.stages > 1}
+    assert counts and all(c[0] == c[-1] == 1 < max(c) for c in counts)
+    two = tuple(Profile(p.blocks[:2], (), (Tie(0, 1, "a weight"),)) for p in SOME.profiles)
+    with pytest.raises(ValueError, match="replicas: stages 0 and 1 share a weight, and have 1 and"):
+        plan(Layers((4, 8), two), 3, link="nvlink", batch=6, methods=["1f1b"])
+
+
 def test_replicas_are_limited():
     found = plan(SOME, 4, link="nvlink", batch=8, replicas=1)
     assert {c.replicas for c in found.candidates} == {(1, 1, 1, 1)}
@@ -366,18 +377,29 @@ def test_any_model_that_can_be_cut_has_a_profile():
         def forward(self, x):
             return self.b(torch.relu(self.a(x)))
 
-    assert len(profile_of(Model(), torch.randn(2, 4), repeats=1).blocks) == 2
+    model = Model()
+    assert len(profile_of(model, torch.randn(2, 4), repeats=1).blocks) == 2
+    model.b.weight = model.a.weight
+    found = profile_of(model, torch.randn(2, 4), repeats=1)
+    assert [(tie.first, tie.last) for tie in found.shared] == [(0, 1)] and not found.ties
 
 
 def test_a_file_has_all_of_it(tmp_path):
     layers = replace(
         SOME,
-        profiles=tuple(replace(p, ties=(Tie(0, 1, "shared"),)) for p in SOME.profiles),
+        profiles=tuple(
+            replace(p, ties=(Tie(0, 1, "a module"),), shared=(Tie(0, 2, "a weight"),))
+            for p in SOME.profiles
+        ),
         about={"device": "some"},
         byte_seconds=1e-10,
     )
     write_layers(tmp_path / "p.json", layers)
     assert read_layers(tmp_path / "p.json") == layers
+    older = json.loads((tmp_path / "p.json").read_text())
+    del older["shared"]
+    (tmp_path / "p.json").write_text(json.dumps(older))
+    assert read_layers(tmp_path / "p.json").profiles[1].shared == ()
 
 
 @pytest.mark.parametrize(
