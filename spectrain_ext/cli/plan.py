@@ -190,8 +190,9 @@ def plan_command(
             )
     except (ValueError, TypeError, RuntimeError, OSError, OverflowError) as error:
         raise click.ClickException(str(error)) from error
-    file = None if out is None else out if alone else out / "plan.json"
-    if out is not None and file is not None:
+    file = None
+    if out is not None:
+        file = out if alone else out / "plan.json"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_plan(file, found)
