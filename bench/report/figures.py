@@ -9,7 +9,7 @@ from typing import Any
 
 from table import table
 
-from . import frontier, network, operators, processes, trained
+from . import frontier, network, operators, planner, processes, trained
 
 
 def built(results: Path) -> str:
@@ -77,6 +77,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "nanogpt": frontier.nanogpt,
     "network": network.section,
     "operators": operators.section,
+    "planner.factors": planner.factors,
     "processes.torch": processes.over_torch,
     "small": trained.small,
     "watching": watched,

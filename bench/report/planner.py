@@ -180,6 +180,22 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
+def factors(results: Path) -> str:
+    """Minibatches to an equal loss over synchronous training's, as the planner ranks by them."""
+    cells: dict[tuple[int, str], dict[str, list[str]]] = {}
+    rows = quality_data(results)["rows"]
+    for row in rows:
+        found = cells.setdefault((row["delay"], row["method"]), {})
+        updates = "not reached" if row["updates"] is None else f"{row['updates']:.2f}"
+        found.setdefault(row["workload"], []).append(f"{updates} (N = {row['stages']})")
+    workloads = sorted({row["workload"] for row in rows})
+    lines = [
+        [f"`{method}`", str(delay), *(", ".join(found.get(name, ())) for name in workloads)]
+        for (delay, method), found in sorted(cells.items())
+    ]
+    return table(f"method|>updates late|{'|'.join(workloads)}", lines)
+
+
 def quality_text(results: Path) -> str:
     """The file itself, a row a line."""
     data = quality_data(results)

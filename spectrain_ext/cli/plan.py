@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from rich import box
+from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -43,8 +47,8 @@ from .options import (
     printable,
 )
 
-_TABLE = 160  # columns that the table has
 _TOGETHER = 8  # processes that a link is measured with at most
+_WIDEST = 10**4
 _MORE = click.FloatRange(min=0, min_open=True)
 
 
@@ -62,8 +66,9 @@ def _link(context: click.Context, parameter: click.Parameter, value: str) -> Lin
     "plan",
     short_help="Choose stages, replicas, microbatches and method for some devices.",
     context_settings={"show_default": True},
-    epilog="Throughput, periods and time are simulated from measured layer times; memory and delay "
-    "are counted; quality is what other workloads lost at that delay, see docs/frontier.md.",
+    epilog="First is what reaches a loss soonest: periods are simulated from measured layer times, "
+    "and multiplied by the minibatches to that loss, measured on other workloads at that delay, "
+    "see docs/frontier.md. Memory and delay are counted.",
 )
 @click.option(
     "--model",
@@ -105,6 +110,11 @@ def _link(context: click.Context, parameter: click.Parameter, value: str) -> Lin
     help="ASSUME that devices compute so many times as fast as what was measured.  [default: 1]",
 )
 @click.option(
+    "--replicas",
+    type=POSITIVE,
+    help="Most copies of a stage; 1 is what a Pipeline in one process has.  [default: no limit]",
+)
+@click.option(
     "--cores",
     type=POSITIVE,
     help="Devices are processes that share so many cores of one machine.  [default: one each]",
@@ -131,8 +141,9 @@ def _link(context: click.Context, parameter: click.Parameter, value: str) -> Lin
 @click.option(
     "--out",
     "-o",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for plan.json and the timeline of the fastest.  [default: none is written]",
+    type=click.Path(path_type=Path),
+    help="The plan for st.partition(model, plan=...): a file's name with .json, or a folder for "
+    "plan.json and the first one's timeline.  [default: none is written]",
 )
 def plan_command(
     model: str | None,
@@ -143,6 +154,7 @@ def plan_command(
     batch: int,
     memory: float | None,
     speed: float | None,
+    replicas: int | None,
     cores: int | None,
     methods: Sequence[str],
     device: str,
@@ -156,7 +168,8 @@ def plan_command(
     """
     if (model is None) == (profile is None):
         raise click.UsageError("expected --model, to be measured, or the --profile of one")
-    if out is not None:
+    alone = out is not None and out.suffix == ".json"
+    if out is not None and not alone:
         require_matplotlib()
     try:
         layers = _measured(model, device) if profile is None else read_layers(profile)
@@ -170,34 +183,40 @@ def plan_command(
                 batch=batch,
                 memory=memory,
                 speed=speed,
+                replicas=replicas,
                 cores=cores,
                 methods=[_method(name) for name in methods],
                 state=state,
             )
     except (ValueError, TypeError, RuntimeError, OSError, OverflowError) as error:
         raise click.ClickException(str(error)) from error
+    file = None
+    if out is not None:
+        file = out if alone else out / "plan.json"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_plan(file, found)
+            if not alone:
+                _draw(out, found)
+        except OSError as error:
+            raise click.ClickException(str(error)) from error
     console = plain_console()
-    wide = plain_console(width=max(console.width, _TABLE))
-    wide.print(_table(found))
-    for line in found.assumptions:
+    _print_table(console, found)
+    for line in (*_missed(found), *found.assumptions):
         console.print(f"- {printable(line)}", soft_wrap=True)
     if found.left_out:
         console.print(
             f"- left out: {found.left_out} quicker ways that take more than {memory:.4g} bytes a "
-            f"device, {found.least_memory:.4g} at least"
+            f"device, {found.least_memory:.4g} at least",
+            soft_wrap=True,
         )
     console.print(f"- {found.tried} ways looked at, {found.simulated} simulated")
-    for title, best in (("fastest", found.fastest), ("soonest", found.soonest)):
-        ends = ", ".join(map(str, best.ends))
-        console.print(f"{title}: stages end before blocks {ends}: {best.code}", soft_wrap=True)
-    if out is not None:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            write_plan(out / "plan.json", found)
-            _draw(out, found)
-        except OSError as error:
-            raise click.ClickException(str(error)) from error
-        console.print(f"numbers and timelines: {out}", soft_wrap=True)
+    for title, best in (("first", found.soonest), ("fastest", found.fastest)):
+        points = ", ".join(map(repr, best.split_points))
+        where = f"cut before {printable(points)}" if points else "not cut"
+        console.print(f"{title}: {where}: {best.code}", soft_wrap=True)
+    if file is not None:
+        console.print(f"st.partition(model, example_input=..., plan={str(file)!r})", soft_wrap=True)
 
 
 def _method(name: str) -> Any:
@@ -231,39 +250,6 @@ def _measured(name: str | None, device: str) -> Layers:
         return measure_layers(model, example)
 
 
-def _table(found: Plan) -> Table:
-    fastest, soonest = found.fastest, found.soonest
-    table = Table(
-        title=f"{found.devices} devices, {found.batch} samples a minibatch, {found.link.name}",
-        title_justify="left",
-    )
-    for heading in (
-        *("", "method", "stages x\nreplicas", "M", "window", "samples/s\nsimulated"),
-        *("ms, of a\nminibatch\nsimulated", "GB, of a\ndevice\ncounted", "delay\ncounted"),
-        *("loss gap %\nmeasured", "at", "updates\nmeasured", "ms, of sync's\nupdate"),
-    ):
-        table.add_column(heading, no_wrap=True)
-    for candidate in found.candidates:
-        marks = [
-            mark for mark, best in (("fastest", fastest), ("soonest", soonest)) if candidate is best
-        ]
-        soon = candidate.seconds_to_quality
-        table.add_row(
-            ", ".join(marks),
-            candidate.method,
-            _shape(candidate),
-            str(candidate.microbatches),
-            candidate.window or "",
-            f"{candidate.throughput:.4g}",
-            f"{1e3 * candidate.period:.4g}",
-            f"{max(candidate.memory) / 1e9:.3g}",
-            str(candidate.delay),
-            *_quality(candidate),
-            f"{1e3 * soon:.4g}" if math.isfinite(soon) else "",
-        )
-    return table
-
-
 def _shape(candidate: Candidate) -> str:
     counts = candidate.replicas
     if len(set(counts)) == 1:
@@ -271,21 +257,91 @@ def _shape(candidate: Candidate) -> str:
     return f"{len(counts)}: {','.join(map(str, counts))}"
 
 
-def _quality(candidate: Candidate) -> tuple[str, str, str]:
+def _updates(candidate: Candidate) -> str:
     quality = candidate.quality
     if quality is None:
-        return "not measured", "", ""
-    if not quality.where:
-        return "0", "", "1"
-    gaps = f"{100 * quality.low:+.1f}"
-    if len(quality.where) > 1:
-        gaps += f" to {100 * quality.high:+.1f}"
-    never = math.isinf(quality.updates)
-    return gaps, quality.where[0], "not reached" if never else f"{quality.updates:.2f}"
+        return "unmeasured"
+    return "unreached" if math.isinf(quality.updates) else f"{quality.updates:.2f}"
+
+
+def _soon(candidate: Candidate) -> str:
+    soon = candidate.seconds_to_quality
+    return f"{1e3 * soon:.4g}" if math.isfinite(soon) else ""
+
+
+def _gap(candidate: Candidate) -> str:
+    quality = candidate.quality
+    if quality is None or not quality.where:
+        return ""
+    gaps = dict.fromkeys(f"{100 * gap:+.1f}" for gap in (quality.low, quality.high))
+    return " to ".join(gaps)
+
+
+def _where(candidate: Candidate) -> str:
+    where = candidate.quality.where if candidate.quality is not None else ()
+    return where[0] if where else ""
+
+
+# Those at the end are left out first, where a terminal is too narrow.
+_COLUMNS: Mapping[str, Callable[[Candidate], str]] = {
+    "method": lambda each: each.method,
+    "stages x\nreplicas": _shape,
+    "M": lambda each: f"{each.microbatches} {each.window or ''}",
+    "ms of a\nmini-\nbatch": lambda each: f"{1e3 * each.period:.4g}",
+    "mini-\nbatches\nto a loss": _updates,
+    "ms x\nmini-\nbatches": _soon,
+    "GB of a\ndevice": lambda each: f"{max(each.memory) / 1e9:.3g}",
+    "delay": lambda each: str(each.delay),
+    "samples/s": lambda each: f"{each.throughput:.4g}",
+    "loss\ngap %": _gap,
+    "measured at": _where,
+}
+_NEEDED = 6  # of the columns; where these do not fit their cells are folded
+
+
+def _table(found: Plan, columns: int, gap: int) -> Table:
+    title = f"{found.devices} devices, {found.batch} samples a minibatch, {found.link.name}"
+    look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
+    table = Table(title=title, title_justify="left", padding=(0, gap, 0, 0), **look)
+    shown = dict(islice(_COLUMNS.items(), columns))
+    for heading in shown:
+        table.add_column(heading, overflow="fold")
+    for candidate in found.candidates:
+        table.add_row(*(printable(text(candidate)) for text in shown.values()))
+    return table
+
+
+def _print_table(console: Console, found: Plan) -> None:
+    roomy = plain_console(width=_WIDEST)
+    whole = not console.is_terminal and "COLUMNS" not in os.environ
+    most = len(_COLUMNS)
+    ways = [*((columns, 1) for columns in range(most, _NEEDED - 1, -1)), (_NEEDED, 0)]
+    for columns, gap in ways:
+        table = _table(found, columns, gap)
+        if whole or roomy.measure(table).maximum <= console.width:
+            break
+    (roomy if whole else console).print(table)
+    if columns < most:
+        hidden = ", ".join(heading.replace("\n", " ") for heading in [*_COLUMNS][columns:])
+        console.print(f"- no room for: {hidden}", soft_wrap=True)
+
+
+def _missed(found: Plan) -> Iterator[str]:
+    """Who is known not to get there."""
+    told = {
+        (candidate.method, candidate.quality): candidate
+        for candidate in found.candidates
+        if candidate.quality is not None and math.isinf(candidate.quality.updates)
+    }
+    for candidate in told.values():
+        yield (
+            f"{candidate.method} did not reach that loss on {_where(candidate)}: after as many "
+            f"minibatches its test loss was {_gap(candidate)} % off synchronous training's"
+        )
 
 
 def _draw(folder: Path, found: Plan) -> None:
-    best = found.fastest
+    best = found.soonest
     title = f"{best.method}, {_shape(best)}, M = {best.microbatches}, simulated"
     spans = list(found.spans(best))
     for suffix in ("svg", "png"):

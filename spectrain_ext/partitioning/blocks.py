@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import eq
 from typing import Any
 
 from torch import nn
@@ -99,16 +100,27 @@ def slices_of(blocks: Mapping[str, nn.Module], ends: Sequence[int]) -> list[nn.M
     return [Slice(modules[s:e], s, names[s:e]) for s, e in zip((0, *ends[:-1]), ends, strict=True)]
 
 
-def ties_of(blocks: Sequence[nn.Module]) -> tuple[Tie, ...]:
+def shared_of(blocks: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """Parameters that several blocks have."""
+    return ties_of(
+        blocks, found=lambda block: ((p, n, "weight") for n, p in block.named_parameters())
+    )
+
+
+def ties_of(
+    blocks: Sequence[nn.Module],
+    kinds: str = "blocks",
+    found: Callable[[nn.Module], Iterable[tuple[object, str, str]]] | None = None,
+) -> tuple[Tie, ...]:
     """What blocks share and stages cannot: modules and module buffers; parameters they can."""
     owners: dict[object, tuple[int, str]] = {}
     ties: dict[tuple[int, int], Tie] = {}
     for index, block in enumerate(blocks):
-        for part, name, kind in _parts(block):
+        for part, name, kind in (found or _parts)(block):
             first, its_name = owners.setdefault(part, (index, name))
             if first != index and (first, index) not in ties:
                 if callable(known := getattr(block, "full_name", None)):
-                    what = f"{kind} {known(name)!r}, which blocks {first} and {index} use"
+                    what = f"{kind} {known(name)!r}, which {kinds} {first} and {index} use"
                 else:
                     one, other = _dotted(first, its_name), _dotted(index, name)
                     what = f"{kind} {one!r}, which is {other!r} too"
@@ -130,10 +142,26 @@ def _dotted(index: int, name: str) -> str:
 # Of a model that is no list.
 
 
+def named(names: Sequence[str]) -> list[str]:
+    """Names of blocks; the whole model has none, and is 0."""
+    return [name or str(index) for index, name in enumerate(names)]
+
+
 def found_in(
-    model: nn.Module, example: Value, n_stages: int, call: Call
-) -> tuple[Sequence[str], Sequence[TracedStage]]:
-    """Cut as finely as may be, before submodules called once; return their names, and blocks."""
+    model: nn.Module,
+    example: Value,
+    n_stages: int,
+    call: Call,
+    planned: Sequence[str] | None = None,
+) -> tuple[Sequence[str], Sequence[nn.Module]]:
+    """Cut as finely as may be, before submodules called once; return their names, and blocks.
+
+    Where the names are planned nothing is traced: the blocks are the submodules.
+    """
+    if planned is not None:
+        levels = list(_levels(model, example, call))
+        names = max(levels, key=lambda level: sum(map(eq, named(level), planned)))
+        return names, [model.get_submodule(name) for name in names]
     why: Exception | None = None
     most = 1
     # The innermost with parameters of their own first. Where torch.export or what is passed between

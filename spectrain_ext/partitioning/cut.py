@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
+from typing import Any, Protocol
 
-from .profile import Profile
+from spectrain_ext.files import read_json
+
+from .profile import BlockProfile, Profile, Tie, made_of
 
 # (stage k, number of stages) -> how many
 StageCount = Callable[[int, int], int]
 
 _NEVER = float("inf")
+_LARGEST = 1 << 24  # bytes of a file
+
+#: Of a plan's document; another one is refused.
+PLAN_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,3 +285,108 @@ def _too_little_memory(costs: _Costs, places: list[int], limits: list[float], n:
         f"memory_limit: no division into {n} stages keeps it; the one that comes closest (ends "
         f"{list(ends)}) has a stage that takes {100 * share:.0f} % of its limit"
     )
+
+
+# A cut that a plan says.
+
+
+class HasDocument(Protocol):
+    """What ``spectrain_ext.planning`` has found."""
+
+    def document(self) -> Mapping[str, Any]:
+        """The content of its file."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCut:
+    """Where a plan cuts a model, and how it trains that."""
+
+    model: str  # its class
+    blocks: tuple[BlockProfile, ...]
+    ends: tuple[int, ...]
+    settings: Mapping[str, Any]  # keyword arguments of a pipeline
+
+    @property
+    def names(self) -> list[str]:
+        return [block.name for block in self.blocks]
+
+    @property
+    def closed(self) -> tuple[Tie, ...]:
+        """Ties that leave no other places."""
+        inner = set(range(1, len(self.blocks))) - set(self.ends)
+        return tuple(Tie(place - 1, place, "the plan") for place in sorted(inner))
+
+    def check(self, names: Sequence[str], n_stages: int) -> None:
+        """Raise ValueError if it is of a model of other blocks, or has other numbers of stages."""
+        for index, (theirs, ours) in enumerate(zip_longest(self.names, names)):
+            if theirs != ours:
+                said, has = (
+                    "nothing" if name is None else reprlib.repr(name) for name in (theirs, ours)
+                )
+                raise ValueError(
+                    f"plan: it is of another model: at block {index} its "
+                    f"{reprlib.repr(self.model)} of {len(self.blocks)} blocks has {said}, this one "
+                    f"of {len(names)} has {has}"
+                )
+        if n_stages != len(self.ends):
+            raise ValueError(
+                f"n_stages: expected {len(self.ends)}, as the plan has, or none, got {n_stages}"
+            )
+
+
+def planned_cut(plan: str | os.PathLike[str] | Mapping[str, Any] | HasDocument) -> PlannedCut:
+    """Read a plan's document or file; a ValueError names what is wrong with it."""
+    where = "plan"
+    if isinstance(plan, (str, os.PathLike)):
+        where = f"plan: {os.fspath(plan)}"
+        document = read_json(plan, _LARGEST)
+    elif isinstance(plan, Mapping):
+        document = plan
+    elif hasattr(plan, "document"):
+        document = plan.document()
+    else:
+        raise TypeError(
+            f"plan: expected a file's name, a Plan or its document, got a {type(plan).__name__}"
+        )
+    try:
+        return _planned(document)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(
+            f"{where}: expected one that spectrain plan has written: {what}"
+        ) from error
+
+
+def _planned(document: Mapping[str, Any]) -> PlannedCut:
+    if document["spectrain_plan"] != PLAN_FORMAT:
+        raise ValueError(
+            f"spectrain_plan: expected format {PLAN_FORMAT}, got "
+            f"{reprlib.repr(document['spectrain_plan'])}"
+        )
+    blocks = made_of(BlockProfile, document["blocks"], "blocks")
+    if not blocks or not all(isinstance(block.name, str) for block in blocks):
+        raise ValueError("blocks: expected some, with names")
+    ends = tuple(document["ends"])
+    if not (
+        ends
+        and all(type(end) is int for end in ends)
+        and all(a < b for a, b in zip((0, *ends), ends, strict=False))
+        and ends[-1] == len(blocks)
+    ):
+        raise ValueError(
+            f"ends: expected ascending numbers, the last of them {len(blocks)} (the blocks), got "
+            f"{reprlib.repr(document['ends'])}"
+        )
+    settings = dict(document["settings"])
+    for name, value in settings.items():
+        if not isinstance(value, _SETTINGS.get(name, ())) or isinstance(value, bool):
+            raise ValueError(f"settings: {reprlib.repr(name)} cannot be {reprlib.repr(value)}")
+    return PlannedCut(str(document["model"]), blocks, ends, settings)
+
+
+_SETTINGS: dict[str, type | tuple[type, ...]] = {
+    "method": str,
+    "microbatches": int,
+    "window": str,
+    "replicas": list,
+}

@@ -299,6 +299,19 @@ class Decoder:
             f"{why}; {WAY_OUT}"
         ) from why
 
+    @property
+    def names(self) -> list[str]:
+        """Of the blocks: of what is before and after the list the first that has parameters."""
+        plan = self.plan
+        learns = {
+            name: unit
+            for name, unit in plan.units.items()
+            if next(self.model.get_submodule(name).parameters(), None) is not None
+        }
+        first = next((name for name, unit in learns.items() if unit.before), "before")
+        last = next((n for n, unit in learns.items() if unit.after and not unit.before), "after")
+        return [first, *(f"{plan.path}.{index}" for index in range(len(plan.members))), last]
+
     def stages(self, ends: Sequence[int]) -> list[nn.Module]:
         """Return the stages that end before these blocks."""
         return [
@@ -331,15 +344,11 @@ class Decoder:
         profile = measure(self.blocks, given, repeats=repeats)
         empty = DecoderStage(self.model, self.plan, self._hollows, 1, 1)
         around = measure([self.blocks[0], empty], given, repeats=repeats).blocks[1]
-        members = range(len(self.plan.members))
-        names = ["before", *(f"{self.plan.path}.{i}" for i in members), "after"]
 
         def alone(index: int, block: BlockProfile) -> BlockProfile:
             more = around.parts if index else (0.0, 0.0)
             forward, backward = (max(0.0, b - m) for b, m in zip(block.parts, more, strict=True))
-            name = f"{index}: {names[index]}"
-            seconds = forward + backward
-            return replace(block, name=name, seconds=seconds, forward_seconds=forward)
+            return replace(block, seconds=forward + backward, forward_seconds=forward)
 
         return Profile(tuple(alone(*each) for each in enumerate(profile.blocks)), ties)
 

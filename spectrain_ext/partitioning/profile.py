@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from spectrain_ext.transport import Value, as_value, each, tensors_in, tensors_o
 _CACHE = 4 * 2**20  # bytes: more than the caches that a core has for itself
 _MOST = 10**18  # of any number in a profile: sums, products and squares of them are finite
 
+Made = TypeVar("Made")
+
 
 def check_number(name: str, value: float, least: int = 0) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -28,6 +31,17 @@ def check_number(name: str, value: float, least: int = 0) -> None:
         raise ValueError(
             f"{name}: expected a number from {least} to {_MOST:.0e}, got {reprlib.repr(value)}"
         )
+
+
+def made_of(kind: Callable[..., Made], given: Sequence[Any], place: str) -> tuple[Made, ...]:
+    """Made of what a file says; an error names where that is."""
+    made = []
+    for number, fields in enumerate(given):
+        try:
+            made.append(kind(**fields))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{place}[{number}]: {error}") from error
+    return tuple(made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +53,7 @@ class BlockProfile:
         output_bytes: of the tensors that it hands to the next block.
         parameter_bytes: of its parameters, each counted once.
         saved_bytes: of what autograd keeps from its forward to its backward, without parameters.
-        name: for messages.
+        name: what the model calls it, or the first submodule in it: for messages.
         forward_seconds: of the forward alone; None: a third, as a backward takes two forwards.
     """
 
@@ -95,10 +109,13 @@ class Profile:
     Attributes:
         blocks: in the order of the model.
         ties: blocks that share something.
+        shared: blocks that have a parameter in common, and may be cut apart: then their stages have
+            one replica each.
     """
 
     blocks: tuple[BlockProfile, ...]
     ties: tuple[Tie, ...] = ()
+    shared: tuple[Tie, ...] = ()
 
 
 def measure(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,9 +13,9 @@ from torch import nn
 
 from spectrain_ext.transport import Value
 
-from .blocks import blocks_of, found_in, slices_of, ties_of
+from .blocks import blocks_of, found_in, named, shared_of, slices_of, ties_of
 from .columns import BY_POSITION, Columns, columns_in
-from .cut import Cut, StageCount, classic_window, cut
+from .cut import Cut, HasDocument, PlannedCut, StageCount, classic_window, cut, planned_cut
 from .decoders import Decoder
 from .own_loss import OwnLoss, own_loss
 from .plan import is_pretrained, outline, takes_ids
@@ -95,12 +96,16 @@ class Partition:
         stages: modules that hold the model's own parameters.
         cut: where the cuts are, with an estimate per stage. ``print(cut)`` shows a table.
         profile: what the cuts were decided by.
+        settings: what a ``plan`` says of training, for ``Pipeline(parts, ..., **parts.settings)``:
+            method, microbatches, window and, for a ``DistributedPipeline`` only, the replicas of
+            every stage. Empty without a plan.
     """
 
     stages: list[nn.Module]
     cut: Cut
     profile: Profile
     _loss: OwnLoss | str
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         mark_ties(self.stages)
@@ -128,9 +133,10 @@ class Partition:
 
 def partition(
     model: nn.Module | Sequence[nn.Module],
-    n_stages: int,
+    n_stages: int | None = None,
     example_input: Value | None = None,
     *,
+    plan: str | os.PathLike[str] | Mapping[str, Any] | HasDocument | None = None,
     columns: Sequence[str] = (),
     split_points: Mapping[str, SplitPoint] | Sequence[str] | None = None,
     before: Callable[[Any], Any] | None = None,
@@ -156,13 +162,16 @@ def partition(
               the stages have both modes; one that they cannot have is an error when ``train`` or
               ``eval`` asks for it. It is cut before submodules with parameters of their own, unless
               ``split_points`` names others.
-        n_stages: how many stages, at least 1.
+        n_stages: how many stages, at least 1; with a ``plan`` it may be missing.
         example_input: a microbatch as the model takes it, on the model's device: a tensor, a tuple
             of tensors, or a mapping of names to columns. A list's first block takes the mapping.
             Other models are called with those columns as keyword arguments that their ``forward``
             has parameters for, as by ``forward(**batch)``; where these do not do, and one argument
             does, with a dict of all tensors. For Hugging Face's decoders it may be missing: token
-            ids of one sequence are made up.
+            ids of one sequence are made up; and for a list of blocks with a plan.
+        plan: cut where ``spectrain plan`` says, without measuring: the file that it has written,
+            its content, or the ``Plan`` of ``spectrain_ext.planning``. It has to be of a model with
+            the same names of blocks. ``settings`` of the result say how it trains.
         columns: names of columns to keep for the loss. Where a model is called by keywords, a
             batch's columns are dropped, as by transformers' ``Trainer``, unless they are parameters
             of ``forward`` or called ``label``, ``labels`` or ``label_ids``; where it takes a dict,
@@ -182,8 +191,9 @@ def partition(
 
     Returns:
         The stages with a report. Measured times differ from run to run, and so may the cuts; the
-        same profile always gives the same ones. Where there is a process group and no ``profile``
-        is given, rank 0's measurements are everybody's: all ranks call this, and cut alike.
+        same profile always gives the same ones. Where there is a process group and neither a
+        ``profile`` nor a ``plan`` is given, rank 0's measurements are everybody's: all ranks call
+        this, and cut alike.
 
     Raises:
         TypeError, ValueError: an argument that does not fit, a column that ``forward`` needs and
@@ -200,21 +210,30 @@ def partition(
     ``requires_grad`` led its code to do. A stage that is used with sizes or dtypes for which its
     code would have done something else raises ValueError or TypeError.
     """
+    planned = None if plan is None else planned_cut(plan)
+    if planned is not None and n_stages is None:
+        n_stages = len(planned.ends)
     if isinstance(n_stages, bool) or not isinstance(n_stages, int):
         raise TypeError(f"n_stages: expected an int, got {type(n_stages).__name__}")
+    if planned is not None and split_points is not None:
+        raise ValueError("split_points: the plan has its own; give one of the two")
     if isinstance(profile, str) and profile != "parameters":
         raise ValueError(f"profile: expected a Profile or 'parameters', got {profile!r}")
     if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
         raise TypeError(f"columns: expected a sequence of names, got {columns!r}")
     more = tuple(columns)
-    source = _source(model, n_stages, example_input, split_points, before, after, more)
+    source = _source(model, n_stages, example_input, split_points, before, after, more, planned)
     blocks = source.blocks
+    if planned is not None:
+        planned.check(source.names, n_stages)
     _check_stages(n_stages, len(blocks))
     ties = ties_of(blocks)
     if profile == "parameters":
-        profile = counted(blocks, ties)
+        profile = source.named(counted(blocks, ties))
+    elif profile is None and planned is not None:
+        profile = Profile(planned.blocks, ties)
     elif profile is None:
-        profile = agreed(lambda: source.measure(repeats=repeats, ties=ties), blocks)
+        profile = source.named(agreed(lambda: source.measure(repeats=repeats, ties=ties), blocks))
     elif len(profile.blocks) != len(blocks):
         raise ValueError(
             f"profile: expected {len(blocks)} blocks, as the model has, got {len(profile.blocks)}"
@@ -231,7 +250,7 @@ def partition(
             window=window,
         )
 
-    found = best(ties)
+    found = best(ties if planned is None else planned.closed)
     if source.narrow and bandwidth is None:
         # What several tensors cost to pass on is not known: where they need not, they do not.
         with suppress(ValueError):
@@ -241,30 +260,41 @@ def partition(
     stages = source.make(found.ends)
     if source.columns is not None:
         stages[0].batch_columns = source.columns  # type: ignore[assignment]
-    return Partition(stages, found, profile, source.finish(stages))
+    if planned is None:
+        return Partition(stages, found, profile, source.finish(stages))
+    if shared := ties_of(stages, "stages"):
+        raise ValueError(f"plan: it separates {shared[0].what}")
+    return Partition(stages, found, profile, source.finish(stages), planned.settings)
 
 
 def profile_of(
-    model: nn.Module | Sequence[nn.Module], example_input: Value | None = None, *, repeats: int = 5
+    model: nn.Module | Sequence[nn.Module],
+    example_input: Value | None = None,
+    *,
+    before: Callable[[Any], Any] | None = None,
+    after: Callable[[Any], Any] | None = None,
+    repeats: int = 5,
 ) -> Profile:
     """Measure the blocks that ``partition`` cuts a model between, and what they share.
 
     Args:
         model: as for ``partition``.
-        example_input: likewise.
+        example_input, before, after: likewise.
         repeats: timed runs of each block.
 
     Raises:
         TypeError, ValueError, RuntimeError: as for ``partition``.
     """
-    source = _source(model, 1, example_input, None, None, None, ())
-    return source.measure(repeats=repeats, ties=ties_of(source.blocks))
+    source = _source(model, 1, example_input, None, before, after)
+    measured = source.named(source.measure(repeats=repeats, ties=ties_of(source.blocks)))
+    return replace(measured, shared=shared_of(source.blocks))
 
 
 @dataclass(frozen=True)
 class _Source:
     """A model that can be cut."""
 
+    names: Sequence[str]  # of the blocks, as the model calls what each begins with
     blocks: Sequence[nn.Module]  # what lies between all places to cut
     make: Callable[[Sequence[int]], list[nn.Module]]  # the stages that end before these blocks
     measure: Callable[..., Profile]
@@ -272,6 +302,10 @@ class _Source:
     # Checks the stages, and finds the model's own loss, or why there is none.
     finish: Callable[[list[nn.Module]], OwnLoss | str] = lambda _: _NO_LOSS
     columns: Columns | None = None  # of a batch that is a mapping; None: nothing is dropped
+
+    def named(self, profile: Profile) -> Profile:
+        pairs = zip(profile.blocks, self.names, strict=True)
+        return replace(profile, blocks=tuple(replace(block, name=name) for block, name in pairs))
 
 
 _NO_LOSS = "the model has no loss of its own that is known; give a loss_fn"
@@ -284,7 +318,8 @@ def _source(
     split_points: Mapping[str, SplitPoint] | Sequence[str] | None,
     before: Callable[[Any], Any] | None,
     after: Callable[[Any], Any] | None,
-    more: tuple[str, ...],
+    more: tuple[str, ...] = (),
+    planned: PlannedCut | None = None,
 ) -> _Source:
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
     if not (before is None and after is None) and (not listed or split_points is not None):
@@ -301,21 +336,23 @@ def _source(
             return own_loss(decoder.model, decoder.plan, decoder.example, decoder.output)
 
         return _Source(
-            *(decoder.blocks, decoder.stages, decoder.measure),
+            *(decoder.names, decoder.blocks, decoder.stages, decoder.measure),
             finish=finish,
             columns=decoder.plan.columns,
         )
-    if example is None:
+    in_order = listed and split_points is None
+    if example is None and not (in_order and planned is not None):
         raise TypeError("example_input: expected a microbatch, got None")
-    if split_points is None and listed:
+    value: Value = () if example is None else example
+    if in_order:
         if more:
             raise ValueError(
                 "columns: of a list of blocks the first takes the whole batch, of which nothing is "
                 f"dropped; got {list(more)}"
             )
-        named = blocks_of(model, before, after)
-        parts = list(named.values())
-        return _Source(parts, partial(slices_of, named), partial(measure, parts, example))
+        own = blocks_of(model, before, after)
+        parts = list(own.values())
+        return _Source(list(own), parts, partial(slices_of, own), partial(measure, parts, value))
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     plan, output, taken = None, None, None
@@ -324,17 +361,18 @@ def _source(
         taken = plan.columns.narrowed(example)
     elif isinstance(example, Mapping):
         taken = columns_in(model, example, more)
-    value, call = example, BY_POSITION
+    call = BY_POSITION
     if taken is not None:
         value, call = tuple(taken.of(example).values()), taken.call
     narrow: tuple[Tie, ...] = ()
     blocks: Sequence[nn.Module]
     if split_points is None:
-        names, blocks = found_in(model, value, n_stages, call)
+        wanted = None if planned is None else planned.names
+        names, blocks = found_in(model, value, n_stages, call, wanted)
         narrow = tuple(
             Tie(index - 1, index, f"{block.takes} tensors pass before block {index}")
             for index, block in enumerate(blocks)
-            if index and block.takes > 1
+            if index and isinstance(block, TracedStage) and block.takes > 1
         )
 
         def make(ends: Sequence[int]) -> list[nn.Module]:
@@ -342,6 +380,7 @@ def _source(
             return [*split(model, value, points, call=call)]  # each traced as one
     else:
         _check_stages(n_stages, len(split_points) + 1)
+        names = [str(index) for index in range(len(split_points) + 1)]
         blocks = split(model, value, split_points, call=call)
         make = partial(slices_of, {str(index): block for index, block in enumerate(blocks)})
 
@@ -350,7 +389,8 @@ def _source(
         first.columns = taken
         return _NO_LOSS if plan is None else own_loss(model, plan, example, output)
 
-    return _Source(blocks, make, partial(measure, blocks, value), narrow, finish_traced, taken)
+    measured = partial(measure, blocks, value)
+    return _Source(named(names), blocks, make, measured, narrow, finish_traced, taken)
 
 
 def _check_stages(n_stages: int, most: int) -> None:

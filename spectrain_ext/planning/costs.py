@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate
@@ -17,7 +18,7 @@ from spectrain_ext.method import (
     places_of,
     rules_at,
 )
-from spectrain_ext.partitioning import BlockProfile
+from spectrain_ext.partitioning import BlockProfile, Profile
 from spectrain_ext.schedule import (
     Count,
     Durations,
@@ -70,6 +71,17 @@ class Way:
     window: Window = None
 
 
+def check_shared(profile: Profile, ends: Sequence[int], replicas: Sequence[int]) -> None:
+    """Raise ValueError where stages with a parameter in common have replicas."""
+    for tie in profile.shared:
+        first, last = (bisect_right(ends, block) for block in (tie.first, tie.last))
+        if first != last and max(replicas[first], replicas[last]) > 1:
+            raise ValueError(
+                f"replicas: stages {first} and {last} share {tie.what}, and have "
+                f"{replicas[first]} and {replicas[last]}; expected one each"
+            )
+
+
 class Costs:
     """What a way to train costs in a setting; ValueError where its method is not defined for it."""
 
@@ -84,7 +96,8 @@ class Costs:
         self.rounds = 0 if flushes(method.schedule) else -(-first.window // first.microbatches)
         self._rules = [_rules_at(method, place) for place in self.places]
         check_replicas(method, [self.places], self._replicas)
-        blocks = setting.profile(way.microbatches).blocks
+        check_shared(setting.layers.profiles[1], way.ends, way.replicas)
+        blocks = self.blocks
         starts = (0, *way.ends[:-1])
         self._stages = [
             _StageCost(blocks[start:end]) for start, end in zip(starts, way.ends, strict=True)
@@ -98,6 +111,11 @@ class Costs:
         for stage, before, after in zip(self._stages, handled, handled[1:], strict=False):
             stage.forward += before + after
             stage.backward += before + after
+
+    @property
+    def blocks(self) -> tuple[BlockProfile, ...]:
+        """The model's, for one of the microbatches."""
+        return self.setting.profile(self.way.microbatches).blocks
 
     @cached_property
     def durations(self) -> Durations:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from spectrain_ext.files import read_json, replace_file
 from spectrain_ext.partitioning import BlockProfile, Profile, Tie, profile_of
-from spectrain_ext.partitioning.profile import check_number
+from spectrain_ext.partitioning.profile import check_number, made_of
 from spectrain_ext.transport import Value, as_value, each, tensors_of
 
 _LARGEST = 1 << 24  # bytes of a file
 _FORMAT = 1
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Layers:
         samples: of the two microbatches, the smaller first.
         profiles: of each.
         byte_seconds: of an optimizer's step and of predictions, per byte that these read or write.
-        about: where and how it was measured, for people.
+        about: of which model, where and how it was measured, for people.
     """
 
     samples: tuple[int, int]
@@ -54,11 +55,12 @@ class Layers:
         a, b = (len(profile.blocks) for profile in self.profiles)
         if a != b or not a:
             raise ValueError(f"profiles: expected two of the same blocks, got {a} and {b} blocks")
-        for number, tie in enumerate(self.profiles[1].ties):
-            if not 0 <= tie.first <= tie.last < a:
-                raise ValueError(
-                    f"ties: entry {number} is of blocks {tie.first} to {tie.last}, of {a}"
-                )
+        for name in ("ties", "shared"):
+            for number, tie in enumerate(getattr(self.profiles[1], name)):
+                if not 0 <= tie.first <= tie.last < a:
+                    raise ValueError(
+                        f"{name}: entry {number} is of blocks {tie.first} to {tie.last}, of {a}"
+                    )
         check_number("byte_seconds", self.byte_seconds)
 
     def at(self, samples: float) -> Profile:
@@ -72,7 +74,7 @@ class Layers:
                 return b * samples / large
             return b if b < a else a + share * (b - a)
 
-        def block(a: BlockProfile, b: BlockProfile) -> BlockProfile:
+        def block(index: int, a: BlockProfile, b: BlockProfile) -> BlockProfile:
             forward, backward = (
                 max(0.0, line(*pair)) for pair in zip(a.parts, b.parts, strict=True)
             )
@@ -81,16 +83,16 @@ class Layers:
                 round(max(0.0, line(a.output_bytes, b.output_bytes))),
                 b.parameter_bytes,
                 round(max(0.0, line(a.saved_bytes, b.saved_bytes))),
-                b.name,
+                b.name or str(index),
                 forward,
             )
 
         a, b = self.profiles
         try:
-            blocks = tuple(block(*pair) for pair in zip(a.blocks, b.blocks, strict=True))
+            blocks = tuple(map(block, count(), a.blocks, b.blocks))
         except ValueError as error:
             raise ValueError(f"of a microbatch of {samples:g} samples: {error}") from error
-        return Profile(blocks, b.ties)
+        return replace(b, blocks=blocks)
 
     def faster(self, times: float) -> Layers:
         """The same on devices that do everything so many times as fast."""
@@ -103,7 +105,7 @@ class Layers:
 
         try:
             small, large = (
-                Profile(tuple(map(scaled, profile.blocks)), profile.ties)
+                replace(profile, blocks=tuple(map(scaled, profile.blocks)))
                 for profile in self.profiles
             )
         except ValueError as error:
@@ -112,13 +114,19 @@ class Layers:
 
 
 def measure_layers(
-    model: nn.Module | Sequence[nn.Module], example_input: Value, *, repeats: int = 5
+    model: nn.Module | Sequence[nn.Module],
+    example_input: Value,
+    *,
+    before: Callable[[Any], Any] | None = None,
+    after: Callable[[Any], Any] | None = None,
+    repeats: int = 5,
 ) -> Layers:
     """Measure the blocks of a model at the example's number of samples and at an eighth of it.
 
     Args:
         model: as for ``partition``.
         example_input: a microbatch; samples are along its tensors' first dimension.
+        before, after: of a list of blocks, as for ``partition``.
         repeats: timed runs of each block.
 
     Raises:
@@ -126,15 +134,16 @@ def measure_layers(
     """
     example_input = as_value(example_input, "example_input")
     samples = max(len(tensor) for tensor in tensors_of(example_input) if tensor.dim())
-    few = max(1, samples // 8)
-    large = profile_of(model, example_input, repeats=repeats)
+    few = min(samples, max(2, samples // 8))  # BatchNorm cannot do with a single one
+    profile = partial(profile_of, model, before=before, after=after, repeats=repeats)
+    large = profile(example_input)
     small = large
     if few < samples:
         part = each(
             example_input,
             lambda t: t[:few] if t.dim() and len(t) == samples else t,  # others are for all
         )
-        small = profile_of(model, part, repeats=repeats)
+        small = profile(part)
     parameters = sum(block.parameter_bytes for block in large.blocks)
     device = next(
         (
@@ -145,7 +154,8 @@ def measure_layers(
         torch.device("cpu"),
     )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    about = {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    where = {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    about = {"model": type(model).__name__, **where}
     return Layers((few, samples), (small, large), _byte_seconds(parameters, device), about)
 
 
@@ -165,38 +175,29 @@ def _byte_seconds(size: int, device: torch.device) -> float:
     return median(once() for _ in range(9)) / (12 * count)
 
 
-def write_layers(path: Path, layers: Layers) -> None:
+def write_layers(path: str | os.PathLike[str], layers: Layers) -> None:
     document = {
         "spectrain_profile": _FORMAT,
         "about": dict(layers.about),
         "samples": list(layers.samples),
         "byte_seconds": layers.byte_seconds,
         "ties": [asdict(tie) for tie in layers.profiles[1].ties],
+        "shared": [asdict(tie) for tie in layers.profiles[1].shared],
         "profiles": [[asdict(block) for block in p.blocks] for p in layers.profiles],
     }
-    replace_file(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
+    replace_file(Path(path), f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
 
 
-def _each(kind: Callable[..., Made], given: Sequence[Any], place: str) -> tuple[Made, ...]:
-    """Made of what a file says; an error names where that is."""
-    made = []
-    for number, fields in enumerate(given):
-        try:
-            made.append(kind(**fields))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{place}[{number}]: {error}") from error
-    return tuple(made)
-
-
-def read_layers(path: Path) -> Layers:
+def read_layers(path: str | os.PathLike[str]) -> Layers:
     """Read what ``write_layers`` wrote; a ValueError names a file that holds something else."""
     document = read_json(path, _LARGEST)
     if not isinstance(document, dict) or document.get("spectrain_profile") != _FORMAT:
         raise ValueError(f"{path}: expected a profile that spectrain plan has saved")
     try:
-        ties = _each(Tie, document["ties"], "ties")
+        ties = made_of(Tie, document["ties"], "ties")
+        shared = made_of(Tie, document.get("shared", ()), "shared")  # older ones are without
         small, large = (
-            Profile(_each(BlockProfile, blocks, f"profiles[{number}]"), ties)
+            Profile(made_of(BlockProfile, blocks, f"profiles[{number}]"), ties, shared)
             for number, blocks in enumerate(document["profiles"])
         )
         first, second = document["samples"]

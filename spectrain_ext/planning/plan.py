@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from spectrain_ext.files import finite, replace_file
 from spectrain_ext.method import Method, chunks_of, find_method
+from spectrain_ext.partitioning.cut import PLAN_FORMAT
 from spectrain_ext.partitioning.profile import check_number
 from spectrain_ext.schedule import Span, flushes
 
@@ -35,7 +37,7 @@ class Quality(NamedTuple):
     Attributes:
         low: the least gap of the test loss over workloads, after as many updates: 0.01 is 1 % more.
         high: the largest.
-        where: the workloads with their stages, that of the largest gap first.
+        where: the workloads with their stages and delays, that which needs most updates first.
         updates: those to the loss that synchronous training has after three quarters of its own,
             over these; of the workload that needs most. Infinite: one did not get there.
     """
@@ -61,25 +63,32 @@ def expected(method: Method, stages: int, delay: int) -> Quality | None:
     """What is known of a method with this delay; None: it was not measured."""
     if flushes(method.schedule) or delay == 0:
         return SYNCHRONOUS
+    mine = [row for row in measurements() if row["method"] == method.name]
+    # Where this delay was not measured: what a smaller one did not reach, it does not either.
+    missed = (row for row in mine if row["delay"] < delay and row["updates"] is None)
     nearest: dict[str, dict[str, Any]] = {}  # of each workload, by the number of stages
-    for row in measurements():
-        if row["method"] == method.name and row["delay"] == delay:
-            known = nearest.get(row["workload"])
-            if known is None or _far(row, stages) < _far(known, stages):
-                nearest[row["workload"]] = row
+    for row in [row for row in mine if row["delay"] == delay] or missed:
+        known = nearest.get(row["workload"])
+        if known is None or _far(row, stages) < _far(known, stages):
+            nearest[row["workload"]] = row
     if not nearest:
         return None
-    rows = sorted(nearest.values(), key=_gap, reverse=True)
+    rows = sorted(nearest.values(), key=lambda row: (_updates(row), _gap(row)), reverse=True)
+    gaps = [_gap(row) for row in rows]
     return Quality(
-        _gap(rows[-1]),
-        _gap(rows[0]),
-        tuple(f"{row['workload']}, N = {row['stages']}" for row in rows),
-        max(math.inf if row["updates"] is None else row["updates"] for row in rows),
+        min(gaps),
+        max(gaps),
+        tuple(f"{row['workload']}, N = {row['stages']}, delay {row['delay']}" for row in rows),
+        _updates(rows[0]),
     )
 
 
 def _gap(row: dict[str, Any]) -> float:
     return math.inf if row["gap"] is None else float(row["gap"])
+
+
+def _updates(row: dict[str, Any]) -> float:
+    return math.inf if row["updates"] is None else float(row["updates"])
 
 
 def _far(row: dict[str, Any], stages: int) -> float:
@@ -93,6 +102,7 @@ class Candidate:
     Attributes:
         method: its name.
         ends: of every stage, the index after its last block.
+        split_points: names of the blocks that stages but the first begin with.
         replicas: of every stage.
         microbatches: of a minibatch.
         window: None, the method's own, or ``"wide"``.
@@ -106,6 +116,7 @@ class Candidate:
 
     method: str
     ends: tuple[int, ...]
+    split_points: tuple[str, ...]
     replicas: tuple[int, ...]
     microbatches: int
     window: str | None
@@ -130,15 +141,27 @@ class Candidate:
         return math.inf if self.quality is None else self.period * self.quality.updates
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of a pipeline; ``replicas`` are a ``DistributedPipeline``'s only."""
+        found: dict[str, Any] = {"method": self.method, "microbatches": self.microbatches}
+        if self.window is not None:
+            found["window"] = self.window
+        if set(self.replicas) != {1}:
+            found["replicas"] = list(self.replicas)
+        return found
+
+    @property
     def code(self) -> str:
         """The call that trains so, on every rank."""
-        said = [f"method={self.method!r}", f"microbatches={self.microbatches}"]
-        if self.window is not None:
-            said.append(f"window={self.window!r}")
-        if set(self.replicas) != {1}:
-            even = len(set(self.replicas)) == 1
-            said.append(f"replicas={self.replicas[0] if even else list(self.replicas)}")
-        return f"st.DistributedPipeline(stage, optimizer, loss_fn, {', '.join(said)})"
+        said = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+        return f"st.DistributedPipeline(stage, optimizer, loss_fn, {said})"
+
+    @property
+    def _place(self) -> tuple[Any, ...]:
+        """Where it is ranked: what was measured, then what was not, then what did not get there."""
+        soon = self.seconds_to_quality
+        missed = math.isinf(soon) and self.quality is not None
+        return math.isinf(soon), missed, soon, self.period, self.delay, max(self.memory)
 
 
 @dataclass(frozen=True)
@@ -150,7 +173,8 @@ class Plan:
         batch: samples of a minibatch.
         link: between any two devices.
         candidates: of every method the fastest way, and the soonest at synchronous training's loss
-            where that is another: those with the shortest period first.
+            where that is another. Ranked by the time to that loss; those for which it was not
+            measured follow, and last come those that did not get there.
         tried: ways that were looked at.
         simulated: of these, how many periods were simulated.
         left_out: ways that take more memory than a device has.
@@ -171,13 +195,43 @@ class Plan:
 
     @property
     def fastest(self) -> Candidate:
-        """With the most samples per second."""
-        return self.candidates[0]
+        """With the most samples per second, whatever becomes of the loss."""
+        return min(self.candidates, key=lambda candidate: candidate.period)
 
     @property
     def soonest(self) -> Candidate:
-        """With the least time to synchronous training's loss, by what was measured elsewhere."""
-        return min(self.candidates, key=lambda c: (c.seconds_to_quality, c.period))
+        """The first: with the least time to synchronous training's loss, as measured elsewhere."""
+        return self.candidates[0]
+
+    def document(self, candidate: Candidate | None = None) -> dict[str, Any]:
+        """What its file holds, for ``partition``; what is not finite is None.
+
+        Args:
+            candidate: the one by which a model is cut and trained; None: the first.
+        """
+        chosen = self.candidates[0] if candidate is None else candidate
+        costs = self._costs[self.candidates.index(chosen)]
+        candidates = [
+            {
+                **asdict(each),
+                "quality": None if each.quality is None else each.quality._asdict(),
+                "seconds_to_quality": each.seconds_to_quality,
+                "code": each.code,
+            }
+            for each in self.candidates
+        ]
+        found = {
+            "spectrain_plan": PLAN_FORMAT,
+            "model": str(costs.setting.layers.about.get("model", "")),
+            "blocks": [asdict(block) for block in costs.blocks],  # for one of its microbatches
+            **{name: getattr(chosen, name) for name in ("ends", "split_points", "settings")},
+            **{name: getattr(self, name) for name in ("devices", "batch", "assumptions")},
+            **{name: getattr(self, name) for name in ("tried", "simulated", "left_out")},
+            "link": asdict(self.link),
+            "candidates": candidates,
+        }
+        document: dict[str, Any] = finite(found)
+        return document
 
     def spans(self, candidate: Candidate) -> Iterator[Span]:
         """The timeline of one of the candidates, simulated."""
@@ -193,6 +247,7 @@ def plan(
     batch: int,
     memory: float | None = None,
     speed: float | None = None,
+    replicas: int | None = None,
     cores: int | None = None,
     methods: Sequence[str | Method] = METHODS,
     state: int = 1,
@@ -210,6 +265,8 @@ def plan(
         batch: samples of a minibatch, over all devices.
         memory: bytes of a device; None: not limited.
         speed: devices compute so many times as fast as what was measured; None: like it.
+        replicas: of a stage at most so many; None: any number. With 1 it is a plan for a
+            ``Pipeline`` in one process.
         cores: that all devices share, as processes on one machine do; None: each has its own.
         methods: that are compared; ``"sync"`` is data parallelism, in one stage.
         state: bytes of optimizer state per byte of parameters: 1 for SGD's momentum, 2 for Adam.
@@ -218,12 +275,19 @@ def plan(
         ValueError: an argument is out of range, or no way fits.
     """
     found_link = find_link(link)
-    for name, value in (("devices", devices), ("batch", batch), ("cores", cores)):
+    numbers = {"devices": devices, "batch": batch, "replicas": replicas, "cores": cores}
+    for name, value in numbers.items():
         if value is not None:
             check_number(name, value, least=1)
     check_number("state", state)
     if memory is not None and not memory > 0:
         raise ValueError(f"memory: expected a positive number of bytes, got {memory}")
+    blocks = len(layers.profiles[0].blocks)
+    if replicas is not None and replicas * blocks < devices:
+        raise ValueError(
+            f"replicas: {replicas} of each of at most {blocks} stages leave some of the {devices} "
+            "devices idle"
+        )
     made = [find_method(method) for method in methods]
     if not made:
         raise ValueError("methods: expected at least one")
@@ -234,7 +298,7 @@ def plan(
             )
     scaled = layers if speed is None else layers.faster(speed)
     setting = Setting(scaled, found_link, batch, cores, state)
-    search = Search(setting, devices, made, memory)
+    search = Search(setting, devices, made, memory, replicas)
     ways: dict[int, Costs] = {}
     for method in made:
         for price in (lambda costs: 1.0, _price):
@@ -243,18 +307,20 @@ def plan(
                 ways[id(costs)] = costs
     if not ways:
         raise ValueError(_nothing(search, devices, batch, memory)) from search.refusal
-    chosen = sorted(ways.values(), key=lambda costs: (costs.period, costs.delay))
+    chosen = sorted(
+        ((_candidate(costs), costs) for costs in ways.values()), key=lambda pair: pair[0]._place
+    )
     return Plan(
         devices,
         batch,
         found_link,
-        tuple(_candidate(costs, batch) for costs in chosen),
+        tuple(candidate for candidate, _ in chosen),
         search.tried,
         search.simulated,
         search.left_out,
         search.least_memory,
         tuple(_assumptions(layers, found_link, speed, cores)),
-        tuple(chosen),
+        tuple(costs for _, costs in chosen),
     )
 
 
@@ -267,11 +333,12 @@ def _price(costs: Costs) -> float:
     return math.inf if quality is None else quality.updates
 
 
-def _candidate(costs: Costs, batch: int) -> Candidate:
-    way = costs.way
+def _candidate(costs: Costs) -> Candidate:
+    way, batch = costs.way, costs.setting.batch
     return Candidate(
         way.method.name,
         way.ends,
+        tuple(costs.blocks[end].name for end in way.ends[:-1]),
         way.replicas,
         way.microbatches,
         None if way.window is None else str(way.window),
@@ -297,7 +364,11 @@ def _assumptions(layers: Layers, link: Link, speed: float | None, cores: int | N
     if cores is not None:
         said.append(f"all devices share {cores} cores")
     said.append("periods and throughput are simulated; memory and delay are counted")
-    said.append("quality is what other workloads of docs/frontier.md lost at that delay: measured")
+    said.append(
+        "ranked by ms x minibatches; minibatches to a loss are those of synchronous training (1) "
+        "times what was measured on other workloads at that delay, of which the worst counts: "
+        "docs/frontier.md"
+    )
     return said
 
 
@@ -317,24 +388,7 @@ def _nothing(search: Search, devices: int, batch: int, memory: float | None) -> 
     )
 
 
-def write_plan(path: Path, plan: Plan) -> None:
-    """Write what was found as JSON; what is not finite becomes null."""
-    document: Mapping[str, Any] = {
-        "devices": plan.devices,
-        "batch": plan.batch,
-        "link": asdict(plan.link),
-        "assumptions": plan.assumptions,
-        "tried": plan.tried,
-        "simulated": plan.simulated,
-        "left_out": plan.left_out,
-        "candidates": [
-            {
-                **asdict(candidate),
-                "quality": None if candidate.quality is None else candidate.quality._asdict(),
-                "seconds_to_quality": candidate.seconds_to_quality,
-                "code": candidate.code,
-            }
-            for candidate in plan.candidates
-        ],
-    }
-    replace_file(path, f"{json.dumps(finite(document), indent=1, allow_nan=False)}\n".encode())
+def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
+    """Write what ``Plan.document`` says as JSON."""
+    text = json.dumps(plan.document(), indent=1, allow_nan=False)
+    replace_file(Path(path), f"{text}\n".encode())

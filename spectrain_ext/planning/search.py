@@ -14,7 +14,7 @@ from spectrain_ext.method import Method, Window
 from spectrain_ext.partitioning import BlockProfile, Profile, cut
 from spectrain_ext.schedule import takes_window
 
-from .costs import Costs, Setting, Way
+from .costs import Costs, Setting, Way, check_shared
 
 # Divisions that are all tried; where there are more, the one whose slowest stage is fastest.
 _FEW = 32
@@ -35,9 +35,11 @@ class Search:
         devices: int,
         methods: Sequence[Method],
         memory: float | None = None,
+        replicas: int | None = None,
     ) -> None:
         self._setting, self._devices, self._methods = setting, devices, methods
         self._memory = math.inf if memory is None else memory
+        self._most_replicas = devices if replicas is None else replicas
         self.simulated = 0  # of the ways tried
         self.refusal: ValueError | None = None  # of the first way that its method refused
         self._too_large: dict[int, int] = {}  # bytes, by the id of the ``Costs``
@@ -85,6 +87,8 @@ class Search:
 
     def _all(self) -> Iterator[Costs]:
         for replicas in self._shapes():
+            if max(replicas) > self._most_replicas:
+                continue
             for microbatches in self._microbatches(replicas):
                 for ends in self._divisions(replicas, microbatches):
                     for method in self._methods:
@@ -117,10 +121,13 @@ class Search:
         microbatches = lcm(*replicas)
         if self._setting.batch % microbatches:
             return math.inf
+        profile = self._work(microbatches)
         try:
-            return cut(self._work(microbatches), len(replicas), replicas=replicas).slowest
-        except ValueError:  # ties leave too few places
+            found = cut(profile, len(replicas), replicas=replicas)
+            check_shared(profile, found.ends, replicas)
+        except ValueError:  # ties leave too few places, or one replica
             return math.inf
+        return found.slowest
 
     def _microbatches(self, replicas: tuple[int, ...]) -> list[int]:
         """Numbers that deal a minibatch out evenly, up to so many that a flush is cheap."""
@@ -163,7 +170,7 @@ class Search:
             _taking(b, microbatches * b.seconds + 5 * per_byte * b.parameter_bytes)
             for b in profile.blocks
         )
-        return Profile(blocks, profile.ties)
+        return replace(profile, blocks=blocks)
 
 
 def _taking(block: BlockProfile, seconds: float) -> BlockProfile:

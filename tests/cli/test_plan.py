@@ -10,11 +10,12 @@ from click.testing import CliRunner
 from helpers.ranks import run_main
 from torch import nn
 
+import spectrain_ext as st
 from spectrain_ext.cli import links
 from spectrain_ext.cli.group import main
 from spectrain_ext.partitioning import BlockProfile, Profile
-from spectrain_ext.planning import Layers, write_layers
-from studies.examples import blocks_and_batch
+from spectrain_ext.planning import METHODS, Layers, write_layers
+from studies.examples import blocks_and_batch, residual_mlp
 from studies.presets import MODELS
 
 pytest.importorskip("matplotlib")
@@ -37,7 +38,8 @@ def run(*arguments):
 
 def test_it_prints_a_table_and_writes_what_it_found(profile, tmp_path):
     out = tmp_path / "out"
-    found = run("--profile", profile, "--devices", 4, "--batch", 32, "--speed", 10, "--out", out)
+    asked = ("--profile", profile, "--devices", 4, "--batch", 32, "--replicas", 2)
+    found = run(*asked, "--speed", 10, "--link", 1e6, "--out", out)
     assert found.exit_code == 0, found.output
     assert "ASSUMED: devices compute 10 times as fast" in found.output
     assert "layer times are measured (device some cpu)" in found.output
@@ -46,7 +48,59 @@ def test_it_prints_a_table_and_writes_what_it_found(profile, tmp_path):
         assert kind in found.output
     document = json.loads((out / "plan.json").read_text())
     assert document["devices"] == 4
+    assert f"first: cut before {', '.join(map(repr, document['split_points']))}: " in found.output
+    assert document["candidates"][0]["code"] in found.output
     assert (out / "timeline.png").exists() and (out / "timeline.svg").exists()
+
+
+def test_the_table_fits_and_no_cell_is_cut(profile):
+    asked = ("--profile", profile, "--devices", 4, "--batch", 32, "--link", 1e6)
+    whole = run(*asked).output  # nobody says how wide it may be
+    assert "measured at" in whole and "no room for" not in whole
+    methods = [line.split()[0] for line in table_of(whole)]
+    assert set(methods) == set(METHODS)
+    for width, left_out in ((80, "samples/s, loss gap %, measured at"), (60, "GB of a device")):
+        found = CliRunner().invoke(main, ["plan", *map(str, asked)], env={"COLUMNS": str(width)})
+        assert f"- no room for: {left_out}" in found.output
+        narrow = table_of(found.output)
+        assert max(map(len, narrow)) <= width
+        assert "…" not in found.output
+        needed = 6
+        shown = [line.split()[:needed] for line in narrow]
+        assert shown == [line.split()[:needed] for line in table_of(whole)]
+    tiny = CliRunner().invoke(main, ["plan", *map(str, asked)], env={"COLUMNS": "30"})
+    assert max(map(len, tiny.output.partition("\n- ")[0].splitlines())) <= 30
+    letters = [c for line in table_of(tiny.output) for c in line if c.isalnum()]
+    cells = [c for line in narrow for c in line if c.isalnum()]
+    assert sorted(letters) == sorted(cells)
+
+
+def table_of(output):
+    lines = output.partition("\n- ")[0].splitlines()
+    rule = next(k for k, line in enumerate(lines) if line.startswith("──"))
+    return lines[rule + 1 :]
+
+
+def test_a_method_that_is_known_to_fail_is_last_and_said_to(profile):
+    asked = ("--devices", 4, "--batch", 32, "--link", 1e6, "--replicas", 1)
+    methods = ("--method", "vanilla,auto,1f1b,pipedream")
+    found = run("--profile", profile, *asked, *methods).output
+    rows = [line.split() for line in table_of(found)]
+    assert rows[0][0] == "auto" and rows[-1][0] == "vanilla"
+    assert "unreached" in rows[-1] and any("unmeasured" in row for row in rows)
+    assert "- vanilla did not reach that loss on text, N = " in found
+
+
+def test_a_plan_alone_applies(tmp_path, monkeypatch):
+    monkeypatch.setattr("spectrain_ext.cli.plan.require_matplotlib", None)
+    path = tmp_path / "my.json"
+    asked = ("--devices", 2, "--batch", 8, "--replicas", 1, "--out", path)
+    found = run("--model", "studies.examples:residual_mlp", *asked)
+    assert found.exit_code == 0, found.output
+    assert list(tmp_path.iterdir()) == [path]
+    assert f"plan={str(path)!r}" in found.output
+    parts = st.partition(residual_mlp()[0], plan=path)
+    assert len(parts) == 2 and parts.settings["method"] in found.output
 
 
 @pytest.mark.processes

@@ -477,7 +477,7 @@ def test_before_and_after_a_list_of_blocks():
     names += [f"blocks.{k}.{leaf}" for k in range(3) for leaf in ("weight", "bias")]
     assert list(pipe.state_dict()) == names
     measured = st.partition(list(blocks), 2, batch, before=before, repeats=1).profile
-    assert [b.name for b in measured.blocks] == ["0: Embeds", *(f"{k}: Linear" for k in (1, 2, 3))]
+    assert [b.name for b in measured.blocks] == ["before", *(f"blocks.{k}" for k in range(3))]
     assert len(list(pipe.run([batch, batch]))) == 2
 
 
