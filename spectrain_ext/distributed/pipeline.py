@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from spectrain_ext.method import Method, find_method
 from spectrain_ext.operators.averaging import Averaging
+from spectrain_ext.pipeline.activations import Recompute
 from spectrain_ext.pipeline.averaging import check_averaged
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.loops import minibatches, share_of
@@ -116,7 +117,7 @@ class DistributedPipeline(Pipeline):
         clip_norm: float | None = None,
         clip_scope: Literal["auto", "stage", "global"] = "auto",
         master_dtype: torch.dtype | None = None,
-        recompute: bool = False,
+        recompute: Recompute = False,
         timeout: float = 300.0,
         dynamic_shapes: bool = False,
         share_loss: bool = False,

@@ -20,6 +20,7 @@ from spectrain_ext.threads import warn_of_threads
 from spectrain_ext.transport import callers_stream, each
 from spectrain_ext.weights import StageMemory, StageWeights
 
+from .activations import Recompute, recomputed_blocks
 from .arguments import (
     check_factories,
     check_loss_fn,
@@ -162,7 +163,7 @@ class Pipeline(Loops):
         clip_norm: float | None = None,
         clip_scope: Literal["auto", "stage", "global"] = "auto",
         master_dtype: torch.dtype | None = None,
-        recompute: bool = False,
+        recompute: Recompute = False,
         split_dim: SplitDim = 0,
     ) -> None:
         super().__init__()
@@ -183,6 +184,7 @@ class Pipeline(Loops):
             of_phases = phase_places(chosen, replicas.stages, parts, window, replicas)
             check_master_dtype(master_dtype, modules)
             check_recompute(recompute)
+            blocks = recomputed_blocks(here, recompute)
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts)
             check_factories(optimizer, scheduler)
@@ -214,7 +216,7 @@ class Pipeline(Loops):
                     self.add_module(str(k), module)
                 dim = first_dim(split_dim)
                 own = [
-                    Stage(k, module, device, recompute, dim)
+                    Stage(k, module, device, recompute is True, blocks[k], dim)
                     for (k, module), device in zip(here.items(), where, strict=True)
                 ]
                 self._executor = Executor(own, connections)

@@ -62,22 +62,31 @@ class Targets:
 
 
 class ModuleBuffers:
-    """A module's buffers as they are now; what is no module has none."""
+    """A module's buffers as they are now; what is no module has none.
+
+    Inside of it the module has copies of them, as often as it is entered: what it has now is put
+    back behind it, and not touched.
+    """
 
     def __init__(self, module: object) -> None:
+        modules = module.modules() if isinstance(module, nn.Module) else ()
+        self._found = [(owner._buffers, dict(owner._buffers)) for owner in modules]
+        tensors = {t for _, found in self._found for t in found.values() if t is not None}
         # Copies of all: ``.data`` and kernels of torch's norms write what autograd does not see.
-        self._kept = [
-            (owner, name, tensor, tensor.detach().clone())
-            for owner in (module.modules() if isinstance(module, nn.Module) else ())
-            for name, tensor in owner._buffers.items()
-            if tensor is not None
-        ]
+        self._kept = {tensor: tensor.detach().clone() for tensor in tensors}
+        self._now: list[dict[str, Tensor | None]] = []
 
-    def restore(self) -> None:
-        """Put them back; a graph that needs them has been used."""
-        for owner, name, tensor, value in self._kept:
-            owner._buffers[name] = tensor
-            tensor.copy_(value)
+    def __enter__(self) -> None:
+        copies = {tensor: kept.clone() for tensor, kept in self._kept.items()}
+        self._now = [dict(held) for held, _ in self._found]
+        for held, found in self._found:
+            for name, tensor in found.items():
+                held[name] = None if tensor is None else copies[tensor]
+
+    def __exit__(self, *_: object) -> None:
+        for (held, _), now in zip(self._found, self._now, strict=True):
+            for name, tensor in now.items():
+                held[name] = tensor
 
 
 class ModuleModes:
