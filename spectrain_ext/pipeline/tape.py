@@ -64,8 +64,8 @@ class Targets:
 class ModuleBuffers:
     """A module's buffers as they are now; what is no module has none.
 
-    Inside of it the module has copies of them, as often as it is entered: what it has now is put
-    back behind it, and not touched.
+    Inside ``with`` the module has copies of them. A graph that is made there keeps these, and what
+    the module had before is put back as it was.
     """
 
     def __init__(self, module: object) -> None:
@@ -83,7 +83,7 @@ class ModuleBuffers:
             for name, tensor in found.items():
                 held[name] = None if tensor is None else copies[tensor]
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         for (held, _), now in zip(self._found, self._now, strict=True):
             for name, tensor in now.items():
                 held[name] = tensor
