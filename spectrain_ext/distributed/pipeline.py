@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from spectrain_ext.method import Method, find_method
 from spectrain_ext.operators.averaging import Averaging
-from spectrain_ext.pipeline.activations import Recompute
+from spectrain_ext.pipeline.activations import Offload, Recompute
 from spectrain_ext.pipeline.averaging import check_averaged
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.loops import minibatches, share_of
@@ -62,7 +62,7 @@ class DistributedPipeline(Pipeline):
         window: likewise; windows count the microbatches of one replica.
         clip_norm, clip_scope: likewise; a global norm makes the hosts wait for one another. With
             ``averaging`` every replica has a gradient of its own, and ``"auto"`` is by stage.
-        master_dtype, recompute, split_dim: likewise.
+        master_dtype, recompute, split_dim, offload: likewise.
         replicas: ranks of each stage, one number for all or one per stage; None: one. Ranks are
             numbered stage by stage, replica by replica, and replica c of r runs microbatches c, c +
             r, c + 2r, ... of every minibatch: r divides ``microbatches``. Replicas must start from
@@ -122,6 +122,7 @@ class DistributedPipeline(Pipeline):
         dynamic_shapes: bool = False,
         share_loss: bool = False,
         split_dim: SplitDim = 0,
+        offload: Offload = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -161,7 +162,7 @@ class DistributedPipeline(Pipeline):
             devices = None if device is None else [device] * len(modules)
             super().__init__(
                 *(modules, optimizer, loss_fn, method, devices, scheduler, microbatches, window),
-                *(clip_norm, clip_scope, master_dtype, recompute, split_dim),
+                *(clip_norm, clip_scope, master_dtype, recompute, split_dim, offload),
             )
 
     def run(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from spectrain_ext.transport import tensors_in
+from spectrain_ext.weights.storage import unchanged
 
 from .names import full_names
 from .tape import ModuleBuffers
@@ -21,6 +24,9 @@ from .tape import ModuleBuffers
 #: What is computed again before or in a backward: nothing, the whole stage, its every k-th block,
 #: or what a function of a module's name and the module picks.
 Recompute = bool | int | Callable[[str, nn.Module], bool]
+
+#: What lies in host memory while it waits: what autograd saves, versions of the weights.
+Offload = Literal["activations", "versions", "both"] | None
 
 
 def blocks_of(stage: nn.Module) -> dict[str, nn.Module]:
@@ -159,3 +165,78 @@ def _recomputed(
             "changed the second time; pick a block around it, or give recompute=True"
         )
     return output
+
+
+# What is kept, in host memory.
+
+_LEAST = 1024  # bytes that are worth a copy
+
+
+class OnHost:
+    """Inside, what autograd saves is copied to host memory, and for its backward to the device.
+
+    Where it was left are parameters and module buffers, what a receive buffer holds until the
+    backward anyway (``lent``), and small tensors. A copy has the strides of what it is of, so that
+    backwards call the same kernels. On CUDA it is pinned, and copies in both directions are issued
+    to the stream that computes, which orders them; no host waits.
+    """
+
+    lent: Sequence[Tensor | None] = ()
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, inner: AbstractContextManager[object]
+    ) -> None:
+        self._module, self._device = module, device
+        self._inner = inner  # whose hooks come first: saved weights
+        self._hooks: saved_tensors_hooks | None = None  # inside; kept, these would be a cycle
+        # While the weak references are there, no other storage is where one of these was.
+        self._copies: dict[tuple[object, ...], tuple[Tensor, StorageWeakRef]] = {}
+
+    def __enter__(self) -> None:
+        module = self._module
+        there = (*module.parameters(), *module.buffers(), *self.lent)
+        self._left = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in there
+            if tensor is not None and tensor.layout is torch.strided
+        }
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        assert self._hooks is not None
+        self._inner.__exit__(*raised)
+        self._hooks.__exit__(*raised)
+        self._hooks = None
+        self._copies.clear()
+
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        if (
+            type(tensor) is not Tensor
+            or tensor.layout is not torch.strided
+            or tensor.device != self._device
+            or tensor.nbytes < _LEAST
+            or (storage := tensor.untyped_storage()).data_ptr() in self._left
+        ):
+            return partial(unchanged, tensor.detach(), tensor._version)
+        size, stride = tuple(tensor.shape), tensor.stride()
+        key = storage._cdata, tensor._version, tensor.dtype, tensor.storage_offset(), size, stride
+        found = self._copies.get(key)
+        if found is None:
+            span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+            flat = tensor.detach().as_strided((span,), (1,))
+            host = torch.empty(span, dtype=flat.dtype, pin_memory=flat.is_cuda)
+            host.copy_(flat, non_blocking=True)
+            found = self._copies[key] = host, StorageWeakRef(storage)
+        return partial(_on_device, found[0], self._device, size, stride)
+
+
+def _on_device(
+    host: Tensor, device: torch.device, size: tuple[int, ...], stride: tuple[int, ...]
+) -> Tensor:
+    return host.to(device, non_blocking=True).as_strided(size, stride)
+
+
+def _unpack(packed: Callable[[], Tensor]) -> Tensor:
+    return packed()

@@ -266,6 +266,18 @@ def check_recompute(recompute: object) -> None:
         )
 
 
+def check_offload(offload: object, recompute: object) -> None:
+    if offload not in (None, "activations", "versions", "both"):
+        raise ValueError(
+            f"offload: expected 'activations', 'versions', 'both' or None, got {offload!r}"
+        )
+    if recompute is True and offload in ("activations", "both"):
+        raise ValueError(
+            f"offload: {offload!r} has no activations to keep with recompute=True, which keeps "
+            "none; give recompute a policy, or offload='versions'"
+        )
+
+
 def check_factories(optimizer: object, scheduler: object) -> None:
     for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
         if not callable(given) and not (name == "scheduler" and given is None):

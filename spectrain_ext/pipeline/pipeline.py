@@ -20,11 +20,12 @@ from spectrain_ext.threads import warn_of_threads
 from spectrain_ext.transport import callers_stream, each
 from spectrain_ext.weights import StageMemory, StageWeights
 
-from .activations import Recompute, recomputed_blocks
+from .activations import Offload, Recompute, recomputed_blocks
 from .arguments import (
     check_factories,
     check_loss_fn,
     check_master_dtype,
+    check_offload,
     check_order,
     check_recompute,
     checked_devices,
@@ -165,6 +166,7 @@ class Pipeline(Loops):
         master_dtype: torch.dtype | None = None,
         recompute: Recompute = False,
         split_dim: SplitDim = 0,
+        offload: Offload = None,
     ) -> None:
         super().__init__()
         with deferred():
@@ -184,6 +186,7 @@ class Pipeline(Loops):
             of_phases = phase_places(chosen, replicas.stages, parts, window, replicas)
             check_master_dtype(master_dtype, modules)
             check_recompute(recompute)
+            check_offload(offload, recompute)
             blocks = recomputed_blocks(here, recompute)
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts)
@@ -214,9 +217,9 @@ class Pipeline(Loops):
                         weights.bind()
                 for k, module in here.items():
                     self.add_module(str(k), module)
-                dim = first_dim(split_dim)
+                dim, keeps_there = first_dim(split_dim), offload in ("activations", "both")
                 own = [
-                    Stage(k, module, device, recompute is True, blocks[k], dim)
+                    Stage(k, module, device, recompute is True, blocks[k], dim, keeps_there)
                     for (k, module), device in zip(here.items(), where, strict=True)
                 ]
                 self._executor = Executor(own, connections)

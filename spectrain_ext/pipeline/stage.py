@@ -15,7 +15,7 @@ from spectrain_ext.rng import RNG_LOCK, StageRandom
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
 
-from .activations import RecomputedBlocks
+from .activations import OnHost, RecomputedBlocks
 from .batch import samples_in
 from .edges import Cursor, SharedLosses, StageEdges
 from .halves import differentiate_inputs
@@ -68,11 +68,13 @@ class Stage(Loads):
         recomputes: bool = False,
         blocks: Mapping[str, nn.Module] = MappingProxyType({}),  # that are recomputed
         split_dim: int = 0,  # of the input's first tensor
+        offloads: bool = False,  # what autograd saves, to the host
     ) -> None:
         super().__init__(index, module, device)
         self.random = StageRandom(index, device)
-        self.recomputes, self.split_dim = recomputes, split_dim
+        self.recomputes, self.split_dim, self.offloads = recomputes, split_dim, offloads
         self._blocks = RecomputedBlocks(module, blocks) if blocks else None
+        self._on_host: OnHost | None = None
         self.peak = 0  # the most microbatches that were in flight at once
         self._mode = Mode.TRAIN
         self._modes: ModuleModes | None = None
@@ -112,7 +114,9 @@ class Stage(Loads):
         self._numbers: AbstractContextManager[object] = self.random
         self._keeps_graph = mode is Mode.TRAIN and not self.recomputes
         if mode is Mode.TRAIN:
-            self.begin_weights()
+            self.begin_weights(follows=self.offloads)
+            if self.offloads:
+                self._follows = self._on_host = OnHost(self.module, self.device, self._follows)
             if self._blocks is not None:
                 self._blocks.begin()
             return
@@ -133,6 +137,7 @@ class Stage(Loads):
             try:
                 if self._blocks is not None:
                     self._blocks.end()
+                self._on_host = None
                 self.compute.record(self.computed)
             finally:
                 self.random.leave()
@@ -177,6 +182,8 @@ class Stage(Loads):
         message = slot.message
         assert message is not None
         tape = Tape(slot, self._untracked or Buffer("activations"))
+        if self._on_host is not None:
+            self._on_host.lent = message.tensors
         graph = self._keeps_graph
         # An in-place first layer writes the slot.
         writes = (slot.buffer, self.module_buffers, tape.buffer)

@@ -383,7 +383,7 @@ class SavedWeights:
             pack, unpack = self._outer
             return partial(unpack, pack(tensor))
         # Not the tensor itself: what a node saves of its own output would keep the node.
-        return partial(_unchanged, tensor.detach(), tensor._version)
+        return partial(unchanged, tensor.detach(), tensor._version)
 
     def _in_bound(
         self, number: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int
@@ -396,7 +396,7 @@ def _unpack(packed: Callable[[], Tensor]) -> Tensor:
     return packed()
 
 
-def _unchanged(tensor: Tensor, version: int) -> Tensor:
+def unchanged(tensor: Tensor, version: int) -> Tensor:
     """What is no weight; with hooks autograd does not look whether it has changed."""
     if tensor._version != version:
         raise RuntimeError(

@@ -387,6 +387,38 @@ def test_blocks_inside_of_a_compiled_stage_are_refused():
             st.Pipeline([given], sgd(), mse, recompute=1)
 
 
+# On the host.
+
+
+class Strided(nn.Module):
+    """Saves views of every kind, a buffer, a weight that is not trained, and what it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.frozen = nn.Linear(5, 60), nn.Linear(20, 20).requires_grad_(False)
+        self.out = nn.Linear(20, 5)
+        self.register_buffer("scale", torch.randn(20))
+
+    def forward(self, x):
+        q, k, v = self.linear(x).unflatten(1, (12, 5)).chunk(3, 1)
+        q, k, v = q.transpose(1, 2), k[:, :1].expand(-1, 4, -1).contiguous(), v[..., ::2]
+        y = (q @ k).flatten(1)[:, :20] + v.exp().flatten(1).repeat(1, 2)[:, :20]
+        y = self.frozen(y.sigmoid()).mul_(self.scale).relu_()
+        return x + self.out(torch.dropout(y * y.exp(), 0.2, True))
+
+
+@pytest.mark.parametrize("method", ["gpipe", "auto", "vanilla", "spectrain", "zb-h1", "pipedream"])
+def test_activations_on_the_host_change_no_bit(method):
+    stages = [nn.Sequential(Strided(), nn.BatchNorm1d(5)) for _ in range(3)]
+    data = batches(6, size=60)
+    expected = trained(stages, method, False, data, microbatches=3)
+    found = trained(stages, method, False, data, microbatches=3, offload="activations")
+    assert all(map(torch.equal, found, expected))
+    blocks = trained(stages, method, 1, data, microbatches=3)
+    found = trained(stages, method, 1, data, microbatches=3, offload="activations")
+    assert all(map(torch.equal, found, blocks))
+
+
 class Marker:
     """Is in a list for as long as it lives."""
 
