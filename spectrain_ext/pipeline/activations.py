@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from spectrain_ext.transport import tensors_in
-from spectrain_ext.weights.storage import unchanged
+from spectrain_ext.weights.storage import on_host, unchanged
 
 from .names import full_names
 from .tape import ModuleBuffers
@@ -226,9 +226,7 @@ class OnHost:
         if found is None:
             span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
             flat = tensor.detach().as_strided((span,), (1,))
-            host = torch.empty(span, dtype=flat.dtype, pin_memory=flat.is_cuda)
-            host.copy_(flat, non_blocking=True)
-            found = self._copies[key] = host, StorageWeakRef(storage)
+            found = self._copies[key] = on_host(flat), StorageWeakRef(storage)
         return partial(_on_device, found[0], self._device, size, stride)
 
 

@@ -201,6 +201,7 @@ class Pipeline(Loops):
                 clip_norm,
                 clip_scope,
                 master_dtype,
+                offload in ("versions", "both"),
             )
             if not any(phase.globally for phase in self._phases):
                 connections.norm = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -302,3 +303,36 @@ def test_master_weights_are_float32_and_outlive_a_run():
 def test_a_master_dtype_that_no_kernel_takes():
     with pytest.raises(ValueError, match=r"master_dtype: expected torch.float32, or None"):
         st.Pipeline(tanh_stages(2), sgd(), mse, master_dtype=torch.float64)
+
+
+# On the host.
+
+KEEPS_MANY = ["pipedream", "pipedream-vertical-sync", "spectrain-stash", "error-feedback"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("method", KEEPS_MANY)
+def test_versions_on_the_host_change_no_bit(method, dtype):
+    master = torch.float32 if dtype == torch.bfloat16 else None
+    parts = 5 if method == "error-feedback" else 1
+    stages = [stage.to(dtype) for stage in tanh_stages(5)]
+    data = [(x.to(dtype), y.to(dtype)) for x, y in batches(16, size=5)]
+    data[7] = tuple(t[:1] for t in data[7])  # fewer samples than microbatches
+    found = []
+    for offload in (None, "versions"):
+        pipe = st.Pipeline(
+            copy.deepcopy(stages),
+            sgd(lr=1e-2),
+            mse,
+            method,
+            microbatches=parts,
+            window=None if parts > 1 else "wide",
+            master_dtype=master,
+            offload=offload,
+        )
+        found.append([*losses(pipe, data), *losses(pipe, data[:3]), *pipe.state_dict().values()])
+        if parts == 1:
+            assert pipe.measured_memory() == pipe.predicted_memory()
+    assert all(map(torch.equal, *found))
+    weights = [each.weights for each in pipe._executor.stages]
+    assert all(len(each.storage.pool) <= 3 for each in weights)
