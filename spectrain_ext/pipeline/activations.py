@@ -175,10 +175,11 @@ _LEAST = 1024  # bytes that are worth a copy
 class OnHost:
     """Inside, what autograd saves is copied to host memory, and for its backward to the device.
 
-    Where it was left are parameters and module buffers, what a receive buffer holds until the
-    backward anyway (``lent``), and small tensors. A copy has the strides of what it is of, so that
-    backwards call the same kernels. On CUDA it is pinned, and copies in both directions are issued
-    to the stream that computes, which orders them; no host waits.
+    Parameters, module buffers, what lies in a receive buffer until the backward anyway (``lent``),
+    and small tensors stay where they are. Whole storages are copied, each once, and a backward gets
+    the strides that its forward had, so that it calls the same kernels. On CUDA the host's memory
+    is pinned, and copies go with the current stream, which computes: it orders them with their
+    uses, and nothing waits for them.
     """
 
     lent: Sequence[Tensor | None] = ()
@@ -190,7 +191,7 @@ class OnHost:
         self._inner = inner  # whose hooks come first: saved weights
         self._hooks: saved_tensors_hooks | None = None  # inside; kept, these would be a cycle
         # While the weak references are there, no other storage is where one of these was.
-        self._copies: dict[tuple[object, ...], tuple[Tensor, StorageWeakRef]] = {}
+        self._copies: dict[tuple[int, int], tuple[Tensor, StorageWeakRef]] = {}
 
     def __enter__(self) -> None:
         module = self._module
@@ -217,23 +218,32 @@ class OnHost:
             or tensor.layout is not torch.strided
             or tensor.device != self._device
             or tensor.nbytes < _LEAST
+            or tensor.is_conj()
+            or tensor.is_neg()
             or (storage := tensor.untyped_storage()).data_ptr() in self._left
         ):
             return partial(unchanged, tensor.detach(), tensor._version)
-        size, stride = tuple(tensor.shape), tensor.stride()
-        key = storage._cdata, tensor._version, tensor.dtype, tensor.storage_offset(), size, stride
-        found = self._copies.get(key)
+        found = self._copies.get((storage._cdata, tensor._version))
         if found is None:
-            span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-            flat = tensor.detach().as_strided((span,), (1,))
-            found = self._copies[key] = on_host(flat), StorageWeakRef(storage)
-        return partial(_on_device, found[0], self._device, size, stride)
+            held = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            found = on_host(held), StorageWeakRef(storage)
+            self._copies[storage._cdata, tensor._version] = found
+        size, stride = tuple(tensor.shape), tensor.stride()
+        span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        part = found[0][first : first + span * tensor.itemsize]
+        return partial(_on_device, part, self._device, tensor.dtype, size, stride)
 
 
 def _on_device(
-    host: Tensor, device: torch.device, size: tuple[int, ...], stride: tuple[int, ...]
+    part: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
 ) -> Tensor:
-    return host.to(device, non_blocking=True).as_strided(size, stride)
+    flat = part.to(device, non_blocking=True).view(dtype)
+    return flat.as_strided(size, stride, int(flat.storage_offset()))
 
 
 def _unpack(packed: Callable[[], Tensor]) -> Tensor:

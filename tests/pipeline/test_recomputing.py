@@ -17,12 +17,14 @@ from helpers.pipeline_cases import (
     tanh_stages,
 )
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import spectrain_ext as st
 from spectrain_ext.partitioning import cut_at
+from spectrain_ext.pipeline import activations
 
 
 @pytest.mark.parametrize("method", ["sync", "1f1b", "vanilla", "pipedream", "spectrain", "xpipe"])
@@ -417,6 +419,42 @@ def test_activations_on_the_host_change_no_bit(method):
     blocks = trained(stages, method, 1, data, microbatches=3)
     found = trained(stages, method, 1, data, microbatches=3, offload="activations")
     assert all(map(torch.equal, found, blocks))
+
+
+@pytest.mark.parametrize("method", ["gpipe", "spectrain"])
+def test_what_leaves_for_the_host(method):
+    """All but weights, module buffers, what was received, and what is small; each storage once."""
+    left, made = [], []
+
+    class Watched(Strided):
+        def forward(self, x):
+            y = self.linear(x)
+            q, k, v = y.unflatten(1, (12, 5)).chunk(3, 1)
+            made.append(StorageWeakRef(y.untyped_storage()))
+            return x + self.out((q * k * v).flatten(1))
+
+    def note(output, target):
+        left.append(not any(storage.expired() for storage in made))
+        copied.append(0)
+        return mse(output, target)
+
+    def counted(tensor):
+        copied[-1] += tensor.nbytes
+        return copy_of(tensor)
+
+    copy_of, found = activations.on_host, []
+    for offload in (None, "activations"):
+        left, made, copied = [], [], [0]
+        torch.manual_seed(1)
+        stages = [Watched(), nn.Identity()]
+        pipe = st.Pipeline(stages, sgd(), note, method, microbatches=1, offload=offload)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(activations, "on_host", counted)
+            found.append(losses(pipe, batches(1, size=64)))
+        assert left == [offload is None]
+        # y, of which there are three views, and two products
+        assert copied[0] == (0 if offload is None else 64 * 8 * (60 + 20 + 20))
+    assert torch.equal(*map(torch.stack, found))
 
 
 class Marker:
