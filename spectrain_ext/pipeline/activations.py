@@ -118,7 +118,7 @@ class RecomputedBlocks:
         named = getattr(stage, "block_names", ())
         self._blocks = [
             (module, name, "forward" if name in named else "_compiled_call_impl")
-            for name, module in blocks.items()
+            for module, name in {module: name for name, module in blocks.items()}.items()
         ]
         self._replaced: list[tuple[nn.Module, str, dict[str, Any]]] = []
 
@@ -211,6 +211,7 @@ class OnHost:
         self._hooks.__exit__(*raised)
         self._hooks = None
         self._copies.clear()
+        self.lent = ()
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         if (

@@ -99,11 +99,18 @@ class Pipeline(Loops):
             mappings, a mapping by name. Names left out have 0. ``(1, 0)`` for ``nn.LSTM``'s inputs
             of (time, batch, features) and targets of (batch,). Nobody can tell inputs and targets
             that are both time first from a batch. What stages hand on may have any layout.
-        recompute: keep only the inputs of a forward, and run the whole stage's forward again right
-            before its backward, with the weights that the backward is to meet. Where the method has
-            other weights there than in the forward, this is another method; where it has not, it
-            is slower, and smaller. Dropout is drawn again as it was. Module buffers, which are kept
-            as well, are what the first forward found, and are not updated again.
+        recompute: what to run again instead of keeping what autograd saves of it: True, whole
+            stages, right before their backwards; a number k, every k-th block of a stage; or
+            ``(name, module) -> bool``, which picks blocks, or modules in them, by the model's
+            names. Blocks are the layers of a Hugging Face model, or a stage's children, those of an
+            ``nn.ModuleList`` in its place. The weights are those that the backward is to meet.
+            Where the method has other weights there than in the forward, this is another method;
+            where it has not, it is slower, and smaller. Dropout is drawn again as it was. Module
+            buffers, which are kept as well, are what the first forward found, and are not updated
+            again.
+        offload: what to keep in host memory while it waits: ``"activations"``, what autograd saves;
+            ``"versions"``, weights that a stage computes with again, but for three of them;
+            ``"both"``. No bit changes.
 
     Attributes:
         method: the Method.

@@ -54,7 +54,8 @@ class Stage(Loads):
     the backward is to meet. Where these are not the forward's, this is another method: all of the
     gradient is then one of the backward's weights, activations included. Buffers, such as a
     spectral norm's vectors or running statistics, are what the first forward found, and updated by
-    that one only; so are those of a loss that is a module.
+    that one only; so are those of a loss that is a module. ``blocks`` are to be recomputed inside
+    of the backward of a stage that is not.
     """
 
     edges: StageEdges
@@ -137,7 +138,8 @@ class Stage(Loads):
             try:
                 if self._blocks is not None:
                     self._blocks.end()
-                self._on_host = None
+                if self._on_host is not None:
+                    self._follows, self._on_host = NOTHING, None
                 self.compute.record(self.computed)
             finally:
                 self.random.leave()

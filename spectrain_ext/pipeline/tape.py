@@ -70,7 +70,8 @@ class ModuleBuffers:
 
     def __init__(self, module: object) -> None:
         modules = module.modules() if isinstance(module, nn.Module) else ()
-        self._found = [(owner._buffers, dict(owner._buffers)) for owner in modules]
+        held = (owner._buffers for owner in modules if owner._buffers)
+        self._found = [(buffers, dict(buffers)) for buffers in held]
         tensors = {t for _, found in self._found for t in found.values() if t is not None}
         # Copies of all: ``.data`` and kernels of torch's norms write what autograd does not see.
         self._kept = {tensor: tensor.detach().clone() for tensor in tensors}
