@@ -114,7 +114,8 @@ ON_DEVICE = 3
 
 def on_host(tensor: Tensor) -> Tensor:
     """A copy in host memory, pinned if it comes from CUDA, made by the current stream there."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    pins = tensor.is_cuda
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
     return host.copy_(tensor, non_blocking=True)
 
 
