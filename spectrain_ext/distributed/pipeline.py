@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from spectrain_ext.method import Method, find_method
 from spectrain_ext.operators.averaging import Averaging
+from spectrain_ext.pipeline.activations import Offload, Recompute
 from spectrain_ext.pipeline.averaging import check_averaged
 from spectrain_ext.pipeline.batch import SplitDim
 from spectrain_ext.pipeline.loads import OnNonfinite
@@ -64,7 +65,7 @@ class DistributedPipeline(Pipeline):
         window: likewise; windows count the microbatches of one replica.
         clip_norm, clip_scope: likewise; a global norm makes the hosts wait for one another. With
             ``averaging`` every replica has a gradient of its own, and ``"auto"`` is by stage.
-        master_dtype, recompute, split_dim, on_nonfinite: likewise.
+        master_dtype, recompute, split_dim, on_nonfinite, offload: likewise.
         replicas: ranks of each stage, one number for all or one per stage; None: one. Ranks are
             numbered stage by stage, replica by replica, and replica c of r runs microbatches c, c +
             r, c + 2r, ... of every minibatch: r divides ``microbatches``. Replicas must start from
@@ -119,13 +120,14 @@ class DistributedPipeline(Pipeline):
         clip_norm: float | None = None,
         clip_scope: Literal["auto", "stage", "global"] = "auto",
         master_dtype: torch.dtype | None = None,
-        recompute: bool = False,
+        recompute: Recompute = False,
         timeout: float = 300.0,
         dynamic_shapes: bool = False,
         share_loss: bool = False,
         split_dim: SplitDim = 0,
         count: Callable[[Any], float | Tensor] | None = None,
         on_nonfinite: OnNonfinite = None,
+        offload: Offload = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -171,6 +173,7 @@ class DistributedPipeline(Pipeline):
             super().__init__(
                 *(modules, optimizer, loss_fn, method, devices, scheduler, microbatches, window),
                 *(clip_norm, clip_scope, master_dtype, recompute, split_dim, count, on_nonfinite),
+                offload,
             )
 
     def run(

@@ -113,6 +113,7 @@ class DecoderStage(nn.Module):
         self._last = end == plan.blocks
         self._takes = 0 < start < end  # one of no blocks is measured, too
         self._hand = _Hand()
+        self.block_names: list[str] = []  # of the list's that are here
         self.model = shadow(model, dict(self._stand_ins(model, hollows, start, end)))
         if not self._first:  # which has and saves what module buffers there are around the list
             names = plan.path.split(".")
@@ -172,6 +173,8 @@ class DecoderStage(nn.Module):
                 block.register_forward_hook(partial(_leave, hand))
             elif leaves:
                 block.register_forward_pre_hook(partial(_turn_back, hand), with_kwargs=True)
+            if here:
+                self.block_names.append(f"model.{name}")
             if block is not module:
                 yield name, block
 

@@ -62,6 +62,8 @@ class TracedStage(nn.Module):
     Parameters keep the names they have in the model.
     """
 
+    block_names: Sequence[str] = ()  # the modules in it are never called
+
     def __init__(self, part: State, modes: _Modes, training: bool, given: bool) -> None:
         super().__init__()
         self.part = part

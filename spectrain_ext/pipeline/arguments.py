@@ -262,8 +262,32 @@ def check_on_nonfinite(on_nonfinite: object) -> None:
 
 
 def check_recompute(recompute: object) -> None:
-    if not isinstance(recompute, bool):
-        raise TypeError(f"recompute: expected a bool, got {type(recompute).__name__}")
+    if not isinstance(recompute, int) and not callable(recompute):
+        raise TypeError(
+            "recompute: expected a bool, an int or a function of a name and a module, got "
+            f"{type(recompute).__name__}"
+        )
+    if not isinstance(recompute, bool) and isinstance(recompute, int) and recompute < 1:
+        raise ValueError(
+            f"recompute: expected at least 1, for every block, or a bool, got {recompute}"
+        )
+
+
+def check_offload(offload: object, recompute: object, on_nonfinite: object) -> None:
+    if offload not in (None, "activations", "versions", "both"):
+        raise ValueError(
+            f"offload: expected 'activations', 'versions', 'both' or None, got {offload!r}"
+        )
+    if recompute is True and offload in ("activations", "both"):
+        raise ValueError(
+            f"offload: {offload!r} has no activations to keep with recompute=True, which keeps "
+            "none; give recompute a policy, or offload='versions'"
+        )
+    if on_nonfinite == "skip" and offload in ("versions", "both"):
+        raise ValueError(
+            f"offload: {offload!r} does not go with on_nonfinite='skip', which needs the last "
+            "prediction on the device; expected 'activations', or on_nonfinite='raise'"
+        )
 
 
 def check_factories(optimizer: object, scheduler: object) -> None:

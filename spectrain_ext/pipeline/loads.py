@@ -133,9 +133,13 @@ class Loads:
                     "pipeline and make another one of the stages"
                 )
 
-    def begin_weights(self) -> None:
-        """Start a run with the weights that the module holds."""
+    def begin_weights(self, follows: bool = False) -> None:
+        """Start a run with the weights that the module holds.
+
+        ``follows``: have autograd save only where a weight is, also where it meets no others.
+        """
         weights = self.weights
+        self._follows = NOTHING
         if weights is None:
             return
         for stream in (self.compute, self.predict):
@@ -144,8 +148,7 @@ class Loads:
             weights.begin()
         self.weights_written()
         # A forward's graph finds the weights that its backward is to meet, if they are others.
-        self._follows = NOTHING
-        if weights.meets_others and weights.storage is not None:
+        if (follows or weights.meets_others) and weights.storage is not None:
             self._follows = SavedWeights(weights.storage)
         self._guarded = [p for p in self.module.parameters() if p.requires_grad]
         self.guard.put(self._guarded)

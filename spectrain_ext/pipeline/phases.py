@@ -59,6 +59,7 @@ def training_phases(
     clip_norm: float | None,
     clip_scope: str,
     master_dtype: torch.dtype | None,
+    offloads: bool = False,  # versions of the weights
 ) -> list[TrainingPhase]:
     """What each phase of a method makes of the stages; every optimizer is made once."""
     phases = [*zip(phases_of(method), of_phases, strict=True)]
@@ -96,7 +97,7 @@ def training_phases(
         check_optimizer(phase, rules, k, made[k])
         return StageWeights(
             *(modules[k], made[k], paces[k], rules, (places[0], places[k])),
-            *(phase.schedule, master_dtype, copies(k).keys()),
+            *(phase.schedule, master_dtype, copies(k).keys(), offloads),
         )
 
     return [

@@ -20,10 +20,12 @@ from spectrain_ext.threads import warn_of_threads
 from spectrain_ext.transport import callers_stream, each
 from spectrain_ext.weights import StageMemory, StageWeights
 
+from .activations import Offload, Recompute, recomputed_blocks
 from .arguments import (
     check_factories,
     check_loss_fn,
     check_master_dtype,
+    check_offload,
     check_on_nonfinite,
     check_order,
     check_recompute,
@@ -106,11 +108,15 @@ class Pipeline(Loops):
             goes to every microbatch as it is. ``(1, 0)`` for ``nn.LSTM``'s inputs of (time, batch,
             features) and targets of (batch,). Nobody can tell inputs and targets that are both time
             first from a batch. What stages hand on may have any layout.
-        recompute: keep only the inputs of a forward, and run the whole stage's forward again right
-            before its backward, with the weights that the backward is to meet. Where the method has
-            other weights there than in the forward, this is another method; where it has not, it
-            is slower, and smaller. Dropout is drawn again as it was. Module buffers, which are kept
-            as well, are what the first forward found, and are not updated again.
+        recompute: what to run again instead of keeping what autograd saves of it: True, whole
+            stages, right before their backwards; a number k, every k-th block of a stage; or
+            ``(name, module) -> bool``, which picks blocks, or modules in them, by the model's
+            names. Blocks are the layers of a Hugging Face model, or a stage's children, those of an
+            ``nn.ModuleList`` in its place. The weights are those that the backward is to meet.
+            Where the method has other weights there than in the forward, this is another method;
+            where it has not, it is slower, and smaller. Dropout is drawn again as it was. Module
+            buffers, which are kept as well, are what the first forward found, and are not updated
+            again.
         count: what a minibatch's loss is divided by, where ``loss_fn`` returns sums and that can be
             told by the whole minibatch's target alone: ``target -> a number``, called where batches
             come in; of a batch that is a mapping, the target is all of it. Gradients are then of
@@ -122,6 +128,9 @@ class Pipeline(Loops):
             had never come: module buffers and random numbers, too. Elsewhere by all stages if it is
             the loss; if a gradient, by its stage and those before it; and buffers get back what
             was finite. The host waits for that at every update. None: nobody looks.
+        offload: what to keep in host memory while it waits: ``"activations"``, what autograd saves;
+            ``"versions"``, weights that a stage computes with again, but for three of them;
+            ``"both"``. No bit changes.
 
     Attributes:
         method: the Method.
@@ -182,10 +191,11 @@ class Pipeline(Loops):
         clip_norm: float | None = None,
         clip_scope: Literal["auto", "stage", "global"] = "auto",
         master_dtype: torch.dtype | None = None,
-        recompute: bool = False,
+        recompute: Recompute = False,
         split_dim: SplitDim = 0,
         count: Callable[[Any], float | Tensor] | None = None,
         on_nonfinite: OnNonfinite = None,
+        offload: Offload = None,
     ) -> None:
         super().__init__()
         with deferred():
@@ -208,6 +218,8 @@ class Pipeline(Loops):
             check_recompute(recompute)
             check_on_nonfinite(on_nonfinite)
             self._on_nonfinite = on_nonfinite
+            check_offload(offload, recompute, on_nonfinite)
+            blocks = recomputed_blocks(here, recompute)
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts, count)
             check_factories(optimizer, scheduler)
@@ -221,6 +233,7 @@ class Pipeline(Loops):
                 clip_norm,
                 clip_scope,
                 master_dtype,
+                offload in ("versions", "both"),
             )
             if not any(map(self._exchanges_norms, self._phases)):
                 connections.norm = None
@@ -237,9 +250,9 @@ class Pipeline(Loops):
                         weights.bind()
                 for k, module in here.items():
                     self.add_module(str(k), module)
-                dim = first_dim(split_dim)
+                dim, keeps_there = first_dim(split_dim), offload in ("activations", "both")
                 own = [
-                    Stage(k, module, device, recompute, dim)
+                    Stage(k, module, device, recompute is True, blocks[k], dim, keeps_there)
                     for (k, module), device in zip(here.items(), where, strict=True)
                 ]
                 own[-1].divided = count is not None

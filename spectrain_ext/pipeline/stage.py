@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
 from math import nan
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from spectrain_ext.rng import RNG_LOCK, StageRandom
 from spectrain_ext.schedule import Kind
 from spectrain_ext.transport import NO_HEADER, Buffer, Message, Slot, Transit
 
+from .activations import OnHost, RecomputedBlocks
 from .batch import samples_in
 from .checks import Checks
 from .edges import Cursor, SharedLosses, StageEdges
@@ -54,7 +56,8 @@ class Stage(Checks):
     the backward is to meet. Where these are not the forward's, this is another method: all of the
     gradient is then one of the backward's weights, activations included. Buffers, such as a
     spectral norm's vectors or running statistics, are what the first forward found, and updated by
-    that one only; so are those of a loss that is a module.
+    that one only; so are those of a loss that is a module. ``blocks`` are to be recomputed inside
+    of the backward of a stage that is not.
     """
 
     edges: StageEdges
@@ -67,17 +70,20 @@ class Stage(Checks):
         module: nn.Module,
         device: torch.device,
         recomputes: bool = False,
+        blocks: Mapping[str, nn.Module] = MappingProxyType({}),  # that are recomputed
         split_dim: int = 0,  # of the input's first tensor
+        offloads: bool = False,  # what autograd saves, to the host
     ) -> None:
         super().__init__(index, module, device)
         self.random = StageRandom(index, device)
-        self.recomputes, self.split_dim = recomputes, split_dim
+        self.recomputes, self.split_dim, self.offloads = recomputes, split_dim, offloads
+        self._blocks = RecomputedBlocks(module, blocks) if blocks else None
+        self._on_host: OnHost | None = None
         self.peak = 0  # the most microbatches that were in flight at once
         self._mode = Mode.TRAIN
         self._modes: ModuleModes | None = None
         self._received: Slot
         self._in_place: bool | None = None  # whether the module works in place on its input
-        self._before: Sequence[ModuleBuffers] = ()  # while a recomputed graph is used
         self._in_transit = Transit(self.compute, 1)  # gradients
         self._sent = Transit(self.compute, 1)  # activations that no tape holds
         self.forget()
@@ -116,7 +122,11 @@ class Stage(Checks):
         self._numbers: AbstractContextManager[object] = self.random
         self._keeps_graph = mode is Mode.TRAIN and not self.recomputes
         if mode is Mode.TRAIN:
-            self.begin_weights()
+            self.begin_weights(follows=self.offloads)
+            if self.offloads:
+                self._follows = self._on_host = OnHost(self.module, self.device, self._follows)
+            if self._blocks is not None:
+                self._blocks.begin()
             return
         self._numbers, self._modes = NOTHING, None
         if mode is Mode.EVALUATE:
@@ -133,7 +143,10 @@ class Stage(Checks):
                 self._modes.restore()
         else:
             try:
-                self._restore_buffers()
+                if self._blocks is not None:
+                    self._blocks.end()
+                if self._on_host is not None:
+                    self._follows, self._on_host = NOTHING, None
                 self.compute.record(self.computed)
             finally:
                 self.random.leave()
@@ -183,6 +196,8 @@ class Stage(Checks):
         message = slot.message
         assert message is not None
         tape = Tape(slot, self._untracked or Buffer("activations"))
+        if self._on_host is not None:
+            self._on_host.lent = message.tensors
         graph = self._keeps_graph
         # An in-place first layer writes the slot.
         writes = (slot.buffer, self.module_buffers, tape.buffer)
@@ -331,25 +346,19 @@ class Stage(Checks):
         writes = [tape.slot.buffer, tape.buffer, self.module_buffers]
         if self.edges.targets:
             writes.append(tape.arrived.buffer)
-        with self.computing(reads=(self.working,), writes=writes), torch.enable_grad():
-            self._before = [ModuleBuffers(self.module), ModuleBuffers(tape.loss_fn)]
-            with torch.no_grad():
-                for found in reversed(tape.found):  # a loss may have the module in it
-                    found.restore()
+        with (
+            self.computing(reads=(self.working,), writes=writes),
+            torch.enable_grad(),
+            ExitStack() as held,
+        ):
+            for found in reversed(tape.found):  # a loss may have the module in it
+                held.enter_context(found)
             with self.random.at(tape.states):
                 tape.leaves, tape.output = self._run(message)
                 if tape.loss_fn is not None:
                     loss, _ = checked_loss(tape.loss_fn(tape.output, tape.target), self.device)
                     check_dependence(loss, tape.output)
                     tape.output = loss
-
-    def _restore_buffers(self) -> None:
-        """Have the module buffers of before a recomputation, whose graph is of no more use."""
-        if self._before:
-            with self.computing(writes=(self.module_buffers,)), torch.no_grad():
-                for before in self._before:
-                    before.restore()
-            self._before = ()
 
     def backward(self, i: int, j: int) -> None:
         tape = self._tapes.pop((i, j))
@@ -360,7 +369,8 @@ class Stage(Checks):
         """The gradients of the input, and what else cannot be put off."""
         tape = self._tapes[i, j]
         # Of a recomputed graph all: to put one half off would keep what was not to be kept.
-        tape.rest = self._differentiate(i, j, tape, halves=not self.recomputes)
+        halves = not self.recomputes and self._blocks is None
+        tape.rest = self._differentiate(i, j, tape, halves)
         if not self.immediate:
             self._has_computed()
 
@@ -399,7 +409,7 @@ class Stage(Checks):
         on_compute: AbstractContextManager[object] = NOTHING
         if not self.immediate:
             reads = (self.working, tape.buffer, tape.slot.buffer, tape.arrived.buffer)
-            # torch.utils.checkpoint runs layers again, and puts other random numbers there.
+            # torch.utils.checkpoint runs blocks again, and puts other random numbers there.
             writes = (self.weight_gradients, self.module_buffers, outgoing)
             on_compute = self.compute.using(reads=reads, writes=writes)
         with on_compute, RNG_LOCK:  # a hook may draw
@@ -419,8 +429,6 @@ class Stage(Checks):
                 rest = differentiate_inputs(pairs, tape.leaves)
             else:
                 differentiate(pairs)
-        if self._before:
-            self._restore_buffers()
         self._outgoing = tape.leaves, outgoing, count
         return rest
 

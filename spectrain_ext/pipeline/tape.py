@@ -73,30 +73,51 @@ class Targets:
 
 
 class ModuleBuffers:
-    """A module's buffers as they are now; what is no module has none."""
+    """A module's buffers as they are now; what is no module has none.
+
+    Inside ``with`` the module has copies of them. A graph that is made there keeps these, and what
+    the module had before is put back as it was.
+    """
 
     def __init__(self, module: object) -> None:
+        modules = module.modules() if isinstance(module, nn.Module) else ()
+        held = (owner._buffers for owner in modules if owner._buffers)
+        self._found = [(buffers, dict(buffers)) for buffers in held]
+        tensors = {t for _, found in self._found for t in found.values() if t is not None}
         # Copies of all: ``.data`` and kernels of torch's norms write what autograd does not see.
-        self._kept = [
-            (owner, name, tensor, tensor.detach().clone())
-            for owner in (module.modules() if isinstance(module, nn.Module) else ())
-            for name, tensor in owner._buffers.items()
-            if tensor is not None
-        ]
+        self._kept = {tensor: tensor.detach().clone() for tensor in tensors}
+        self._now: list[dict[str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        copies = {tensor: kept.clone() for tensor, kept in self._kept.items()}
+        self._now = [dict(held) for held, _ in self._found]
+        for held, found in self._found:
+            for name, tensor in found.items():
+                held[name] = None if tensor is None else copies[tensor]
+
+    def __exit__(self, *raised: object) -> None:
+        for (held, _), now in zip(self._found, self._now, strict=True):
+            for name, tensor in now.items():
+                held[name] = tensor
 
     def restore(self) -> None:
-        """Put them back; a graph that needs them has been used."""
-        for owner, name, tensor, value in self._kept:
-            owner._buffers[name] = tensor
+        """Put them back; graphs that need them have been used."""
+        for held, found in self._found:
+            held.update(found)
+        for tensor, value in self._kept.items():
             tensor.copy_(value)
 
     def restore_finite(self) -> None:
         """Put back what was finite and is not any more; graphs that have saved it go on."""
-        for owner, name, _, value in self._kept:
-            now = owner._buffers[name]
-            if now is not None and now.is_floating_point() and now.shape == value.shape:
-                lost = value.isfinite() & ~now.isfinite()
-                now.data.copy_(torch.where(lost, value, now))
+        for held, found in self._found:
+            for name, tensor in found.items():
+                now = held[name]
+                if now is None or tensor is None or not now.is_floating_point():
+                    continue
+                value = self._kept[tensor]
+                if now.shape == value.shape:
+                    lost = value.isfinite() & ~now.isfinite()
+                    now.data.copy_(torch.where(lost, value, now))
 
 
 class ModuleModes:

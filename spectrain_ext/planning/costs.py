@@ -284,6 +284,7 @@ class _Books:
     """Stands for ``Storage``: has buffers of no memory."""
 
     same_dtype = predicts = True
+    most, hosted = None, ()
 
     def __init__(self, master: bool) -> None:
         self.home = _Buffer()

@@ -14,7 +14,7 @@ from spectrain_ext.optim.foreign import loose_state, updater_of
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
 from .rates import rates_of
-from .storage import Content, Storage, flat_nbytes, true_dtype
+from .storage import ON_DEVICE, Content, Storage, flat_nbytes, true_dtype
 from .versions import Update, Versions
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ class StageMemory(NamedTuple):
     """What a stage holds at most.
 
     Attributes:
-        versions: buffers of weights: those that are computed with, and the master.
+        versions: buffers of weights: those that are computed with, and the master; not what
+            ``offload`` has on the host.
         weight_bytes: bytes of these; the optimizer's state and gradients are not among them.
         microbatches: microbatches between the begin of their forward and the end of their backward.
     """
@@ -54,6 +55,7 @@ class StageWeights:
         schedule: str | Generator,
         master_dtype: torch.dtype | None = None,
         copies: Set[Tensor] = frozenset(),  # parameters that another stage trains
+        offloads: bool = False,  # versions that wait, to the host
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -72,8 +74,11 @@ class StageWeights:
         self.peak = count_stage(schedule, *places, rules, wide)
         # Beside these there are what is true, and what it was before.
         self._computing = self.peak.versions - self._has_master - rules.keeps_before
-        # Whether a backward may meet other weights than its forward, in another buffer.
-        self.meets_others = rules.retains(self._place.microbatches)
+        self._offloads = offloads and self._computing > ON_DEVICE
+        if self._offloads:
+            self._computing = ON_DEVICE
+        # Whether a backward may meet other weights than its forward, or the same in another buffer.
+        self.meets_others = rules.retains(self._place.microbatches) or self._offloads
         self.storage: Storage | None = None
 
     # Storage.
@@ -100,7 +105,7 @@ class StageWeights:
         """What the schedule and the method say there will be."""
         narrow = [p.dtype for p in self.params]
         wide = [true_dtype(p, self._master_dtype) for p in self.params]
-        computing, true = self._computing, self.peak.versions - self._computing
+        computing, true = self._computing, self._has_master + self._rules.keeps_before
         if self._rules.keeps_before and narrow != wide:
             true += 1  # where the extrapolation is rounded from
         size = computing * flat_nbytes(self.params, narrow) + true * flat_nbytes(self.params, wide)
@@ -116,6 +121,7 @@ class StageWeights:
             master=self._has_master,
             master_dtype=self._master_dtype,
             versions=self._computing,
+            offloads=self._offloads,
         )
         try:
             made.bind()
@@ -223,6 +229,9 @@ class StageWeights:
             stale = storage.sink_of(update.stale)
             assert stale is not None, "what corrects also predicts"
             updater.read_stale(stale)
+        for buffer in (update.kept, room):
+            if buffer is not None:
+                storage.vacate(buffer)
         storage.before_update(update.kept)
         if written is not None and room is not None:
             updater.write_with_next_step(storage.sink_of(room), written.law or 0.0)

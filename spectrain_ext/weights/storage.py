@@ -99,11 +99,24 @@ class VersionBuffer:
     flat: Flat
     memory: Buffer  # stands for it where streams are checked
     content: Content | None = None  # None: nothing of use
+    leaving: Content | None = None  # goes to the host before the buffer is written
     written: Event | None = None  # last, on the stream that writes weights
     read: Event | None = None  # last, on the stream that computes
     followed: bool = True  # whether that stream has waited for the last write
     sink: PredictionSink | None = None  # for the optimizer's predictions, once somebody has asked
     watch: _C.Watch | None = None  # sees parameters leave, once they have been here
+
+
+#: Buffers that versions are computed with, where others wait on the host: what is bound, what is
+#: true or written, and what takes the place of a third.
+ON_DEVICE = 3
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, pinned if it comes from CUDA, made by the current stream there."""
+    pins = tensor.is_cuda
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
+    return host.copy_(tensor, non_blocking=True)
 
 
 class Storage:
@@ -128,6 +141,7 @@ class Storage:
         master: bool,
         master_dtype: torch.dtype | None = None,  # of master and state, for 16-bit ones
         versions: int = 1,
+        offloads: bool = False,  # to the host, versions that wait and find no room in so many
     ) -> None:
         def wide(p: Tensor) -> torch.dtype:
             return true_dtype(p, master_dtype)
@@ -139,6 +153,8 @@ class Storage:
         self.optimizer = optimizer
         self._correction, self._averaging = rules.correction, rules.averaging
         self._running = False
+        self.most = versions if offloads else None  # buffers of the pool, as far as that goes
+        self.hosted: dict[Content, list[Tensor]] = {}  # in host memory
         self._plans: dict[tuple[int, int], Plan] = {}  # by what they read and what they write
         # Of every flat buffer's memory: which of a version's it is, and its first element.
         self.addresses: dict[int, tuple[int, int]] = {}
@@ -229,8 +245,7 @@ class Storage:
 
     def begin(self) -> None:
         """Take what the parameters hold, in the home buffer, as the true weights."""
-        for buffer in self.pool:
-            buffer.content = None
+        self._forget()
         if self.master is not None:
             if self.same_dtype:
                 self._copy(self.home.flat, self.master.flat)
@@ -256,8 +271,12 @@ class Storage:
             self.bound = self.home
         elif self.bound is not self.home:
             self.point(self.home)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.hosted = {}
         for buffer in self.pool:
-            buffer.content = None
+            buffer.content = buffer.leaving = None
 
     def true_weights(self) -> Mapping[Tensor, Tensor]:
         """Where the true weights are: parameter -> tensor; between runs in the home buffer."""
@@ -292,9 +311,19 @@ class Storage:
 
     # What a buffer is to hold.
 
+    def vacate(self, buffer: VersionBuffer) -> None:
+        """Copy what a buffer held to the host, if that is needed again; it is written next."""
+        leaving, buffer.leaving = buffer.leaving, None
+        if leaving is not None and leaving not in self.hosted:
+            self.hosted[leaving] = [*map(on_host, buffer.flat.buffers)]
+
     def write(self, content: Content, buffer: VersionBuffer) -> None:
-        law = content.law
-        if law is None:
+        self.vacate(buffer)
+        law, there = content.law, self.hosted.get(content)
+        if there is not None:
+            for part, copy in zip(buffer.flat.buffers, there, strict=True):
+                part.copy_(copy, non_blocking=True)
+        elif law is None:
             self.write_true(buffer)
         elif isinstance(law, Difference):
             self._extrapolate(law.steps, buffer.flat)
@@ -386,7 +415,7 @@ class SavedWeights:
             pack, unpack = self._outer
             return partial(unpack, pack(tensor))
         # Not the tensor itself: what a node saves of its own output would keep the node.
-        return partial(_unchanged, tensor.detach(), tensor._version)
+        return partial(unchanged, tensor.detach(), tensor._version)
 
     def _in_bound(
         self, number: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int
@@ -399,7 +428,7 @@ def _unpack(packed: Callable[[], Tensor]) -> Tensor:
     return packed()
 
 
-def _unchanged(tensor: Tensor, version: int) -> Tensor:
+def unchanged(tensor: Tensor, version: int) -> Tensor:
     """What is no weight; with hooks autograd does not look whether it has changed."""
     if tensor._version != version:
         raise RuntimeError(

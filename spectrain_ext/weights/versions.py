@@ -67,17 +67,31 @@ class Versions(Reader[Content]):
             return self._storage.master
         return None
 
-    def room(self, content: Content | None) -> VersionBuffer:
-        """A buffer to write these weights into; what it held is forgotten."""
+    def room(self, content: Content | None, besides: VersionBuffer | None = None) -> VersionBuffer:
+        """A buffer to write these weights into; what it held is forgotten, or goes to the host."""
         storage = self._storage
         for buffer in storage.pool:
             held = buffer.content
             if held is None or not (buffer is storage.true or self._is_wanted(held)):
                 break
         else:
-            buffer = storage.new_buffer()
+            buffer = self._to_vacate(besides) or storage.new_buffer()
+            buffer.leaving = buffer.content
         buffer.content = content
         return buffer
+
+    def _to_vacate(self, besides: VersionBuffer | None) -> VersionBuffer | None:
+        """The buffer of what is needed last, of the newest version, if there are enough of them."""
+        storage = self._storage
+        if storage.most is None or len(storage.pool) < storage.most:
+            return None
+        needed = (storage.true, storage.bound, besides)
+        others = [
+            (buffer.content.version, n)
+            for n, buffer in enumerate(storage.pool)
+            if buffer not in needed and buffer.content not in (None, self._stale)
+        ]
+        return storage.pool[max(others)[1]] if others else None
 
     # The update.
 
@@ -99,10 +113,12 @@ class Versions(Reader[Content]):
             if self._is_wanted(true):
                 kept = self.room(None)
             (kept or storage.true).content = Content(self.version)
-        elif self._is_wanted(true) and self.find(true) is None:
+        elif self._is_wanted(true) and self.find(true) is None and true not in storage.hosted:
             kept = self.room(true)
+        for content in [each for each in storage.hosted if not self._is_wanted(each)]:
+            del storage.hosted[content]
         written = self._following(forward, moves, rates_move)
-        return Update(None if written is None else self.room(written), kept, stale)
+        return Update(None if written is None else self.room(written, kept), kept, stale)
 
     def _predicted(self) -> VersionBuffer | None:
         """What the last step predicted and nobody can make again, if that is how it is."""

@@ -37,6 +37,7 @@ CASES = {
         *cases([2], 4, ["gpipe", "1f1b", "pipedream", "spectrain"]),
         ([2], "vanilla", {"microbatches": 4, "clip_norm": 0.02}),
         ([2], "spectrain", {"microbatches": 2, "recompute": True, "window": 3}),
+        ([2], "pipedream", {"microbatches": 4, "recompute": 1, "window": 3}),  # every block
     ],
     3: [
         *cases([2, 1], 4, ["sync", "1f1b", "pipedream", "spectrain-stash", "pipedream-2bw"]),

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 
 SIZES = [8, 8, 8, 8, 8, 5]
 CASES = [
-    ("dataclass", {"method": "spectrain", "microbatches": 3}),
+    ("dataclass", {"method": "spectrain", "microbatches": 3, "offload": "activations"}),
     ("dict", {"method": "auto", "microbatches": 2, "recompute": True}),
 ]
 

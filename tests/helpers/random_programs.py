@@ -95,6 +95,9 @@ class Program:
         self._draw_blocks()
         self._draw_options()
         self._draw_batches()
+        self.offload = self.pick(None, None, "versions", "activations", "both")  # changes nothing
+        if self.recompute and self.offload is not None:
+            self.offload = "versions"
 
     def __str__(self):
         stages = " | ".join(
@@ -114,7 +117,7 @@ class Program:
             f"{self.optimizer}({numbers}{' as a tensor' * self.tensor_rate}; groups: "
             f"{self.groups}), scheduler {self.scheduler}; {options}; {model}; batches "
             f"{self.batch_form}, {self.input_form}, {self.target_form}, {self.loss}, "
-            f"sizes {self.sizes}"
+            f"sizes {self.sizes}, offload {self.offload}"
         )
 
     def pick(self, *options):
@@ -484,7 +487,7 @@ class Program:
                 self.loss_fn,
                 method_of(self.method),
                 scheduler=self.make_scheduler,
-                **{**self.options, **more},
+                **{**self.options, "offload": self.offload, **more},
             )
 
     def batches(self, sizes, salt=0):

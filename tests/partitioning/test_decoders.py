@@ -283,6 +283,37 @@ def test_gradient_checkpointing_stays():
         torch.testing.assert_close(p.grad, q.grad, msg=key)
 
 
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_recomputed_blocks_are_the_layers_of_a_decoder(name):
+    """What a stage does around its first and last layer is done once."""
+    path = "model.layers" if name == "Llama" else "transformer.h"
+    data, asked = [batch(4, length, "left") for length in (6, 8, 6)], []
+
+    def pick(name, module):
+        asked.append(name)
+        return name.endswith("mlp")
+
+    found = []
+    for recompute in (False, True, 1, 2, pick):
+        model = made(name).train()
+        calls = []
+        for layer in model.get_submodule(path):
+            layer.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        parts = st.partition(model, 3, profile=EVEN)
+        torch.manual_seed(1)
+        pipe = st.Pipeline(parts, sgd, parts.loss_fn, "auto", microbatches=2, recompute=recompute)
+        calls.clear()
+        losses = [result.loss for result in pipe.run(data)]
+        found.append(([*losses, *pipe.state_dict().values()], len(calls)))
+    (expected, count), *others = found
+    assert [calls for _, calls in others] == [2 * count, 2 * count, count + count // 4, 2 * count]
+    for tensors, _ in others:
+        assert all(map(torch.equal, tensors, expected))
+    assert asked[0] == f"{path}.0"
+    assert {f"{path}.{n}.mlp" for n in range(4)} <= set(asked)
+    assert len(asked) == len(set(asked))
+
+
 @pytest.mark.parametrize(
     ("head", "more"),
     [

@@ -180,7 +180,8 @@ def test_the_difference_of_weights_needs_no_momentum():
         ({"clip_norm": "1"}, TypeError, "clip_norm"),
         ({"clip_norm": 1.0, "clip_scope": "layer"}, ValueError, "clip_scope.*'layer'"),
         ({"master_dtype": torch.int32}, (TypeError, ValueError), "master_dtype"),
-        ({"recompute": 1}, TypeError, "recompute"),
+        ({"recompute": 1.0}, TypeError, "recompute"),
+        ({"recompute": 0}, ValueError, "recompute"),
     ],
     ids=str,
 )

@@ -84,6 +84,18 @@ def test_the_same_bits_each_time(method: str) -> None:
         assert all(torch.equal(state[k], first[k]) for k in first)
 
 
+@pytest.mark.parametrize("options", [{"offload": "both"}, {"recompute": 1}], ids=str)
+@pytest.mark.parametrize("method", ["gpipe", "pipedream", "spectrain-stash"])
+def test_what_waits_on_the_host_or_is_made_again(method: str, options: dict[str, Any]) -> None:
+    """The bits of what was kept on the device, each time."""
+    more = {} if method == "gpipe" else {"window": "wide"}
+    first_loss, first = _train(method, "cuda", count=64, microbatches=1, **more)
+    for _ in range(3):
+        loss, state = _train(method, "cuda", count=64, microbatches=1, **more, **options)
+        assert torch.equal(loss, first_loss)
+        assert all(torch.equal(state[k], first[k]) for k in first)
+
+
 @pytest.mark.parametrize("method", ["vanilla", "pipedream", "lwp-w"])
 def test_an_optimizer_that_is_not_the_packages(method: str) -> None:
     """It allocates its state and what it computes in between on the stage's stream."""
@@ -231,8 +243,8 @@ def test_a_captured_module_is_refused() -> None:
         st.Pipeline([module], st.optim.SGD, nn.functional.mse_loss)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_running_statistics_in_a_run_and_after_it(recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True, 1])
+def test_running_statistics_in_a_run_and_after_it(recompute: bool | int) -> None:
     """Asked for between two results; another stream of the caller's each time."""
 
     def found(wait: bool) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -229,6 +230,21 @@ def test_recomputation_keeps_no_activations(method):
     assert tapes.peak == [one_tape(size)] * n
 
 
+def test_recomputed_blocks_keep_their_inputs():
+    def block():
+        return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH))
+
+    size, m = 2, 3
+    for recompute, picked in ((False, 0), (3, 1), (2, 2), (1, 4)):
+        stages = [nn.Sequential(*(block() for _ in range(4))) for _ in range(2)]
+        pipe = st.Pipeline(stages, sgd(), mse, "gpipe", microbatches=m, recompute=recompute)
+        with Tapes(list(pipe.children())) as tapes:
+            losses(pipe, data(2, size * m))
+        # Of a block its input; else what is between its layers as well, which both of them save.
+        numbers = 4 * WIDTH + (4 - picked) * 2 * 4 * WIDTH
+        assert tapes.peak == [m * size * numbers * 8] * 2
+
+
 # As predicted from the schedule, and as measured: with masters, and where a stage has no weights.
 
 NAMES = [name for name in st.methods() if name not in ("spectrain-ema", "xgrad")]
@@ -302,3 +318,33 @@ def test_master_weights_are_float32_and_outlive_a_run():
 def test_a_master_dtype_that_no_kernel_takes():
     with pytest.raises(ValueError, match=r"master_dtype: expected torch.float32, or None"):
         st.Pipeline(tanh_stages(2), sgd(), mse, master_dtype=torch.float64)
+
+
+# On the host.
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("method", ["pipedream", "pipedream-vertical-sync", "spectrain-stash"])
+def test_versions_on_the_host_change_no_bit(method, dtype):
+    master = torch.float32 if dtype == torch.bfloat16 else None
+    stages = [stage.to(dtype) for stage in tanh_stages(5)]
+    data = [(x.to(dtype), y.to(dtype)) for x, y in batches(16, size=5)]
+    found, buffers = [], []
+    for offload in (None, "versions"):
+        pipe = st.Pipeline(
+            copy.deepcopy(stages),
+            sgd(lr=1e-2),
+            mse,
+            method,
+            microbatches=1,
+            window="wide",
+            master_dtype=master,
+            offload=offload,
+        )
+        found.append([*losses(pipe, data), *losses(pipe, data[:3]), *pipe.state_dict().values()])
+        assert pipe.measured_memory() == pipe.predicted_memory()
+        buffers.append([each.weights.storage.pool for each in pipe._executor.stages])
+    assert all(map(torch.equal, *found))
+    before, after = ([len(pool) for pool in each] for each in buffers)
+    assert before[0] > 6
+    assert after == [min(count, 3) for count in before]

@@ -1,0 +1,251 @@
+"""Activations: what a stage keeps from a forward to its backward, and what it computes again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from spectrain_ext.transport import tensors_in
+from spectrain_ext.weights.storage import on_host, unchanged
+
+from .names import full_names
+from .tape import ModuleBuffers
+
+#: What is computed again before or in a backward: nothing, the whole stage, its every k-th block,
+#: or what a function of a module's name and the module picks.
+Recompute = bool | int | Callable[[str, nn.Module], bool]
+
+#: What lies in host memory while it waits: what autograd saves, versions of the weights.
+Offload = Literal["activations", "versions", "both"] | None
+
+
+def blocks_of(stage: nn.Module) -> dict[str, nn.Module]:
+    """A stage's blocks by name: what ``block_names`` says, or its children.
+
+    Lists and dicts of modules, which nobody calls, stand for their members.
+    """
+    names = getattr(stage, "block_names", None)
+    if names is not None:
+        return {name: stage.get_submodule(name) for name in names}
+    return dict(_called_in(stage, ""))
+
+
+def _called_in(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called_in(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name, child
+
+
+def recomputed_blocks(
+    stages: Mapping[int, nn.Module], recompute: Recompute
+) -> dict[int, dict[str, nn.Module]]:
+    """By stage the blocks whose forward is run again in the backward.
+
+    Raises:
+        ValueError: a stage that is one graph, or compiled as a whole.
+    """
+    if isinstance(recompute, bool):
+        return {k: {} for k in stages}
+    found = {k: _blocks_at(k, stage, recompute) for k, stage in stages.items()}
+    if not any(found.values()):
+        warnings.warn(
+            f"recompute: it picks no block of stages {', '.join(map(str, stages))}", stacklevel=3
+        )
+    return found
+
+
+def _blocks_at(
+    k: int, stage: nn.Module, recompute: int | Callable[[str, nn.Module], bool]
+) -> dict[str, nn.Module]:
+    blocks = blocks_of(stage)
+    if not blocks and getattr(stage, "block_names", None) is not None:
+        raise ValueError(
+            f"recompute: stages[{k}] is one traced graph, without blocks; give recompute=True, or "
+            "cut the model with split_points that name more places than there are cuts"
+        )
+    if isinstance(recompute, int):
+        found = dict(list(blocks.items())[recompute - 1 :: recompute])
+    else:
+        found = dict(_picked(stage, blocks, recompute))
+    for name in found:
+        atoms = name.split(".")
+        for count in range(len(atoms)):
+            around = stage.get_submodule(".".join(atoms[:count]))
+            if around._compiled_call_impl is not None or "_orig_mod" in around._modules:
+                raise ValueError(
+                    f"recompute: stages[{k}]: block {name!r} is inside of a compiled module; "
+                    "compile the blocks one by one, or give recompute=True"
+                )
+    return found
+
+
+def _picked(
+    stage: nn.Module, modules: Mapping[str, nn.Module], pick: Callable[[str, nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Those that a function picks, by the model's names; what is inside of these is not asked."""
+    for name, module in modules.items():
+        (full,) = full_names(stage, [f"{name}."], "").values()
+        if pick(full.rstrip(".") or name, module):
+            yield name, module
+        elif getattr(module, "block_names", None) is None:
+            inner = {f"{name}.{inner}": m for inner, m in _called_in(module, "")}
+            yield from _picked(stage, inner, pick)
+
+
+class RecomputedBlocks:
+    """Blocks whose calls keep their arguments; what autograd saves of them is computed again.
+
+    That is ``torch.utils.checkpoint``, in the backward, with the weights that the backward meets,
+    the random numbers and the module buffers of the first time. The calls are replaced for the time
+    of a run: nothing is called otherwise, and no module gets another name.
+    """
+
+    def __init__(self, stage: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        # Hooks of a block are part of its call, as they may make its weights. But those of a stage
+        # that says what its blocks are may be its own, and have to stay outside.
+        named = getattr(stage, "block_names", ())
+        self._blocks = [
+            (module, name, "forward" if name in named else "_compiled_call_impl")
+            for module, name in {module: name for name, module in blocks.items()}.items()
+        ]
+        self._replaced: list[tuple[nn.Module, str, dict[str, Any]]] = []
+
+    def begin(self) -> None:
+        for module, name, attribute in self._blocks:
+            held = vars(module)
+            before = {attribute: held[attribute]} if attribute in held else {}
+            call = getattr(module, attribute) or module._call_impl
+            self._replaced.append((module, attribute, before))
+            held[attribute] = partial(_recomputed, name, module, call)
+
+    def end(self) -> None:
+        """Have the blocks be what they were; may be repeated, or done without a begin."""
+        while self._replaced:
+            module, attribute, before = self._replaced[-1]
+            vars(module).pop(attribute, None)
+            vars(module).update(before)
+            self._replaced.pop()
+
+
+def _recomputed(
+    name: str, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a block that autograd is to save nothing of but its arguments."""
+    if not torch.is_grad_enabled():
+        return call(*args, **kwargs)
+    leaves, form = tree_flatten((args, kwargs))
+    first = [(args, kwargs)]
+
+    def run(*leaves: Any) -> Any:
+        # The second time lists and dicts are what they were before the first.
+        given, named = first.pop() if first else tree_unflatten(leaves, form)
+        return call(*given, **named)
+
+    found = ModuleBuffers(module)
+    tensors = list(tensors_in(leaves))
+    versions = [tensor._version for tensor in tensors]
+    output = checkpoint(
+        run, *leaves, use_reentrant=False, context_fn=lambda: (nullcontext(), found)
+    )
+    if versions != [tensor._version for tensor in tensors]:
+        raise RuntimeError(
+            f"recompute: block {name!r} works in place on what it is given, and would find it "
+            "changed the second time; pick a block around it, or give recompute=True"
+        )
+    return output
+
+
+# What is kept, in host memory.
+
+_LEAST = 1024  # bytes that are worth a copy
+
+
+class OnHost:
+    """Inside, what autograd saves is copied to host memory, and for its backward to the device.
+
+    Parameters, module buffers, what lies in a receive buffer until the backward anyway (``lent``),
+    and small tensors stay where they are. Whole storages are copied, each once, and a backward gets
+    the strides that its forward had, so that it calls the same kernels. On CUDA the host's memory
+    is pinned, and copies go with the current stream, which computes: it orders them with their
+    uses, and nothing waits for them.
+    """
+
+    lent: Sequence[Tensor | None] = ()
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, inner: AbstractContextManager[object]
+    ) -> None:
+        self._module, self._device = module, device
+        self._inner = inner  # whose hooks come first: saved weights
+        self._hooks: saved_tensors_hooks | None = None  # inside; kept, these would be a cycle
+        # While the weak references are there, no other storage is where one of these was.
+        self._copies: dict[tuple[int, int], tuple[Tensor, StorageWeakRef]] = {}
+
+    def __enter__(self) -> None:
+        module = self._module
+        there = (*module.parameters(), *module.buffers(), *self.lent)
+        self._left = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in there
+            if tensor is not None and tensor.layout is torch.strided
+        }
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        assert self._hooks is not None
+        self._inner.__exit__(*raised)
+        self._hooks.__exit__(*raised)
+        self._hooks = None
+        self._copies.clear()
+        self.lent = ()
+
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        if (
+            type(tensor) is not Tensor
+            or tensor.layout is not torch.strided
+            or tensor.device != self._device
+            or tensor.nbytes < _LEAST
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or (storage := tensor.untyped_storage()).data_ptr() in self._left
+        ):
+            return partial(unchanged, tensor.detach(), tensor._version)
+        found = self._copies.get((storage._cdata, tensor._version))
+        if found is None:
+            held = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            found = on_host(held), StorageWeakRef(storage)
+            self._copies[storage._cdata, tensor._version] = found
+        size, stride = tuple(tensor.shape), tensor.stride()
+        span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        part = found[0][first : first + span * tensor.itemsize]
+        return partial(_on_device, part, self._device, tensor.dtype, size, stride)
+
+
+def _on_device(
+    part: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> Tensor:
+    flat = part.to(device, non_blocking=True).view(dtype)
+    return flat.as_strided(size, stride, int(flat.storage_offset()))
+
+
+def _unpack(packed: Callable[[], Tensor]) -> Tensor:
+    return packed()
