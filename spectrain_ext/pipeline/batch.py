@@ -22,6 +22,8 @@ from spectrain_ext.transport import (
     callers_stream,
     flattened,
     places_in,
+    referred,
+    refused,
     tensors_in,
 )
 
@@ -159,7 +161,7 @@ def _message(value: object, where: str, objects: bool) -> Message:
     if isinstance(value, Tensor):
         return Message((value.detach(),), (False,), TENSOR)
     tensors: list[Tensor] = []
-    form = flattened(value, where, tensors, objects)
+    form = flattened(value, where, tensors, referred if objects else refused)
     detached = tuple([tensor.detach() for tensor in tensors])
     return Message(detached, (False,) * len(detached), form)
 
