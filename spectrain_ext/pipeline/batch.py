@@ -114,10 +114,10 @@ def microbatches_in(batch: object, where: str, warns: bool = False) -> list[Any]
         "write the pair as a tuple, or two microbatches as spectrain_ext.Microbatches([..., ...])"
     )
     if isinstance(first, Mapping) and isinstance(second, Mapping):
-        if first.keys() == second.keys():
+        if first.keys() & second.keys():
             raise ValueError(
-                f"{where}: a list of two mappings with the same keys may be a pair (input, target) "
-                f"or two microbatches; {remedy}"
+                f"{where}: a list of two mappings with keys in common may be a pair (input, "
+                f"target) or two microbatches; {remedy}"
             )
     elif warns and _is_pair(first) and _is_pair(second):
         warnings.warn(
