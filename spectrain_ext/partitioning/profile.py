@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spectrain_ext.rng import RNG_LOCK
-from spectrain_ext.transport import Value, as_value, each, tensors_in, tensors_of
+from spectrain_ext.transport import Value, as_value, each, refused, tensors_in, tensors_of
 
 _CACHE = 4 * 2**20  # bytes: more than the caches that a core has for itself
 _MOST = 10**18  # of any number in a profile: sums, products and squares of them are finite
@@ -318,4 +318,4 @@ def _checked(output: object, index: int, last: bool) -> Value:
     """What the next block is given; of the last one's output, whatever it is, the tensors."""
     if last:
         return tuple(tensors_in(output))
-    return as_value(output, f"block {index}", objects=False)
+    return as_value(output, f"block {index}", refused)

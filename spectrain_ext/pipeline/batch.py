@@ -22,6 +22,8 @@ from spectrain_ext.transport import (
     callers_stream,
     flattened,
     places_in,
+    referred,
+    refused,
     tensors_in,
 )
 
@@ -112,10 +114,10 @@ def microbatches_in(batch: object, where: str, warns: bool = False) -> list[Any]
         "write the pair as a tuple, or two microbatches as spectrain_ext.Microbatches([..., ...])"
     )
     if isinstance(first, Mapping) and isinstance(second, Mapping):
-        if first.keys() == second.keys():
+        if first.keys() & second.keys():
             raise ValueError(
-                f"{where}: a list of two mappings with the same keys may be a pair (input, target) "
-                f"or two microbatches; {remedy}"
+                f"{where}: a list of two mappings with keys in common may be a pair (input, "
+                f"target) or two microbatches; {remedy}"
             )
     elif warns and _is_pair(first) and _is_pair(second):
         warnings.warn(
@@ -164,7 +166,7 @@ def _message(value: object, where: str, objects: bool) -> Message:
     if isinstance(value, Tensor):
         return Message((value.detach(),), (False,), TENSOR)
     tensors: list[Tensor] = []
-    form = flattened(value, where, tensors, objects)
+    form = flattened(value, where, tensors, referred if objects else refused)
     detached = tuple([tensor.detach() for tensor in tensors])
     return Message(detached, (False,) * len(detached), form)
 

@@ -53,8 +53,28 @@ CONTAINERS: dict[str, Callable[[Iterable[Any]], Any]] = {
 CONSTANTS = (bool, int, float, str, type(None))
 
 
-def flattened(value: object, where: str, tensors: list[Tensor], objects: bool = False) -> Form:
-    """Add the value's tensors to a list, and return its form; maybe with other ``objects`` in it.
+def refused(value: object, where: str) -> Form:
+    raise TypeError(f"{where}: expected {VALUES}, got a {type(value).__name__}")
+
+
+def referred(value: object, where: str) -> Form:
+    """The form of any other object, but of arrays and of what has tensors in it."""
+    shape = getattr(value, "shape", ())
+    if (isinstance(shape, tuple) and shape) or next(tensors_in(value), None) is not None:
+        raise TypeError(
+            f"{where}: expected {VALUES}, got a {type(value).__name__}, and nobody could cut what "
+            "is in it"
+        )
+    return Reference(value)
+
+
+def flattened(
+    value: object,
+    where: str,
+    tensors: list[Tensor],
+    other: Callable[[object, str], Form] = refused,  # the form of what is none of VALUES
+) -> Form:
+    """Add the value's tensors to a list, and return its form.
 
     A named tuple has the form of a tuple, and any mapping that of a dict.
     """
@@ -68,18 +88,13 @@ def flattened(value: object, where: str, tensors: list[Tensor], objects: bool = 
         for name, member in value.items():
             if not isinstance(name, str):
                 raise TypeError(f"{where}: expected strings as keys, got {name!r}")
-            forms.append(flattened(member, f"{where}[{name!r}]", tensors, objects))
+            forms.append(flattened(member, f"{where}[{name!r}]", tensors, other))
         return ("dict", tuple(value), *forms)
     if isinstance(value, (tuple, list)):
         members = enumerate(value)
         kind = "tuple" if isinstance(value, tuple) else "list"
-        return kind, *(flattened(v, f"{where}[{n}]", tensors, objects) for n, v in members)
-    shape = getattr(value, "shape", ())
-    uncut = (isinstance(shape, tuple) and shape) or next(tensors_in(value), None) is not None
-    if uncut or not objects:
-        note = ", and nobody could cut what is in it" if uncut and objects else ""
-        raise TypeError(f"{where}: expected {VALUES}, got a {type(value).__name__}{note}")
-    return Reference(value)
+        return kind, *(flattened(v, f"{where}[{n}]", tensors, other) for n, v in members)
+    return other(value, where)
 
 
 def unflattened(form: Form, tensors: Iterator[Any]) -> Any:
@@ -108,10 +123,10 @@ def places_in(form: Form, where: str = "") -> Iterator[str]:
             yield from places_in(member, f"{where}[{name!r}]")
 
 
-def as_value(given: object, where: str, objects: bool = True) -> Value:
+def as_value(given: object, where: str, other: Callable[[object, str], Form] = referred) -> Value:
     """The value that was given, maybe with a mapping in it that is no dict."""
     tensors: list[Tensor] = []
-    form = flattened(given, where, tensors, objects)
+    form = flattened(given, where, tensors, other)
     if not tensors:
         raise TypeError(f"{where}: expected at least one tensor, got a {type(given).__name__}")
     return unflattened(form, iter(tensors))
@@ -124,7 +139,7 @@ def tensors_of(value: Value) -> tuple[Tensor, ...]:
 def each(value: Value, apply: Callable[[Tensor], Tensor]) -> Value:
     """The same value with other tensors."""
     tensors: list[Tensor] = []
-    form = flattened(value, "value", tensors, objects=True)
+    form = flattened(value, "value", tensors, lambda thing, _: Reference(thing))
     return unflattened(form, map(apply, tensors))
 
 

@@ -187,18 +187,30 @@ def test_a_list_of_two_is_a_pair():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(losses(pipe, [([x, x], [y, y])])) == 1
+    named = [{"x": x, "more": 1}, {"y": y}]  # no keys in common
+
+    class Named(nn.Module):
+        def forward(self, value):
+            return value["x"] * value["more"]
+
+    def named_loss(output, target):
+        return mse(output, target["y"])
+
+    pipe = st.Pipeline([Named(), *tanh_stages(1)], sgd(), named_loss, "gpipe", microbatches=2)
+    assert len(losses(pipe, [named])) == 1
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_two_mappings_that_may_be_either_are_refused(microbatches):
     made = nested_data([4, 4], torch.float64)
+    made[1]["more"] = None
     pipe = st.Pipeline(
         *(nested_stages(2), sgd(), nested_loss, "gpipe"),
         microbatches=microbatches,
         split_dim=NESTED_DIM,
     )
     for call in (lambda batches: losses(pipe, batches), pipe.evaluate):
-        with pytest.raises(ValueError, match=r"batches\[0\]: a list of two mappings .* same keys"):
+        with pytest.raises(ValueError, match=r"batches\[0\]: a list of two mappings .* in common"):
             call([made])
     assert pipe.evaluate([st.Microbatches(made)])["loss"] > 0
 
