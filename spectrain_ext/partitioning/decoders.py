@@ -21,7 +21,17 @@ from torch import Tensor, nn
 
 from spectrain_ext.transport import Value
 
-from .plan import WAY_OUT, Inputs, Plan, evaluated, hidden_of, inputs_of, members_of, plan_of
+from .plan import (
+    WAY_OUT,
+    Inputs,
+    Plan,
+    adapted,
+    evaluated,
+    hidden_of,
+    inputs_of,
+    members_of,
+    plan_of,
+)
 from .profile import BlockProfile, Profile, Tie, measure
 
 
@@ -123,7 +133,7 @@ class DecoderStage(nn.Module):
 
     def full_name(self, name: str) -> str:
         """Return the model's name of what is called ``name`` here."""
-        return name.removeprefix("model.")
+        return self._plan.prefix + name.removeprefix("model.")
 
     def _stand_ins(
         self, model: nn.Module, hollows: Mapping[str, nn.Module], start: int, end: int
@@ -269,10 +279,15 @@ def shadow(module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = "
 class Decoder:
     """A model that is cut between its blocks, proved on an example."""
 
-    def __init__(self, model: nn.Module, example: Value | None = None) -> None:
-        self.model = model
+    def __init__(self, whole: nn.Module, example: Value | None = None) -> None:
+        self.model, prefix = adapted(whole)
+        model = self.model
         self.example: Any = example_of(model) if example is None else example
         plan, self.output = plan_of(model, self.example, example is None)
+        if whole is not model:
+            with evaluated(whole):
+                self.output = whole(**inputs_of(plan, self.example), **plan.fixed)
+        plan = replace(plan, prefix=prefix)
         blocks = members_of(model.get_submodule(plan.path))
         named = {f"{plan.path}.{index}": block for index, block in enumerate(blocks)}
         named.update((name, model.get_submodule(name)) for name in plan.units)
