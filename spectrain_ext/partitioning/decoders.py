@@ -279,15 +279,15 @@ def shadow(module: nn.Module, replaced: Mapping[str, nn.Module], prefix: str = "
 class Decoder:
     """A model that is cut between its blocks, proved on an example."""
 
-    def __init__(self, whole: nn.Module, example: Value | None = None) -> None:
-        self.model, prefix = adapted(whole)
+    def __init__(self, given: nn.Module, example: Value | None = None) -> None:
+        self.model, prefix = adapted(given)
         model = self.model
         self.example: Any = example_of(model) if example is None else example
         plan, self.output = plan_of(model, self.example, example is None)
-        if whole is not model:
-            with evaluated(whole):
-                self.output = whole(**inputs_of(plan, self.example), **plan.fixed)
         plan = replace(plan, prefix=prefix)
+        if given is not model:
+            with evaluated(given):
+                self.output = given(**inputs_of(plan, self.example), **plan.fixed)
         blocks = members_of(model.get_submodule(plan.path))
         named = {f"{plan.path}.{index}": block for index, block in enumerate(blocks)}
         named.update((name, model.get_submodule(name)) for name in plan.units)

@@ -39,10 +39,11 @@ from .loops import Loops, warn_unless_begun
 from .losses import Keep, Result
 from .names import use_model_names
 from .observer import Observer, looking_on, observers_of
-from .phases import TrainingPhase, Until, training_phases
+from .phases import Training, TrainingPhase, Until
 from .stage import Stage
 from .tape import ModuleModes
-from .ties import Copy, copies_of
+from .ties import Copy, copies_in, copies_of, follow_homes
+from .trainable import with_new
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -186,17 +187,11 @@ class Pipeline(Loops):
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts)
             check_factories(optimizer, scheduler)
-            self._phases = training_phases(
-                chosen,
-                of_phases,
-                here,
-                self.copied,
-                optimizer,
-                scheduler,
-                clip_norm,
-                clip_scope,
-                master_dtype,
+            copies = partial(copies_in, self._copies)
+            self._training = Training(
+                *(chosen, of_phases, here, copies, optimizer, scheduler, master_dtype)
             )
+            self._phases = self._training.phases(clip_norm, clip_scope)
             if not any(phase.globally for phase in self._phases):
                 connections.norm = None
             self.method, self.devices = chosen, tuple(where)
@@ -383,6 +378,7 @@ class Pipeline(Loops):
     def _enter(self) -> None:
         """Have the stages be what the phase makes of them that training has come to."""
         with deferred():
+            self._train_what_is_new()
             while (then := self._phases[self.phase].method.then) is not None and (
                 then.after is not None and self.minibatches >= then.after
             ):
@@ -390,17 +386,39 @@ class Pipeline(Loops):
             now = self._phases[self.phase]
             for stage, weights in zip(self._executor.stages, now.weights, strict=True):
                 old = stage.weights
-                if weights is not None and old is not None and old is not weights and old.bound:
-                    callers_stream(stage.device).lend(old.buffers())
-                    old.hand_over(weights)
+                if weights is not None and old is not None and old.bound:
+                    stays = old is weights and not old.refrozen
+                    if not stays:
+                        callers_stream(stage.device).lend(old.buffers())
+                        old.hand_over(weights)
                 stage.weights = weights
                 if weights is not None and not weights.bound:
                     weights.bind()
             for copy in self._copies:
                 copy.bind()
+            if follow_homes(self._copies):
+                self._executor.connections.tie_again(self._copies)
+            before = self._entered.method
             if self._entered is not now:
                 self._train_by(now)
+            if now.method is not before:
                 _logger.info("minibatch %d: now %s", self.minibatches, now.method.name)
+
+    def _train_what_is_new(self) -> None:
+        """Have the stages train what requires gradients only since the last run."""
+        connections = self._executor.connections
+        try:
+            phases = with_new(
+                self._training, self._phases, self.minibatches, connections.averaged.keys()
+            )
+        except Exception:
+            with connections.run():  # other processes hear of it
+                raise
+        if phases is self._phases:
+            return
+        self._phases = phases
+        for weights in self._of_all_phases():
+            weights.updater.order_by(self._executor.callers_turn)
 
     def _train_by(self, phase: TrainingPhase) -> None:
         """Have the next run go by a phase, whose weights are bound."""
@@ -551,9 +569,9 @@ class Pipeline(Loops):
             self._executor.follow_caller()
         return found
 
-    def copied(self, stage: int) -> dict[Tensor, Copy]:
+    def copied(self, stage: int) -> dict[nn.Parameter, Copy]:
         """The parameters of a stage that are copies of another's, which trains them."""
-        return {copy.held: copy for copy in self._copies if copy.stage == stage}
+        return copies_in(self._copies, stage)
 
     def check_drained(self, what: str) -> None:
         """Raise RuntimeError, naming ``what`` was asked for, if a run has not ended."""

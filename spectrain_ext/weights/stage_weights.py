@@ -53,13 +53,16 @@ class StageWeights:
         schedule: str | Generator,
         master_dtype: torch.dtype | None = None,
         copies: Set[Tensor] = frozenset(),  # parameters that another stage trains
+        held: Set[Tensor] = frozenset(),  # that the optimizer holds, frozen or not
     ) -> None:
         self.module = module
         self.optimizer = optimizer
         self.updater = updater_of(optimizer)
         self.scheduler = scheduler
         self._names: dict[Tensor, str] = {
-            p: name for name, p in module.named_parameters() if p.requires_grad and p not in copies
+            p: name
+            for name, p in module.named_parameters()
+            if (p.requires_grad or p in held) and p not in copies
         }
         self.params = list(self._names)
         self._rules = rules
@@ -122,6 +125,12 @@ class StageWeights:
             made.unbind()
             raise
         self.storage = made
+        self._moving = [p.requires_grad for p in self.params]
+
+    @property
+    def refrozen(self) -> bool:
+        """Whether, since it was bound, some of it has been frozen or thawed."""
+        return self._moving != [p.requires_grad for p in self.params]
 
     def unbind(self) -> None:
         """Give parameters (they hold the true weights now) and state ordinary storage."""
@@ -130,7 +139,7 @@ class StageWeights:
         storage.unbind()
 
     def hand_over(self, other: StageWeights) -> None:
-        """Unbind, and bind what has the same parameters and optimizer under other rules."""
+        """Unbind, and bind what has these parameters and the optimizer, or bind this anew."""
         # Masters keep all of their digits, and a foreign optimizer its state of their dtype.
         wide = {p: master.clone() for p, master in self.masters().items()}
         state = getattr(self.optimizer, "state", {})
@@ -138,7 +147,8 @@ class StageWeights:
         self.unbind()
         other.bind()
         for p, master in other.masters().items():
-            master.copy_(wide[p])
+            if p in wide:
+                master.copy_(wide[p])
         if other.updater is not self.updater:  # foreign ones' state is their own
             for p, entry in entries.items():
                 state[p].update(entry)
