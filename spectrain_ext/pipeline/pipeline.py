@@ -37,7 +37,7 @@ from .connections import Connections
 from .executor import Executor
 from .loops import Loops, warn_unless_begun
 from .losses import Keep, Result
-from .names import use_model_names
+from .names import places_in, same_memory, use_model_names
 from .observer import Observer, looking_on, observers_of
 from .phases import Training, TrainingPhase, Until
 from .stage import Stage
@@ -471,6 +471,31 @@ class Pipeline(Loops):
             for stage in self._executor.stages:
                 held.enter_context(stage.guard.lifted())
             return super().state_dict(*args, **kwargs)
+
+    def write_back(self, model: nn.Module) -> None:
+        """Write the true weights and the module buffers into the uncut model, between two runs.
+
+        What the model can do, such as ``generate``, ``save_pretrained``, ``push_to_hub`` or
+        ``merge_and_unload``, is then done with what has been trained. Training goes on afterwards
+        as if nobody had asked.
+
+        Args:
+            model: the model that was cut, whose tensors are the stages' own for the most part, and
+                stay so; or another one like it, in any dtype and on any devices. Its state dict
+                has the names of ``state_dict``.
+
+        Raises:
+            RuntimeError: a run has not ended yet.
+            TypeError, ValueError: it is no module, or has other names or shapes; nothing has been
+                written then.
+        """
+        self.check_drained("write_back")
+        state = self.state_dict()
+        places = places_in(model, {name: value.shape for name, value in state.items()})
+        with torch.no_grad(), self._executor.callers_turn():
+            for name, value in state.items():
+                if not same_memory(places[name], value):
+                    places[name].copy_(value)
 
     def _mend(self, changed: bool = False) -> None:
         """Finish the end of a run, if an exception has cut that short."""

@@ -1,4 +1,4 @@
-"""What is unfrozen between two runs trains from the next one on, and what is frozen stays."""
+"""Between two runs parameters are frozen and unfrozen, and rates are changed."""
 
 from __future__ import annotations
 
@@ -230,3 +230,46 @@ def test_a_tied_weight(method):
     model[2][0].weight.requires_grad_(True)
     losses(pipe, batches(1))  # the first stage's counts
     assert not model[2][0].weight.requires_grad
+
+
+# Rates, and other numbers of parameter groups.
+
+
+def adam(**changed):
+    return lambda params: st.optim.AdamW(params, **{"lr": 0.05, **changed})
+
+
+def by_steps(optimizer):
+    return StepLR(optimizer, 4, 0.5)
+
+
+@pytest.mark.parametrize("scheduler", [None, by_steps])
+@pytest.mark.parametrize(
+    ("method", "make", "changed"),
+    [
+        *((method, sgd, {"lr": 0.01}) for method in ("1f1b", "auto", "spectrain", "pipedream")),
+        *((method, adam, {"lr": 0.2}) for method in ("1f1b", "auto", "xpipe", "pipedream")),
+        ("spectrain", sgd, {"momentum": 0.5, "weight_decay": 0.1}),
+        (st.spectrain(law="difference"), torch_sgd, {"lr": 0.01}),
+    ],
+)
+def test_numbers_of_groups_hold_from_the_next_run_on(method, make, changed, scheduler):
+    more = {"scheduler": scheduler, "microbatches": 1}
+    pipe = st.Pipeline(tanh_stages(3), make(), mse, method, **more)
+    losses(pipe, batches(6))
+    scale = 1.0 if scheduler is None else 0.5  # what the scheduler has made of the rate so far
+    for optimizer in pipe.optimizers:
+        for group in optimizer.param_groups:
+            group.update(changed)
+    rate = changed.get("lr", 0.05 * scale)
+    other = fresh(pipe, make(**{**changed, "lr": rate}), method, **more)
+    for optimizer in other.optimizers:
+        for group in optimizer.param_groups:  # as a scheduler leaves it that begins
+            group["lr"] = rate
+    data = batches(6)
+    for found, expected in zip(losses(pipe, data), losses(other, data), strict=True):
+        close(found, expected)
+    for p, q in zip(pipe.parameters(), other.parameters(), strict=True):
+        close(p, q)
+    found = {group["lr"] for o in pipe.optimizers for group in o.param_groups}
+    assert found == {rate * scale * scale}  # after 12 updates
