@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spectrain_ext.optim import PredictingOptimizer
 from spectrain_ext.weights import StageWeights
 
 from .names import bare
@@ -19,16 +20,14 @@ if TYPE_CHECKING:
 
 _REMEDY = "release() the pipeline and make another one of the stages"
 
-#: Parameter groups, and the parameters that each is to have.
-_Groups = Sequence[tuple[dict[str, Any], list[Tensor]]]
-
 
 class _Grown(NamedTuple):
     """What trains a stage from now on."""
 
     position: int  # of the stage among those of this process
     weights: list[StageWeights]  # in each phase
-    groups: _Groups
+    groups: Sequence[tuple[dict[str, Any], list[Tensor]]]  # and the parameters that they then have
+    more: Sequence[tuple[int, dict[str, Any]]]  # groups, and where they are then
     state: Mapping[Tensor, Any]  # of new parameters, where an optimizer begins with some
 
 
@@ -62,15 +61,16 @@ def with_new(
         training.check(k, made)
         if now is None:
             scheduler = _stepped(training.paced(k, made), minibatches)
-            grown.append(_Grown(n, training.weights(k, made, scheduler), (), {}))
+            grown.append(_Grown(n, training.weights(k, made, scheduler), (), (), {}))
             continue
-        groups = _groups(now.optimizer, made, new.keys())
-        if now.scheduler is not None and len(groups) > len(now.optimizer.param_groups):
+        groups, more = _groups(now.optimizer, made, new.keys())
+        if more and now.scheduler is not None:
             raise ValueError(
                 f"{where}, in a parameter group that the scheduler does not know; {_REMEDY}"
             )
         weights = training.weights(k, now.optimizer, now.scheduler, held)
-        grown.append(_Grown(n, weights, groups, {p: made.state[p] for p in new if p in made.state}))
+        state = {p: made.state[p] for p in new if p in made.state}
+        grown.append(_Grown(n, weights, groups, more, state))
     for each in grown:
         _grow(each)
     return _changed(training, phases, grown) if grown else phases
@@ -85,11 +85,11 @@ def _untrained(training: Training, k: int, held: Set[Tensor]) -> dict[Tensor, st
 
 def _groups(
     optimizer: torch.optim.Optimizer, made: torch.optim.Optimizer, new: Set[Tensor]
-) -> _Groups:
-    """An optimizer's groups with new parameters in those where ``made`` has them."""
+) -> tuple[list[tuple[dict[str, Any], list[Tensor]]], list[tuple[int, dict[str, Any]]]]:
+    """An optimizer's groups with new parameters in those where ``made`` has them, and new ones."""
     groups = [(group, list(group["params"])) for group in optimizer.param_groups]
     home = {p: n for n, (_, params) in enumerate(groups) for p in params}
-    more: list[tuple[int, dict[str, Any], list[Tensor]]] = []
+    more: list[tuple[int, dict[str, Any]]] = []
     for index, group in enumerate(made.param_groups):
         params = group["params"]
         found, known = [p for p in params if p in new], set(params)
@@ -99,18 +99,20 @@ def _groups(
             # In the order of a fresh one, which is that of a state_dict.
             before[:] = [*params, *(p for p in before if p not in known)]
         elif found:
-            more.append((index, group, found))
-    for index, group, found in more:
-        groups.insert(index, (group, found))
-    return groups
+            more.append((index, {**group, "params": found}))
+    return groups, more
 
 
 def _grow(each: _Grown) -> None:
     optimizer = each.weights[0].optimizer
     for group, params in each.groups:
         group["params"] = params
-    if each.groups:
-        optimizer.param_groups[:] = [group for group, _ in each.groups]
+    for index, group in each.more:
+        if isinstance(optimizer, PredictingOptimizer):
+            optimizer.param_groups.append(group)  # ``made`` has checked it; this one is bound
+        else:
+            optimizer.add_param_group(group)
+        optimizer.param_groups.insert(index, optimizer.param_groups.pop())
     optimizer.state.update(each.state)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from spectrain_ext.optim.foreign import loose_state, updater_of
+from spectrain_ext.optim.foreign import Foreign, loose_state, updater_of
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
 from .rates import rates_of
@@ -149,7 +149,7 @@ class StageWeights:
         for p, master in other.masters().items():
             if p in wide:
                 master.copy_(wide[p])
-        if other.updater is not self.updater:  # foreign ones' state is their own
+        if isinstance(other.updater, Foreign):  # whose state is its own
             for p, entry in entries.items():
                 state[p].update(entry)
 

@@ -132,23 +132,26 @@ def test_a_stage_with_nothing_to_train_gets_an_optimizer_and_phases_know_it():
     assert rates == [0.05 / 16] * 2  # after 12 updates
 
 
-def test_new_parameters_join_the_group_that_the_factory_gives_them():
+@pytest.mark.parametrize("kind", [st.optim.SGD, torch.optim.SGD])
+def test_new_parameters_join_the_group_that_the_factory_gives_them(kind):
     def make(params):
         kinds = [[p for p in params if (p.dim() > 1) == wide] for wide in (True, False)]
         groups = [{"params": p, "weight_decay": d} for p, d in zip(kinds, (0.1, 0.0), strict=True)]
-        return st.optim.SGD([group for group in groups if group["params"]], lr=0.1, momentum=0.9)
+        return kind([group for group in groups if group["params"]], lr=0.1, momentum=0.9)
 
     (stage,) = tanh_stages(1)
-    freeze(stage, "2.weight", "0.bias", "2.bias")
+    freeze(stage, "2.bias", "0.weight", "2.weight")
     pipe = st.Pipeline([stage], make, mse, "1f1b", microbatches=1)
     (optimizer,) = pipe.optimizers
     optimizer.param_groups[0]["lr"] = 0.01
     losses(pipe, batches(2))
     freeze(stage)
+    before = copy.deepcopy(stage.state_dict())
     losses(pipe, batches(2))
     assert pipe.optimizers == [optimizer]
     found = [(len(g["params"]), g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
-    assert found == [(2, 0.01, 0.1), (2, 0.1, 0.0)]
+    assert found == [(2, 0.1, 0.1), (2, 0.01, 0.0)]
+    assert not any(torch.equal(p, before[name]) for name, p in stage.state_dict().items())
     # In the order that a pipeline has that is made now.
     (wanted,) = st.Pipeline([copy.deepcopy(stage)], make, mse).optimizers
     for group, other in zip(optimizer.param_groups, wanted.param_groups, strict=True):
@@ -174,21 +177,43 @@ def test_a_group_that_the_scheduler_does_not_know_is_refused():
     assert torch.equal(pipe.state_dict()["0.0.bias"], before["0.0.bias"])
 
 
-def test_masters_keep_their_digits():
+@pytest.mark.parametrize("make", [sgd(), torch_sgd()])
+def test_masters_and_their_state_keep_their_digits(make):
     stages = [stage.bfloat16() for stage in tanh_stages(2)]
     data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(5)]
     freeze(stages[0], "0.weight")
-    pipe = st.Pipeline(stages, sgd(), mse, "1f1b", master_dtype=torch.float32)
+    pipe = st.Pipeline(stages, make, mse, "1f1b", master_dtype=torch.float32)
     losses(pipe, data)
     before = {p: master.clone() for p, master in pipe.masters().items()}
     state = copy.deepcopy(states(pipe))
-    freeze(stages[0], "2.weight")
-    losses(pipe, [])
-    now = pipe.masters()
-    assert len(now) == len(before) + 1
-    assert all(torch.equal(now[p], master) for p, master in before.items())
-    for name, entry in state.items():
-        assert torch.equal(states(pipe)[name]["momentum_buffer"], entry["momentum_buffer"])
+    assert all(entry["momentum_buffer"].dtype == torch.float32 for entry in state.values())
+    for frozen, masters in (("0.weight", "2.weight"), 7), (("2.weight",), 8):
+        freeze(stages[0], *frozen)
+        losses(pipe, [])
+        now = pipe.masters()
+        assert len(now) == masters
+        assert all(torch.equal(now[p], master) for p, master in before.items())
+        for name, entry in state.items():
+            assert torch.equal(states(pipe)[name]["momentum_buffer"], entry["momentum_buffer"])
+
+
+@pytest.mark.parametrize("method", ["1f1b", "spectrain"])
+def test_a_stage_that_is_frozen_as_a_whole(method):
+    more = {"recompute": True, "clip_norm": 0.1, "microbatches": 2}
+    pipe = st.Pipeline(tanh_stages(3), sgd(), mse, method, **more)
+    losses(pipe, batches(4))
+    for frozen in ([0], [0, 1], [2]):
+        for k, stage in enumerate(pipe.children()):
+            stage.requires_grad_(k not in frozen)
+        other = fresh(pipe, sgd(), method, **more)
+        assert len(other.optimizers) == 3 - len(frozen)
+        before = copy.deepcopy(pipe.state_dict())
+        data = batches(4)
+        for found, expected in zip(losses(pipe, data), losses(other, data), strict=True):
+            close(found, expected)
+        for (name, p), q in zip(pipe.named_parameters(), other.parameters(), strict=True):
+            close(p, q)
+            assert torch.equal(p, before[name]) == (int(name[0]) in frozen)
 
 
 def test_what_is_unfrozen_within_a_run_waits_for_the_next():
