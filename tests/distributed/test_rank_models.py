@@ -80,3 +80,15 @@ def test_a_model_is_written_back_where_it_is_wanted():
     assert first.keys() == last.keys() == whole.keys()
     assert all(torch.equal(last[name], value) for name, value in its_own.items())
     assert not torch.equal(second["1.running_mean"], its_own["1.running_mean"])
+
+
+def test_what_cannot_be_unfrozen_ends_all_ranks():
+    whys = (
+        "stages[1]: parameter '0.weight' is tied to '0.weight' of stages[0] and has become",
+        "stages[0]: parameter 'weight' has become trainable, and the averages of replicas",
+    )
+    first, second = run_ranks(model_programs.unfreezing, 2)
+    for mine, its, why in zip(first, second, whys, strict=True):
+        assert mine.startswith(f"ValueError: {why}")
+        assert its.startswith("RankError: rank 1")
+        assert why in its

@@ -167,3 +167,31 @@ def with_replicas(rank, ranks):
     pipe.write_back(wanted)
     assert all(torch.equal(value, own[name]) for name, value in pipe.state_dict().items())
     return None if wanted is None else dict(wanted.state_dict()), own, error
+
+
+def unfreezing(rank, ranks):
+    """The errors of parameters that cannot train from the next run on, unfrozen on one rank."""
+    found = []
+    stages = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)]
+    torch.nn.init.ones_(stages[0][0].weight)
+    stages[1][0].weight = stages[0][0].weight
+    stages[1].tied_parameters = {"0.weight": (0, "0.weight")}
+    averaged = {"replicas": [2], "averaging": st.averaging.Elastic(0.5), "microbatches": 2}
+    for stage, settings in ((stages[rank], {}), (nn.Linear(3, 3), averaged)):
+        with torch.no_grad():
+            for p in stage.parameters():
+                p.fill_(0.5)
+        first = next(stage.parameters()).requires_grad_(False)
+        pipe = st.DistributedPipeline(
+            stage, sgd, nn.functional.mse_loss, "vanilla", timeout=30.0, **settings
+        )
+        data = [(torch.ones(4, 3), torch.ones(4, 3))] * 2
+        for _ in pipe.run(data):
+            pass
+        first.requires_grad_(rank == 0)
+        try:
+            for _ in pipe.run(data):
+                pass
+        except (RuntimeError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
