@@ -128,8 +128,7 @@ class RankConnections(Connections):
             self.norm.circle = self.all_ranks()
         circle, weights = self.links.circle, first.weights
         if circle is not None and self._averaging is None:
-            params = [] if weights is None else weights.params
-            self._total = GradientSum(params, circle, board, first.compute, first.weight_gradients)
+            self._total = self._sum_of(first)
             first.join = self._total.largest
         elif circle is not None and self._averaging is not None and weights is not None:
             exchange = weight_exchange(circle, board)
@@ -145,6 +144,20 @@ class RankConnections(Connections):
             self._losses = Losses(stages[-1], loss_fn, self.results, shared, held)
         self._ties_between(ties, copies, method)
         self._join(places, put_off_by(method, places))
+
+    def tie_again(self, copies: Sequence[Copy]) -> None:
+        """There are no links for it: the ends of ties refuse it, in the run."""
+
+    def change(self, method: Method, places: list[Place]) -> None:
+        super().change(method, places)
+        if self._total is not None:  # there may be more to train
+            self._total = self._sum_of(self._stages[0])
+
+    def _sum_of(self, stage: Stage) -> GradientSum:
+        circle, weights = self.links.circle, stage.weights
+        assert circle is not None
+        params = [] if weights is None else weights.params
+        return GradientSum(params, circle, self._board, stage.compute, stage.weight_gradients)
 
     def all_ranks(self) -> Circle:
         """All of them, for what their hosts tell one another; connected when first asked for."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from spectrain_ext.errors import CheckpointError
 
@@ -78,6 +79,19 @@ class Peers:
                 told = f"{what}: {'; '.join(listed)}"
             raise CheckpointError(told) from error
         return [answer["value"] for answer in found]
+
+    def broadcast(self, rank: int, mine: Tensor | None, shape: Any, dtype: torch.dtype) -> Tensor:
+        """What that process gives of this shape and dtype; all in the CPU's memory."""
+        found = torch.empty(shape, dtype=dtype) if mine is None else mine.contiguous()
+        if found.numel() and self.size > 1:
+            assert self._group is not None
+            # As bytes: gloo does not know all dtypes.
+            body = found.view(-1).view(torch.uint8)
+            try:
+                dist.broadcast(body, dist.get_global_rank(self._group, rank), group=self._group)
+            except RuntimeError as lost:
+                raise ConnectionError(f"the processes have lost one another: {lost}") from lost
+        return found
 
     def _attempted(
         self, make: Callable[[], T], doing: str

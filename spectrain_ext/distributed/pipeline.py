@@ -28,6 +28,7 @@ from spectrain_ext.schedule import Replicas
 from .board import Board
 from .connections import RankConnections
 from .exchange import Peers
+from .whole import write_back
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -228,6 +229,30 @@ class DistributedPipeline(Pipeline):
             hosts = self._connections.all_ranks().host
             self._board.doing(doing)
             return Peers(hosts, self._board).gathered(make, doing)
+
+    def write_back(self, model: nn.Module | None) -> None:
+        """Write the true weights of all stages into the uncut model, on the ranks that want them.
+
+        Every rank calls it between two runs. Tensors travel one at a time, by the hosts: those that
+        train, and of others those that a model has otherwise. Each stage's are those of its first
+        replica; with ``averaging`` call it inside ``averaged``. What a rank's model shares with its
+        own stage stays as it is.
+
+        Args:
+            model: as for ``Pipeline``; or None, on a rank that wants nothing.
+
+        Raises:
+            RuntimeError: a run has not ended, or an earlier one failed.
+            TypeError, ValueError: as for ``Pipeline``, where the model is; RuntimeError on others.
+                Nothing has been written then.
+            RankError: another rank has failed: some tensors may have been written and others not.
+        """
+        what = "writing the weights back"
+        with self._executor.callers_turn(), self.together(what), torch.no_grad():
+            hosts = self._connections.all_ranks().host
+            self._board.doing(what)
+            own = self.state_dict(keep_vars=True)
+            write_back({} if self.replica else own, own, model, Peers(hosts, self._board))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

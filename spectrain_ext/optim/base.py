@@ -409,8 +409,9 @@ class PredictingOptimizer(Ordered, torch.optim.Optimizer):
         Where there is only one key, ``buffers`` may be its mapping itself. All have p's shape and
         device, and one layout: usually views of flat buffers. State that exists is copied in; where
         there is none the buffers are filled with zeros, so that a prediction before the first step
-        is the weights themselves. A bound optimizer does not touch autograd's version counters: who
-        binds it vouches for the order of forwards, backwards and steps.
+        is the weights themselves, as it is of a parameter that requires no gradient now. A bound
+        optimizer does not touch autograd's version counters: who binds it vouches for the order of
+        forwards, backwards and steps.
 
         Raises RuntimeError if bound already or while the weights are predicted, ValueError for a
         missing or unsuitable tensor; nothing has changed then.

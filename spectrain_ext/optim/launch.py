@@ -25,7 +25,7 @@ from .state import State, empty_like
 # What corrects a step, and the largest learning rate of every group.
 Correcting: TypeAlias = tuple[StaleCorrection, Sequence[float]]
 
-_STILL = Linear(0)  # the law of weights that were never updated
+_STILL = Linear(0)  # the law of weights that were never updated, or are frozen
 _gradient = attrgetter("grad")
 
 
@@ -40,6 +40,7 @@ class Cohort(NamedTuple):
 
     group: int
     started: bool
+    moves: bool  # False: they are frozen, and keep their momentum for later
     rows: list[int]
 
 
@@ -90,7 +91,7 @@ class Launch:
         keys = [parameters.cohort(i) for i in positions]
         index = {key: n for n, key in enumerate(dict.fromkeys(keys))}
         self._assignment = [index[key] for key in keys]
-        self.cohorts = [Cohort(group, started, []) for group, started, _ in index]
+        self.cohorts = [Cohort(*key[:3], []) for key in index]
         for row, n in enumerate(self._assignment):
             self.cohorts[n].rows.append(row)
         self.started = not with_buffers or all(cohort.started for cohort in self.cohorts)
@@ -274,7 +275,7 @@ class Launch:
         own: list[Law] = []
         for cohort in self.cohorts:
             scalars = self._scalars(cohort)
-            rests = not cohort.started or rule.rests(scalars)
+            rests = not (cohort.started and cohort.moves) or rule.rests(scalars)
             template = templates[cohort.group]
             numbers.append(template if rests else rule.at(template, scalars))
             own.append(_STILL if rests else laws[cohort.group])

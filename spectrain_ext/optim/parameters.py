@@ -228,10 +228,11 @@ class Parameters:
         dtype = loaded_dtype(p.dtype, p.dtype, self._state_dtype)
         return tuple(empty_like(p, dtype).zero_() for _ in self.rule.buffers)
 
-    def cohort(self, position: int) -> tuple[int, bool, Scalars]:
+    def cohort(self, position: int) -> tuple[int, bool, bool, Scalars]:
         """What parameters share that the same numbers apply to."""
         started = self.buffers[position] is not None
-        return self.groups[position], started, self.scalars(position)
+        moves = self.binding is None or self.params[position].requires_grad
+        return self.groups[position], started, moves, self.scalars(position)
 
     def put(self, state: State, position: int, buffers: Sequence[Tensor]) -> dict[str, Any]:
         """Put a parameter's state where torch keeps it, sharing memory."""

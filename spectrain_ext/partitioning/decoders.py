@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from spectrain_ext.transport import Value
 
 from .columns import Inputs
-from .plan import WAY_OUT, Plan, evaluated, hidden_of, members_of, plan_of
+from .plan import WAY_OUT, Plan, adapted, evaluated, hidden_of, members_of, plan_of
 from .profile import BlockProfile, Profile, Tie, measure
 
 
@@ -125,7 +125,7 @@ class DecoderStage(nn.Module):
 
     def full_name(self, name: str) -> str:
         """Return the model's name of what is called ``name`` here."""
-        return name.removeprefix("model.")
+        return self._plan.prefix + name.removeprefix("model.")
 
     def _stand_ins(
         self, model: nn.Module, hollows: Mapping[str, nn.Module], start: int, end: int
@@ -274,11 +274,16 @@ class Decoder:
     """A model that is cut between its blocks, proved on an example."""
 
     def __init__(
-        self, model: nn.Module, example: Value | None = None, more: tuple[str, ...] = ()
+        self, given: nn.Module, example: Value | None = None, more: tuple[str, ...] = ()
     ) -> None:
-        self.model = model
+        self.model, prefix = adapted(given)
+        model = self.model
         self.example: Any = example_of(model) if example is None else example
         plan, self.output = plan_of(model, self.example, example is None, more)
+        plan = replace(plan, prefix=prefix)
+        if given is not model:
+            with evaluated(given):
+                self.output = given(**plan.columns.of(self.example), **plan.fixed)
         blocks = members_of(model.get_submodule(plan.path))
         named = {f"{plan.path}.{index}": block for index, block in enumerate(blocks)}
         named.update((name, model.get_submodule(name)) for name in plan.units)

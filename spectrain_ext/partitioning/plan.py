@@ -41,6 +41,7 @@ class Plan:
     columns: Columns  # that the forward takes
     fixed: Mapping[str, Any]  # further arguments of every call
     ids: bool = False  # whether later stages need the token ids
+    prefix: str = ""  # of the model's names, in a model that adapts it
 
     @property
     def blocks(self) -> int:
@@ -59,6 +60,24 @@ def is_pretrained(model: object) -> bool:
         cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.")
         for cls in type(model).__mro__
     )
+
+
+def adapted(model: nn.Module) -> tuple[nn.Module, str]:
+    """The model that a ``PeftModel`` adapts, and the prefix of its names there; or itself."""
+    classes = type(model).__mro__
+    if not any(c.__name__ == "PeftModel" and c.__module__.startswith("peft.") for c in classes):
+        return model, ""
+    given: Any = model
+    config = given.active_peft_config
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"model: {type(config).__name__} puts virtual tokens before every sequence, outside of "
+            "the model that is cut; adapters inside of its modules, such as LoRA, DoRA and IA3, "
+            "can be cut with it"
+        )
+    base: nn.Module = given.get_base_model()
+    name = next(name for name, module in model.named_modules() if module is base)
+    return base, f"{name}."
 
 
 def takes_ids(model: object) -> bool:

@@ -18,7 +18,7 @@ from .columns import BY_POSITION, Columns, columns_in
 from .cut import Cut, HasDocument, PlannedCut, StageCount, classic_window, cut, planned_cut
 from .decoders import Decoder
 from .own_loss import OwnLoss, own_loss
-from .plan import is_pretrained, outline, takes_ids
+from .plan import adapted, is_pretrained, outline, takes_ids
 from .profile import Profile, Tie, agreed, counted, measure
 from .traced import TracedStage, split
 
@@ -155,8 +155,9 @@ def partition(
     Args:
         model: one of
 
-            - a Hugging Face model around a list of blocks, as decoders are: it is cut between
-              them, and what comes before and after the list counts as a block each;
+            - a Hugging Face model around a list of blocks, as decoders are, or a ``PeftModel`` of
+              one: it is cut between them, and what comes before and after the list counts as a
+              block each;
             - an ``nn.Sequential`` or a list of modules, to be cut between its blocks;
             - any other module that torch.export can trace: in training and in evaluation, so that
               the stages have both modes; one that they cannot have is an error when ``train`` or
@@ -327,7 +328,8 @@ def _source(
             f"before, after: for a list of blocks only, model is a {type(model).__name__}"
         )
     pretrained = is_pretrained(model)
-    if pretrained and split_points is None and takes_ids(model):
+    base = adapted(model)[0] if isinstance(model, nn.Module) else model
+    if is_pretrained(base) and split_points is None and takes_ids(base):
         assert isinstance(model, nn.Module)
         decoder = Decoder(model, example, more)
 

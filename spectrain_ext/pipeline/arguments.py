@@ -325,9 +325,11 @@ def make_optimizer(
     module: nn.Module,
     k: int,
     copies: Set[Tensor] = frozenset(),
+    more: Set[Tensor] = frozenset(),  # what it is to hold, frozen or not
 ) -> torch.optim.Optimizer | None:
     """The optimizer of stage k, None if it has nothing to train but copies of others' weights."""
-    params = [p for p in module.parameters() if p.requires_grad and p not in copies]
+    trained = (p for p in module.parameters() if p.requires_grad or p in more)
+    params = [p for p in trained if p not in copies]
     if not params:
         return None
     made: object = factory(params)

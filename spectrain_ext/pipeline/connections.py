@@ -75,6 +75,11 @@ class Connections:
         self._ties_between(ties_of(each.member for each in copies), copies, method)
         self._join(places, put_off_by(method, places))
 
+    def tie_again(self, copies: Sequence[Copy]) -> None:
+        """Some of these, which got no gradients, do so from the next run on."""
+        self._tied = ties_of(each.member for each in copies), copies
+        self._ties = self._made_ties()
+
     # Edges.
 
     @property
@@ -90,7 +95,7 @@ class Connections:
     def _join(self, places: list[Place], later: Sequence[int]) -> None:
         """Make all edges of the stages here, and those of the caller's batches."""
         self._places, self._later = places, later  # see put_off_by
-        self._ties = Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
+        self._ties = self._made_ties()
         # By the replicas at both ends; None: the caller's batches.
         self._local: dict[tuple[Traffic, int | None, int], Edge] = {}
         self.edges = {stage.index: self._edges_of(stage.index) for stage in self._stages}
@@ -103,6 +108,9 @@ class Connections:
                 [self._sender(Traffic.TARGETS, None, replicas.runs(last, n)) for n in parts],
                 *(replicas, self.split_dim, self.evaluates, self.own_minibatches, self.count),
             )
+
+    def _made_ties(self) -> Ties:
+        return Ties(*self._tied, self._by_index, self._depth_of_tie, self._remote_ends)
 
     def _edges_of(self, k: int) -> StageEdges:
         """A stage's: its l-th microbatch of a minibatch is microbatch replica + l * replicas."""

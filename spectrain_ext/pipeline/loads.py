@@ -17,7 +17,6 @@ from spectrain_ext.weights import StageWeights
 from spectrain_ext.weights.storage import Content, SavedWeights, Storage, VersionBuffer
 
 from .edges import Cursor
-from .names import bare
 
 #: What runs an instruction of a stage, for minibatch i and microbatch j.
 Handler = Callable[[int, int], None]
@@ -66,7 +65,6 @@ class Loads:
         self.immediate = self.compute.immediate and self.predict.immediate
         # There one stands for the memory of whatever is computed.
         self._untracked = Buffer(f"memory of stage {index}") if self.immediate else None
-        self._trained = {name for name, p in module.named_parameters() if p.requires_grad}
         self.guard = SaveGuard(
             "a run of this pipeline has not ended, and its stages may hold predicted weights; take "
             "the pipeline's own state_dict(), which has the true ones, or save after the loop"
@@ -122,16 +120,9 @@ class Loads:
     # A run.
 
     def check(self) -> None:
-        """Refuse parameters that left their buffer, or that are trainable and nobody trains."""
+        """Refuse parameters that left their buffer."""
         if self.weights is not None:
             self.weights.check(self.index)
-        for name, p in self.module.named_parameters():
-            if p.requires_grad and name not in self._trained:
-                raise ValueError(
-                    f"stages[{self.index}]: parameter {bare(name)!r} has become trainable since "
-                    "the pipeline was made, whose optimizer does not hold it; release() the "
-                    "pipeline and make another one of the stages"
-                )
 
     def begin_weights(self, follows: bool = False) -> None:
         """Start a run with the weights that the module holds.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 #: What ``torch.compile`` puts before all names of a module.
 _COMPILED = "_orig_mod."
@@ -95,3 +95,36 @@ def use_model_names(pipe: nn.Module, whole: bool) -> None:
     pipe.register_state_dict_post_hook(save)
     pipe.register_load_state_dict_pre_hook(begin_load)
     pipe.register_load_state_dict_post_hook(end_load)
+
+
+def places_in(model: object, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """A model's tensors by these names, which must be all that its state dict has."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    state = model.state_dict(keep_vars=True)
+    found = {bare(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    missing, unexpected = shapes.keys() - found.keys(), found.keys() - shapes.keys()
+    if missing or unexpected:
+        if missing:
+            why = f"has no {min(missing)!r}, which the stages have"
+        else:
+            why = f"has {min(unexpected)!r}, which no stage has"
+        raise ValueError(
+            f"model: a {type(model).__name__} {why} (of {len(shapes)} names {len(missing)} are "
+            f"missing, and {len(unexpected)} more are there); expected the model that was cut, or "
+            "one like it"
+        )
+    for name, shape in shapes.items():
+        if list(found[name].shape) != list(shape) or found[name].is_meta:
+            on = " on the meta device" if found[name].is_meta else ""
+            raise ValueError(
+                f"model: {name!r} has shape {list(found[name].shape)}{on}, expected {list(shape)}"
+            )
+    return found
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether they are one tensor, with the same numbers for good."""
+    return (a.data_ptr(), a.device, a.dtype, a.shape, a.stride()) == (
+        *(b.data_ptr(), b.device, b.dtype, b.shape, b.stride()),
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,68 +50,100 @@ class TrainingPhase(NamedTuple):
                 yield StageMemory(0, 0, count.in_flight)
 
 
-def training_phases(
-    method: Method,
-    of_phases: Sequence[list[Place]],
-    modules: Mapping[int, nn.Module],  # the stages of this process, by their indices
-    copies: Callable[[int], Mapping[Tensor, object]],  # of a stage: what another one trains
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    scheduler: Callable[[Any], LRScheduler] | None,
-    clip_norm: float | None,
-    clip_scope: str,
-    master_dtype: torch.dtype | None,
-    offloads: bool = False,  # versions of the weights
-) -> list[TrainingPhase]:
-    """What each phase of a method makes of the stages; every optimizer is made once."""
-    phases = [*zip(phases_of(method), of_phases, strict=True)]
-    for phase, places in phases:  # before anything is made
-        for k in modules:
-            rules_at(phase, places[k])
-    clips = [
-        (
-            max_norms_of(phase, [places[k] for k in modules], clip_norm),
-            clips_globally(phase, clip_norm, clip_scope),
-        )
-        for phase, places in phases
-    ]
-    made: dict[int, torch.optim.Optimizer] = {}
-    paces: dict[int, LRScheduler | None] = {}
-    for k, module in modules.items():
-        found = make_optimizer(optimizer, module, k, copies(k).keys())
-        if found is not None:
-            factor = factor_of([(phase, places[k]) for phase, places in phases])
-            made[k] = found
-            paces[k] = paced(partial(make_scheduler, scheduler, k=k), factor)(found)
-    unmeasured = any(p.then is not None and p.then.after is None for p, _ in phases)
-    if unmeasured and 0 in modules and 0 not in made:
-        raise ValueError(
-            f"method: {method.name!r} changes at a gap of stages[0], which has no trainable "
-            "parameters; expected after as well"
-        )
-    # Other processes are taken to have optimizers like this one's.
-    like = next(iter(made.values()), None)
+@dataclass(frozen=True)
+class Training:
+    """What the stages of this process are trained by."""
 
-    def weights(phase: Method, places: list[Place], k: int) -> StageWeights | None:
-        if k not in made:
-            return None
-        rules = rules_at(phase, places[k], made[k])
-        check_optimizer(phase, rules, k, made[k])
-        return StageWeights(
-            *(modules[k], made[k], paces[k], rules, (places[0], places[k])),
-            *(phase.schedule, master_dtype, copies(k).keys(), offloads),
-        )
+    method: Method
+    of_phases: Sequence[list[Place]]
+    modules: Mapping[int, nn.Module]  # the stages of this process, by their indices
+    copies: Callable[[int], Mapping[nn.Parameter, object]]  # of a stage: what another one trains
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    scheduler: Callable[[Any], LRScheduler] | None
+    master_dtype: torch.dtype | None
+    offloads: bool  # versions of the weights, to the host
 
-    return [
-        TrainingPhase(
-            phase,
-            places,
-            [rules_at(phase, place, like) for place in places],
-            [places[k] for k in modules],
-            [weights(phase, places, k) for k in modules],
-            *clip,
-        )
-        for (phase, places), clip in zip(phases, clips, strict=True)
-    ]
+    @property
+    def _phases(self) -> list[tuple[Method, list[Place]]]:
+        return [*zip(phases_of(self.method), self.of_phases, strict=True)]
+
+    def made(self, k: int, held: Set[Tensor] = frozenset()) -> torch.optim.Optimizer | None:
+        """The optimizer of stage k; None: it has nothing to train."""
+        return make_optimizer(self.optimizer, self.modules[k], k, self.copies(k).keys(), held)
+
+    def paced(self, k: int, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+        """The scheduler of stage k."""
+        factor = factor_of([(phase, places[k]) for phase, places in self._phases])
+        return paced(partial(make_scheduler, self.scheduler, k=k), factor)(optimizer)
+
+    def rules(self, optimizer: torch.optim.Optimizer | None) -> list[list[Rules]]:
+        """Of each phase those of all stages, which are taken to have optimizers like this."""
+        return [[rules_at(p, place, optimizer) for place in places] for p, places in self._phases]
+
+    def check(self, k: int, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError if the method does not go with stage k's optimizer."""
+        for phase, places in self._phases:
+            check_optimizer(phase, rules_at(phase, places[k], optimizer), k, optimizer)
+
+    def weights(
+        self,
+        k: int,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None,
+        held: Set[Tensor] = frozenset(),
+    ) -> list[StageWeights]:
+        """Stage k's in each phase: of what requires gradients, and of what is held anyway."""
+        return [
+            StageWeights(
+                self.modules[k],
+                optimizer,
+                scheduler,
+                rules_at(phase, places[k], optimizer),
+                (places[0], places[k]),
+                phase.schedule,
+                self.master_dtype,
+                self.copies(k).keys(),
+                held,
+                self.offloads,
+            )
+            for phase, places in self._phases
+        ]
+
+    def phases(self, clip_norm: float | None, clip_scope: str) -> list[TrainingPhase]:
+        """What each phase of the method makes of the stages; every optimizer is made once."""
+        phases, here = self._phases, list(self.modules)
+        self.rules(None)  # before anything is made
+        clips = [
+            (
+                max_norms_of(phase, [places[k] for k in here], clip_norm),
+                clips_globally(phase, clip_norm, clip_scope),
+            )
+            for phase, places in phases
+        ]
+        made: dict[int, torch.optim.Optimizer] = {}
+        paces: dict[int, LRScheduler | None] = {}
+        for k in here:
+            found = self.made(k)
+            if found is not None:
+                made[k], paces[k] = found, self.paced(k, found)
+        unmeasured = any(p.then is not None and p.then.after is None for p, _ in phases)
+        if unmeasured and 0 in here and 0 not in made:
+            raise ValueError(
+                f"method: {self.method.name!r} changes at a gap of stages[0], which has no "
+                "trainable parameters; expected after as well"
+            )
+        weights: dict[int, Sequence[StageWeights | None]] = {k: [None] * len(phases) for k in here}
+        for k, optimizer in made.items():
+            self.check(k, optimizer)
+            weights[k] = self.weights(k, optimizer, paces[k])
+        rules = self.rules(next(iter(made.values()), None))
+        return [
+            TrainingPhase(
+                *(phase, places, rules[n], [places[k] for k in here]),
+                *([weights[k][n] for k in here], *clips[n]),
+            )
+            for n, (phase, places) in enumerate(phases)
+        ]
 
 
 def widest(places: Sequence[Sequence[Place]]) -> list[Place]:

@@ -41,12 +41,13 @@ from .executor import Executor
 from .loads import OnNonfinite
 from .loops import Loops, warn_unless_begun
 from .losses import Keep, Result
-from .names import use_model_names
+from .names import places_in, same_memory, use_model_names
 from .observer import Observer, looking_on, observers_of
-from .phases import TrainingPhase, Until, training_phases
+from .phases import Training, TrainingPhase, Until
 from .stage import Stage
 from .tape import ModuleModes
-from .ties import Copy, copies_of
+from .ties import Copy, copies_in, copies_of, follow_homes
+from .trainable import with_new
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -223,18 +224,12 @@ class Pipeline(Loops):
             sides_of(split_dim)
             check_loss_fn(loss_fn, parts, count)
             check_factories(optimizer, scheduler)
-            self._phases = training_phases(
-                chosen,
-                of_phases,
-                here,
-                self.copied,
-                optimizer,
-                scheduler,
-                clip_norm,
-                clip_scope,
-                master_dtype,
-                offload in ("versions", "both"),
+            copies = partial(copies_in, self._copies)
+            offloads = offload in ("versions", "both")
+            self._training = Training(
+                *(chosen, of_phases, here, copies, optimizer, scheduler, master_dtype, offloads)
             )
+            self._phases = self._training.phases(clip_norm, clip_scope)
             if not any(map(self._exchanges_norms, self._phases)):
                 connections.norm = None
             self.method, self.devices = chosen, tuple(where)
@@ -427,6 +422,7 @@ class Pipeline(Loops):
     def _enter(self) -> None:
         """Have the stages be what the phase makes of them that training has come to."""
         with deferred():
+            self._train_what_is_new()
             while (then := self._phases[self.phase].method.then) is not None and (
                 then.after is not None and self.minibatches >= then.after
             ):
@@ -434,17 +430,39 @@ class Pipeline(Loops):
             now = self._phases[self.phase]
             for stage, weights in zip(self._executor.stages, now.weights, strict=True):
                 old = stage.weights
-                if weights is not None and old is not None and old is not weights and old.bound:
-                    callers_stream(stage.device).lend(old.buffers())
-                    old.hand_over(weights)
+                if weights is not None and old is not None and old.bound:
+                    stays = old is weights and not old.refrozen
+                    if not stays:
+                        callers_stream(stage.device).lend(old.buffers())
+                        old.hand_over(weights)
                 stage.weights = weights
                 if weights is not None and not weights.bound:
                     weights.bind()
             for copy in self._copies:
                 copy.bind()
+            if follow_homes(self._copies):
+                self._executor.connections.tie_again(self._copies)
+            before = self._entered.method
             if self._entered is not now:
                 self._train_by(now)
+            if now.method is not before:
                 _logger.info("minibatch %d: now %s", self.minibatches, now.method.name)
+
+    def _train_what_is_new(self) -> None:
+        """Have the stages train what requires gradients only since the last run."""
+        connections = self._executor.connections
+        try:
+            phases = with_new(
+                self._training, self._phases, self.minibatches, connections.averaged.keys()
+            )
+        except Exception:
+            with connections.run():  # other processes hear of it
+                raise
+        if phases is self._phases:
+            return
+        self._phases = phases
+        for weights in self._of_all_phases():
+            weights.updater.order_by(self._executor.callers_turn)
 
     def _train_by(self, phase: TrainingPhase) -> None:
         """Have the next run go by a phase, whose weights are bound."""
@@ -503,6 +521,31 @@ class Pipeline(Loops):
             for stage in self._executor.stages:
                 held.enter_context(stage.guard.lifted())
             return super().state_dict(*args, **kwargs)
+
+    def write_back(self, model: nn.Module) -> None:
+        """Write the true weights and the module buffers into the uncut model, between two runs.
+
+        What the model can do, such as ``generate``, ``save_pretrained``, ``push_to_hub`` or
+        ``merge_and_unload``, is then done with what has been trained. Training goes on afterwards
+        as if nobody had asked.
+
+        Args:
+            model: the model that was cut, whose tensors are the stages' own for the most part, and
+                stay so; or another one like it, in any dtype and on any devices. Its state dict
+                has the names of ``state_dict``.
+
+        Raises:
+            RuntimeError: a run has not ended yet.
+            TypeError, ValueError: it is no module, or has other names or shapes; nothing has been
+                written then.
+        """
+        self.check_drained("write_back")
+        state = self.state_dict()
+        places = places_in(model, {name: value.shape for name, value in state.items()})
+        with torch.no_grad(), self._executor.callers_turn():
+            for name, value in state.items():
+                if not same_memory(places[name], value):
+                    places[name].copy_(value)
 
     def _mend(self, changed: bool = False) -> None:
         """Finish the end of a run, if an exception has cut that short."""
@@ -606,9 +649,9 @@ class Pipeline(Loops):
             self._executor.follow_caller()
         return found
 
-    def copied(self, stage: int) -> dict[Tensor, Copy]:
+    def copied(self, stage: int) -> dict[nn.Parameter, Copy]:
         """The parameters of a stage that are copies of another's, which trains them."""
-        return {copy.held: copy for copy in self._copies if copy.stage == stage}
+        return copies_in(self._copies, stage)
 
     def check_drained(self, what: str) -> None:
         """Raise RuntimeError, naming ``what`` was asked for, if a run has not ended."""

@@ -34,6 +34,7 @@ class Copy:
 
     def __post_init__(self) -> None:
         self._shared = self.held is self.original  # and is to be so again
+        self.trained = self.held.requires_grad  # ever
 
     @property
     def member(self) -> Member:
@@ -69,6 +70,26 @@ class Copy:
         if changed or self._seen != original._version:
             self.held.data.copy_(original.detach())
             self._seen = original._version
+
+
+def copies_in(copies: Iterable[Copy], stage: int) -> dict[nn.Parameter, Copy]:
+    """The parameters that a stage has now for those of other stages."""
+    return {copy.held: copy for copy in copies if copy.stage == stage}
+
+
+def follow_homes(copies: Iterable[Copy]) -> bool:
+    """Have copies require gradients where their homes do; whether some have begun to."""
+    begun = False
+    for each in copies:
+        home, held = each.original, each.held
+        if home is None or home is held:
+            continue
+        if held.requires_grad and not home.requires_grad and not each.trained:
+            raise ValueError(f"{each.member} and has become trainable alone; unfreeze that one")
+        held.requires_grad_(home.requires_grad)
+        begun = begun or (home.requires_grad and not each.trained)
+        each.trained = each.trained or home.requires_grad
+    return begun
 
 
 class Member(NamedTuple):

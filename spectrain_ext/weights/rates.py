@@ -34,6 +34,12 @@ class PacedRates(LRScheduler):
             raise AttributeError(name)
         return getattr(self._scheduler, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Such as ``base_lrs``: only there it has an effect.
+        inner = self.__dict__.get("_scheduler")
+        own = name in self.__dict__ or inner is None or not hasattr(inner, name)
+        super().__setattr__(name, value) if own else setattr(inner, name, value)
+
     def _put(self) -> None:
         factor = self._factor(self._updates)
         self._set([lr * factor for lr in self._own])

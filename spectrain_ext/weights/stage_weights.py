@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from spectrain_ext.operators.laws import Linear, SecondOrder
-from spectrain_ext.optim.foreign import loose_state, updater_of
+from spectrain_ext.optim.foreign import Foreign, loose_state, updater_of
 from spectrain_ext.schedule import Entries, Generator, Place, Rules, count_stage, find_generator
 
 from .rates import rates_of
@@ -55,6 +55,7 @@ class StageWeights:
         schedule: str | Generator,
         master_dtype: torch.dtype | None = None,
         copies: Set[Tensor] = frozenset(),  # parameters that another stage trains
+        held: Set[Tensor] = frozenset(),  # that the optimizer holds, frozen or not
         offloads: bool = False,  # versions that wait, to the host
     ) -> None:
         self.module = module
@@ -62,7 +63,9 @@ class StageWeights:
         self.updater = updater_of(optimizer)
         self.scheduler = scheduler
         self._names: dict[Tensor, str] = {
-            p: name for name, p in module.named_parameters() if p.requires_grad and p not in copies
+            p: name
+            for name, p in module.named_parameters()
+            if (p.requires_grad or p in held) and p not in copies
         }
         self.params = list(self._names)
         self._rules = rules
@@ -129,6 +132,12 @@ class StageWeights:
             made.unbind()
             raise
         self.storage = made
+        self._moving = [p.requires_grad for p in self.params]
+
+    @property
+    def refrozen(self) -> bool:
+        """Whether, since it was bound, some of it has been frozen or thawed."""
+        return self._moving != [p.requires_grad for p in self.params]
 
     def unbind(self) -> None:
         """Give parameters (they hold the true weights now) and state ordinary storage."""
@@ -137,7 +146,7 @@ class StageWeights:
         storage.unbind()
 
     def hand_over(self, other: StageWeights) -> None:
-        """Unbind, and bind what has the same parameters and optimizer under other rules."""
+        """Unbind, and bind what has these parameters and the optimizer, or bind this anew."""
         # Masters keep all of their digits, and a foreign optimizer its state of their dtype.
         wide = {p: master.clone() for p, master in self.masters().items()}
         state = getattr(self.optimizer, "state", {})
@@ -145,8 +154,9 @@ class StageWeights:
         self.unbind()
         other.bind()
         for p, master in other.masters().items():
-            master.copy_(wide[p])
-        if other.updater is not self.updater:  # foreign ones' state is their own
+            if p in wide:
+                master.copy_(wide[p])
+        if isinstance(other.updater, Foreign):  # whose state is its own
             for p, entry in entries.items():
                 state[p].update(entry)
 

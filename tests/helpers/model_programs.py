@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 
 import torch
 from torch import nn
 
 import spectrain_ext as st
+from spectrain_ext.distributed.exchange import Peers
 from spectrain_ext.partitioning import cut_at
 
 
@@ -80,3 +82,117 @@ def batches():
         labels = ids.masked_fill(mask == 0, -100)
         added = {"idx": torch.arange(3), "text": ["a"] * size}  # by a collator
         yield {"input_ids": ids, "attention_mask": mask, "labels": labels, **added}
+
+
+def adapters(rank, ranks):
+    """An adapted GPT-2, trained, more of it unfrozen, trained again, and written back on all ranks.
+
+    Returns what it generates, its adapter, all that has been trained, and what has travelled.
+    """
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
+    drops = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **drops))
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=8)).train()
+    parts = st.partition(model, 2, profile="parameters")
+    kind = st.Pipeline if ranks == 1 else st.DistributedPipeline
+    more = {} if ranks == 1 else {"dynamic_shapes": True, "timeout": 60.0}
+    stages = parts if ranks == 1 else parts.stages[rank]
+    pipe = kind(stages, quick, parts.loss_fn, microbatches=2, **more)
+    travelled = counted(Peers)
+    for _ in pipe.run(batches()):
+        pass
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad or "ln_1" in name)
+    for _ in pipe.run(batches()):
+        pass
+    pipe.write_back(model)
+    model.eval()
+    ids = torch.arange(1, 7).view(2, 3)
+    said = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    adapter = {name: p.clone() for name, p in get_peft_model_state_dict(model).items()}
+    whole = {name: p.clone() for name, p in model.state_dict().items()}
+    return said, adapter, trained, whole, len(travelled)
+
+
+def quick(params):
+    return st.optim.SGD(params, lr=0.5, momentum=0.9)
+
+
+def counted(peers):
+    """What is broadcast from here on."""
+    found, real = [], peers.broadcast
+
+    def broadcast(self, rank, mine, shape, dtype):
+        found.append(rank)
+        return real(self, rank, mine, shape, dtype)
+
+    peers.broadcast = broadcast
+    return found
+
+
+def with_replicas(rank, ranks):
+    """Three stages' worth of a model on two replicas of one stage and another: trained, unfrozen.
+
+    Returns the uncut model's state where it was wanted, this rank's own, and an error.
+    """
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
+    parts = cut_at(model, [3, 4])
+    model[0].weight.requires_grad_(False)
+    settings = {"method": "1f1b", "microbatches": 2}
+    if ranks == 1:
+        pipe = st.Pipeline(parts, sgd, nn.functional.mse_loss, **settings)
+    else:
+        settings = {**settings, "replicas": [2, 1], "timeout": 60.0}
+        pipe = st.DistributedPipeline(parts[rank == 2], sgd, nn.functional.mse_loss, **settings)
+    generator = torch.Generator().manual_seed(5)
+    data = [[torch.randn(8, 3, generator=generator) for _ in range(2)] for _ in range(9)]
+    for frozen in ([0], [], [1]):
+        for n, p in enumerate(model.parameters()):
+            p.requires_grad_(n not in frozen)
+        for _ in pipe.run([tuple(pair) for pair in data[:3]]):
+            pass
+        data = data[3:]
+    own = {name: value.clone() for name, value in pipe.state_dict().items()}
+    error, others = "", nn.Sequential(nn.Linear(3, 4)) if rank == 2 else None
+    try:
+        pipe.write_back(others if ranks > 1 else nn.Linear(1, 1))
+    except (RuntimeError, ValueError) as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    wanted = {0: model, 1: None, 2: copy.deepcopy(model)}[rank]
+    pipe.write_back(wanted)
+    assert all(torch.equal(value, own[name]) for name, value in pipe.state_dict().items())
+    return None if wanted is None else dict(wanted.state_dict()), own, error
+
+
+def unfreezing(rank, ranks):
+    """The errors of parameters that cannot train from the next run on, unfrozen on one rank."""
+    found = []
+    stages = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)]
+    torch.nn.init.ones_(stages[0][0].weight)
+    stages[1][0].weight = stages[0][0].weight
+    stages[1].tied_parameters = {"0.weight": (0, "0.weight")}
+    averaged = {"replicas": [2], "averaging": st.averaging.Elastic(0.5), "microbatches": 2}
+    for stage, settings in ((stages[rank], {}), (nn.Linear(3, 3), averaged)):
+        with torch.no_grad():
+            for p in stage.parameters():
+                p.fill_(0.5)
+        first = next(stage.parameters()).requires_grad_(False)
+        pipe = st.DistributedPipeline(
+            stage, sgd, nn.functional.mse_loss, "vanilla", timeout=30.0, **settings
+        )
+        data = [(torch.ones(4, 3), torch.ones(4, 3))] * 2
+        for _ in pipe.run(data):
+            pass
+        first.requires_grad_(rank == 0)
+        try:
+            for _ in pipe.run(data):
+                pass
+        except (RuntimeError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found

@@ -253,6 +253,34 @@ def test_tied_embeddings(name, tmp_path):
     assert torch.equal(again.get_output_embeddings().weight, model.get_input_embeddings().weight)
 
 
+def test_a_model_generates_between_runs(tmp_path):
+    more = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    model = made("GPT2", tie_word_embeddings=True, **more).train()
+    alone, other = copy.deepcopy(model), copy.deepcopy(model)
+    parts = st.partition(model, 3, profile=EVEN)
+    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method="sync")
+    optimizer = sgd(list(alone.parameters()))
+    ids = torch.arange(1, 7).view(2, 3)
+    for _ in range(2):
+        for given in [batch(4, 7, "right") for _ in range(4)]:
+            for _ in pipe.run([given]):
+                optimizer.zero_grad()
+                alone(**given).loss.backward()
+                optimizer.step()
+        for each in (model, other):
+            pipe.write_back(each)
+        found = [
+            each.eval().generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+            for each in (alone, model, other)
+        ]
+        assert all(torch.equal(found[0], one) for one in found)
+        model.save_pretrained(tmp_path)
+        again = type(model).from_pretrained(tmp_path)
+        torch.testing.assert_close(again(ids).logits, alone(ids).logits)
+        alone.train()
+        pipe.train()
+
+
 def test_the_model_itself_is_left_alone():
     model = made("Llama").train()
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]

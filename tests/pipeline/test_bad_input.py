@@ -288,45 +288,6 @@ def test_a_parameter_that_left_the_flat_buffer(how):
         assert torch.equal(tensor, values[name])
 
 
-@pytest.mark.parametrize("method", ["auto", "sync"])
-def test_what_was_frozen_cannot_be_trained_later(method):
-    stages = tanh_stages(3)
-    frozen = stages[1][0].weight.requires_grad_(False)
-    stages[2].requires_grad_(False)  # a stage without an optimizer
-    pipe = st.Pipeline(stages, sgd(), mse, method)
-    losses(pipe, batches(3))
-    before = copy.deepcopy(pipe.state_dict())
-    match = r"stages\[1\]: parameter '0.weight' has become trainable.*release\(\) the pipeline"
-    frozen.requires_grad_(True)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=match):
-            losses(pipe, batches(3))
-    frozen.requires_grad_(False)
-    stages[2][0].bias.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"stages\[2\]: parameter '0.bias' has become trainable"):
-        losses(pipe, batches(3))
-    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
-    assert all(p.grad is None for p in pipe.parameters())
-    frozen.requires_grad_(True)
-    pipe.release()
-    again = st.Pipeline(stages, sgd(), mse, method)
-    losses(again, batches(3))
-    assert not torch.equal(again.state_dict()["1.0.weight"], before["1.0.weight"])
-
-
-def test_freezing_and_thawing_what_is_trained():
-    stages = tanh_stages(2)
-    pipe = st.Pipeline(stages, sgd(momentum=0.0), mse, "sync")
-    weight = stages[0][0].weight
-    moved = []
-    for trains in (True, False, True):
-        before = weight.detach().clone()
-        weight.requires_grad_(trains)
-        losses(pipe, batches(3))
-        moved.append(not torch.equal(weight, before))
-    assert moved == [True, False, True]
-
-
 def test_a_parameter_that_leaves_while_the_run_is_suspended():
     module = tanh_stages(1)[0]
     pipe = st.Pipeline([*tanh_stages(1), module], sgd(), mse)

@@ -85,6 +85,13 @@ def test_a_rate_that_somebody_sets_is_the_present_one():
     assert opt.param_groups[0]["lr"] == pytest.approx(1.5)
 
 
+def test_what_is_set_is_the_schedulers():
+    opt, pace = paced(factory=lambda opt: lr_scheduler.LambdaLR(opt, lambda t: 1 / (t + 1)))
+    pace.base_lrs = [8.0]
+    pace.step()
+    assert opt.param_groups[0]["lr"] == pytest.approx(8.0 / 2 / 3)
+
+
 def test_its_state_goes_on_in_another_one():
     def factory(opt):
         return lr_scheduler.ExponentialLR(opt, 0.9)

@@ -1,0 +1,138 @@
+"""PEFT: of an adapted model in stages the adapters alone train, as in the uncut one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import spectrain_ext as st
+from spectrain_ext.partitioning import BlockProfile, Profile
+
+tf = pytest.importorskip("transformers", reason="models of transformers are adapted")
+peft = pytest.importorskip("peft", reason="PEFT makes the adapters")
+
+LLAMA = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+GPT2 = {"vocab_size": 61, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
+EVEN = Profile(tuple(BlockProfile(1) for _ in range(6)))  # embedding, four blocks, head
+
+
+def lora(**more):
+    return peft.LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, **more)
+
+
+def adapted(name, config):
+    torch.manual_seed(0)
+    if name == "Llama":
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
+    else:
+        more = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+        model = tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2, **more))
+    model = peft.get_peft_model(model, copy.deepcopy(config))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:  # no adapter begins as nothing
+                p.add_(torch.randn_like(p) * 0.1)
+    return model.train()
+
+
+def batches(count):
+    g = torch.Generator().manual_seed(1)
+    for length in range(6, 6 + count):
+        ids = torch.randint(1, 61, (4, length), generator=g)
+        mask = (torch.arange(length) < length - torch.arange(4)[:, None] % 3).long()
+        yield {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+def sgd(params):
+    return st.optim.SGD(params, lr=0.5, momentum=0.9, weight_decay=0.01)
+
+
+def trained(model, data):
+    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+    for batch in data:
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    return model
+
+
+ADAPTERS = {
+    "lora": lora(),
+    "dora": lora(use_dora=True),
+    "head": lora(modules_to_save=["lm_head"]),
+    "late": lora(layers_to_transform=[3]),
+    "early": lora(layers_to_transform=[0]),
+    "ia3": peft.IA3Config(task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_adapters_train_as_in_the_uncut_model(name, adapter, tmp_path):
+    model = adapted(name, ADAPTERS[adapter])
+    alone, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    differentiated = []
+    second = next(m for key, m in model.named_modules() if key.endswith((".layers.1", ".h.1")))
+    second.register_forward_hook(lambda *_: differentiated.append(_[-1].requires_grad))
+    parts = st.partition(model, 3, profile=EVEN)
+    pipe = st.Pipeline(parts, sgd, parts.loss_fn, "1f1b", microbatches=1)
+    differentiated.clear()
+    trains = {name for name, p in model.named_parameters() if p.requires_grad}
+    having = [any(p.requires_grad for p in stage.parameters()) for stage in parts]
+    assert len(pipe.optimizers) == sum(having) == (1 if adapter in ("late", "early") else 3)
+    held = {p for o in pipe.optimizers for group in o.param_groups for p in group["params"]}
+    assert len(held) == len(trains)
+
+    pipe.fit(batches(5))
+    assert differentiated == [adapter != "late"] * 5  # nothing before it would need the gradient
+    trained(alone, batches(5))
+    expected, found = alone.state_dict(), pipe.state_dict()
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, msg=key)
+        if key not in trains:
+            assert torch.equal(found[key], before[key]), key
+    assert not any(torch.equal(found[key], before[key]) for key in trains)
+
+    model.save_pretrained(tmp_path)
+    saved = peft.get_peft_model_state_dict(alone)
+    base = model.get_base_model()
+    again = peft.PeftModel.from_pretrained(type(base)(base.config), tmp_path)
+    loaded = peft.get_peft_model_state_dict(again)
+    assert set(loaded) == set(saved)
+    for key, value in saved.items():
+        torch.testing.assert_close(loaded[key], value, msg=key)
+    pipe.release()
+    merged = model.eval().merge_and_unload().state_dict()
+    for key, value in alone.eval().merge_and_unload().state_dict().items():
+        torch.testing.assert_close(merged[key], value, msg=key)
+
+
+@pytest.mark.parametrize("method", ["auto", "spectrain", "pipedream"])
+def test_methods_with_versions_of_adapters(method):
+    model = adapted("Llama", lora())
+    before = copy.deepcopy(model.state_dict())
+    parts = st.partition(model, 3, profile=EVEN)
+    pipe = st.Pipeline(parts, sgd, parts.loss_fn, method)
+    assert all(map(torch.isfinite, map(torch.tensor, pipe.fit(list(batches(4)), epochs=2))))
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]) == ("lora" not in key), key
+    versions = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert pipe.weight_version_bytes < 20 * versions  # what is frozen has none
+
+
+def test_virtual_tokens_are_refused():
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="PromptTuningConfig puts virtual tokens before"):
+        st.partition(peft.get_peft_model(model, config), 2)
