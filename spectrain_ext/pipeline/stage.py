@@ -79,6 +79,7 @@ class Stage(Checks):
         self.recomputes, self.split_dim, self.offloads = recomputes, split_dim, offloads
         self._blocks = RecomputedBlocks(module, blocks) if blocks else None
         self._on_host: OnHost | None = None
+        self._entered: Sequence[ModuleBuffers] = ()  # in a recomputation, or in one cut short
         self.peak = 0  # the most microbatches that were in flight at once
         self._mode = Mode.TRAIN
         self._modes: ModuleModes | None = None
@@ -143,6 +144,9 @@ class Stage(Checks):
                 self._modes.restore()
         else:
             try:
+                for found in self._entered:
+                    found.__exit__()
+                self._entered = ()
                 if self._blocks is not None:
                     self._blocks.end()
                 if self._on_host is not None:
@@ -351,6 +355,7 @@ class Stage(Checks):
             torch.enable_grad(),
             ExitStack() as held,
         ):
+            self._entered = tape.found
             for found in reversed(tape.found):  # a loss may have the module in it
                 held.enter_context(found)
             with self.random.at(tape.states):
@@ -359,6 +364,7 @@ class Stage(Checks):
                     loss, _ = checked_loss(tape.loss_fn(tape.output, tape.target), self.device)
                     check_dependence(loss, tape.output)
                     tape.output = loss
+        self._entered = ()
 
     def backward(self, i: int, j: int) -> None:
         tape = self._tapes.pop((i, j))

@@ -96,9 +96,10 @@ class ModuleBuffers:
                 held[name] = None if tensor is None else copies[tensor]
 
     def __exit__(self, *raised: object) -> None:
-        for (held, _), now in zip(self._found, self._now, strict=True):
+        for (held, _), now in zip(self._found, self._now, strict=False):
             for name, tensor in now.items():
                 held[name] = tensor
+        self._now = []  # what is done may be repeated
 
     def restore(self) -> None:
         """Put them back; graphs that need them have been used."""
