@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from spectrain_ext.transport import Value
 
+from .lineage import Lineage, is_valueless, without_values
 from .plan import WAY_OUT, Inputs, Plan, evaluated, hidden_of, inputs_of, members_of, plan_of
 from .profile import BlockProfile, Profile, Tie, measure
 
@@ -272,7 +274,12 @@ class Decoder:
     def __init__(self, model: nn.Module, example: Value | None = None) -> None:
         self.model = model
         self.example: Any = example_of(model) if example is None else example
-        plan, self.output = plan_of(model, self.example, example is None)
+        self.lineage: Lineage | None = None
+        if is_valueless(model):
+            self.lineage = Lineage(model)
+            self.example = without_values(self.example)
+        with self.watched():
+            plan, self.output = plan_of(model, self.example, example is None)
         blocks = members_of(model.get_submodule(plan.path))
         named = {f"{plan.path}.{index}": block for index, block in enumerate(blocks)}
         named.update((name, model.get_submodule(name)) for name in plan.units)
@@ -296,12 +303,19 @@ class Decoder:
             f"{why}; {WAY_OUT}"
         ) from why
 
+    def watched(self) -> AbstractContextManager[None]:
+        """Where a model without values is run."""
+        return nullcontext() if self.lineage is None else self.lineage.kept()
+
     def stages(self, ends: Sequence[int]) -> list[nn.Module]:
         """Return the stages that end before these blocks."""
-        return [
-            DecoderStage(self.model, self.plan, self._hollows, start, end)
-            for start, end in zip((0, *ends[:-1]), ends, strict=True)
-        ]
+        return [self._stage(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+
+    def _stage(self, start: int, end: int) -> DecoderStage:
+        stage = DecoderStage(self.model, self.plan, self._hollows, start, end)
+        if self.lineage is not None:
+            self.lineage.know(stage, stage.full_name)
+        return stage
 
     def check(self, stages: Sequence[nn.Module]) -> None:
         """Raise ValueError if they do not compute what the model does, on the example."""
@@ -309,15 +323,18 @@ class Decoder:
         wanted = _tensors(self.output)
         same = len(found) == len(wanted)
         for a, b in zip(found, wanted, strict=False):
-            same = same and a.shape == b.shape and _close(a, b)
+            same = same and a.shape == b.shape and self._alike(a, b)
         if not same:
             raise ValueError(
                 "the stages do not compute what the model does, which has more between its stages "
                 "than a hidden state"
             )
 
+    def _alike(self, a: Tensor, b: Tensor) -> bool:
+        return _close(a, b) if self.lineage is None else self.lineage.same(a, b)
+
     def _run(self, stages: Sequence[nn.Module], value: Any) -> Any:
-        with evaluated(nn.ModuleList([self.model, *stages])):
+        with evaluated(nn.ModuleList([self.model, *stages])), self.watched():
             for stage in stages:
                 value = stage(value)
         return value
@@ -325,7 +342,7 @@ class Decoder:
     def measure(self, repeats: int, ties: tuple[Tie, ...]) -> Profile:
         """Measure the blocks, without what each does only because it is a stage of its own."""
         profile = measure(self.blocks, self.example, repeats=repeats)
-        empty = DecoderStage(self.model, self.plan, self._hollows, 1, 1)
+        empty = self._stage(1, 1)
         around = measure([self.blocks[0], empty], self.example, repeats=repeats).blocks[1]
         members = range(len(self.plan.members))
         names = ["before", *(f"{self.plan.path}.{i}" for i in members), "after"]

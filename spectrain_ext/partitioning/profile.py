@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from spectrain_ext.rng import RNG_LOCK
 from spectrain_ext.transport import VALUES, Value, as_value, each, tensors_in, tensors_of
 
+from .lineage import Lineage, is_valueless, without_values
+
 _CACHE = 4 * 2**20  # bytes: more than the caches that a core has for itself
 _MOST = 10**18  # of any number in a profile: sums, products and squares of them are finite
 
@@ -120,7 +122,9 @@ def measure(
 
     Returns:
         The profile. Parameters, gradients, module buffers and the generators of random numbers are
-        as they were.
+        as they were. Where parameters are on the meta device nothing can be timed: a block counts
+        by the floating-point operations of its products and convolutions, 10^12 of them a second,
+        and a backward as two forwards.
 
     Raises:
         TypeError: a block that returns something else than these, and is not the last.
@@ -129,6 +133,8 @@ def measure(
     if repeats < 1:
         raise ValueError(f"repeats: expected at least 1, got {repeats}")
     value = as_value(example_input, "example_input")
+    if is_valueless(*blocks):
+        return Profile(tuple(_estimated(blocks, without_values(value))), ties)
     found: list[BlockProfile] = []
     devices = {t.device.index for b in blocks for t in b.parameters() if t.device.type == "cuda"}
     cuda = sorted(index for index in devices if index is not None)
@@ -139,6 +145,35 @@ def measure(
                 profile, value = _measured(block, value, index, last, repeats)
             found.append(profile)
     return Profile(tuple(found), ties)
+
+
+def _estimated(blocks: Sequence[nn.Module], value: Value) -> Iterator[BlockProfile]:
+    """Of blocks without values, what is known of a run without running it."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    lineage = Lineage(nn.ModuleList(blocks))
+    for index, block in enumerate(blocks):
+        saved: dict[int, int] = {}
+        own = {p.untyped_storage()._cdata for p in block.parameters()}
+        counter = FlopCounterMode(display=False)
+
+        def count(tensor: Tensor, own: set[int] = own, saved: dict[int, int] = saved) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                saved[storage._cdata] = storage.nbytes()
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+        with lineage.kept(), torch.enable_grad(), counter, hooks:
+            output = _checked(block(_entered(value, index)), index, index == len(blocks) - 1)
+            value = each(output, Tensor.detach)
+        yield BlockProfile(
+            3e-12 * counter.get_total_flops(),
+            sum(tensor.nbytes for tensor in tensors_of(value)),
+            sum(p.nbytes for p in block.parameters()),
+            sum(saved.values()),
+            f"{index}: {type(block).__name__}",
+        )
 
 
 def counted(blocks: Sequence[nn.Module], ties: tuple[Tie, ...] = ()) -> Profile:
@@ -237,14 +272,7 @@ def _forward_backward(
     block: nn.Module, value: Value, index: int, last: bool
 ) -> tuple[float, float, Value]:
     """Seconds of both and of the forward, and what it returned."""
-
-    def entered(tensor: Tensor) -> Tensor:
-        # Nobody asks for the gradient of the batch. A clone, because a layer may work in place.
-        leaf = tensor.detach()
-        differentiable = leaf.is_floating_point() or leaf.is_complex()
-        return leaf.requires_grad_(index > 0 and differentiable).clone()
-
-    given = each(value, entered)
+    given = _entered(value, index)
     with torch.enable_grad():
         _forget(given)
         start = time.perf_counter()
@@ -260,6 +288,16 @@ def _forward_backward(
         _wait(output)
         backward = time.perf_counter() - start
     return forward + backward, forward, each(output, Tensor.detach)
+
+
+def _entered(value: Value, index: int) -> Value:
+    def entered(tensor: Tensor) -> Tensor:
+        # Nobody asks for the gradient of the batch. A clone, because a layer may work in place.
+        leaf = tensor.detach()
+        differentiable = leaf.is_floating_point() or leaf.is_complex()
+        return leaf.requires_grad_(index > 0 and differentiable).clone()
+
+    return each(value, entered)
 
 
 def _forget(value: Value) -> None:

@@ -15,6 +15,7 @@ from spectrain_ext.transport import Value
 from .blocks import blocks_of, found_in, slices_of, ties_of
 from .cut import Cut, StageCount, classic_window, cut
 from .decoders import Decoder
+from .lineage import is_valueless, without_values
 from .own_loss import OwnLoss, own_loss
 from .plan import is_pretrained, one_of, outline, takes_ids
 from .profile import Profile, Tie, agreed, counted, measure
@@ -55,8 +56,7 @@ def cut_at(model: nn.Module | Sequence[nn.Module], ends: Sequence[int]) -> list[
             if tie.first < end <= tie.last:
                 raise ValueError(f"ends: a cut before block {end} separates {tie.what}")
     stages = slices_of(named, ends)
-    mark_ties(stages)
-    _mark_places(stages)
+    _mark(stages)
     return stages
 
 
@@ -80,10 +80,25 @@ def mark_ties(stages: Sequence[nn.Module]) -> None:
             homes.setdefault(p, (k, name))
 
 
-def _mark_places(stages: Sequence[nn.Module]) -> None:
-    """Note in every stage which one it is, of how many: pipelines check that by ``check_order``."""
+def _mark(stages: Sequence[Any]) -> None:
+    """Note in every stage which one it is, of how many, and what the whole model has.
+
+    Pipelines check the former by ``check_order``; ``materialize`` knows by the names what files may
+    have, and by which others a tied parameter may be stored, its home's first.
+    """
+    mark_ties(stages)
+    tied: dict[nn.Parameter, list[str]] = {}
+    everything: set[str] = set()
     for k, stage in enumerate(stages):
-        stage.cut_place = (k, len(stages))  # type: ignore[assignment]
+        stage.cut_place = (k, len(stages))
+        for name, p in stage.named_parameters(remove_duplicate=False):
+            tied.setdefault(p, []).append(stage.full_name(name))
+        everything.update(stage.full_name(name) for name, _ in stage.named_buffers())
+    names = frozenset(everything.union(*tied.values()))
+    for stage in stages:
+        stage.cut_names = names
+        own = stage.named_parameters(remove_duplicate=False)
+        stage.tied_names = {name: tied[p] for name, p in own if len(tied[p]) > 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +117,7 @@ class Partition:
     _loss: OwnLoss | str
 
     def __post_init__(self) -> None:
-        mark_ties(self.stages)
-        _mark_places(self.stages)
+        _mark(self.stages)
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.stages)
@@ -281,17 +295,26 @@ def _source(
 
         def finish(stages: list[nn.Module]) -> OwnLoss | str:
             decoder.check(stages)
-            return own_loss(decoder.model, decoder.plan, decoder.example, decoder.output)
+            return own_loss(
+                decoder.model, decoder.plan, decoder.example, decoder.output, decoder.lineage
+            )
 
         return _Source(decoder.blocks, decoder.stages, decoder.measure, finish=finish)
-    if example is None:
-        raise TypeError("example_input: expected a microbatch, got None")
     if split_points is None and listed:
         named = blocks_of(model, before, after)
         parts = list(named.values())
+        if example is None and is_valueless(*parts):
+            return _Source(
+                parts, partial(slices_of, named), lambda repeats, ties: counted(parts, ties)
+            )
+    if example is None:
+        raise TypeError("example_input: expected a microbatch, got None")
+    if split_points is None and listed:
         return _Source(parts, partial(slices_of, named), partial(measure, parts, example))
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if is_valueless(model):
+        example = without_values(example)
     plan, output = outline(model, example) if pretrained else (None, None)
     value = example if plan is None else one_of(plan, example)
     narrow: tuple[Tie, ...] = ()
